@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.config.model import FinetunedConfig, Head, ModelConfig
@@ -25,6 +25,7 @@ from megatron.data.order import permute
 from megatron.inference.generate import DivergedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.zero3 import gathered, join_in
 from megatron.train.executor import on_device
 from megatron.train.loader import shard
 from megatron.train.state import DTYPES, TrainState, build_state
@@ -136,8 +137,10 @@ def start(
     dtype: str,
     seed: int,
     mesh: Mesh,
+    zero_stage: int = 0,
 ) -> TrainState:
     """A run at step 0 with the weights of the pretrained BERT, and a head drawn from the seed.
+    zero_stage: of ZeRO.
 
     Raises ValueError, naming the first one, where the checkpoint lacks a weight other than the
     head's, or has another one than those of the pretraining heads and, for a span's model, of the
@@ -151,6 +154,7 @@ def start(
         dtype=DTYPES[dtype],
         optimizer=optimizer,
         precision=PrecisionConfig(fp16=dtype == "fp16"),
+        zero_stage=zero_stage,
     )
     modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
     surplus = {"mlm", "sop", "pooler"} - modules
@@ -178,13 +182,22 @@ def logits_of(
     shapes = [_shape_of(each, config) for each in examples]
     ends = np.cumsum([prod(shape) for shape in shapes])
     flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
-    for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
+
+    def answer(numbers: Sequence[int]) -> Tensor:
         unlabelled = [replace(examples[number], label=()) for number in numbers]
         batch = make_batch(unlabelled, parts=mesh.stream.size)
-        logits = model(on_device(batch, mesh.device)).float().cpu()
-        for number, row in zip(numbers, logits, strict=True):
-            count = prod(shapes[number])
-            flat[ends[number] - count : ends[number]] = row.flatten()[:count]
+        logits: Tensor = model(on_device(batch, mesh.device))
+        return logits.float().cpu()
+
+    calls = 0
+    with gathered(model):
+        for numbers in shard([each.longest for each in examples], micro_batch_size, mesh, name):
+            for number, row in zip(numbers, answer(numbers), strict=True):
+                count = prod(shapes[number])
+                flat[ends[number] - count : ends[number]] = row.flatten()[:count]
+            calls += 1
+        most = -(-len(examples) // (micro_batch_size * mesh.batch.size))
+        join_in(model, calls, most, lambda: answer([0]))
     model.train(was_training)
     whole = all_reduce(flat.to(mesh.device), mesh.batch).cpu().numpy()
     if not np.isfinite(whole).all():

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.checkpoint.format import Checkpoint, step_folders
-from megatron.checkpoint.load import model_slices
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import UsageError, flag
@@ -191,7 +190,15 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
             if mesh.is_first and (folders or (directory / METRICS).exists()):
                 print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
             remove_all(folders, mesh)
-        state = start(run.pretrained, run.config, optimizer, settings.dtype, seed, mesh)
+        state = start(
+            run.pretrained,
+            run.config,
+            optimizer,
+            settings.dtype,
+            seed,
+            mesh,
+            settings.parallel.stage_of_zero,
+        )
         file = None if directory is None else directory / METRICS
         metrics = Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr)
     with metrics:
@@ -307,7 +314,7 @@ class Epochs:
             },
         }
         # Without the optimizer's state: an epoch is not resumed.
-        slices, files = model_slices(state.model), run.plan.tokenizer.files
+        slices, files = state.weights(), run.plan.tokenizer.files
         path = save_checkpoint(directory, state.step, slices, facts, run.mesh, files).path
         former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
         self.done[-1]["checkpoint"] = str(path)

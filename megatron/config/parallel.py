@@ -114,10 +114,17 @@ class FinetuneParallelConfig(ParallelConfig):
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     def _check_own(self, world_size: int) -> None:
-        """Warn of a sequence that nothing shares out."""
+        """Warn of what nothing shares out."""
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(
                 "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
+            )
+        if self.stage_of_zero and self.data_parallel_size(world_size) == 1:
+            name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
+            warnings.warn(
+                f"{name} does nothing with one model: several are trained side by side where there "
+                "are more processes",
+                stacklevel=2,
             )
 
 

@@ -216,11 +216,18 @@ def _shape(part: Any) -> Iterable[int]:
 
 def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
     local.zero_()
+    if form == AS_IT_IS:
+        for own, where in spec.boxes(local):
+            own.copy_(part[where or ...])  # or a single number
+        return
+    if spec.flat is not None:  # of a shard in another form
+        if spec.flat.start < spec.flat.stop:
+            shard = local.new_empty(spec.of_shard.local_shape)
+            _copy(part, shard, spec.of_shard, form)
+            local.copy_(shard.flatten()[spec.flat.start : spec.flat.stop])
+        return
     box = spec.local_slices
     if any(cut.start == cut.stop for cut in box):  # padding alone
-        return
-    if not box:  # a single number
-        local.copy_(part if isinstance(part, Tensor) else part[...])
         return
     # The matrices of a parameter lie one behind another.
     rows, *others = box[1:] if form.parts > 1 else box

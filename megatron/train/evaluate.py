@@ -23,7 +23,7 @@ from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.zero3 import gathered, is_gathered
+from megatron.parallel.zero3 import gathered, join_in
 from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
 
@@ -103,16 +103,18 @@ def mean_losses(
                 totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
         most = -(-samples // mesh.batch.size)  # samples of a rank
         own_calls, calls = (-(-number // micro_batch_size) for number in (len(own), most))
-        if is_gathered(model) and own_calls < calls:
-            # The others run one batch more, for which they gather what this rank has of weights.
-            idle = Executor(
+
+        def idle() -> None:
+            executor = Executor(
                 model=model,
                 objective=objective,
                 mesh=mesh,
                 batches=[data.batch([0])],
                 loss_scales=torch.ones_like(totals[0]),
             )
-            idle.run(pipeline.evaluation(0, 1))
+            executor.run(pipeline.evaluation(0, 1))
+
+        join_in(model, own_calls, calls, idle)
     model.train(was_training)
     sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):

@@ -241,7 +241,13 @@ def build_state(
         given = seed if draws else None
         materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
     else:
-        give_memory(model, lambda each: absent(each.shape, dtype, mesh.device))
+
+        def make(parameter: nn.Parameter) -> Tensor:
+            """What is not trained has no master that its weights are gathered from."""
+            given = absent if parameter.requires_grad else torch.empty
+            return given(parameter.shape, dtype=dtype, device=mesh.device)
+
+        give_memory(model, make)
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(
@@ -252,10 +258,7 @@ def build_state(
         compares_weights=False,  # a function of the seed, or loaded next
     )
     master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
-    if not is_lasting and seed is not None and draws:
-        own = {each.key: each for each in master_weights.masters()}
-        set_values(model, own, seed, values)
-    return TrainState(
+    state = TrainState(
         mesh=mesh,
         model=model,
         objective=model,
@@ -266,6 +269,10 @@ def build_state(
         pipeline=pipeline,
         kernel_seed=seed if config.draws_in_kernel(mesh.device.type) else None,
     )
+    if not is_lasting and seed is not None and draws:
+        own = {name: TensorSlice(name, *shard) for name, shard in state.shards().items()}
+        set_values(model, own, seed, values)
+    return state
 
 
 def keep_freed_memory() -> None:

@@ -25,7 +25,8 @@ from megatron.config.training import OptimizerConfig
 from megatron.models import hf_weights
 from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of
-from megatron.parallel.sharding import ShardingSpec, gather_whole, sharding_specs
+from megatron.parallel.planned import AS_IT_IS, Form
+from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
 from tests.dist import Pool
@@ -181,11 +182,20 @@ class Counting:
 counted: list[int] = []
 
 
+def numbers_of(spec: ShardingSpec, local: Tensor, form: Form) -> int:
+    if spec.flat is not None and form != AS_IT_IS:
+        rows = spec.of_shard.local_slices
+        is_some = spec.flat.start < spec.flat.stop
+        return is_some * prod(each.stop - each.start for each in rows)
+    return sum(part.numel() for part, _ in spec.boxes(local))
+
+
 def read(
-    folders: dict[str, str], tensor_size: int, precision: str
+    folders: dict[str, str], tensor_size: int, precision: str, zero_stage: int
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[str], int, int]]:
     """Of each case: masters, the parameters that are computed with (both as transformers writes
-    them), what was said, and how many numbers were read and are held."""
+    them), what was said, and how many numbers were read and are needed: those that are held, but
+    of a part of what is in another form all of the shard."""
     found = {}
     hf_weights.safe_open = Counting  # type: ignore[assignment]
     try:
@@ -193,13 +203,12 @@ def read(
             counted.clear()
             section = section_of(Path(folder), CASES[name])
             dtype = getattr(torch, precision)
-            state = state_of(section, tensor_size, dtype, draws=False)
+            state = state_of(section, tensor_size, dtype, draws=False, zero_stage=zero_stage)
             said = state.load_folder(folder)
-            masters, table = masters_of(state), sharding_specs(state.model)
-            parameters = state.model.named_parameters()
-            weights = whole(state, [(n, table[n], each.detach()) for n, each in parameters])
-            held = sum(prod(spec.real(local).shape) for spec, local in state.shards().values())
-            found[name] = masters, weights, said, sum(counted), held
+            weights = [(each.key[6:], each.spec, each.local) for each in state.weights()]
+            own = [(form_of(state.model, n), *shard) for n, shard in state.shards().items()]
+            needed = sum(numbers_of(spec, local, form) for form, spec, local in own)
+            found[name] = masters_of(state), whole(state, weights), said, sum(counted), needed
     finally:
         hf_weights.safe_open = safe_open
     return found
@@ -222,14 +231,27 @@ def theirs(folder: str, case: Case) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("tensor_size", "precision"), [(1, "bfloat16"), (2, "float64"), (4, "float32")]
+    ("world", "tensor_size", "precision", "zero_stage"),
+    [
+        (1, 1, "bfloat16", 0),
+        (2, 2, "float64", 0),
+        (4, 4, "float32", 0),
+        (2, 1, "bfloat16", 1),
+        (3, 1, "float32", 2),
+        (4, 2, "bfloat16", 3),
+    ],
 )
 def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
-    gloo: Pool, folders: dict[str, str], tensor_size: int, precision: str
+    gloo: Pool,
+    folders: dict[str, str],
+    world: int,
+    tensor_size: int,
+    precision: str,
+    zero_stage: int,
 ) -> None:
-    for of_rank in gloo.run(tensor_size, read, folders, tensor_size, precision):
+    for of_rank in gloo.run(world, read, folders, tensor_size, precision, zero_stage):
         for name, folder in folders.items():
-            masters, weights, said, count, held = of_rank[name]
+            masters, weights, said, count, needed = of_rank[name]
             expected = theirs(folder, CASES[name])
             assert masters.keys() == expected.keys()
             for key, tensor in expected.items():
@@ -240,7 +262,7 @@ def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
             assert all("bert.pooler.dense.bias" in line for line in said[1:])
             # A tied head that the file has, too, is compared with what it is tied to.
             twice = 2 * VOCABULARY * 32 if name == "GPT-2 with its tied head" else 0
-            assert count == held + twice, name
+            assert count == needed + twice, name
 
 
 def test_what_transformers_makes_of_several_tensors_is_made_here(

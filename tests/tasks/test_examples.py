@@ -22,7 +22,7 @@ from megatron.data.bert import BertBatch
 from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
-from megatron.parallel.sharding import ShardingSpec, TensorSlice
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, gather_whole
 from megatron.train.executor import on_device, run_whole
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
@@ -88,29 +88,35 @@ OPTIMIZER = optimizer_config(SETTINGS, 6)
 Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 
-def outcome(folder: Path, head: Head, tensor_size: int, micro: int, cuts: bool) -> Outcome:
+def outcome(
+    folder: Path, head: Head, tensor_size: int, micro: int, cuts: bool, zero: int
+) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=cuts)
     config, steps = config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
-        state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh)
+        state = start(verify(folder, mesh), config, OPTIMIZER, "fp64", 5, mesh, zero)
     set_weights(state, tiny_weights(state.model))
     losses = []
     for step in range(len(steps)):
         lr = learning_rate(OPTIMIZER, step + 1, len(steps) + 1)
         losses.append(train_step(state, steps.micro_batches(step, mesh), lr).loss)
-    examples = [*make_examples(head, 6, 2), replace(make_examples(head, 1, 3)[0], label=())]
+    # By twos five batches, of which two ranks have unequal numbers.
+    examples = [*make_examples(head, 8, 2), replace(make_examples(head, 1, 3)[0], label=())]
     state.model.train()
     logits = logits_of(state.model, config, mesh, examples, micro, "")
     assert state.model.training, "left as it was found"
     for row, example in zip(logits, examples, strict=True):
         assert row.shape == {"classifier": (2,), "choice": (3,), "span": (example.longest, 2)}[head]
-    return losses, logits, whole_weights(state.model)
+    weights = {each.key: gather_whole(each.local, each.spec) for each in state.weights()}
+    return losses, logits, weights
 
 
-def outcomes(folder: Path, tensor_size: int, micro: int, cuts: bool = False) -> list[Outcome]:
-    """cuts: whether the sequence is cut, too."""
-    return [outcome(folder, head, tensor_size, micro, cuts) for head in HEADS]
+def outcomes(
+    folder: Path, tensor_size: int, micro: int, cuts: bool = False, zero: int = 0
+) -> list[Outcome]:
+    """cuts: whether the sequence is cut, too. zero: the stage of ZeRO."""
+    return [outcome(folder, head, tensor_size, micro, cuts, zero) for head in HEADS]
 
 
 def test_every_layout_and_split_gives_the_same_run(gloo: Pool, pretrained: Path) -> None:
@@ -118,6 +124,8 @@ def test_every_layout_and_split_gives_the_same_run(gloo: Pool, pretrained: Path)
     found = [outcomes(pretrained, 1, 3)]
     for tensor_size, micro, cuts in ((2, 4, False), (1, 2, False), (2, 3, True)):
         found += gloo.run(2, outcomes, pretrained, tensor_size, micro, cuts)
+    for stage in (1, 2, 3):
+        found += gloo.run(2, outcomes, pretrained, 1, 2, False, stage)
     for each in chain(*(zip(every, expected, strict=True) for every in found)):
         (losses, logits, weights), (their_losses, their_logits, their_weights) = each
         assert losses == pytest.approx(their_losses, rel=1e-10)

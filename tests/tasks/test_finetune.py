@@ -200,7 +200,16 @@ def ranks(words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:nothing of the models")
-@pytest.mark.parametrize(("tensor_size", "more"), [(1, []), (2, []), (2, ["--sequence-parallel"])])
+@pytest.mark.parametrize(
+    ("tensor_size", "more"),
+    [
+        (1, []),
+        (2, []),
+        (2, ["--sequence-parallel"]),
+        (1, ["--use-distributed-optimizer"]),
+        (1, ["--zero-stage", "3"]),
+    ],
+)
 def test_several_processes_train_keep_and_evaluate(
     gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int, more: list[str]
 ) -> None:

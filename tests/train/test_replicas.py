@@ -61,9 +61,11 @@ def test_values_that_change_places_change_the_hash() -> None:
         assert int(digest(swapped, chunk=64)) != before
 
 
-def trained(tensor_size: int, dtype: torch.dtype, dropout: float = 0.0) -> TrainState:
+def trained(
+    tensor_size: int, dtype: torch.dtype, dropout: float = 0.0, zero_stage: int = 0
+) -> TrainState:
     config = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
-    state = tiny_state(mesh_of_ranks(tensor_size), config, dtype=dtype)
+    state = tiny_state(mesh_of_ranks(tensor_size), config, dtype=dtype, zero_stage=zero_stage)
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
         train_step(state, batches, 1e-3)
@@ -118,10 +120,14 @@ COUNTERS = {
 
 
 def drifts_of(
-    tensor_size: int, bad: tuple[int, int], dtype: torch.dtype, names: list[str]
+    tensor_size: int,
+    bad: tuple[int, int],
+    dtype: torch.dtype,
+    names: list[str],
+    zero_stage: int = 0,
 ) -> list[Drift | None]:
     """What is found where the rank `bad`, (data, tensor), has changed each of these alone."""
-    state = trained(tensor_size, dtype)
+    state = trained(tensor_size, dtype, zero_stage=zero_stage)
     batches = micro_batches(samples(4), state.mesh, 1)
     drifts, before = [], dict(state.counters())
     is_bad = (state.mesh.data.rank, state.mesh.tensor.rank) == bad
@@ -170,6 +176,30 @@ def test_one_flipped_bit_is_named(
                 continue
             others = [rank for rank in ranks[:-1] if not is_cut or rank.endswith("tensor 1)")]
             assert drift == ([name], axes, [others, ranks[-1:]]), name
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "tensor_size", "expected"),
+    [
+        (1, 1, {f"model.{NORM}": ("data",), f"exp_avg.{NORM}": None}),
+        (2, 1, {f"model.{CUT}": ("data",), f"exp_avg_sq.{NORM}": None}),
+        (3, 1, {f"model.{NORM}": None, f"exp_avg.{NORM}": None, "counters.skipped": ("data",)}),
+        (1, 2, {f"model.{CUT}": ("data",), f"exp_avg.{NORM}": ("tensor",)}),
+        (3, 2, {f"model.{NORM}": ("tensor",), f"exp_avg.{NORM}": ("tensor",)}),
+    ],
+)
+def test_what_zero_shares_out_has_no_copy_to_compare(
+    gloo: Pool, zero_stage: int, tensor_size: int, expected: dict[str, tuple[str, ...] | None]
+) -> None:
+    """By name along which axis a flip is found; the last rank has it in its part."""
+    bad, names = (1, tensor_size - 1), [*expected]
+    arguments = (tensor_size, bad, torch.float32, names, zero_stage)
+    for drifts in gloo.run(2 * tensor_size, drifts_of, *arguments):
+        for name, drift in zip(names, drifts, strict=True):
+            assert (drift and (drift[0][0], drift[1])) == (
+                expected[name] and (name, expected[name])
+            )
+            assert not drift or [f"(data 1, tensor {bad[1]})"] in drift[2]
 
 
 def drift_of_batches(bad: tuple[int, int], has_documents: bool) -> Drift | None:

@@ -1,0 +1,165 @@
+"""Checkpoints of ZeRO: any stage and layout saves, any other loads, bit for bit."""
+
+import signal
+from functools import partial
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.train.metrics import read_metrics
+from megatron.train.state import TrainState
+from megatron.train.step import train_step
+from tests.checkpoint.saving import load, save, saver_into
+from tests.dist import Pool
+from tests.layouts.matrix import Case, make_state, slices
+from tests.programs import newest, pretrain
+from tests.test_faults import at_call, die
+from tests.tiny import SEED, VOCABULARY, micro_batches, samples, save_state
+from tools.layouts.layout import parse_layout
+
+LAYOUTS = (
+    "serial",
+    "data=2",
+    "data=2,zero=1",
+    "data=2,zero=3",
+    "tensor=2,data=2,zero=2",
+    "tensor=2,data=2,sequence,zero=3",
+    "pipeline=2,data=2,zero=1",
+    "data=3,zero=2",
+    "data=4,zero=3",
+)
+Tensors = dict[str, Tensor]
+
+
+def state_at(name: str, dtype: torch.dtype, seed: int = SEED) -> TrainState:
+    layout, case = parse_layout(name), Case(name, "gpt2")
+    return make_state(case, layout, layout.mesh(torch.device("cpu")), dtype, seed)
+
+
+def train_at(state: TrainState, steps: int) -> list[float]:
+    """The losses; 12 samples a step, which 2, 3 and 4 ranks share out."""
+    losses = []
+    for _ in range(steps):
+        batches = micro_batches(samples(12, first=state.samples), state.mesh, 1)
+        losses.append(train_step(state, batches, 1e-2).loss)
+    return losses
+
+
+def save_at(name: str, directory: Path, dtype: torch.dtype, asynchronous: bool) -> Tensors:
+    """All that is saved, whole; training goes on while it is written."""
+    state = state_at(name, dtype)
+    train_at(state, 2)
+    saver, saved = saver_into(directory, state, asynchronous=asynchronous), slices(state)
+    save(saver, state)
+    train_at(state, 1)
+    saver.close()
+    return saved
+
+
+def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, Tensors]:
+    """Each checkpoint in a state of another seed, whose moments and padding hold rubbish."""
+    state, found = state_at(name, dtype, SEED + 1), {}
+    for saved_at, path in paths.items():
+        with torch.no_grad():
+            for each in state.slices():
+                each.local.fill_(7.0)
+        load(state, path)
+        found[saved_at] = slices(state)
+        assert (state.step, state.samples) == (2, 24)
+    assert train_at(state, 1)[0] > 0  # nothing is NaN
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_is_the_same_at_another_stage_and_layout(
+    gloo: Pool, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """18 pairs: each loads those of the two layouts behind it."""
+    saved: dict[str, Tensors] = {}
+    for number, name in enumerate(LAYOUTS):
+        ranks, directory = parse_layout(name).ranks, tmp_path / name
+        saved[name] = gloo.run(ranks, save_at, name, directory, dtype, bool(number % 2))[0]
+    for number, name in enumerate(LAYOUTS):
+        others = (LAYOUTS * 2)[number + 1 : number + 3]
+        paths = {other: tmp_path / other / "step_00000002" for other in others}
+        for found in gloo.run(parse_layout(name).ranks, load_at, name, paths, dtype):
+            for saved_at, tensors in found.items():
+                wanted = saved[saved_at]
+                assert tensors.keys() == wanted.keys()
+                for key, each in tensors.items():
+                    assert each.dtype == wanted[key].dtype
+                    assert torch.equal(each, wanted[key]), (saved_at, name, key)
+
+
+def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors, list[float]]:
+    """Two steps from scratch or from `path`; then saved, and two more."""
+    state = state_at(name, torch.float64)
+    if path is not None:
+        load(state, path)
+    losses = train_at(state, 2)
+    if save_to is not None:
+        save_state(state, save_to, vocab_size=VOCABULARY)
+        losses += train_at(state, 2)
+    return slices(state), losses
+
+
+@pytest.mark.parametrize("name", ["data=2,zero=1", "tensor=2,data=2,zero=2", "data=3,zero=3"])
+def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) -> None:
+    """At the same stage and layout in all bits, at others but for the order of sums."""
+    ranks, path = parse_layout(name).ranks, tmp_path / "step_00000002"
+    straight, losses = gloo.run(ranks, resumed, name, None, tmp_path)[0]
+    again, losses_again = gloo.run(ranks, resumed, name, path, None)[0]
+    assert losses_again == losses[2:]
+    for key, tensor in straight.items():
+        assert torch.equal(tensor, again[key]), key
+    for other in ("serial", "data=2,zero=3", "tensor=2,data=2,zero=1", "data=2"):
+        elsewhere, losses_again = gloo.run(parse_layout(other).ranks, resumed, other, path, None)[0]
+        assert losses_again == pytest.approx(losses[2:], rel=1e-10)
+        for key, tensor in straight.items():
+            torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
+
+
+def losses_of(save: Path) -> list[float]:
+    lines = read_metrics(save / "metrics.jsonl")
+    found = {
+        (line["step"], name): line[name]
+        for line in lines
+        for name in ("loss", "validation_loss")
+        if line.get(name) is not None
+    }
+    return [found[key] for key in sorted(found)]
+
+
+def words(save: Path, steps: int, zero_stage: int) -> str:
+    return (
+        f"--save {save} --load {save} --save-interval 2 --train-iters {steps} --lr-decay-iters 300 "
+        f"--eval-iters 1 --eval-interval 2 --log-interval 1 --zero-stage {zero_stage} --async-save"
+    )
+
+
+def test_a_run_of_the_program_killed_in_a_save_goes_on(tmp_path: Path) -> None:
+    """At stage 3, kill -9 of one rank of two while it writes its file: the checkpoint before it is
+    whole, and what is resumed has the losses of stages 0 to 2, to the end."""
+    losses = {}
+    for stage in (0, 1, 2):
+        save = tmp_path / str(stage)
+        with pretrain(words(save, 4, stage), world=2, folder=tmp_path) as run:
+            assert run.wait() == [0, 0], run.text()
+        losses[stage] = losses_of(save)
+    save = tmp_path / "killed"
+    before = partial(at_call, "os:fsync", 2, [1], die)  # of its file of the second save
+    with pretrain(words(save, 4, 3), world=2, folder=tmp_path, before=before) as run:
+        assert wait_for_any([process.sentinel for process in run.processes], 120)
+        run.signal(signal.SIGKILL)
+        assert -signal.SIGKILL in run.wait(), run.text()
+    assert newest(save).name == "step_00000002"
+    with pretrain(words(save, 4, 3), world=2, folder=tmp_path) as run:
+        assert run.wait() == [0, 0], run.text()
+        assert f"going on from {save / 'step_00000002'}" in run.text()
+    losses[3] = losses_of(save)
+    for stage in (1, 2, 3):
+        assert losses[stage] == pytest.approx(losses[0], rel=1e-5), stage
+    assert len(losses[0]) == 6  # two of evaluations
