@@ -37,6 +37,7 @@ from megatron.parallel.sharding import (
     set_values,
     sharding_specs,
 )
+from megatron.parallel.zero3 import offload_activations
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
@@ -251,10 +252,13 @@ def build_state(
         zero_stage=zero_stage,
         compares_weights=False,  # a function of the seed, or loaded next
     )
+    if config.cpu_offload_activations:
+        offload_activations(model, gradients.units)
     master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
     if not is_lasting and seed is not None and draws:
         own = {each.key: each for each in master_weights.masters()}
         set_values(model, own, seed, values)
+        master_weights.publish()
     return TrainState(
         mesh=mesh,
         model=model,
