@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
 from megatron.parallel import collectives
