@@ -1,4 +1,4 @@
-"""A model that does not fit: one message says what helps, and with what it names the model trains."""
+"""A model that does not fit: one message says what helps, and the model trains in parts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def little_memory() -> Iterator[None]:
 
 def train_one_step(stage: int) -> str:
     """The message of what went wrong, or nothing."""
-    mesh, config = mesh_of_ranks(1), preset("quickstart")
-    config_of_stage = preset("quickstart", "--zero-stage", str(stage)) if stage else config
+    mesh, config = mesh_of_ranks(1), preset("quickstart", "--zero-stage", str(stage))
     try:
-        with little_memory(), memory_errors(config_of_stage, mesh.control.rank):
+        with little_memory(), memory_errors(config, mesh.control.rank):
             state = tiny_state(mesh, SECTION, dtype=torch.bfloat16, zero_stage=stage)
             batch = samples(mesh.data.size)
             train_step(state, [rows(batch, slice(mesh.data.rank, mesh.data.rank + 1))], 1e-3)
@@ -50,13 +49,13 @@ def train_one_step(stage: int) -> str:
     return ""
 
 
-def test_what_does_not_fit_at_stage_0_trains_at_stage_3(pool: Pool) -> None:
-    messages = pool.run(4, train_one_step, 0)
+def test_what_does_not_fit_at_stage_0_trains_at_stage_3(gloo: Pool) -> None:
+    messages = gloo.run(4, train_one_step, 0)
     for rank, message in enumerate(messages):
         assert message.startswith(f"rank {rank} ")
         for cure in ("--zero-stage 1", "--micro-batch-size", "--recompute-granularity full"):
             assert cure in message
-    assert pool.run(4, train_one_step, 3) == [""] * 4
+    assert gloo.run(4, train_one_step, 3) == [""] * 4
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_what_does_not_fit_at_stage_0_trains_at_stage_3(pool: Pool) -> None:
     ],
 )
 def test_which_errors_get_the_message(error: Exception, is_of_memory: bool) -> None:
-    with pytest.raises(OutOfMemoryError if is_of_memory else type(error)) as found:
-        with memory_errors(preset("quickstart"), 3):
-            raise error
+    kind = OutOfMemoryError if is_of_memory else type(error)
+    with pytest.raises(kind) as found, memory_errors(preset("quickstart"), 3):
+        raise error
     assert isinstance(found.value, OutOfMemoryError) == is_of_memory
