@@ -48,9 +48,9 @@ class Held:
     layers: list[int]  # and of those of layers, in stage 3
 
 
-def test_what_lasts_and_what_a_step_adds_are_divided(pool: Pool) -> None:
+def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
     for precision, ranks in (("bf16", 2), ("bf16", 4), ("fp32", 2)):
-        for of_stages in pool.run(ranks, hold_stages, precision):
+        for of_stages in gloo.run(ranks, hold_stages, precision):
             activations = of_stages[0].more
             for stage, found in enumerate(of_stages):
                 where = f"{precision}, {ranks} ranks, stage {stage}"
@@ -61,9 +61,9 @@ def test_what_lasts_and_what_a_step_adds_are_divided(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_memory_that_stays_is_found(pool: Pool, fault: str) -> None:
+def test_memory_that_stays_is_found(gloo: Pool, fault: str) -> None:
     """At stage 3, in bf16 on two ranks."""
-    activations, found = pool.run(2, hold_faulty, fault)[0]
+    activations, found = gloo.run(2, hold_faulty, fault)[0]
     wanted = activations.more + in_flight(found, "bf16", 3, 2)
     each = bytes_each("bf16", 3, 2)
     assert found.lasting > 1.05 * each * found.elements or found.more > 1.05 * wanted
