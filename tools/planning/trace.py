@@ -277,15 +277,17 @@ class Step:
         if self.stage < 2:
             return 0
         buckets = [bucket for _, bucket in self.model.buckets]
-        layers = [bucket for bucket in buckets if bucket.is_of_layer] or buckets
+        # In stage 2 a tied embedding, whose gradients the head begins, is in the last bucket.
+        layers = [bucket for bucket in buckets if bucket.is_of_layer] or buckets[:-1] or buckets
 
         def most(number: int) -> int:
             starts = range(len(layers))
             return max(sum(each.size for each in layers[first:][:number]) for first in starts)
 
-        filling, arriving = most(IN_FLIGHT + 1), most(IN_FLIGHT) // layers[0].shared.size
-        if self.stage == 2:  # a tied embedding, whose gradients the head begins, is in the last one
-            return self.wide * (filling + arriving + buckets[-1].size)
+        arriving = most(IN_FLIGHT) // layers[0].shared.size
+        if self.stage == 2:  # a bucket ends within a layer, whose gradients begin the next one
+            return self.wide * (most(IN_FLIGHT + 2) + arriving + buckets[-1].size)
+        filling = most(IN_FLIGHT + 1)
         whole = sum(each.size for each in layers)
         rest = sum(each.size for each in buckets) - whole
         weights = 2 * whole // self.config.model.num_layers + rest
