@@ -84,9 +84,12 @@ def in_flight(found: Held, precision: str, stage: int, ranks: int) -> float:
     stage 3 on both of all that is in no layer."""
     if stage < 2:
         return 0
-    if stage == 2:  # the tied embedding, whose gradients the head begins, is in the last bucket
-        largest = max(found.buckets)
-        return WIDE * ((IN_FLIGHT + 1) * largest * (1 + 1 / ranks) + found.buckets[-1])
+    if stage == 2:
+        # A bucket ends within a layer, whose gradients begin the next one. The tied embedding,
+        # whose gradients the head begins, is in the last bucket.
+        *others, last = found.buckets
+        begun, arriving = most(others, IN_FLIGHT + 2), most(others, IN_FLIGHT)
+        return WIDE * (begun + last + arriving / ranks)
     # Weights of a layer go before the sum of its last gradients comes.
     filling, arriving = most(found.layers, IN_FLIGHT + 1), most(found.layers, IN_FLIGHT)
     layer, rest = sum(found.layers) / LAYERS, sum(found.buckets) - sum(found.layers)

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
-from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets
+from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Facts, Lists, check, schedule
 from megatron.parallel.sharding import sharding_specs
@@ -59,7 +59,9 @@ class Model:
         specs = sharding_specs(model)
         self.own = sum(prod(spec.shape) for spec in specs.values() if spec.is_owner())
         self.local = sum(each.numel() for each in model.parameters())
-        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes, wide=wide).buckets
+        stage = config.parallel.stage_of_zero
+        settings: dict[str, Any] = {"wide": wide, "sets_grad": not stage, "zero_stage": stage}
+        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes, **settings).buckets
         self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
         strides, stride = dict[str, int](), 1
         for axis in reversed(mesh.axes):
@@ -137,6 +139,11 @@ class Step:
     def wide(self) -> int:
         """Bytes of a gradient, master or moment."""
         return self.width if self.config.precision.pure_bf16 else WIDE
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO."""
+        return self.config.parallel.stage_of_zero
 
     @property
     def copies(self) -> int:
@@ -229,7 +236,8 @@ class Step:
         found = [
             (ready, bucket, axis) for ready, bucket in self.model.buckets for axis in bucket.axes
         ]
-        return [(ready, axis.name, bucket.flat.nbytes) for ready, bucket, axis in found]
+        width = self.wide
+        return [(ready, axis.name, bucket.size * width) for ready, bucket, axis in found]
 
     @property
     def updated(self) -> int:
@@ -252,10 +260,38 @@ class Step:
     @property
     def lasting(self) -> dict[str, int]:
         """Bytes that are there all the time, by kind."""
-        weights = self.width * self.model.local
-        flat = sum(bucket.flat.nbytes for _, bucket in self.model.buckets)
-        masters = flat if self.width < self.wide else 0
-        return {"weights": weights, "gradients": flat, "masters": masters, "moments": 2 * flat}
+        stage, buckets = self.stage, [bucket for _, bucket in self.model.buckets]
+        part = self.wide * sum(each.part.stop - each.part.start for each in buckets)
+        return {
+            "weights": 0 if stage == 3 else self.width * self.model.local,
+            "gradients": part if stage >= 2 else self.wide * sum(each.size for each in buckets),
+            "masters": part if stage == 3 or self.width < self.wide else 0,
+            "moments": 2 * part,
+        }
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of ZeRO's buckets in a step, when they are most: from stage 2 on gradients of the
+        one that fills and of those that are reduced, with the sums that arrive; in stage 3 weights
+        of two layers, and both of all that is in no layer."""
+        if self.stage < 2:
+            return 0
+        buckets = [bucket for _, bucket in self.model.buckets]
+        # In stage 2 a tied embedding, whose gradients the head begins, is in the last bucket.
+        layers = [bucket for bucket in buckets if bucket.is_of_layer] or buckets[:-1] or buckets
+
+        def most(number: int) -> int:
+            starts = range(len(layers))
+            return max(sum(each.size for each in layers[first:][:number]) for first in starts)
+
+        arriving = most(IN_FLIGHT) // layers[0].shared.size
+        if self.stage == 2:  # a bucket ends within a layer, whose gradients begin the next one
+            return self.wide * (most(IN_FLIGHT + 2) + arriving + buckets[-1].size)
+        filling = most(IN_FLIGHT + 1)
+        whole = sum(each.size for each in layers)
+        rest = sum(each.size for each in buckets) - whole
+        weights = 2 * whole // self.config.model.num_layers + rest
+        return self.wide * (filling + arriving + rest) + self.width * weights
 
     @property
     def memory(self) -> dict[str, int]:
@@ -263,6 +299,8 @@ class Step:
         found, kept = self.trace, {**self.lasting, "activations": self.activations}
         if self.pipeline.stages > 1:
             kept["messages"] = self.messages
+        if self.stage >= 2:
+            kept["in_flight"] = self.in_flight
         total = sum(kept.values()) + max(found.logits, found.one_layer)
         return {**kept, "logits": found.logits, "one_layer": found.one_layer, "total": total}
 

@@ -155,6 +155,21 @@ def test_lasting_memory_is_16_or_18_bytes_a_parameter() -> None:
         assert 0 < step.memory["one_layer"] < step.memory["logits"] / 2
 
 
+def test_lasting_memory_is_divided_by_zero() -> None:
+    """Of GPT-2 XL on four ranks: 2 + 4 + 12 / 4, 2 + 16 / 4 and 16 / 4 bytes a parameter."""
+    shape = ("--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "25")
+    steps = [
+        Step(preset("gpt2_124m", *shape, "--zero-stage", str(stage)), 4, "bf16")
+        for stage in (0, 1, 2, 3)
+    ]
+    for step, each in zip(steps, (18, 9, 6, 4), strict=True):
+        assert sum(step.lasting.values()) == pytest.approx(each * step.model.local, rel=1e-3)
+    layer = 12 * 1600**2 + 13 * 1600
+    rest = steps[3].model.local - 48 * layer
+    # A layer is in buckets of 64 MiB or less: gradients in flight are those of two layers at most.
+    assert 2 * 2 * layer + 6 * rest < steps[3].in_flight < 6 * 2 * layer + 2 * layer + 6 * rest
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_recomputation_keeps_less(device: str) -> None:
     settings = ("full", "selective", "none")
