@@ -69,6 +69,7 @@ class Training:
     the parameters, or masters of narrow ones.
 
     loss: the mean over int64 [b, s] inputs and labels. is_cut: whether ranks hold parts of it.
+    models: ranks that read different samples, and whose gradients are averaged.
     """
 
     rank: Rank
@@ -76,6 +77,7 @@ class Training:
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     is_cut: Callable[[Tensor], bool] = lambda parameter: False
+    models: int = 1
     number: int = 0
 
     def __post_init__(self) -> None:
@@ -91,7 +93,8 @@ class Training:
 
     def __call__(self) -> dict[str, Any]:
         """A turn: one update; the loss is that before it."""
-        batch, device = batch_of(self.config, self.number), self.rank.device
+        own, device = self.rank.rank % self.models, self.rank.device
+        batch = batch_of(self.config, self.number, own, self.models)
         self.number += 1
         tokens, labels = (torch.from_numpy(x).to(device) for x in (batch.tokens, batch.labels))
         self.adamw.zero_grad(set_to_none=True)
@@ -100,7 +103,10 @@ class Training:
                 loss = self.loss(tokens.contiguous(), labels.contiguous())
             loss.backward()
         self.update()
-        return {"loss": loss.item(), "tokens": batch.num_tokens}
+        mean = loss.detach() / self.models
+        if self.models > 1:
+            dist.all_reduce(mean)
+        return {"loss": mean.item(), "tokens": batch.num_tokens * self.models}
 
     def update(self) -> None:
         """By the gradients of the weights, which are freed."""

@@ -82,6 +82,7 @@ def build(
         precision=config.precision,
         compiled=compiled,
         pipeline=pipeline,
+        zero_stage=config.parallel.stage_of_zero,
     )
     if fast:
         draw_weights(state)
@@ -92,12 +93,13 @@ def build(
 def draw_weights(state: TrainState) -> None:
     torch.manual_seed(SEED)
     for each in state.optimizer.masters():
-        spec, own = each.spec, each.local
-        if spec.std is None:
-            own.fill_(spec.fill)
-        else:
-            own.normal_(0.0, spec.std)
-        own[len(spec.real(own)) :] = 0  # padding
+        spec = each.spec
+        each.local.zero_()  # padding
+        for own, _ in spec.boxes(each.local):
+            if spec.std is None:
+                own.fill_(spec.fill)
+            else:
+                own.normal_(0.0, spec.std)
     state.optimizer.publish()
 
 

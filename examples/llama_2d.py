@@ -1,13 +1,14 @@
 """Llama on two axes, as PyTorch's tutorial "Train your large model on multiple GPUs with tensor
-parallelism": tensor x data parallelism, the loss on logits that stay cut along the vocabulary.
+parallelism": tensor x fully sharded data parallelism, the loss on logits that stay cut along the
+vocabulary.
 
     torchrun --nproc-per-node 4 examples/llama_2d.py --tensor-model-parallel-size 2 \\
         --dataset-name HuggingFaceFW/fineweb --dataset-config sample-10BT \\
         --vocab-file bpe_50K.json --save checkpoints
 
-The same command goes on from the newest checkpoint in --save, on any number of processes: Adam's
-moments, learning rate and place in the data are those of the step. pretrain.py --model llama
---preset llama_tutorial is the same run.
+The same command goes on from the newest checkpoint in --save, on any number of processes and at any
+--zero-stage: Adam's moments, learning rate and place in the data are those of the step. pretrain.py
+--model llama --preset llama_tutorial --zero-stage 3 is the same run.
 """
 
 import argparse
@@ -60,6 +61,14 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--save", help="directory of checkpoints, to resume from and to save in")
     parser.add_argument("--pure-bf16", action="store_true", help="moments too, and no masters")
     parser.add_argument("--no-bf16", action="store_true", help="fp32")
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        default=3,
+        help="what data-parallel models share out: 1, moments and masters; 2, gradients, too; 3, "
+        "weights, too (3)",
+    )
     for flag, default, text in (
         ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
         ("--num-layers", 12, "transformer layers"),
@@ -194,6 +203,7 @@ def main() -> None:
             seed=SEED,
             optimizer=optimizer,
             precision=precision,
+            zero_stage=flags.zero_stage,
         )
 
         def save() -> None:

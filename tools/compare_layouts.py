@@ -69,7 +69,7 @@ REFUSED = {
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig:
     layouts: tyro.conf.Positional[tuple[str, ...]]
-    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence."""
+    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence, or data=2,zero=3."""
 
     steps: int = 3
     """Optimizer steps of each layout, the first ones of a training."""

@@ -31,6 +31,7 @@ COMPARED = ("model", "data", "optimizer", "training", "precision")
 # Of the model's, these may change, and it is said; any other makes another model.
 FREE = {
     *DROPOUTS,
+    "--cpu-offload-activations",
     "--init-method-std",
     "--layernorm-impl",
     "--make-vocab-size-divisible-by",

@@ -31,6 +31,10 @@ class UsageError(ValueError):
         return f"{text}: must be {self.allowed}{cure}"
 
 
+class OutOfMemoryError(RuntimeError):
+    """An allocation of a rank failed; the message says what helps (megatron/train/memory.py)."""
+
+
 def flag(field: str) -> str:
     """The command line's spelling of a field: --seq-length of seq_length."""
     return "--" + field.replace("_", "-")

@@ -42,6 +42,10 @@ class KindConfig:
     the paper; selective, attention's core alone, which saves its probabilities where its kernel
     keeps them. Also spelt --checkpoint-activations."""
 
+    cpu_offload_activations: bool = False
+    """Keep what layers need for their backward in the host's memory until then; with
+    --recompute-granularity full that is the input of each."""
+
     def starts_from(self) -> str | None:
         """The weights of another program from which a run starts that has no checkpoint; None for
         random ones. Raises UsageError for those that cannot be read."""

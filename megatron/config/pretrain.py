@@ -148,6 +148,12 @@ class PretrainConfig:
             )
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
+        if device == "cpu":
+            given = {"--optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload}
+            given |= {"--cpu-offload-activations": self.model.cpu_offload_activations}
+            found += [
+                f"warning: {name} frees no memory on a CPU" for name, on in given.items() if on
+            ]
         return found
 
 

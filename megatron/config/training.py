@@ -202,6 +202,9 @@ class OptimizerConfig:
     optimizer_impl: Literal["torch", "apex"] = "torch"
     """Adam: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
 
+    optimizer_cpu_offload: bool = False
+    """Keep masters and Adam's moments in the host's memory and update them there."""
+
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
 
@@ -210,6 +213,10 @@ class OptimizerConfig:
         non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         non_negative(self, "lr_warmup_init")
         fraction(self, "adam_beta1", "adam_beta2")
+        if self.optimizer_cpu_offload and self.optimizer_impl == "apex":
+            allowed = "torch with --optimizer-cpu-offload: apex has no Adam of a CPU"
+            works = ("--optimizer-impl", "torch")
+            raise UsageError("--optimizer-impl", "apex", allowed, works=works)
         if self.min_lr > self.lr:
             works = ("--min-lr", str(self.lr))
             raise UsageError("--min-lr", self.min_lr, f"at most --lr {self.lr}", works=works)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.offload import HostPart, host_empty
 from megatron.parallel.sharding import TensorSlice, load_whole
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
@@ -190,18 +192,32 @@ class MasterWeights:
         self.config, self.gradients = config, gradients
         self.buckets = gradients.buckets
         self.moments: list[tuple[Tensor, Tensor]] = []
-        flats = []
+        flats: list[FlatWeights] = []
+        # Of --optimizer-cpu-offload, an optimizer for each bucket.
+        self.hosts: list[tuple[Bucket, HostPart, TorchAdam]] = []
+        self.adams: Sequence[TorchAdam | ApexAdam]
         for bucket in self.buckets:
-            master = bucket.hold_weights()
-            exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+            master = bucket.hold_weights(on_host=config.optimizer_cpu_offload)
+            host, size = bucket.host, len(master)
+            gradients_of = bucket.own if host is None else host.gradients
+            if host is None:
+                exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+            else:
+                exp_avg, exp_avg_sq = (
+                    host_empty(size, master.dtype, bucket.device).zero_() for _ in range(2)
+                )
+            first = len(flats)
             self.moments.append((exp_avg, exp_avg_sq))
             for own, segment in bucket.own_segments():
                 weight = nn.Parameter(master[own])
-                weight.grad = bucket.own[own]
+                weight.grad = gradients_of[own]
                 decays = segment.spec.decay or config.decay_biases_and_norms
                 decay = config.weight_decay * decays
                 flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
-        self.adam = ADAMS[config.optimizer_impl](flats, config)
+            if host is not None:
+                self.hosts.append((bucket, host, TorchAdam(flats[first:], config)))
+        make = ADAMS[config.optimizer_impl]
+        self.adams = [adam for *_, adam in self.hosts] or [make(flats, config)]
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
@@ -212,13 +228,28 @@ class MasterWeights:
         """
         limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        self.adam.step(lr, unscale * clip)
-        self.publish()
+        if not self.hosts:
+            self.adams[0].step(lr, unscale * clip)
+            self.publish()
+            return
+        # While one bucket is updated, gradients of the next ones and weights of those before cross.
+        arrivals = [host.start(bucket.own) for bucket, host, _ in self.hosts]
+        for (bucket, host, adam_of), arrive in zip(self.hosts, arrivals, strict=True):
+            arrive()
+            adam_of.step(lr, unscale * clip)
+            host.round()
+            bucket.release()
+            if bucket.stage < 3:
+                bucket.start_gather()
+        for bucket, *_ in self.hosts:
+            if bucket.stage < 3:
+                bucket.gather()
 
     def publish(self) -> None:
         """Round the masters to the parameters, and give those of each rank to all; in ZeRO stage 3
         that is done when they are used."""
         for bucket in self.buckets:
+            bucket.round_masters()
             bucket.release()
         lasting = [bucket for bucket in self.buckets if bucket.stage < 3]
         for bucket in lasting:
@@ -234,8 +265,10 @@ class MasterWeights:
 
     def weights(self) -> Iterator[TensorSlice]:
         """What this rank has of every parameter, of those that are not trained, too: key
-        model.NAME. In ZeRO stage 3 that is its part of the masters, rounded."""
-        own = {each.key: each for each in self.masters()} if self.gradients.zero_stage == 3 else {}
+        model.NAME. In ZeRO stage 3, and of masters on the host, that is its part of the masters,
+        rounded."""
+        is_of_masters = self.gradients.zero_stage == 3 or self.hosts
+        own = {each.key: each for each in self.masters()} if is_of_masters else {}
         for name, parameter in self.gradients.model.named_parameters():
             key, spec, local = f"model.{name}", self.gradients.specs[name], parameter.detach()
             if name in own:
@@ -274,5 +307,6 @@ class MasterWeights:
 
     def loaded(self, updates: int) -> None:
         """`slices()` were filled from a checkpoint behind so many updates: go on from there."""
-        self.adam.set_updates(updates)
+        for each in self.adams:
+            each.set_updates(updates)
         self.publish()

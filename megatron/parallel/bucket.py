@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import start_all_reduce, start_gather, start_sum
 from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.offload import HostPart
 from megatron.parallel.sharding import (
     Deferral,
     FlatRange,
@@ -110,6 +111,7 @@ class Bucket:
         self.weights: Tensor | None = None
         self.masters: Tensor | None = None
         self.is_apart = True  # masters, from weights
+        self.host: HostPart | None = None  # where masters are, if not on the device
         self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
         self.missing = len(self.views)
         self.pending: Callable[[], object] = nothing  # of gradients
@@ -190,9 +192,13 @@ class Bucket:
             )
 
     @torch.no_grad()
-    def hold_weights(self, device: torch.device | None = None) -> Tensor:
+    def hold_weights(self, *, on_host: bool = False) -> Tensor:
         """From now on the parameters are views of `weights`; from ZeRO stage 3 on, while these are
-        there. Returns the masters. device: of the masters, where they lie apart."""
+        there. Returns the masters. on_host: these lie on the host, apart; whoever changes them
+        calls `round_masters`."""
+        share = self.part.stop - self.part.start
+        if on_host:
+            self.host = HostPart(share, self.dtype, self.weight_dtype, self.device)
         if self.stage < 3:
             self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
             for view in self.views:
@@ -200,19 +206,28 @@ class Bucket:
                 own.copy_(view.parameter)
                 view.parameter.data = own
             self.masters = self.weights[self.part]
-            self.is_apart = device is not None or self.weight_dtype != self.dtype
-            if self.is_apart:
-                self.masters = self.masters.to(device or self.device, self.dtype, copy=True)
+            self.is_apart = on_host or self.weight_dtype != self.dtype
+            if self.host is not None:
+                self.masters = self.host.masters.copy_(self.masters)
+                self.round_masters()
+            elif self.is_apart:
+                self.masters = self.masters.to(self.dtype, copy=True)
             return self.masters
-        self.masters = self.zeros(self.part.stop - self.part.start).to(device or self.device)
+        self.masters = self.zeros(share) if self.host is None else self.host.masters
         parameters = {view.name: view.parameter for view in self.views}
         for each in self.slices(self.masters):
             if (flat := each.spec.flat) is None:
                 each.local.copy_(parameters[each.key])
             else:
                 each.local.copy_(parameters[each.key].flatten()[flat.start : flat.stop])
+        self.round_masters()
         self.release()
         return self.masters
+
+    def round_masters(self) -> None:
+        """Masters on the host were changed: what is copied to the device follows."""
+        if self.host is not None:
+            self.host.round()
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -225,7 +240,9 @@ class Bucket:
             self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
         assert self.weights is not None
         own = self.weights[self.part]
-        if self.is_apart:
+        if self.host is not None:
+            own.copy_(self.host.rounded, non_blocking=True)
+        elif self.is_apart:
             own.copy_(self.masters)
         self.coming = start_gather(own, self.shared, out=self.weights)
 

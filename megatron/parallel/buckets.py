@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed import ReduceOp
 from torch.linalg import vector_norm
 
 from megatron.parallel.bucket import ALIGNMENT, Bucket, Named, gradient_dtype, nothing
 from megatron.parallel.collectives import (
     all_reduce,
 )
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.compare import check_gradients, check_weights
+from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.sharding import (
     Deferral,
     GradientView,
@@ -42,15 +42,9 @@ from megatron.parallel.sharding import (
 from megatron.parallel.zero3 import Units
 
 BUCKET_BYTES = 64 * 2**20
-NAMED = 5  # parameters that a message names; of more it gives the number
 IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
 
 Deferred = tuple[GradientView, Callable[[], object]]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _memory(parameter: nn.Parameter, device: torch.device) -> Tensor:
@@ -178,7 +172,7 @@ class GradientBuckets:
         self.to_compare = list(self.views)  # those whose gradient was zero so far
         self.checks_weights = compares_weights and not is_on_meta
         if self.checks_weights and not sets_grad:  # then parts of them become masters
-            self._check_weights()
+            check_weights(list(self.views), mesh)
         self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
         for bucket in self.buckets:
             for view in bucket.views:
@@ -196,7 +190,8 @@ class GradientBuckets:
         """Begin a step before its first forward: gradients so far are forgotten."""
         if self.sets_grad:
             if self.checks_weights:
-                self._check_weights()
+                self.checks_weights = False
+                check_weights(list(self.views), self.mesh)
             for view in self.views:
                 view.parameter.grad = None  # of the step before
         self.in_step, self.is_complete, self.next = True, False, 0
@@ -332,64 +327,10 @@ class GradientBuckets:
         if not self.sets_grad:
             return
         if self.to_compare:
-            self._check_gradients()
+            self.to_compare = check_gradients(self.to_compare, self.mesh)
         for view in self.views:
             if view.parameter.requires_grad:
                 view.parameter.grad = view.gradient.to(view.parameter.dtype)
-
-    def _check_weights(self) -> None:
-        """Before the first step: weights that several ranks hold are equal on them."""
-        self.checks_weights = False
-        views = list(self.views)
-        weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
-        axes = [axis for axis in self.mesh.axes if not axis.is_of_stages]
-        differing, _ = self._compare(weights, specs, axes)
-        if names := [views[number].name for number in differing]:
-            raise RuntimeError(
-                f"the initial weights of {_listed(names)} differ between ranks: on every rank the "
-                "same torch.manual_seed() before the model is built makes them equal"
-            )
-
-    def _check_gradients(self) -> None:
-        """After a step: gradients that the ranks of one model hold in common are equal on them,
-        unless these read other samples, draw other numbers, or a layer stands where its input is
-        cut."""
-        views = self.to_compare
-        axes = [axis for axis in self.mesh.model_parallel.parts if not axis.is_of_stages]
-        gradients, specs = [each.gradient for each in views], [each.spec for each in views]
-        differing, zero = self._compare(gradients, specs, axes)
-        self.to_compare = [views[number] for number in zero]
-        if names := [views[number].name for number in differing]:
-            raise RuntimeError(
-                f"gradients of {_listed(names)} differ between the ranks of one model: between a "
-                "column and a row layer stands a layer that every rank holds whole, or these ranks "
-                'read other samples (mesh.rank("batch") numbers those that may) or draw other '
-                "random numbers"
-            )
-
-    def _compare(
-        self, tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis]
-    ) -> tuple[list[int], list[int]]:
-        """(those that differ on ranks that hold the same shard along these axes, those that are
-        zero), by number, the same on every rank. What is noise beside the largest may differ."""
-        if not tensors:  # of a pipeline stage without parameters
-            return [], []
-        wide = (each.double() for each in tensors)  # one at a time
-        own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
-        differs, norm = torch.zeros_like(own[0]), own[1].clone()
-        for axis in (axis for axis in axes if axis.size > 1):
-            highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
-            most = 1e-4 * highest[1] + 1e-7 * highest[1].max()
-            apart = (highest + lowest > most).any(dim=0)
-            held = [axis in spec.copied_over(axis) for spec in specs]
-            differs += apart & torch.tensor(held, device=apart.device)
-        # The ranks of other pipeline stages have other parameters.
-        for axis in (each for each in self.mesh.axes if each.size > 1 and not each.is_of_stages):
-            all_reduce(differs, axis, ReduceOp.MAX)
-            all_reduce(norm, axis, ReduceOp.MAX)
-        found = torch.stack([differs, norm]).tolist()
-        of_differing = [number for number, each in enumerate(found[0]) if each]
-        return of_differing, [number for number, each in enumerate(found[1]) if not each]
 
     def squares(self) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.

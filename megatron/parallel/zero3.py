@@ -16,15 +16,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook
 
 from megatron.parallel.bucket import Bucket
+from megatron.parallel.offload import Offloaded, Trip, saving
 
 
 class Saved(NamedTuple):
@@ -44,6 +46,8 @@ class Unit:
         self.before: Unit | None = None
         self.behind: Unit | None = None
         self.is_root = False
+        self.offloads: nn.Module | None = None  # of which what is kept goes to the host
+        self.last: ReferenceType[Trip] | None = None  # of the last forward
 
     @property
     def is_there(self) -> bool:
@@ -67,25 +71,36 @@ class Unit:
         self.gather()
         if self.behind is not None:
             self.behind.start()
-        keeps = torch.is_grad_enabled()
-        with self.keeping() if keeps else nullcontext():
+        keeps, trip = torch.is_grad_enabled(), None
+        if keeps and self.offloads is not None:
+            before = self.before.last if self.before is not None else None
+            trip = Trip(self.offloads, before() if before is not None else None)
+            self.last = ref(trip)
+        with self.keeping(trip) if keeps else nullcontext():
             output = forward(*arguments, **named)
+        if trip is not None:
+            trip.end()
         found = [each for each in tensors_of(output) if each.requires_grad]
         if found and not self.is_root:
-            register_multi_grad_hook(found, self.enter_backward, mode="any")
+            register_multi_grad_hook(found, partial(self.enter_backward, trip), mode="any")
         # The backward of the last one comes next.
         if not found or not (self.is_root or self.behind is None):
             self.release()
         return output
 
-    def enter_backward(self, _: Tensor) -> None:
+    def enter_backward(self, trip: Trip | None, _: Tensor) -> None:
         """The gradient of what the module returned is there."""
+        if trip is not None:
+            trip.start()
+            if trip.before is not None:
+                trip.before.start()
         self.gather()
         if self.before is not None and not self.before.is_root:
             self.before.start()
 
-    def keeping(self) -> Any:
-        """Inside, autograd keeps no weights of this unit."""
+    def keeping(self, trip: Trip | None) -> Any:
+        """Inside, autograd keeps no weights of this unit, and what else it keeps goes with the
+        trip, if there is one."""
         if self.is_root:
             return nullcontext()
         places = {
@@ -94,13 +109,14 @@ class Unit:
             if each.weights is not None and not each.weights.is_meta
         }
 
-        def pack(tensor: Tensor) -> Any:
+        def by_name(tensor: Tensor) -> Any:
             bucket = places.get(tensor.untyped_storage().data_ptr())
             if bucket is None:
                 return tensor
             return Saved(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-        return saved_tensors_hooks(pack, unpack)
+        packs = ([by_name] if places else []) + ([trip.pack] if trip is not None else [])
+        return saving(packs, unpack)
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -117,6 +133,8 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 def unpack(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
+    if isinstance(kept, Offloaded):
+        return kept.fetch()
     kept.bucket.gather()
     whole: Tensor = kept.bucket.weights
     return whole.as_strided(kept.shape, kept.stride, kept.offset)
@@ -162,21 +180,39 @@ class Units:
             behind = behind if place is None else place + 1
             self.of_parameters[name] = -1 - behind if place is None else place
 
-    def take(self, buckets: Sequence[Bucket]) -> None:
-        """Give each unit its buckets, and have the modules gather them when they are called."""
         self.all = [Unit() for _ in self.modules]
         self.root = Unit()
         self.root.is_root = True
+        for one, two in pairwise([self.root, *self.all]):
+            one.behind, two.before = two, one
+
+    def offload(self) -> None:
+        """What a unit keeps for its backward goes to the host, but for the root's."""
+        for module, unit in zip(self.modules, self.all, strict=True):
+            unit.offloads = module
+            _run_by(unit, module)
+
+    def take(self, buckets: Sequence[Bucket]) -> None:
+        """Give each unit its buckets, and have the modules gather them when they are called."""
         for bucket in buckets:
             place = self.of_parameters[bucket.views[0].name]
             bucket.is_of_layer = place >= 0
             (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
-        units = [self.root, *self.all]
-        for one, two in pairwise(units):
-            one.behind, two.before = two, one
-        for module, unit in zip([self.model, *self.modules], units, strict=True):
-            module.__class__ = _gathered(cast(Any, type(module)))
-            module.unit = unit  # type: ignore[assignment]
+        _run_by(self.root, self.model)
+        for module, unit in zip(self.modules, self.all, strict=True):
+            _run_by(unit, module)
+
+
+def _run_by(unit: Unit, module: nn.Module) -> None:
+    if not isinstance(module, Gathered):
+        module.__class__ = _gathered(cast(Any, type(module)))
+    module.unit = unit  # type: ignore[assignment]
+
+
+def offload_activations(model: nn.Module, units: Units | None = None) -> None:
+    """From now on what the layers of a model keep for their backward lives on the host. units:
+    those that gather its weights, if there are any."""
+    (units or Units(model, None)).offload()
 
 
 def find_units(model: nn.Module) -> Iterator[nn.Module]:

@@ -27,7 +27,7 @@ from megatron.checkpoint.resume import (
     run_id,
     saved_model,
 )
-from megatron.config.checks import UsageError
+from megatron.config.checks import OutOfMemoryError, UsageError
 from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
@@ -54,8 +54,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
     """
 
     def report_data(_: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, DataError):  # of one process; several are ended by `launch`
-            with user_errors(environ):
+        kinds = DataError, OutOfMemoryError
+        if isinstance(error, kinds):  # of one process; several are ended by `launch`
+            with user_errors(environ, kinds=kinds):
                 raise error
 
     with ExitStack() as stack:
@@ -96,9 +97,11 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.checkpoint.retention import claim
         from megatron.train.launch import launch
         from megatron.train.loop import train
+        from megatron.train.memory import memory_errors
 
         with user_errors(environ):
             mesh = stack.enter_context(launch(config.parallel, environ))
+        stack.enter_context(memory_errors(config, mesh.control.rank))
         with user_errors(environ, agreed=True):
             stack.enter_context(claim(config.checkpoint.save, mesh))
             run = build(config, inputs, find_again(config, start, mesh), mesh)

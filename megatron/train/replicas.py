@@ -118,7 +118,7 @@ def _shared(
     for each in state.slices():
         copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
         if along := tuple(name for name in axes + ties if name in copies):
-            yield each.key, along, digest(each.local)
+            yield each.key, along, digest(each.local).to(mesh.device)  # some are on the host
     for field in fields(batches[0]) if batches and mesh.model_parallel.size > 1 else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(

@@ -37,6 +37,7 @@ from megatron.parallel.sharding import (
     set_values,
     sharding_specs,
 )
+from megatron.parallel.zero3 import offload_activations
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
@@ -257,6 +258,8 @@ def build_state(
         zero_stage=zero_stage,
         compares_weights=False,  # a function of the seed, or loaded next
     )
+    if config.cpu_offload_activations:
+        offload_activations(model, gradients.units)
     master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
     state = TrainState(
         mesh=mesh,
@@ -272,6 +275,7 @@ def build_state(
     if not is_lasting and seed is not None and draws:
         own = {name: TensorSlice(name, *shard) for name, shard in state.shards().items()}
         set_values(model, own, seed, values)
+        master_weights.publish()
     return state
 
 

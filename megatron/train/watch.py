@@ -4,9 +4,10 @@ Beside the main thread of each rank runs a thread that once a second writes a re
 the collective it waits in) to the store in which the ranks met. It never uses the process groups.
 It ends its process as soon as the store holds a *verdict*, which one rank writes:
 
-    a rank raised     It prints its traceback, of a DataError the message alone (and the status is
-                      2). An error that may be the echo of another rank's death waits 5 s for a
-                      better cause; then ranks whose reports have stopped are named.
+    a rank raised     It prints its traceback, of a DataError or OutOfMemoryError the message
+                      alone (and the status is 2). An error that may be the echo of another rank's
+                      death waits 5 s for a better cause; then ranks whose reports have stopped are
+                      named.
     a rank left       while this one waits for it in a collective.
     a stall           A rank made no progress for the time limit: it reads all reports twice, 5 s
                       apart. The lowest rank that lives prints a table that names who is behind.
@@ -32,6 +33,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron.config.checks import OutOfMemoryError
 from megatron.config.launch import RankInfo, write_error_file
 from megatron.data.files import DataError
 from megatron.parallel.mesh import CALLS, Mesh
@@ -135,7 +137,7 @@ class Watch:
                 if not self._decide(Verdict(f"{self._who}: {error}", printer=-1, status=2)):
                     self.follow()
                 self._wait_to_exit(self._size)
-            elif isinstance(error, DataError):
+            elif isinstance(error, DataError | OutOfMemoryError):
                 self._end(Verdict(f"error: {error}", self._rank, status=2))
             else:
                 self._fail(error)

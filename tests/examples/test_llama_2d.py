@@ -126,6 +126,7 @@ def serial(folder: Path) -> list[float]:
 
 
 def test_two_axes_are_one_process(folder: Path, serial: list[float], tmp_path: Path) -> None:
+    """The second one fully sharded, as by default."""
     run(folder, tmp_path / "2d", *TENSOR, world=4)
     assert losses(tmp_path / "2d") == pytest.approx(serial, rel=1e-5)
 
@@ -133,16 +134,17 @@ def test_two_axes_are_one_process(folder: Path, serial: list[float], tmp_path: P
 def test_killed_and_resumed_it_is_the_same_run(
     folder: Path, serial: list[float], tmp_path: Path
 ) -> None:
-    """Moments, learning rate and place in the data, in the same layout to the bit; and in another
-    one."""
-    two = (*TENSOR, "--save-interval", "4", "--save")
-    run(folder, tmp_path / "whole", *two, tmp_path / "one", world=2)
+    """Moments, learning rate and place in the data, fully sharded in the same layout to the bit;
+    and in another one, at another stage of ZeRO."""
+    save = ("--save-interval", "4", "--save")
+    run(folder, tmp_path / "whole", *save, tmp_path / "one", world=2)
     killed = {"world": 2, "code": -signal.SIGKILL, "killed_before": 11}
     for name in ("same", "other"):
-        run(folder, tmp_path / name, *two, tmp_path / f"{name}_save", **killed)
+        run(folder, tmp_path / name, *save, tmp_path / f"{name}_save", **killed)
         assert max((tmp_path / f"{name}_save").glob("step_*")).name == "step_00000008"
-    run(folder, tmp_path / "same", *two, tmp_path / "same_save", world=2)
-    run(folder, tmp_path / "other", "--save", tmp_path / "other_save")
+    run(folder, tmp_path / "same", *save, tmp_path / "same_save", world=2)
+    other = (*TENSOR, "--zero-stage", "1", "--save", tmp_path / "other_save")
+    run(folder, tmp_path / "other", *other, world=4)
     for name in ("same", "other"):
         found = losses(tmp_path / name)  # steps 9 and 10 twice
         assert found[:10] + found[12:] == pytest.approx(serial, rel=1e-5)
@@ -169,7 +171,8 @@ def program(arguments: list[str]) -> None:
 def test_the_preset_is_the_same_run(folder: Path, serial: list[float], tmp_path: Path) -> None:
     words = "--model llama --preset llama_tutorial --ffn-hidden-size 384 --vocab-size 263 --no-bf16"
     words += f" --log-interval 1 --eval-iters 0 --metrics-file {tmp_path}/metrics.jsonl"
-    arguments = words_of(folder, *words.split(), *TENSOR, **OF_EXAMPLE)
+    words += " --zero-stage 3"
+    arguments = words_of(folder, *words.split(), **OF_EXAMPLE)
     with start_ranks(partial(program, arguments), range(2), 2, tmp_path) as started:
         assert started.wait() == [0, 0], started.text()
     found = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

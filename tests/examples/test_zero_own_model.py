@@ -128,7 +128,7 @@ def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
     optimizer = MasterWeights(gradients, OptimizerConfig())
     optimizer.fill((name, each) for name, each in values.named_parameters())
     whole = {each.key: gather_whole(each.local, each.spec) for each in optimizer.weights()}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="no parameter") as raised:
         optimizer.fill([("blocks.7.up.bias", torch.zeros(256))])
     return whole, zero_own_model.evaluate(mesh, model), str(raised.value)
 

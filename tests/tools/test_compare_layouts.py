@@ -64,9 +64,9 @@ def compare(preset: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[
 
 
 def test_equal_layouts_and_their_cost(preset: Path) -> None:
-    ended, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}")
+    ended, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}", "data=2,zero=2")
     assert (ended.returncode, ended.stderr) == (0, ""), ended
-    names = ["serial", "tensor=2", "tensor=2,data=2,sequence"]
+    names = ["serial", "tensor=2", "tensor=2,data=2,sequence", "data=2,zero=2"]
     assert [each["layout"] for each in rows] == names
     for each in rows:
         for name in compare_layouts.DIFFERENCES:

@@ -156,7 +156,7 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         # Of hooks one inside another the inner ones alone are called.
-        patch.object(Unit, "keeping", lambda unit: nullcontext()),
+        patch.object(Unit, "keeping", lambda *_: nullcontext()),
     ):
         # The executor holds what is in flight, so that nothing that is kept makes room.
         executor.run(tuple(Action("forward", stage, 0) for stage in own))

@@ -4,7 +4,7 @@ have shapes and no memory, while it would happen.
     matmuls    of every kernel for them, attention's included
     calls      of collectives and messages, by axis
     moved      bytes that all other kernels read and write, each of them by itself
-    live       bytes of the tensors on meta that are there at a time
+    live       bytes of the tensors that are there at a time: on meta, or of memory
 """
 
 from __future__ import annotations
@@ -124,18 +124,24 @@ class Meter(TorchDispatchMode):
     """Adds what happens inside to `work[phase]`; whoever uses it sets the phase. Collectives on
     meta do nothing, so that the ranks need not be there.
 
-    live, peak: bytes on meta that were made inside, now and at most.
+    live, peak: bytes that were made inside, now and at most: of tensors on meta, or of real ones.
     """
 
     def __init__(
-        self, mesh: Mesh, lasting: Sequence[Tensor] = (), *, ties: Iterable[Axis] = ()
+        self,
+        mesh: Mesh,
+        lasting: Sequence[Tensor] = (),
+        *,
+        ties: Iterable[Axis] = (),
+        follows_real: bool = False,
     ) -> None:
         """lasting: tensors that were there before, and are written to. ties: axes beside the
-        mesh's."""
+        mesh's. follows_real: live and peak are of real tensors."""
         super().__init__()
         axes = [*(getattr(mesh, name) for name in vars(mesh)), *ties]
         self.axes = {axis.group: axis for axis in axes if getattr(axis, "size", 1) > 1}
         self.phase, self.live, self.peak = "", 0, 0
+        self.follows_meta = not follows_real
         self.work: defaultdict[str, Work] = defaultdict(Work)
         self.running: list[_Done] = []
         self.memories: dict[int, Any] = {}
@@ -177,7 +183,8 @@ class Meter(TorchDispatchMode):
         else:
             self.work[self.phase].moved += _moved(name, given, made, kwargs)
         for each in made:
-            if each.is_meta:
+            # What a view of memory shows that nothing here made is the transport's.
+            if each.is_meta == self.follows_meta and (each.is_meta or not function.is_view):
                 self._watch(each)
         return result
 

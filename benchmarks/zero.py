@@ -1,0 +1,208 @@
+"""ZeRO beside torch's fully_shard and ZeroRedundancyOptimizer.
+
+GPT-2 of hidden 768 and 12 layers, vocabulary 50,257, on two ranks that read different samples of
+256 tokens. At stage 3 the peer is a plain GPT-2 of torch under `fully_shard` (FSDP2), each block
+and the rest a unit of its own; at stage 2 the same with reshard_after_forward=False, which keeps
+weights from the forward on; at stage 1 DistributedDataParallel with ZeroRedundancyOptimizer. This
+project keeps what it frees for later (glibc's mallopt), and so does fully_shard in a second row of
+stage 3. All begin with the same weights, read the same random tokens and update by AdamW with
+clipping; a turn is one update, and losses of two are compared. In bf16 weights are bf16 when they
+are used, masters, moments and sums of gradients fp32: fully_shard by MixedPrecisionPolicy,
+DistributedDataParallel under autocast. Memory is the peak from the first turn on, the mean of the
+ranks, above what modules take.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import peers, steps
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.processes import forget_peak
+from benchmarks.report import Results
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.train.state import keep_freed_memory
+from tools.layouts.job import open_samples
+
+OURS, FULLY_SHARD, KEEPING = "this project", "fully_shard", "fully_shard, freed memory kept"
+REDUNDANCY = "ZeroRedundancyOptimizer"
+WORDS = (
+    "--preset gpt2_124m --seq-length 256 --vocab-size 50257 --micro-batch-size 1 "
+    "--train-iters 3000 --no-compile"
+)
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+RANKS = 2
+
+
+def ours(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
+    turn = steps.ours(rank, [*flags, "--zero-stage", str(stage)])
+    forget_peak(rank.device_type)
+    return turn
+
+
+def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
+    """(true size of the vocabulary, weights of PlainGPT2 by their names)"""
+    vocab_size = open_samples(config)[1]
+    weights = peers.initial_weights(config.model, vocab_size)
+    return vocab_size, peers.by_heads(weights, config.model.num_attention_heads)
+
+
+def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False) -> Turn:
+    """keeps: as of `keep_freed_memory`."""
+    if keeps:
+        keep_freed_memory()
+    config: PretrainGPT2Config = steps.read(flags, rank.size)
+    rank.connect()
+    vocab_size, weights = whole_weights(config)
+    with torch.device("meta"):
+        model = peers.PlainGPT2(config.model, vocab_size)
+    model.head.weight = model.word_embedding.weight
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(rank.device_type, (rank.size,)),
+        "reshard_after_forward": stage == 3,
+    }
+    if steps.precision_of(config) == "bf16":
+        settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    units: list[Any] = [*model.transformer.layers.children(), model]
+    for each in units:
+        fully_shard(each, **settings)
+    for each in units:
+        each.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    model.to_empty(device=rank.device)
+    with torch.no_grad():
+        parameters: Iterator[tuple[str, Any]] = model.named_parameters()
+        for name, own in parameters:
+            whole = weights.pop(name).to(rank.device)
+            own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))
+    turn = Sharded(rank, config, model, model, is_cut=lambda _: True, models=rank.size)
+    del weights, whole
+    forget_peak(rank.device_type)
+    return turn
+
+
+class Sharded(peers.Training):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_cast = False  # by the units' policy
+
+
+def redundancy(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
+    """stage: 1."""
+    config: PretrainGPT2Config = steps.read(flags, rank.size)
+    rank.connect()
+    vocab_size, weights = whole_weights(config)
+    model = peers.PlainGPT2(config.model, vocab_size)
+    model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
+    model.head.weight = model.word_embedding.weight
+    turn = Redundancy(rank, config, model.to(rank.device))
+    del weights
+    forget_peak(rank.device_type)
+    return turn
+
+
+class Redundancy(peers.Training):
+    """Ranks share out the optimizer's state."""
+
+    def __init__(self, rank: Rank, config: PretrainGPT2Config, model: nn.Module) -> None:
+        self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        super().__init__(rank, config, model, self.parallel, models=rank.size)
+
+    def __post_init__(self) -> None:
+        own, parameters = self.config.optimizer, list(self.model.parameters())
+        groups = [
+            {"params": [x for x in parameters if (x.dim() > 1) is decays], "weight_decay": decay}
+            for decays, decay in ((True, own.weight_decay), (False, 0.0))
+        ]
+        self.is_cast = steps.precision_of(self.config) == "bf16"
+        self.adamw: Any = ZeroRedundancyOptimizer(
+            groups,
+            torch.optim.AdamW,
+            lr=steps.LEARNING_RATE,
+            betas=(own.adam_beta1, own.adam_beta2),
+            eps=own.adam_eps,
+            fused=True,
+        )
+
+    def update(self) -> None:
+        clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+        self.adamw.step()
+
+
+PEERS: dict[int, dict[str, Callable[..., Turn]]] = {
+    1: {REDUNDANCY: redundancy},
+    2: {FULLY_SHARD: sharded},
+    3: {FULLY_SHARD: sharded, KEEPING: partial(sharded, keeps=True)},
+}
+
+
+def contenders(
+    flags: Flags,
+    stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3),
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    program_flags: str = "",
+) -> Iterator[Contender]:
+    """Compare training steps under ZeRO.
+
+    Args:
+        stages: of ZeRO, each a group beside torch's nearest.
+        dtypes: of weights and activations.
+        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2".
+    """
+    for dtype, stage in product(dtypes, stages):
+        precision = "--bf16" if dtype == "bf16" else "--no-bf16"
+        words = shlex.split(f"{WORDS} {precision} {program_flags}")
+        for name, run in ({OURS: ours} | PEERS[stage]).items():
+            yield Contender(
+                name,
+                run,
+                {"flags": words, "stage": stage},
+                group=f"{dtype}, stage {stage}",
+                ranks=RANKS,
+                same={"loss": TOLERANCES[dtype]},
+            )
+
+
+def result(found: Results) -> str:
+    texts = []
+    for group, name in found.rows:
+        speed, memory = (found.cell(group, name, column) for column in (SPEED, MEMORY))
+        if name != OURS and speed and memory:
+            text = (
+                f"{speed.text('{:.2f}', is_ratio=True)} and {memory.text('{:.2f}', is_ratio=True)}"
+            )
+            texts.append(f"{text} of {name} ({group})")
+    listed = "; ".join(texts) or "(not measured)"
+    return f"Tokens/s and peak memory of this project, over those of torch: {listed}."
+
+
+SPEED, MEMORY = "speed of ours / its", "memory of ours / its"
+COLUMNS = (
+    Column("seconds", "wall", "{:.3f}"),
+    Column("CPU seconds", "cpu", "{:.3f}"),
+    Column("tokens/s", "tokens", "{:,.0f}", per="wall"),
+    Column(SPEED, "wall", "{:.3f}", "its / first"),
+    Column("peak MiB of a rank", "peak_bytes", "{:,.0f}", unit=RANKS * 2**20),
+    Column(MEMORY, "peak_bytes", "{:.3f}", "first / its"),
+)
+QUESTION = Question(contenders, COLUMNS, result, warm_up=2, drawn=[SPEED])
+
+if __name__ == "__main__":
+    QUESTION.run()

@@ -1,0 +1,55 @@
+"""The message of a run that is out of memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.config.checks import OutOfMemoryError
+from megatron.config.pretrain import PretrainConfig
+from megatron.train.watch import Progress
+
+
+def is_allocation(error: BaseException) -> bool:
+    """Whether memory was asked for that there is not: of the device, or, for which torch has no
+    class of its own, of a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+@contextmanager
+def memory_errors(config: PretrainConfig, rank: int) -> Iterator[None]:
+    """Inside, an allocation that fails raises OutOfMemoryError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_allocation(error):
+            raise
+        raise OutOfMemoryError(_message(config, rank, error)) from error
+
+
+def _message(config: PretrainConfig, rank: int, error: BaseException) -> str:
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+    size = f" ({asked[1]} were asked for)" if asked else ""
+    where = f"in {Progress.phase}" + (f" {Progress.step}" if Progress.phase == "train step" else "")
+    return (
+        f"rank {rank} is out of memory {where}{size}: {', '.join([*cures(config), 'more ranks'])} "
+        "take less memory of each; tools/plan.py with the same flags says how much"
+    )
+
+
+def cures(config: PretrainConfig) -> list[str]:
+    """Flags that take less memory than those of the config."""
+    parallel, found = config.parallel, list[str]()
+    most = 3 if parallel.pipeline_model_parallel_size == 1 else 1
+    if parallel.stage_of_zero < most:
+        found.append(f"--zero-stage {parallel.stage_of_zero + 1}")
+    if (size := config.training.micro_batch_size) > 1:
+        found.append(f"--micro-batch-size {size // 2}")
+    if "full" in config.model.granularities and config.model.recompute_granularity != "full":
+        found.append("--recompute-granularity full")
+    return found

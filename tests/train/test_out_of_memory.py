@@ -1,0 +1,73 @@
+"""A model that does not fit: one message says what helps, and the model trains in parts."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.checks import OutOfMemoryError
+from megatron.train.memory import memory_errors
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks, rows, samples, tiny_section, tiny_state
+from tests.tools.planning.counted import preset
+
+# 9.5 million parameters: 171 MB of stage 0, 43 and a few layers of stage 3 on four ranks.
+SECTION = tiny_section(num_layers=12, hidden_size=256)
+MORE = 110 * 10**6  # bytes that the process may take beside what it has
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    ctypes.CDLL(None).malloc_trim(0)  # so that what earlier tests have freed gives no room
+    words = Path("/proc/self/status").read_text().split()
+    used = 1024 * int(words[words.index("VmData:") + 1])
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MORE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def train_one_step(stage: int) -> str:
+    """The message of what went wrong, or nothing."""
+    mesh, config = mesh_of_ranks(1), preset("quickstart", "--zero-stage", str(stage))
+    try:
+        with little_memory(), memory_errors(config, mesh.control.rank):
+            state = tiny_state(mesh, SECTION, dtype=torch.bfloat16, zero_stage=stage)
+            batch = samples(mesh.data.size)
+            train_step(state, [rows(batch, slice(mesh.data.rank, mesh.data.rank + 1))], 1e-3)
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_what_does_not_fit_at_stage_0_trains_at_stage_3(gloo: Pool) -> None:
+    messages = gloo.run(4, train_one_step, 0)
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"rank {rank} ")
+        for cure in ("--zero-stage 1", "--micro-batch-size", "--recompute-granularity full"):
+            assert cure in message
+    assert gloo.run(4, train_one_step, 3) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_memory"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("a shape is wrong"), False),
+    ],
+)
+def test_which_errors_get_the_message(error: Exception, is_of_memory: bool) -> None:
+    kind = OutOfMemoryError if is_of_memory else type(error)
+    with pytest.raises(kind) as found, memory_errors(preset("quickstart"), 3):
+        raise error
+    assert isinstance(found.value, OutOfMemoryError) == is_of_memory

@@ -1,0 +1,161 @@
+"""What ZeRO divides is divided: bytes of live tensors between steps, and most of them in a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from megatron.parallel import collectives
+from megatron.parallel.bucket import Bucket
+from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
+from megatron.parallel.mesh import Axis
+from megatron.parallel.zero3 import Unit
+from megatron.train.state import DTYPES, TrainState
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks, rows, samples, tiny_section, tiny_state
+from tools.layouts.work import Meter
+
+LAYERS = 6
+# Wide, of few tokens, and recomputed: weights take the memory, not activations.
+SECTION = tiny_section(num_layers=LAYERS, hidden_size=128, recompute_granularity="full")
+BUCKET_BYTES = 3 * 2**18  # of the gradients of a layer, or less
+WIDE = 4  # bytes of a gradient, master or moment
+WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a weight
+FAULTS: dict[str, Callable[[], Any]] = {
+    "gradients stay whole": lambda: patch.object(Bucket, "reduce", reduce_and_keep),
+    "weights stay whole": lambda: patch.object(Bucket, "release", lambda bucket: None),
+    "all layers are prefetched": lambda: patch.object(Unit, "start", start_all),
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """By one rank. Numbers of elements are those of whole buckets, with what fills them up."""
+
+    lasting: int  # bytes between steps
+    more: int  # bytes, at most, in a step
+    elements: int
+    buckets: list[int]  # elements of each
+    layers: list[int]  # and of those of layers, in stage 3
+
+
+def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
+    for precision, ranks in (("bf16", 2), ("bf16", 4), ("fp32", 2)):
+        for of_stages in gloo.run(ranks, hold_stages, precision):
+            activations = of_stages[0].more
+            for stage, found in enumerate(of_stages):
+                where = f"{precision}, {ranks} ranks, stage {stage}"
+                each = found.lasting / found.elements
+                assert each == pytest.approx(bytes_each(precision, stage, ranks), rel=0.05), where
+                wanted = activations + in_flight(found, precision, stage, ranks)
+                assert found.more == pytest.approx(wanted, rel=0.05), where
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_memory_that_stays_is_found(gloo: Pool, fault: str) -> None:
+    """At stage 3, in bf16 on two ranks."""
+    activations, found = gloo.run(2, hold_faulty, fault)[0]
+    wanted = activations.more + in_flight(found, "bf16", 3, 2)
+    each = bytes_each("bf16", 3, 2)
+    assert found.lasting > 1.05 * each * found.elements or found.more > 1.05 * wanted
+
+
+def bytes_each(precision: str, stage: int, ranks: int) -> float:
+    """That last, of a parameter: of its weight, gradient, master and two moments, where in fp32 the
+    weight is its own master but for stage 3, which has no lasting weight."""
+    width, has_masters = WIDTHS[precision], precision != "fp32" or stage == 3
+    weight = 0 if stage == 3 else width
+    gradient = WIDE / (ranks if stage >= 2 else 1)
+    return weight + gradient + (2 + has_masters) * WIDE / (ranks if stage >= 1 else 1)
+
+
+def in_flight(found: Held, precision: str, stage: int, ranks: int) -> float:
+    """Bytes of a step beside activations: gradients of the bucket that fills and of those that are
+    reduced, with the sums that arrive; weights of the layer in use and of the next one, and from
+    stage 3 on both of all that is in no layer."""
+    if stage < 2:
+        return 0
+    if stage == 2:  # the tied embedding, whose gradients the head begins, is in the last bucket
+        largest = max(found.buckets)
+        return WIDE * ((IN_FLIGHT + 1) * largest * (1 + 1 / ranks) + found.buckets[-1])
+    # Weights of a layer go before the sum of its last gradients comes.
+    filling, arriving = most(found.layers, IN_FLIGHT + 1), most(found.layers, IN_FLIGHT)
+    layer, rest = sum(found.layers) / LAYERS, sum(found.buckets) - sum(found.layers)
+    gradients = WIDE * (filling + arriving / ranks + rest)
+    return gradients + WIDTHS[precision] * (2 * layer + rest)
+
+
+def most(sizes: list[int], number: int) -> int:
+    """Elements of so many neighbours."""
+    return max(sum(sizes[first : first + number]) for first in range(len(sizes)))
+
+
+def hold_stages(precision: str) -> list[Held]:
+    return [hold(precision, stage) for stage in (0, 1, 2, 3)]
+
+
+def hold_faulty(fault: str) -> tuple[Held, Held]:
+    return hold("bf16", 0), hold("bf16", 3, fault)
+
+
+def hold(precision: str, stage: int, fault: str | None = None) -> Held:
+    planted = FAULTS[fault]() if fault else nullcontext()
+    gc.collect()
+    before = memories()
+    buckets = partial(GradientBuckets, bucket_bytes=BUCKET_BYTES)
+    with patch("megatron.train.state.GradientBuckets", buckets):
+        state = tiny_state(mesh_of_ranks(1), SECTION, dtype=DTYPES[precision], zero_stage=stage)
+    with planted, patch("megatron.parallel.bucket.start_sum", start_sum):
+        step(state)
+        gc.collect()
+        lasting = [size for key, size in memories().items() if before.get(key) != size]
+        with Meter(state.mesh, tensors(), follows_real=True) as meter:
+            step(state)
+    sizes = [bucket.size for bucket in state.gradients.buckets]
+    layers = [bucket.size for bucket in state.gradients.buckets if bucket.is_of_layer]
+    return Held(sum(lasting), meter.peak, sum(sizes), sizes, layers)
+
+
+def step(state: TrainState) -> None:
+    batch = samples(state.mesh.data.size)
+    train_step(state, [rows(batch, slice(state.mesh.data.rank, state.mesh.data.rank + 1))], 1e-3)
+
+
+def tensors() -> list[Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def memories() -> dict[int, int]:
+    """Bytes of the memory of all tensors of this process, each memory once."""
+    found = (each.untyped_storage() for each in tensors() if not each.is_meta)
+    return {memory.data_ptr(): memory.nbytes() for memory in found if memory.nbytes()}
+
+
+def start_sum(x: Tensor, axis: Axis, stream: Axis, **named: Any) -> Callable[[], Tensor]:
+    """As NCCL, which holds what is summed until somebody waits; gloo holds it until it is sent."""
+    wait = collectives.start_sum(x, axis, stream, **named)
+    return lambda: (wait(), x)[0]
+
+
+_reduce, _start = Bucket.reduce, Unit.start
+
+
+def reduce_and_keep(bucket: Bucket) -> None:
+    kept = bucket.flat
+    _reduce(bucket)
+    bucket.kept = kept  # type: ignore[attr-defined]
+
+
+def start_all(unit: Unit) -> None:
+    _start(unit)
+    if unit.before is not None and unit.before.before is not None:
+        unit.before.start()
