@@ -124,6 +124,10 @@ def check_models(settings: FinetuneSettings) -> None:
         _refuse([each for each in settings_of(settings) if each.name in unused], "--train-data")
         if settings.parallel.sequence_parallel:
             raise UsageError("--sequence-parallel", None, "left out without --train-data")
+        if stage := settings.parallel.stage_of_zero:
+            name = "--zero-stage" if settings.parallel.zero_stage else "--use-distributed-optimizer"
+            value = stage if settings.parallel.zero_stage else None
+            raise UsageError(name, value, "left out without --train-data")
 
 
 def check_judged(settings: FinetuneSettings) -> None:

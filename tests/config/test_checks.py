@@ -1,5 +1,6 @@
 """What the programs refuse: each row is tried, and then again with what its error says works."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -106,6 +107,8 @@ REFUSED = [
         2,
         "--tensor-model-parallel-size",
     ),
+    ("--zero-stage 4", 2, "--zero-stage"),
+    ("--zero-stage 2 --use-distributed-optimizer", 2, "--use-distributed-optimizer"),
     ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
     ("--lr-warmup-iters 4 --lr-decay-iters 2", 1, "--lr-warmup-iters"),
@@ -127,6 +130,8 @@ PIPELINES = [
     (2, 12, "--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
     (8, 6, "", 8, "--pipeline-model-parallel-size"),
     (7, 6, "", 7, "--pipeline-model-parallel-size"),
+    (2, 12, "--zero-stage 2", 4, "--zero-stage"),
+    (2, 12, "--zero-stage 3", 4, "--zero-stage"),
     (2, 12, f"{EACH} 4", 2, EACH),
     (2, 12, f"{EACH} 12", 2, EACH),
     (2, 12, f"{EACH} 6", 2, EACH),
@@ -373,3 +378,19 @@ def test_a_sequence_that_nothing_shares_out_is_a_warning() -> None:
     both = TrainingParallelConfig(sequence_parallel=True, tensor_model_parallel_size=2)
     assert both.cuts_stream
     both.check(2, seq_length=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"zero_stage": 3}, "--zero-stage"),
+        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
+    ],
+)
+def test_zero_of_one_model_is_a_warning(settings: Any, flag: str) -> None:
+    cut = TrainingParallelConfig(tensor_model_parallel_size=2, **settings)
+    with pytest.warns(UserWarning, match=flag):
+        cut.check(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut.check(4)

@@ -55,6 +55,11 @@ ROWS = [
     ("MADE --load {fine} --valid-data {near} --seed 2", "--seed"),
     ("MADE --load {fine} --valid-data {near} --lr 1 --clip-grad 2", "--clip-grad"),
     ("MADE --load {fine} --valid-data {near} --sequence-parallel", "--sequence-parallel"),
+    ("MADE --load {fine} --valid-data {near} --zero-stage 1", "--zero-stage"),
+    (
+        "MADE --load {fine} --valid-data {near} --use-distributed-optimizer",
+        "--use-distributed-optimizer",
+    ),
     ("MADE --answers {near} --valid-data {near} --seeds 5 --lr 3", "--seeds"),
     ("MADE --answers {near} --valid-data {near} --seq-length 20", "--seq-length"),
     ("MADE --answers {near} --valid-data {near} --dtype bf16", "--dtype"),

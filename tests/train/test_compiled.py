@@ -7,13 +7,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pretrain_gpt2
 from megatron.config.checks import UsageError
+from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.train import state as state_module
 from megatron.train.diagnose import find_first
@@ -27,6 +30,7 @@ from tests.programs import REST, SHAPE
 from tests.tiny import (
     assert_gradients,
     mesh_of_ranks,
+    micro_batches,
     samples,
     tiny_section,
     tiny_state,
@@ -59,6 +63,42 @@ def first_steps(
     gradients = whole_gradients(state.gradients)
     again = train_step(state, batches, 1e-3).loss
     return loss, gradients, again, counters["stats"]["unique_graphs"], [*counters["graph_break"]]
+
+
+def steps_of_zero(zero_stage: int, is_compiled: bool) -> tuple[list[float], list[int]]:
+    """(losses of three steps, layers whose weights are in memory behind each forward) of a rank."""
+    torch._inductor.config.cpp.simdlen = 1
+    torch._dynamo.reset()
+    mesh = mesh_of_ranks(1)
+    section = tiny_section(num_layers=3)
+    state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
+    if is_compiled:
+        compile_layers(state.model)
+    batches, gathered, alive = micro_batches(samples(4), mesh, 2), list[StorageWeakRef](), []
+    gather = Bucket.gather
+
+    def watched(bucket: Bucket) -> None:
+        gather(bucket)
+        if bucket.is_of_layer and bucket.weights is not None:
+            gathered.append(StorageWeakRef(bucket.weights.untyped_storage()))
+
+    def count_alive(*_: object) -> None:
+        alive.append(len({each.cdata for each in gathered if not each.expired()}))
+
+    state.model.final_norm.register_forward_pre_hook(count_alive)
+    with patch.object(Bucket, "gather", watched):
+        losses = [train_step(state, batches, 1e-3).loss for _ in range(3)]
+    return losses, alive
+
+
+@GCC
+@pytest.mark.slow
+def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
+    plain = gloo.run(2, steps_of_zero, 0, False)[0][0]
+    for stage in (1, 2, 3):
+        for losses, alive in gloo.run(2, steps_of_zero, stage, True, timeout=300):
+            assert losses == pytest.approx(plain, rel=TOLERANCE)
+            assert alive == [1 if stage == 3 else 0] * 3
 
 
 @GCC

@@ -42,11 +42,12 @@ def flags(tmp_path: Path) -> str:
     return f"{data} --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --save {tmp_path / 'trained'}"
 
 
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--zero-stage 3"])
 @torch.no_grad()
 def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
-    tmp_path: Path, flags: str
+    tmp_path: Path, flags: str, layout: str
 ) -> None:
-    words = f"{flags} --tensor-model-parallel-size 2"
+    words = f"{flags} {layout}"
     with pretrain(words, world=2, folder=tmp_path) as run:
         assert run.wait(200) == [0, 0], run.text()
     export_model(str(tmp_path / "trained"), tmp_path / "back")
