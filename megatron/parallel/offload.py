@@ -10,7 +10,7 @@ is written by its documentation and not yet run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -188,7 +188,7 @@ class Trip:
 
 
 def saving(
-    packs: list[Callable[[Tensor], Any]], unpack: Callable[[Any], Tensor]
+    packs: Sequence[Callable[[Tensor], Any]], unpack: Callable[[Any], Tensor]
 ) -> AbstractContextManager[object]:
     """Hooks of what autograd saves: the first of `packs` that gives something else is taken."""
 
