@@ -70,6 +70,7 @@ LAST = """
 --lr-warmup-init 1e-5 | --lr-warmup-iters 9 --lr-warmup-init -1
 --lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
 --pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
+--optimizer-cpu-offload --optimizer-impl apex
 """
 # The same, of one kind of model.
 LAST_OF_GPT2 = """

@@ -1,0 +1,208 @@
+"""Offload against the same run without, in bits; and what leaves the device."""
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.checkpoint.format import Checkpoint
+from megatron.checkpoint.load import newest_whole
+from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.offload import SMALLEST, HostPart, Trip, on_host
+from megatron.train.replicas import check_replicas
+from megatron.train.state import TrainState
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.huggingface import hf_section
+from tests.llama import llama_section
+from tests.tiny import (
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    save_state,
+    summed_loss,
+    tiny_section,
+    tiny_state,
+)
+
+CPU = torch.device("cpu")
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp64": (torch.float64, {}),
+    "bf16": (torch.bfloat16, {}),
+    "pure": (torch.bfloat16, {"pure_bf16": True}),
+    "fp16": (torch.float16, {"fp16": True, "initial_loss_scale": "2**20"}),  # overflows at first
+}
+SECTIONS: dict[str, Callable[..., Any]] = {
+    "gpt2": tiny_section,
+    "llama": llama_section,
+    "hf-gpt2": partial(hf_section, "gpt2"),
+}
+
+
+def state_of(
+    mesh: Mesh,
+    offloads: bool,
+    stage: int = 0,
+    precision: str = "fp64",
+    model: str = "gpt2",
+    granularity: str = "none",
+) -> TrainState:
+    dtype, settings = PRECISIONS[precision]
+    section = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
+    optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, optimizer_cpu_offload=offloads)
+    scaling = PrecisionConfig(**settings)
+    return tiny_state(mesh, section, optimizer, scaling, dtype=dtype, zero_stage=stage)
+
+
+def steps(state: TrainState, numbers: Sequence[int]) -> list[float]:
+    """The norms of these steps, of two micro-batches a rank."""
+    norms, size = [], 4 * state.mesh.data.size
+    for number in numbers:
+        batches = micro_batches(samples(size, first=size * number), state.mesh, 2)
+        norms.append(train_step(state, batches, 1e-3).grad_norm)
+        check_replicas(state, batches)
+    return norms
+
+
+def tensors(state: TrainState) -> dict[str, Tensor]:
+    return {each.key: each.local.clone() for each in state.slices()}
+
+
+def check_equal(ranks: int, cases: Sequence[dict[str, Any]]) -> None:
+    mesh = serial_mesh(CPU) if ranks == 1 else mesh_of_ranks(1)
+    for case in cases:
+        one, other = (state_of(mesh, offloads, **case) for offloads in (False, True))
+        norms = steps(one, range(3))
+        assert str(norms) == str(steps(other, range(3))), case
+        assert one.skipped == other.skipped
+        wanted, found = tensors(one), tensors(other)
+        assert wanted.keys() == found.keys(), case
+        own, its = ([*each.optimizer.masters()] for each in (one, other))
+        pairs = [(each.key, each.local, that.local) for each, that in zip(own, its, strict=True)]
+        # Masters on the host are saved in parts where weights are whole on the device.
+        same = [key for key, each in found.items() if each.shape == wanted[key].shape]
+        pairs += [(key, wanted[key], found[key]) for key in same]
+        weights = zip(one.model.named_parameters(), other.model.parameters(), strict=True)
+        pairs += [(name, each, that) for (name, each), that in weights if case.get("stage") != 3]
+        for key, each, that in pairs:
+            assert torch.equal(each, that), (case, key)
+
+
+def test_runs_are_equal_bit_by_bit(gloo: Pool) -> None:
+    cases: list[dict[str, Any]] = [
+        {"stage": stage, "precision": precision} for stage in range(4) for precision in PRECISIONS
+    ]
+    cases += [{"stage": stage, "granularity": "full"} for stage in (0, 3)]
+    cases += [{"model": model} for model in ("llama", "hf-gpt2")]
+    cases += [{"model": "hf-gpt2", "granularity": "full"}]
+    gloo.run(2, check_equal, 2, cases, timeout=60)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> None:
+    mesh = serial_mesh(CPU)
+    first = state_of(mesh, True, precision=precision)
+    steps(first, range(2))
+    save_state(first, tmp_path)
+    (found, _) = newest_whole(sorted(each for each in tmp_path.iterdir() if each.is_dir()), mesh)
+    assert isinstance(found, Checkpoint)
+    steps(first, [2])
+    for offloads in (False, True):
+        again = state_of(mesh, offloads, precision=precision)
+        again.load(found)
+        steps(again, [2])
+        own = tensors(first)
+        assert all(torch.equal(each, own[key]) for key, each in tensors(again).items())
+
+
+def device_bytes() -> int:
+    """Of storages that some tensor of this process has, but for copies on the host."""
+    gc.collect()
+    host = {each.untyped_storage().data_ptr() for each in on_host}
+    every = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    every = [each for each in every if not each.is_meta]
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in every}
+    return sum(size for address, size in found.items() if address not in host)
+
+
+@pytest.mark.parametrize(("stage", "lasting"), [(0, 6), (2, 6), (3, 4)])
+def test_the_device_holds_weights_and_gradients_alone(stage: int, lasting: int) -> None:
+    for offloads, own in ((True, lasting), (False, lasting + 12)):
+        before = device_bytes()
+        state = state_of(serial_mesh(CPU), offloads, stage, "bf16")
+        size = sum(bucket.size for bucket in state.gradients.buckets)
+        # Dropout's keys and the counts of updates are some bytes.
+        assert device_bytes() - before == pytest.approx(own * size, rel=0.01)
+        del state
+
+
+def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
+    """Storages of what parts of layers returned that the graph keeps on the device, behind a
+    forward."""
+    state = state_of(serial_mesh(CPU), offloads, stage, granularity=granularity)
+    seen: list[StorageWeakRef] = []
+
+    def look(_: nn.Module, __: object, output: Any) -> None:
+        if output.untyped_storage().nbytes() >= SMALLEST:
+            seen.append(StorageWeakRef(output.untyped_storage()))
+
+    layers: list[Any] = [*state.model.transformer.layers.values()]
+    for layer in layers[:-1]:  # the norm before the head keeps what the last one returns
+        for part in (layer.attention.qkv, layer.mlp_norm, layer.mlp.up, layer):
+            part.register_forward_hook(look)
+    total, _ = summed_loss(state.model, samples(4), CPU)
+    assert total.requires_grad
+    assert seen
+    return sum(not each.expired() for each in seen)
+
+
+def check_activations() -> None:
+    for stage in (0, 3):
+        assert kept_on_device("none", False, stage) > 1
+        assert kept_on_device("full", False, stage) == 1  # the input of the next layer
+        for granularity in ("none", "full"):
+            assert kept_on_device(granularity, True, stage) == 0
+
+
+def test_activations_leave_the_device() -> None:
+    check_activations()
+
+
+def test_of_each_activation_one_copy_is_made() -> None:
+    layer = nn.Linear(64, 64)
+    trip, x = Trip(layer, None), torch.randn(64, 64)
+    one, two = trip.pack(x), trip.pack(x.t()[3:])
+    assert one.kept is two.kept
+    assert torch.equal(one.fetch(), x)
+    assert torch.equal(two.fetch(), x.t()[3:])
+    assert two.fetch().stride() == x.t()[3:].stride()
+    x.add_(1)
+    assert trip.pack(x).kept is not one.kept
+    stays = [layer.weight, layer.weight.t(), x[0].clone(), torch.ones(64, 64, dtype=torch.int64)]
+    assert all(trip.pack(each) is each for each in stays)
+
+
+def no_rounding(_: HostPart) -> None:
+    pass
+
+
+def keeps(_: Trip, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPart, "round", no_rounding)
+        with pytest.raises(AssertionError):
+            check_equal(1, [{"precision": "bf16"}])
+    with monkeypatch.context() as patch:
+        patch.setattr(Trip, "pack", keeps)
+        with pytest.raises(AssertionError):
+            check_activations()
