@@ -239,10 +239,10 @@ class MasterWeights:
             adam_of.step(lr, unscale * clip)
             host.round()
             bucket.release()
-            if bucket.stage < 3:
+            if bucket.zero_stage < 3:
                 bucket.start_gather()
         for bucket, *_ in self.hosts:
-            if bucket.stage < 3:
+            if bucket.zero_stage < 3:
                 bucket.gather()
 
     def publish(self) -> None:
@@ -251,7 +251,7 @@ class MasterWeights:
         for bucket in self.buckets:
             bucket.round_masters()
             bucket.release()
-        lasting = [bucket for bucket in self.buckets if bucket.stage < 3]
+        lasting = [bucket for bucket in self.buckets if bucket.zero_stage < 3]
         for bucket in lasting:
             bucket.start_gather()
         for bucket in lasting:

@@ -77,15 +77,21 @@ class Bucket:
     """
 
     def __init__(
-        self, named: Sequence[Named], deferral: Deferral, *, wide: bool, stage: int, shared: Axis
+        self,
+        named: Sequence[Named],
+        deferral: Deferral,
+        *,
+        wide: bool,
+        zero_stage: int,
+        shared: Axis,
     ) -> None:
-        """stage: of ZeRO. shared: the axis whose ranks share the bucket out, if the gradients are
+        """zero_stage: of ZeRO. shared: the axis whose ranks share the bucket out, if the gradients are
         partial over it."""
         _, first, spec = named[0]
         axes = [axis for axis in spec.partial if axis.size > 1]
         self.shared = shared if shared in axes else ALONE
         self.axes = sorted(axes, key=lambda axis: axis is not self.shared)
-        self.stage, self.weight_dtype = stage, first.dtype
+        self.zero_stage, self.weight_dtype = zero_stage, first.dtype
         self.dtype, self.device = gradient_dtype(first, wide), first.device
         self.views: list[GradientView] = []
         self.segments: list[Segment] = []
@@ -102,7 +108,7 @@ class Bucket:
         self.part = slice(self.shared.rank * share, (self.shared.rank + 1) * share)
         self.has_part = False  # whether gradients of this step were added to `own`
         self.summed: Axis | None = None  # of a step before ZeRO 2 the axis that `reduce` sums over
-        if stage < 2:
+        if zero_stage < 2:
             self.summed = next((axis for axis in self.axes if not axis.is_of_stages), None)
             self.gradients: Tensor | None = self.zeros(self.size)
             self.own = self.gradients[self.part]
@@ -135,7 +141,7 @@ class Bucket:
         for view in self.views:
             if not view.is_filled:  # no gradient came
                 view.gradient.zero_()
-        if self.stage < 2:
+        if self.zero_stage < 2:
             if self.summed is not None:
                 stream = self.shared if self.summed is self.shared else ALONE
                 self.pending = start_sum(flat, self.summed, stream, out=self.own)
@@ -156,7 +162,7 @@ class Bucket:
 
     def add_up(self, *, is_of_stages: bool) -> None:
         """Start the sums over the other axes: those that join pipeline stages, or the others."""
-        first = self.summed if self.stage < 2 else self.shared
+        first = self.summed if self.zero_stage < 2 else self.shared
         for axis in self.axes:
             if axis is not first and axis.is_of_stages == is_of_stages:
                 self.wait()
@@ -199,7 +205,7 @@ class Bucket:
         share = self.part.stop - self.part.start
         if on_host:
             self.host = HostPart(share, self.dtype, self.weight_dtype, self.device)
-        if self.stage < 3:
+        if self.zero_stage < 3:
             self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
             for view in self.views:
                 own = view.view(self.weights)
@@ -234,7 +240,7 @@ class Bucket:
         """Round the masters to the own part of the weights, and start to gather those of all."""
         if self.coming is not None or self.masters is None:
             return
-        if self.stage == 3:
+        if self.zero_stage == 3:
             if self.weights is not None:
                 return
             self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
@@ -253,14 +259,14 @@ class Bucket:
             return
         self.coming()
         self.coming = None
-        if self.stage == 3:
+        if self.zero_stage == 3:
             assert self.weights is not None
             for view in self.views:
                 view.parameter.data = view.view(self.weights)
 
     def release(self) -> None:
         """From ZeRO stage 3 on: the weights go; who reads a parameter sees NaN."""
-        if self.stage < 3:
+        if self.zero_stage < 3:
             return
         if self.coming is not None:
             self.coming()

@@ -147,7 +147,7 @@ class GradientBuckets:
             wide,
             self.units.of_parameters if self.units is not None else {},
             deferral=self.deferral,
-            stage=zero_stage,
+            zero_stage=zero_stage,
             shared=mesh.replicas if zero_stage else ALONE,
         )
         if self.units is not None and zero_stage == 3:
