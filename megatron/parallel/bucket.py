@@ -85,8 +85,7 @@ class Bucket:
         zero_stage: int,
         shared: Axis,
     ) -> None:
-        """zero_stage: of ZeRO. shared: the axis whose ranks share the bucket out, if the gradients are
-        partial over it."""
+        """shared: the axis whose ranks share the bucket out, if its gradients are partial over it."""
         _, first, spec = named[0]
         axes = [axis for axis in spec.partial if axis.size > 1]
         self.shared = shared if shared in axes else ALONE
