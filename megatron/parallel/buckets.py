@@ -132,6 +132,11 @@ class GradientBuckets:
             raise ValueError("a model without layers of megatron.api needs mesh=")
         if zero_stage and sets_grad:
             raise ValueError(f"zero_stage={zero_stage} takes sets_grad=False: .grad is in parts")
+        if zero_stage >= 2 and mesh.pipeline.size > 1:
+            raise ValueError(
+                f"zero_stage={zero_stage}: a pipeline takes 1 at most, as each micro-batch would "
+                "reduce its gradients, and gather weights"
+            )
         self.model = model
         self.specs = table = sharding_specs(model, specs, mesh=mesh)
         self.mesh, self.zero_stage = mesh, zero_stage

@@ -231,6 +231,15 @@ def is_gathered(model: nn.Module) -> bool:
     return isinstance(model, Gathered)
 
 
+def require_whole(model: nn.Module, reader: str) -> None:
+    """Raise ValueError, naming who reads it, for a model of which no rank has the parameters."""
+    if is_gathered(model):
+        raise ValueError(
+            f"{reader}: in ZeRO stage 3 no rank has the parameters; the optimizer's slices() has "
+            "what each rank has"
+        )
+
+
 def join_in(model: nn.Module, calls: int, most: int, call: Callable[[], object]) -> None:
     """After `calls` forwards on this rank, of at most so many on any: the others, whose results
     nobody reads, where a forward gathers what this rank has of weights."""
