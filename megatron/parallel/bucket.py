@@ -85,7 +85,7 @@ class Bucket:
         zero_stage: int,
         shared: Axis,
     ) -> None:
-        """shared: the axis whose ranks share the bucket out, if its gradients are partial over it."""
+        """shared: whose ranks share the bucket out, if its gradients are partial over it."""
         _, first, spec = named[0]
         axes = [axis for axis in spec.partial if axis.size > 1]
         self.shared = shared if shared in axes else ALONE
