@@ -113,7 +113,8 @@ def finetuned_config(
     and the like, which belong to the run and not to the weights."""
     # Other kernels compute the same model, and need not be installed where it is fine-tuned. Its
     # dropout is by coordinates, also where that is slower, and of the embeddings --hidden-dropout.
-    other = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
+    other: dict[str, Any] = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
+    other["cpu_offload_activations"] = False  # how the run before saved memory
     settings = {**asdict(pretrained), "embedding_dropout": None, **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)
 

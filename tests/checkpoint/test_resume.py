@@ -19,7 +19,7 @@ from megatron.config.model import GPT2Config
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig
-from megatron.models.registry import KINDS
+from megatron.models.registry import KINDS, config_of
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.models.own_kind import PretrainOwnConfig
@@ -235,6 +235,14 @@ def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
     assert error.value.works == ("--shuffle",)
 
 
+def test_a_checkpoint_that_is_older_than_offload_is_resumed_with_it() -> None:
+    facts, now = manifest(), settings(cpu_offload_activations=True, optimizer_cpu_offload=True)
+    del facts["config"]["model"]["cpu_offload_activations"]
+    del facts["config"]["optimizer"]["optimizer_cpu_offload"]
+    check_start(now, PATH, facts, identity=IDENTITY)
+    assert config_of(facts) == replace(now.model, cpu_offload_activations=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnModelConfig(GPT2Config):
     kind: ClassVar[str] = "tests.checkpoint.test_resume:KIND"
@@ -284,6 +292,8 @@ def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
         {"train_iters": 9, "tensor_model_parallel_size": 2, "lr": 0.1, "save": "s"},
         {"data_path": ("moved",), "vocab_file": "v", "merge_file": "m"},
         {"override_data": True, "seed": 5, "seq_length": 8},
+        {"recompute_granularity": "full", "cpu_offload_activations": True},
+        {"optimizer_cpu_offload": True},
         *({"override_data": True, "identity": other} for other in OTHER_DATA),
         {"finetune": True, "seed": 5, "bf16": True, "identity": {"data": []}},
     ],
@@ -356,6 +366,8 @@ def test_an_imported_run_goes_on_with_any_data_in_its_order_but_its_own_model() 
         ({}, {"data_size": 4}, ["--global-batch-size"]),
         ({}, {"data_size": 4, "global_batch_size": 2}, []),
         ({"bf16": None}, {"bf16": False}, []),  # compared by its name elsewhere
+        ({"optimizer_cpu_offload": True}, {}, ["--optimizer-cpu-offload"]),
+        ({}, {"cpu_offload_activations": True}, ["--cpu-offload-activations"]),
         ({}, {"tokenizer": "g"}, ["tokenizer"]),
     ],
 )

@@ -318,11 +318,13 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
 
 
 @pytest.mark.parametrize(("words", "device", "count"), [
+    ("--optimizer-cpu-offload", "cpu", 1), ("--cpu-offload-activations", "cpu", 1),
+    ("--optimizer-cpu-offload --cpu-offload-activations --attention-dropout 0", "cuda", 0),
     ("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--save b", "cpu", 0),
     ("--fp16", "cuda", 1), ("--attention-dropout-rng kernel", "cpu", 1),
     ("--fp16 --attention-dropout 0", "cuda", 0), ("--attention-dropout-rng coordinates", "cuda", 0),
 ])  # fmt: skip
-def test_slow_fp16_and_draws_that_depend_on_the_layout_are_warned_of(
+def test_what_is_slow_or_frees_nothing_or_depends_on_the_layout_is_warned_of(
     words: str, device: str, count: int
 ) -> None:
     config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)

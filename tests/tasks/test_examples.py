@@ -181,9 +181,10 @@ def test_an_epoch_has_every_example_once_in_an_order_of_its_own() -> None:
     assert len({tuple(each) for each in orders}) == 4
 
 
-def test_dropout_of_the_embeddings_is_that_of_fine_tuning() -> None:
-    config = finetuned_config(small_section(embedding_dropout=0.3), "span", (), hidden_dropout=0.0)
-    assert config.dropout_of_embeddings == 0
+def test_dropout_of_the_embeddings_and_offload_are_those_of_fine_tuning() -> None:
+    pretrained = small_section(embedding_dropout=0.3, cpu_offload_activations=True)
+    config = finetuned_config(pretrained, "span", (), hidden_dropout=0.0)
+    assert (config.dropout_of_embeddings, config.cpu_offload_activations) == (0, False)
 
 
 def test_every_example_of_every_epoch_drops_other_elements() -> None:
