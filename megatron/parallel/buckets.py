@@ -251,12 +251,12 @@ class GradientBuckets:
 
     def _reduce_next(self) -> None:
         bucket = self.buckets[self.next]
+        if self.zero_stage >= 2:
+            if len(self.reducing) == IN_FLIGHT:  # before what arrives of one more has memory
+                self.reducing.popleft().wait()
+            self.reducing.append(bucket)
         bucket.reduce()
         self.next += 1
-        if self.zero_stage >= 2:
-            self.reducing.append(bucket)
-            if len(self.reducing) > IN_FLIGHT:
-                self.reducing.popleft().wait()
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:

@@ -13,21 +13,20 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from megatron.parallel import collectives
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
-from megatron.parallel.mesh import Axis
 from megatron.parallel.zero3 import Unit
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, rows, samples, tiny_section, tiny_state
+from tests.tools.planning.counted import Sums
 from tools.layouts.work import Meter
 
 LAYERS = 6
 # Wide, of few tokens, and recomputed: weights take the memory, not activations.
 SECTION = tiny_section(num_layers=LAYERS, hidden_size=128, recompute_granularity="full")
-BUCKET_BYTES = 3 * 2**18  # of the gradients of a layer, or less
+BUCKET_BYTES = 3 * 2**17  # of half of the gradients of a layer, or less
 WIDE = 4  # bytes of a gradient, master or moment
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a weight
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -43,6 +42,7 @@ class Held:
 
     lasting: int  # bytes between steps
     more: int  # bytes, at most, in a step
+    sums: int  # of gradients that are under way, at most
     elements: int
     buckets: list[int]  # elements of each
     layers: list[int]  # and of those of layers, in stage 3
@@ -58,6 +58,7 @@ def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
                 assert each == pytest.approx(bytes_each(precision, stage, ranks), rel=0.05), where
                 wanted = activations + in_flight(found, precision, stage, ranks)
                 assert found.more == pytest.approx(wanted, rel=0.05), where
+                assert stage < 2 or found.sums == IN_FLIGHT, where
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -84,17 +85,15 @@ def in_flight(found: Held, precision: str, stage: int, ranks: int) -> float:
     stage 3 on both of all that is in no layer."""
     if stage < 2:
         return 0
-    if stage == 2:
-        # A bucket ends within a layer, whose gradients begin the next one. The tied embedding,
-        # whose gradients the head begins, is in the last bucket.
-        *others, last = found.buckets
-        begun, arriving = most(others, IN_FLIGHT + 2), most(others, IN_FLIGHT)
-        return WIDE * (begun + last + arriving / ranks)
-    # Weights of a layer go before the sum of its last gradients comes.
-    filling, arriving = most(found.layers, IN_FLIGHT + 1), most(found.layers, IN_FLIGHT)
-    layer, rest = sum(found.layers) / LAYERS, sum(found.buckets) - sum(found.layers)
+    # In stage 2 the tied embedding, whose gradients the head begins, is in the last bucket.
+    divided = found.layers if stage == 3 else found.buckets[:-1]
+    rest = sum(found.buckets) - sum(found.layers) if stage == 3 else found.buckets[-1]
+    # Biases of a layer, in the bucket that fills, come behind weights that begin the next one.
+    filling, arriving = most(divided, IN_FLIGHT + 2), most(divided, IN_FLIGHT)
     gradients = WIDE * (filling + arriving / ranks + rest)
-    return gradients + WIDTHS[precision] * (2 * layer + rest)
+    if stage == 2:
+        return gradients
+    return gradients + WIDTHS[precision] * (2 * sum(found.layers) / LAYERS + rest)
 
 
 def most(sizes: list[int], number: int) -> int:
@@ -117,7 +116,8 @@ def hold(precision: str, stage: int, fault: str | None = None) -> Held:
     buckets = partial(GradientBuckets, bucket_bytes=BUCKET_BYTES)
     with patch("megatron.train.state.GradientBuckets", buckets):
         state = tiny_state(mesh_of_ranks(1), SECTION, dtype=DTYPES[precision], zero_stage=stage)
-    with planted, patch("megatron.parallel.bucket.start_sum", start_sum):
+    sums = Sums()
+    with planted, patch("megatron.parallel.bucket.start_sum", sums.start):
         step(state)
         gc.collect()
         lasting = [size for key, size in memories().items() if before.get(key) != size]
@@ -125,7 +125,7 @@ def hold(precision: str, stage: int, fault: str | None = None) -> Held:
             step(state)
     sizes = [bucket.size for bucket in state.gradients.buckets]
     layers = [bucket.size for bucket in state.gradients.buckets if bucket.is_of_layer]
-    return Held(sum(lasting), meter.peak, sum(sizes), sizes, layers)
+    return Held(sum(lasting), meter.peak, sums.most, sum(sizes), sizes, layers)
 
 
 def step(state: TrainState) -> None:
@@ -141,12 +141,6 @@ def memories() -> dict[int, int]:
     """Bytes of the memory of all tensors of this process, each memory once."""
     found = (each.untyped_storage() for each in tensors() if not each.is_meta)
     return {memory.data_ptr(): memory.nbytes() for memory in found if memory.nbytes()}
-
-
-def start_sum(x: Tensor, axis: Axis, stream: Axis, **named: Any) -> Callable[[], Tensor]:
-    """As NCCL, which holds what is summed until somebody waits; gloo holds it until it is sent."""
-    wait = collectives.start_sum(x, axis, stream, **named)
-    return lambda: (wait(), x)[0]
 
 
 _reduce, _start = Bucket.reduce, Unit.start

@@ -336,14 +336,15 @@ class Step:
             starts = range(len(layers))
             return max(sum(each.size for each in layers[first:][:number]) for first in starts)
 
-        arriving = most(IN_FLIGHT) // layers[0].shared.size
-        if self.stage == 2:  # a bucket ends within a layer, whose gradients begin the next one
-            return self.wide * (most(IN_FLIGHT + 2) + arriving + buckets[-1].size)
-        filling = most(IN_FLIGHT + 1)
+        # Biases of a layer, in the bucket that fills, come behind weights that begin the next one.
+        begun = 1 if self.stage == 2 or any(len(each) > 1 for each in self.model.layers) else 0
+        flat = most(IN_FLIGHT + 1 + begun) + most(IN_FLIGHT) // layers[0].shared.size
+        if self.stage == 2:
+            return self.wide * (flat + buckets[-1].size)
         whole = sum(each.size for each in layers)
         rest = sum(each.size for each in buckets) - whole
-        weights = 2 * whole // self.config.model.num_layers + rest
-        return self.wide * (filling + arriving + rest) + self.width * weights
+        weights = 2 * whole // max(1, len(self.model.layers)) + rest
+        return self.wide * (flat + rest) + self.width * weights
 
     @property
     def memory(self) -> dict[str, int]:

@@ -5,27 +5,31 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import OptimizerConfig
 from megatron.data.batch import Batch
 from megatron.models.build import build_model
 from megatron.models.registry import find_kind
-from megatron.optim.adam import LossScaler
+from megatron.optim.adam import LossScaler, MasterWeights
+from megatron.parallel import collectives
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.mesh import Axis, Mesh, build_mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
@@ -111,15 +115,18 @@ class Traffic(TorchDispatchMode):
 def state_on(
     mesh: Mesh, config: PretrainConfig, precision: str, pipeline: PipelinePlan = UNCUT
 ) -> TrainState:
-    """All that a forward and backward pass needs; no optimizer."""
-    rows, dtype, nothing = vocabulary_of(config), DTYPES[precision], None
+    """All that a forward and backward pass needs; an optimizer, which holds the weights, under ZeRO
+    alone."""
+    rows, dtype, stage = vocabulary_of(config), DTYPES[precision], config.parallel.stage_of_zero
     model = build_model(config.model, mesh, rows, seed=None, dtype=dtype, pipeline=pipeline).train()
+    gradients = GradientBuckets(model, sets_grad=False, zero_stage=stage)
+    optimizer: Any = MasterWeights(gradients, OptimizerConfig()) if stage else None
     return TrainState(
         mesh=mesh,
         model=model,
         objective=model,
-        gradients=GradientBuckets(model, sets_grad=False),
-        optimizer=nothing,
+        gradients=gradients,
+        optimizer=optimizer,
         scaler=LossScaler(),
         pipeline=pipeline,
     )
@@ -140,6 +147,25 @@ def count_step(config: PretrainConfig, world: int, precision: str, micro_batches
             traffic.follow(state.model)
             forward_backward(state, batches(config, micro_batches), counts)
     return traffic
+
+
+class Sums:
+    """In place of `start_sum` of bucket.py: as NCCL, holds what is summed until a wait. Gloo holds
+    it until it is sent, and on meta nothing does."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0  # sums that nobody has waited for
+
+    def start(self, x: Tensor, axis: Axis, stream: Axis, **named: Any) -> Callable[[], Tensor]:
+        wait = collectives.start_sum(x, axis, stream, **named)
+        self.now += 1
+        self.most = max(self.most, self.now)
+
+        def done(_: Tensor) -> Tensor:
+            self.now -= 1
+            return wait()
+
+        return partial(done, x)
 
 
 class Kept:

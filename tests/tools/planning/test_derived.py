@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,14 +16,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.kernels import use_cpu_kernels
-from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, absent_mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
-from tests.tools.planning.counted import batches, count_step, fake_ranks, preset, state_on
+from tests.tools.planning.counted import (
+    META,
+    Sums,
+    batches,
+    count_step,
+    fake_ranks,
+    preset,
+    state_on,
+)
 from tools.layouts.meters import Counts, counting, saved_bytes
-from tools.layouts.work import Call
+from tools.layouts.work import Call, Meter, on_meta
 from tools.planning.hardware import load_hardware
 from tools.planning.trace import Step
 
@@ -34,6 +43,7 @@ OWN = ("--kind", "tests.models.own_kind:KIND", "--num-layers", "1", *SHAPE)
 UNTIED = ("--embedding-dropout", "0", "--untie-embeddings-and-output-weights")
 GATED = ("--activation", "swiglu", "--ffn-hidden-size", "8192", *UNTIED)
 SEQUENCE = ("--sequence-parallel",)
+XL = ("--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "25")
 SHORT_SAMPLES = ("--seq-length", "128", "--max-position-embeddings", "128")
 NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "4000")
 
@@ -204,17 +214,37 @@ def test_lasting_memory_is_16_or_18_bytes_a_parameter() -> None:
 
 def test_lasting_memory_is_divided_by_zero() -> None:
     """Of GPT-2 XL on four ranks: 2 + 4 + 12 / 4, 2 + 16 / 4 and 16 / 4 bytes a parameter."""
-    shape = ("--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "25")
     steps = [
-        Step(preset("gpt2_124m", *shape, "--zero-stage", str(stage)), 4, "bf16")
+        Step(preset("gpt2_124m", *XL, "--zero-stage", str(stage)), 4, "bf16")
         for stage in (0, 1, 2, 3)
     ]
     for step, each in zip(steps, (18, 9, 6, 4), strict=True):
         assert sum(step.lasting.values()) == pytest.approx(each * step.model.local, rel=1e-3)
-    layer = 12 * 1600**2 + 13 * 1600
-    rest = steps[3].model.local - 48 * layer
-    # A layer is in buckets of 64 MiB or less: gradients in flight are those of two layers at most.
-    assert 2 * 2 * layer + 6 * rest < steps[3].in_flight < 6 * 2 * layer + 2 * layer + 6 * rest
+
+
+def test_gpt2_xl_on_four_ranks_takes_what_is_planned_of_stage_3() -> None:
+    """At its full depth: forward and backward of one micro-batch of so few tokens, recomputed, that
+    weights and gradients take the memory."""
+    few = ("--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4")
+    recomputed = ("--recompute-granularity", "full")
+    config = preset("gpt2_124m", *XL, *few, *recomputed, "--zero-stage", "3")
+    step, mesh = Step(config, 4, "bf16", "cpu"), absent_mesh({"data": 4}, META)
+    state, sums = state_on(mesh, config, step.precision), Sums()
+    parts = [part for each in state.gradients.buckets for part in (each.own, each.masters)]
+    moments = [each for pair in state.optimizer.moments for each in pair]
+    lasting = [each for each in (*parts, *moments) if each is not None]
+    meter = Meter(mesh, [*state.model.parameters(), *lasting])
+    with patch("megatron.parallel.bucket.start_sum", sums.start), on_meta(meter, "cpu"):
+        forward_backward(state, batches(config), torch.ones(2, dtype=torch.float64, device=META))
+    assert sum(each.nbytes for each in lasting) == sum(step.lasting.values())
+    # What the layers keep and compute is less than 5 % of that.
+    assert meter.peak == pytest.approx(step.in_flight, rel=0.05)
+    planned = sum((each for phase, each in step.calls.items() if phase != "agreement"), Counter())
+    found = sum((each.calls for each in meter.work.values()), Counter[Call]())
+    assert sum(found.values()) == sum(planned.values())
+    ranks = mesh.data.size
+    sent = [sum(n * each.sent(ranks) for each, n in calls.items()) for calls in (found, planned)]
+    assert sent[0] == sent[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
