@@ -109,7 +109,7 @@ def mean_losses(
                 model=model,
                 objective=objective,
                 mesh=mesh,
-                batches=[data.batch([0])],
+                batches=[data.batch(range(1))],
                 loss_scales=torch.ones_like(totals[0]),
             )
             executor.run(pipeline.evaluation(0, 1))

@@ -99,12 +99,12 @@ def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layouts"), [(torch.float32, LAYOUTS[1::2]), (torch.bfloat16, LAYOUTS)]
+    ("dtype", "layouts"), [(torch.float32, LAYOUTS[1:6:2]), (torch.bfloat16, LAYOUTS)]
 )
 def test_every_tensor_is_the_same_at_another_stage_and_layout(
     gloo: Pool, tmp_path: Path, dtype: torch.dtype, layouts: Sequence[str]
 ) -> None:
-    """8 and 18 pairs: each loads those of the two layouts behind it."""
+    """6 and 18 pairs: each loads those of the two layouts behind it."""
     saved: dict[str, Tensors] = {}
     for number, name in enumerate(layouts):
         ranks, directory = parse_layout(name).ranks, tmp_path / name

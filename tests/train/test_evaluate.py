@@ -17,8 +17,10 @@ from megatron.train.evaluate import load_model, load_newest, mean_losses, score
 from megatron.train.executor import on_device
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
+from tests.parallel.test_mesh import rank_of
 from tests.tiny import (
     VOCABULARY,
+    Communication,
     mesh_of_ranks,
     rows,
     samples,
@@ -70,6 +72,25 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
         results += gloo.run(world, losses_of_seven, tensor_size, 2)
     for each in results:
         assert each == pytest.approx(expected, rel=1e-12)
+
+
+def sent_by(rank: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What one of two ranks sends to evaluate seven samples in ZeRO stage 3: the first has four."""
+    with rank_of(2, rank) as mesh:
+        state = tiny_state(mesh, zero_stage=3)
+        with Communication() as communication:
+            mean_losses(state.model, state.objective, Split(), 7, 1, mesh)
+    return communication.calls
+
+
+def test_ranks_with_fewer_batches_gather_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would wait for them for ever."""
+    gathers = sent_by(0)
+    assert len(gathers) > 4 * 2
+    assert sent_by(1) == gathers
+    monkeypatch.setattr(evaluate, "join_in", lambda *_: None)
+    assert sent_by(0) == gathers
+    assert len(sent_by(1)) < len(gathers)
 
 
 def scored_of(tokens: Tensor) -> Tensor:
