@@ -3,13 +3,16 @@
 import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,18 +20,19 @@ import pretrain_gpt2
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import newest_whole
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.offload import SMALLEST, HostPart, Trip, on_host
+from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
+from tests.bert import bert_samples, bert_section
 from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.huggingface import hf_section
 from tests.llama import llama_section
 from tests.programs import REST, SHAPE
 from tests.tiny import (
-    mesh_of_ranks,
     micro_batches,
     samples,
     save_state,
@@ -46,6 +50,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 SECTIONS: dict[str, Callable[..., Any]] = {
     "gpt2": tiny_section,
+    "bert": bert_section,
     "llama": llama_section,
     "hf-gpt2": partial(hf_section, "gpt2"),
 }
@@ -58,19 +63,29 @@ def state_of(
     precision: str = "fp64",
     model: str = "gpt2",
     granularity: str = "none",
+    schedule: str = "",
 ) -> TrainState:
+    """schedule: of a pipeline, over the mesh's axis, with a layer more than stages."""
     dtype, settings = PRECISIONS[precision]
+    ranks, virtual = mesh.pipeline.size, 2 if schedule == "interleaved" else 1
+    layers = ranks * virtual + 1
     section = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
+    pipeline = UNCUT
+    if schedule:
+        section = replace(section, num_layers=layers)
+        parts = partition(layers, ranks * virtual, head=0.0)
+        pipeline = PipelinePlan(ranks, virtual, schedule, parts)
     optimizer = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, optimizer_cpu_offload=offloads)
     scaling = PrecisionConfig(**settings)
-    return tiny_state(mesh, section, optimizer, scaling, dtype=dtype, zero_stage=stage)
+    how = {"dtype": dtype, "zero_stage": stage, "pipeline": pipeline}
+    return tiny_state(mesh, section, optimizer, scaling, **how)
 
 
-def steps(state: TrainState, numbers: Sequence[int]) -> list[float]:
+def steps(state: TrainState, numbers: Sequence[int], model: str = "gpt2") -> list[float]:
     """The norms of these steps, of two micro-batches a rank."""
-    norms, size = [], 4 * state.mesh.data.size
+    norms, size, draw = [], 4 * state.mesh.data.size, bert_samples if model == "bert" else samples
     for number in numbers:
-        batches = micro_batches(samples(size, first=size * number), state.mesh, 2)
+        batches: list[Any] = micro_batches(draw(size, first=size * number), state.mesh, 2)
         norms.append(train_step(state, batches, 1e-3).grad_norm)
         check_replicas(state, batches)
     return norms
@@ -80,13 +95,18 @@ def tensors(state: TrainState) -> dict[str, Tensor]:
     return {each.key: each.local.clone() for each in state.slices()}
 
 
-def check_equal(ranks: int, cases: Sequence[dict[str, Any]]) -> None:
-    mesh = serial_mesh(CPU) if ranks == 1 else mesh_of_ranks(1)
+def check_equal(
+    sizes: dict[str, int], cases: Sequence[dict[str, Any]], sequence_parallel: bool = False
+) -> None:
+    mesh = serial_mesh(CPU)
+    if dist.is_initialized():
+        mesh = build_mesh({"tensor": 1} | sizes, CPU, sequence_parallel=sequence_parallel)
     for case in cases:
         one, other = (state_of(mesh, offloads, **case) for offloads in (False, True))
-        norms = steps(one, range(3))
-        assert str(norms) == str(steps(other, range(3))), case
+        norms, its = (steps(each, range(3), case.get("model", "gpt2")) for each in (one, other))
+        assert str(norms) == str(its), case
         assert one.skipped == other.skipped
+        assert one.skipped in ((1, 2) if case.get("precision") == "fp16" else (0,)), case
         wanted, found = tensors(one), tensors(other)
         assert wanted.keys() == found.keys(), case
         own, its = ([*each.optimizer.masters()] for each in (one, other))
@@ -105,9 +125,33 @@ def test_runs_are_equal_bit_by_bit(gloo: Pool) -> None:
         {"stage": stage, "precision": precision} for stage in range(4) for precision in PRECISIONS
     ]
     cases += [{"stage": stage, "granularity": "full"} for stage in (0, 3)]
-    cases += [{"model": model} for model in ("llama", "hf-gpt2")]
+    cases += [{"model": model} for model in ("bert", "llama", "hf-gpt2")]
     cases += [{"model": "hf-gpt2", "granularity": "full"}]
-    gloo.run(2, check_equal, 2, cases, timeout=60)
+    gloo.run(2, check_equal, {}, cases, timeout=60)
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+OF_TENSOR: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"model": "bert"}]
+OF_STAGES: list[dict[str, Any]] = [{"schedule": kind, "stage": 1} for kind in SCHEDULES]
+OF_STAGES += [{"schedule": kind, "precision": "bf16"} for kind in SCHEDULES]
+OF_STAGES += [{"schedule": "1f1b", "granularity": "full"}]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases", "sequence_parallel"),
+    [
+        ({"tensor": 2}, OF_TENSOR, False),
+        ({"tensor": 2}, [{}, {"granularity": "full"}], True),
+        ({"pipeline": 2}, OF_STAGES, False),
+        ({"tensor": 2, "data": 2}, [{"stage": 3}, {"stage": 2, "model": "bert"}], True),
+        ({"pipeline": 2, "data": 2}, [{"schedule": "1f1b", "stage": 1}], False),
+    ],
+    ids=["tensor", "sequence", "pipeline", "tensor and data", "pipeline and data"],
+)
+def test_layouts_are_equal_bit_by_bit(
+    gloo: Pool, sizes: dict[str, int], cases: Sequence[dict[str, Any]], sequence_parallel: bool
+) -> None:
+    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel, timeout=60)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -153,7 +197,8 @@ def test_programs_resume_with_and_without(tmp_path: Path) -> None:
 
 def device_bytes() -> int:
     """Of storages that some tensor of this process has, but for copies on the host."""
-    gc.collect()
+    while gc.collect():  # what an object lets go is found the next time
+        pass
     host = {each.untyped_storage().data_ptr() for each in on_host}
     every = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     every = [each for each in every if not each.is_meta]
@@ -230,7 +275,7 @@ def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(HostPart, "round", no_rounding)
         with pytest.raises(AssertionError):
-            check_equal(1, [{"precision": "bf16"}])
+            check_equal({}, [{"precision": "bf16"}])
     with monkeypatch.context() as patch:
         patch.setattr(Trip, "pack", keeps)
         with pytest.raises(AssertionError):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError, non_finite
@@ -87,12 +88,21 @@ Diagnosis = tuple[str, str, str, str]
 """(what is not finite in the end, where it was first seen, the rank, the message)"""
 
 
-def diagnoses(tensor_size: int, bad: tuple[int, int], zero: int) -> dict[str, set[Diagnosis]]:
+def diagnoses(
+    tensor_size: int, bad: tuple[int, int], zero: int, offloads: bool
+) -> dict[str, set[Diagnosis]]:
     """Of each fault, with and without recomputed activations."""
     mesh = mesh_of_ranks(tensor_size)
     granularities = ("none", "full") if zero else GRANULARITIES
     return {
+<<<<<<< HEAD
         fault: {diagnosis(mesh, fault, bad, each, torch.float32, zero) for each in granularities}
+=======
+        fault: {
+            diagnosis(mesh, fault, bad, each, torch.float32, zero, offloads)
+            for each in GRANULARITIES
+        }
+>>>>>>> 9c39264
         for fault in WHAT
     }
 
@@ -109,12 +119,17 @@ def nan_master(state: TrainState, module: nn.Module) -> None:
     """In the part of the weight that this rank has."""
     master = next(each for each in state.optimizer.masters() if each.key == f"{UP}.weight")
     master.local[-1:] = torch.nan
+    state.optimizer.publish()
 
 
 def diagnoses_of_masters(bad: tuple[int, int]) -> list[Diagnosis]:
     FAULTS["master"] = (nan_master, "")
     mesh = mesh_of_ranks(1)
-    return [diagnosis(mesh, "master", bad, each, torch.bfloat16, 3) for each in ("none", "full")]
+    cases = [("none", 3, False), ("full", 3, False), ("none", 0, True), ("full", 3, True)]
+    return [
+        diagnosis(mesh, "master", bad, granularity, torch.bfloat16, zero, offloads)
+        for granularity, zero, offloads in cases
+    ]
 
 
 def diagnosis(
@@ -124,10 +139,14 @@ def diagnosis(
     granularity: str,
     dtype: torch.dtype,
     zero: int = 0,
+    offloads: bool = False,
 ) -> Diagnosis:
     """What the second step raises, where the rank at (data, tensor) coordinates goes wrong."""
-    config = tiny_section(recompute_granularity=granularity, hidden_dropout=0.1)
-    state = tiny_state(mesh, config, dtype=dtype, zero_stage=zero)
+    config = tiny_section(
+        recompute_granularity=granularity, hidden_dropout=0.1, cpu_offload_activations=offloads
+    )
+    optimizer = OptimizerConfig(optimizer_cpu_offload=offloads)
+    state = tiny_state(mesh, config, optimizer, dtype=dtype, zero_stage=zero)
     step(state)
     if (mesh.data.rank, mesh.tensor.rank) == bad:
         FAULTS[fault][0](state, state.model.get_submodule(UP))
@@ -155,22 +174,32 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor_size", "bad", "zero"),
+    ("world", "tensor_size", "bad", "zero", "offloads"),
     [
+<<<<<<< HEAD
         (1, 1, (0, 0), 0),
         (2, 2, (0, 1), 0),
         (2, 1, (1, 0), 0),
         (4, 2, (1, 1), 0),
         (4, 2, (1, 1), 2),
         (2, 1, (1, 0), 3),
+=======
+        (1, 1, (0, 0), 0, False),
+        (2, 2, (0, 1), 0, False),
+        (2, 1, (1, 0), 0, True),
+        (4, 2, (1, 1), 0, False),
+        (2, 1, (1, 0), 1, False),
+        (4, 2, (1, 1), 2, False),
+        (2, 1, (1, 0), 3, True),
+>>>>>>> 9c39264
     ],
 )
 def test_every_rank_names_module_rank_and_samples(
-    gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int], zero: int
+    gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int], zero: int, offloads: bool
 ) -> None:
     sample = GLOBAL_BATCH + 2 * (world // tensor_size) + bad[0]  # micro-batches of one sample
     place = f"data {bad[0]}, tensor {bad[1]}"
-    for found in gloo.run(world, diagnoses, tensor_size, bad, zero):
+    for found in gloo.run(world, diagnoses, tensor_size, bad, zero, offloads):
         for fault, what in WHAT.items():
             ((*where, message),) = found[fault]
             assert where == [what, FAULTS[fault][1], place]
@@ -186,7 +215,7 @@ def test_the_rank_at_fault_is_named_and_not_one_that_it_spoils(gloo: Pool) -> No
 
 
 def test_the_rank_is_named_whose_part_of_a_weight_is_not_finite(gloo: Pool) -> None:
-    """In ZeRO stage 3, where all ranks would gather it."""
+    """In ZeRO stage 3, where all ranks would gather it, and of masters on the host."""
     for found in gloo.run(2, diagnoses_of_masters, (1, 0)):
         for _, what, place, _ in found:
             assert (what, place) == (f"the weight {UP}.weight itself", "data 1, tensor 0")
