@@ -95,14 +95,10 @@ def diagnoses(
     mesh = mesh_of_ranks(tensor_size)
     granularities = ("none", "full") if zero else GRANULARITIES
     return {
-<<<<<<< HEAD
-        fault: {diagnosis(mesh, fault, bad, each, torch.float32, zero) for each in granularities}
-=======
         fault: {
             diagnosis(mesh, fault, bad, each, torch.float32, zero, offloads)
-            for each in GRANULARITIES
+            for each in granularities
         }
->>>>>>> 9c39264
         for fault in WHAT
     }
 
@@ -176,22 +172,12 @@ def count_hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("world", "tensor_size", "bad", "zero", "offloads"),
     [
-<<<<<<< HEAD
-        (1, 1, (0, 0), 0),
-        (2, 2, (0, 1), 0),
-        (2, 1, (1, 0), 0),
-        (4, 2, (1, 1), 0),
-        (4, 2, (1, 1), 2),
-        (2, 1, (1, 0), 3),
-=======
         (1, 1, (0, 0), 0, False),
         (2, 2, (0, 1), 0, False),
         (2, 1, (1, 0), 0, True),
         (4, 2, (1, 1), 0, False),
-        (2, 1, (1, 0), 1, False),
         (4, 2, (1, 1), 2, False),
         (2, 1, (1, 0), 3, True),
->>>>>>> 9c39264
     ],
 )
 def test_every_rank_names_module_rank_and_samples(
