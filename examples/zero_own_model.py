@@ -29,7 +29,7 @@ from megatron.api import (
     save_checkpoint,
 )
 
-WORDS, SEQUENCE, HIDDEN, BATCH, MICRO_BATCHES, CLIP = 101, 16, 64, 8, 2, 0.5
+WORDS, SEQUENCE, HIDDEN, BATCH, MICRO_BATCHES, CLIP = 101, 16, 64, 64, 2, 0.5
 
 
 class Block(nn.Module):
@@ -123,7 +123,7 @@ def main() -> None:
                 print(f"step {step} | loss {loss:.4f} | gradient norm {norm:.4f}")
         loss = evaluate(mesh, model)
         if mesh.is_first:
-            print(f"step {flags.steps} | loss of unseen samples {loss:.4f}")
+            print(f"loss of unseen samples {loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "layout",
         *DIFFERENCES,
         "matrix GFLOPs",
-        "parameters, MB",
+        "parameters between steps, MB",
         "saved, MB",
         "sent, MB",
         "calls",

@@ -26,6 +26,7 @@ from typing import Any
 from megatron.data.files import sha256
 
 FORMAT = 2
+FORMAT_OF_PARTS = 3  # some slices have names of their own, as of ZeRO, which older programs misread
 STEP_FOLDER = "step_[0-9]{8}"
 
 
@@ -77,15 +78,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(file.read_bytes())
         found = manifest["format"]
-        if found == FORMAT:
+        if found in (FORMAT, FORMAT_OF_PARTS):
             if manifest.get("checksum") != seal(manifest)["checksum"]:
                 raise ValueError("its checksum is not that of the rest of it")
             check_tiling(manifest["tensors"], manifest["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{file} is damaged: {reason}") from error
-    if found != FORMAT:
-        raise ValueError(f"{file}: its format is {found!r}, only {FORMAT} is read here")
+    if found not in (FORMAT, FORMAT_OF_PARTS):
+        known = f"{FORMAT} and {FORMAT_OF_PARTS}"
+        raise ValueError(f"{file}: its format is {found!r}, only {known} are read here")
     for name, facts in manifest["files"].items():
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is not there, but its manifest lists it")

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.format import FORMAT, check_tiling, seal
+from megatron.checkpoint.format import FORMAT, FORMAT_OF_PARTS, check_tiling, seal
 from megatron.checkpoint.retention import Retention, remove_leftovers, set_aside
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.data.files import disk_space, flush_directory, sha256, write_atomically
@@ -121,7 +121,9 @@ def save_checkpoint(
         if not tensors:
             raise OSError(f"{final} would hold no tensor")
         check_tiling(tensors, files)
-        manifest = seal({"format": FORMAT, **facts, "files": files, "tensors": tensors})
+        has_parts = any("tensor" in one for each in tensors.values() for one in each["slices"])
+        number = FORMAT_OF_PARTS if has_parts else FORMAT
+        manifest = seal({"format": number, **facts, "files": files, "tensors": tensors})
         write_atomically(staging / "manifest.json", json.dumps(manifest, indent=1).encode())
         write_atomically(staging / "latest", f"{final.name}\n".encode())
         notes = set_aside(final, went_back_to)

@@ -93,11 +93,11 @@ class FinetuneParallelConfig(ParallelConfig):
     with less memory for activations."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """What models that train side by side share out, and do not each hold: 1, the optimizer's
-    state; 2, summed gradients, too; 3, weights, too, but for those of the layers in use."""
+    """ZeRO: what data-parallel models share out, and do not each hold: 1, the optimizer's state; 2,
+    summed gradients, too; 3, weights, too, but for those of the layers in use."""
 
     use_distributed_optimizer: bool = False
-    """As --zero-stage 1."""
+    """Megatron's name of --zero-stage 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,8 +122,8 @@ class FinetuneParallelConfig(ParallelConfig):
         if self.stage_of_zero and self.data_parallel_size(world_size) == 1:
             name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
             warnings.warn(
-                f"{name} does nothing with one model: several are trained side by side where there "
-                "are more processes",
+                f"{name} shares nothing out with one data-parallel model: more processes than "
+                "tensor-parallel ones x pipeline stages would make several",
                 stacklevel=2,
             )
 

@@ -39,7 +39,7 @@ from megatron.parallel.sharding import (
     mesh_of,
     sharding_specs,
 )
-from megatron.parallel.zero3 import Units
+from megatron.parallel.zero3 import Units, is_gathered
 
 BUCKET_BYTES = 64 * 2**20
 IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
@@ -132,6 +132,11 @@ class GradientBuckets:
             raise ValueError("a model without layers of megatron.api needs mesh=")
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
+        if is_gathered(model):
+            raise ValueError(
+                "the model is in ZeRO stage 3 of other GradientBuckets, which have its weights: "
+                "build it anew"
+            )
         if zero_stage and sets_grad:
             raise ValueError(f"zero_stage={zero_stage} takes sets_grad=False: .grad is in parts")
         if zero_stage >= 2 and mesh.pipeline.size > 1:

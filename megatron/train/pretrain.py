@@ -115,6 +115,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(code)
 
 
+DISTRIBUTED = "use_distributed_optimizer"  # stage 1 of ZeRO, in the settings of a checkpoint
 MODEL_HELP = """\
 usage: pretrain.py --model KIND [flags]
 
@@ -322,6 +323,14 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
             for name in ("torch", "threads", "device", "layout")
             if saved[name] != now[name]
         ]
+        parallel = resumed["config"].get("parallel", {})
+        stages = max(parallel.get("zero_stage", 0), int(parallel.get(DISTRIBUTED, False)))
+        if (stages > 1) != ((own_stage := config.parallel.stage_of_zero) > 1):
+            messages.append(
+                f"warning: --zero-stage is {own_stage}, and was {stages} when the checkpoint was "
+                "saved: from 2 on micro-batches are summed in another order, so that last bits "
+                "differ from those of an undisturbed run"
+            )
         step, target = state.step, config.training.steps
         if step >= target:
             end = f"--train-iters is {target}; --train-iters {2 * step}"
@@ -430,6 +439,8 @@ def log_start(run: Run, loop: Loop) -> None:
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
     axes = " x ".join(f"{name} {size}" for name, size in state.mesh.sizes.items())
+    if (stage := state.gradients.zero_stage) > 0:
+        axes += f", ZeRO {stage}"
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
     lr = loop.learning_rate(state.updates + 1)
     for message in (

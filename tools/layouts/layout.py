@@ -88,7 +88,12 @@ def parse_layout(text: str) -> Layout:
         name, _, value = word.partition("=")
         if word in SWITCHES and word not in switches:
             switches.add(word)
-        elif name in NUMBERS and value.isdecimal() and int(value) > 0 and name not in sizes:
+        elif (
+            name in NUMBERS
+            and value.isdecimal()
+            and (int(value) > 0 or name == "zero")
+            and name not in sizes
+        ):
             sizes[name] = int(value)
         elif name == "schedule" and value in SCHEDULES and schedule is None:
             schedule = value
@@ -106,9 +111,9 @@ def parse_layout(text: str) -> Layout:
         allowed = "given with pipeline=N, whose ranks have the virtual stages"
         raise UsageError("LAYOUT", text, allowed, works=(f"pipeline=2,virtual={virtual}",))
     if zero > STAGES_OF_ZERO:
-        allowed = f"of a stage of ZeRO up to {STAGES_OF_ZERO}, zero={STAGES_OF_ZERO}"
-        raise UsageError("LAYOUT", text, allowed)
+        works = (text.replace(f"zero={zero}", f"zero={STAGES_OF_ZERO}"),)
+        raise UsageError("LAYOUT", text, "with zero=0, 1, 2 or 3, a stage of ZeRO", works=works)
     if zero and layout.size("data") == 1:
         allowed = "given with data=N, whose ranks share out what each would hold"
-        raise UsageError("LAYOUT", text, allowed, works=(f"data=2,zero={zero}",))
+        raise UsageError("LAYOUT", text, allowed, works=(f"data=2,{text}",))
     return layout
