@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 
 import torch
 
 from megatron.config.checks import OutOfMemoryError
 from megatron.config.pretrain import PretrainConfig
+from megatron.parallel.mesh import Mesh
 from megatron.train.watch import Progress
 
 
@@ -22,34 +24,40 @@ def is_allocation(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_errors(config: PretrainConfig, rank: int) -> Iterator[None]:
+def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
     """Inside, an allocation that fails raises OutOfMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_allocation(error):
             raise
-        raise OutOfMemoryError(_message(config, rank, error)) from error
+        clear_frames(error.__traceback__)  # what they hold: to end takes memory, too
+        raise OutOfMemoryError(_message(config, mesh, error)) from error
 
 
-def _message(config: PretrainConfig, rank: int, error: BaseException) -> str:
+def _message(config: PretrainConfig, mesh: Mesh, error: BaseException) -> str:
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     size = f" ({asked[1]} were asked for)" if asked else ""
     where = f"in {Progress.phase}" + (f" {Progress.step}" if Progress.phase == "train step" else "")
+    less = ", ".join(cures(config, mesh.replicas.size))
     return (
-        f"rank {rank} is out of memory {where}{size}: {', '.join([*cures(config), 'more ranks'])} "
-        "take less memory of each; tools/plan.py with the same flags says how much"
+        f"rank {mesh.control.rank} is out of memory {where}{size}: {less} take less memory of each "
+        "rank; tools/plan.py with the same flags says how much"
     )
 
 
-def cures(config: PretrainConfig) -> list[str]:
-    """Flags that take less memory than those of the config."""
-    parallel, found = config.parallel, list[str]()
+def cures(config: PretrainConfig, copies: int) -> list[str]:
+    """What takes less memory of a rank than the config does on so many copies of the model."""
+    parallel, found, more = config.parallel, list[str](), "more ranks"
     most = 3 if parallel.pipeline_model_parallel_size == 1 else 1
     if parallel.stage_of_zero < most:
-        found.append(f"--zero-stage {parallel.stage_of_zero + 1}")
+        stage = f"--zero-stage {parallel.stage_of_zero + 1}"
+        if copies > 1:
+            found.append(stage)
+        else:  # ZeRO has nothing to divide by
+            more = f"{more} with {stage}"
     if (size := config.training.micro_batch_size) > 1:
         found.append(f"--micro-batch-size {size // 2}")
     if "full" in config.model.granularities and config.model.recompute_granularity != "full":
         found.append("--recompute-granularity full")
-    return found
+    return [*found, more]

@@ -101,7 +101,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
 
         with user_errors(environ):
             mesh = stack.enter_context(launch(config.parallel, environ))
-        stack.enter_context(memory_errors(config, mesh.control.rank))
+        stack.enter_context(memory_errors(config, mesh))
         with user_errors(environ, agreed=True):
             stack.enter_context(claim(config.checkpoint.save, mesh))
             run = build(config, inputs, find_again(config, start, mesh), mesh)

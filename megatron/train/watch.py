@@ -224,7 +224,8 @@ class Watch:
 
     def _prepare_exit(self) -> None:
         self._ends.acquire()  # of two threads, one ends the process
-        faulthandler.dump_traceback_later(30, exit=True)  # in case that ending hangs, too
+        with suppress(RuntimeError):  # where memory is out, there is none for its thread
+            faulthandler.dump_traceback_later(30, exit=True)  # in case that ending hangs, too
 
     def _wait_to_exit(self, count: int) -> None:
         """Return once `count` ranks have read how the run ends: the store may end with rank 0, or
