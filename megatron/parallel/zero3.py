@@ -235,8 +235,8 @@ def require_whole(model: nn.Module, reader: str) -> None:
     """Raise ValueError, naming who reads it, for a model of which no rank has the parameters."""
     if is_gathered(model):
         raise ValueError(
-            f"{reader}: in ZeRO stage 3 no rank has the parameters; the optimizer's slices() has "
-            "what each rank has"
+            f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
+            "optimizer's slices() loads whole"
         )
 
 
