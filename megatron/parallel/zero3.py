@@ -201,6 +201,8 @@ class Units:
         _run_by(self.root, self.model)
         for module, unit in zip(self.modules, self.all, strict=True):
             _run_by(unit, module)
+        for module in (self.model, *self.modules):  # also of a module between them
+            module.register_state_dict_pre_hook(_refuse_state_dict)
 
 
 def _run_by(unit: Unit, module: nn.Module) -> None:
@@ -238,6 +240,10 @@ def require_whole(model: nn.Module, reader: str) -> None:
             f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
             "optimizer's slices() loads whole"
         )
+
+
+def _refuse_state_dict(module: nn.Module, *_: object) -> None:
+    require_whole(module, "state_dict")
 
 
 def join_in(model: nn.Module, calls: int, most: int, call: Callable[[], object]) -> None:

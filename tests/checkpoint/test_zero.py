@@ -176,6 +176,7 @@ def check_readers_of_a_model(stage: int) -> None:
         "to_dtensors": lambda: {
             f"model.{n}": w for n, w in to_dtensors(copied, state.mesh).items()
         },
+        "state_dict": lambda: {f"model.{n}": w for n, w in copied.state_dict().items()},
         "from_dtensors": lambda: read_back(copied, expected),
         "generate": lambda: generate(copied.eval(), state.mesh, [[1]], Sampling(2), eod=0) and {},
     }
