@@ -23,6 +23,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
+from megatron.parallel.zero3 import require_whole
 from megatron.train.loader import shard
 
 
@@ -105,8 +106,10 @@ def generate(
     A row ends at the end mark eod, which is left out, after max_new_tokens, or where
     is_done(its new tokens so far). An empty prompt begins with eod. numbers: of the prompts, which
     with the seed say what they draw; 0, 1, 2, ... if not given. The model is in evaluation mode;
-    prompt and new tokens fit its positions. Raises DivergedError where logits are not numbers.
+    prompt and new tokens fit its positions. Raises DivergedError where logits are not numbers, and
+    ValueError for a model in ZeRO stage 3, whose ranks would have to read as many tokens.
     """
+    require_whole(model, "generate")
     assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"
     if not prompts:
         return []

@@ -214,11 +214,12 @@ class Units:
             bucket.is_of_layer = place >= 0
             (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
         _run_by(self.root, self.model)
-        self.model.register_state_dict_pre_hook(lambda *_: require_whole(self.model, "state_dict"))
         self.order = []
         for number, (module, unit) in enumerate(zip(self.modules, self.all, strict=True)):
             _run_by(unit, module)
             unit.called = partial(self._note, number)
+        for module in (self.model, *self.modules):  # also of a module between them
+            module.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _note(self, number: int) -> None:
         if self.order is not None:
@@ -291,9 +292,13 @@ def require_whole(model: nn.Module, reader: str) -> None:
     """Raise ValueError, naming who reads it, for a model of which no rank has the parameters."""
     if is_gathered(model):
         raise ValueError(
-            f"{reader}: in ZeRO stage 3 no rank has the parameters; the optimizer's slices() has "
-            "what each rank has"
+            f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
+            "optimizer's slices() loads whole"
         )
+
+
+def _refuse_state_dict(module: nn.Module, *_: object) -> None:
+    require_whole(module, "state_dict")
 
 
 def join_in(model: nn.Module, calls: int, most: int, call: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.load import model_slices
 from megatron.config.parallel import TrainingParallelConfig
+from megatron.inference.generate import Sampling, generate
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.sharding import gather_whole
 from megatron.parallel.zero3 import gathered
@@ -175,7 +176,9 @@ def check_readers_of_a_model(stage: int) -> None:
         "to_dtensors": lambda: {
             f"model.{n}": w for n, w in to_dtensors(copied, state.mesh).items()
         },
+        "state_dict": lambda: {f"model.{n}": w for n, w in copied.state_dict().items()},
         "from_dtensors": lambda: read_back(copied, expected),
+        "generate": lambda: generate(copied.eval(), state.mesh, [[1]], Sampling(2), eod=0) and {},
     }
     for name, read in readers.items():
         with pytest.raises(ValueError, match=name) if stage == 3 else nullcontext():
