@@ -270,19 +270,22 @@ def losses_of(record: Path) -> list[float]:
 
 @pytest.mark.parametrize("model", KINDS)
 def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
-    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with dropout, are
-    four steps of one process."""
+    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with dropout, and
+    with ZeRO before or after, are four steps of one process."""
     folder = write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
     data, save = data_of(model, tmp_path), tmp_path / "checkpoints"
     other = tmp_path / "plan.toml"
     other.write_text(f"# The same styles but of the embedding\n{OTHER}")
-    plan = f"--plan {other}" if model == "gpt2" else ""
+    full = "--random-weights --zero-stage 3 --recompute-granularity full"
+    plan, zero, first = (
+        (f"--plan {other}", full, 4) if model == "gpt2" else ("--zero-stage 2", "", 2)
+    )
     start = partial(started, kind=KINDS[model], model=folder, data=data, folder=tmp_path)
     every = "--train-iters 4 --eval-iters 2 --eval-interval 4 --log-interval 1"
     alone, halves = tmp_path / "alone.jsonl", save / "metrics.jsonl"
     runs = [
         (f"{every} --metrics-file {alone}", 1),
-        (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2", 2),
+        (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2 {zero}", first),
         (f"{every} --save {save} --load {save} {plan}", 2),
     ]
     for words, world in runs:

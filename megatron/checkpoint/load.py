@@ -23,13 +23,16 @@ from megatron.checkpoint.format import (
 from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
+from megatron.parallel.zero3 import require_whole
 
 
 def model_slices(
     model: nn.Module, prefix: str = "model", specs: Mapping[str, ShardingSpec] | None = None
 ) -> list[TensorSlice]:
     """What a checkpoint keeps of a model. prefix: another one for a second model of a checkpoint.
-    specs: as of GradientBuckets."""
+    specs: as of GradientBuckets. Raises ValueError for a model in ZeRO stage 3, of which
+    `MasterWeights.slices` has everything."""
+    require_whole(model, "model_slices")
     parameters, table = dict(model.named_parameters()), sharding_specs(model, specs)
     return [
         TensorSlice(f"{prefix}.{name}", spec, parameters[name].detach())

@@ -130,8 +130,15 @@ class GradientBuckets:
         mesh = mesh or mesh_of(model)
         if mesh is None:
             raise ValueError("a model without layers of megatron.api needs mesh=")
+        if zero_stage not in range(4):
+            raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
         if zero_stage and sets_grad:
             raise ValueError(f"zero_stage={zero_stage} takes sets_grad=False: .grad is in parts")
+        if zero_stage >= 2 and mesh.pipeline.size > 1:
+            raise ValueError(
+                f"zero_stage={zero_stage}: a pipeline takes 1 at most, as each micro-batch would "
+                "reduce its gradients, and gather weights"
+            )
         self.model = model
         self.specs = table = sharding_specs(model, specs, mesh=mesh)
         self.mesh, self.zero_stage = mesh, zero_stage
@@ -151,6 +158,11 @@ class GradientBuckets:
             shared=mesh.replicas if zero_stage else ALONE,
         )
         if self.units is not None and zero_stage == 3:
+            if not self.units.modules:
+                raise ValueError(
+                    f"zero_stage=3: {type(model).__name__} has no list of layers, and so its "
+                    "weights would always be whole; units= names the modules to gather them for"
+                )
             self.units.take(self.buckets)
         # Every rank of a tie adds up its copies in one order.
         tied = [each for each in self.buckets if any(axis.is_of_stages for axis in each.axes)]
@@ -233,8 +245,6 @@ class GradientBuckets:
         """These have their gradient of all micro-batches: reduce the buckets that are full."""
         for bucket, _ in found:
             bucket.missing -= 1
-            if not bucket.missing and bucket.is_of_layer:
-                bucket.release()
         # In one order on all ranks, whichever layers their samples take.
         while self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self._reduce_next()
@@ -289,6 +299,8 @@ class GradientBuckets:
             self.next = 0
             for bucket in self.buckets:
                 bucket.missing = len(bucket.views)
+        if self.zero_stage == 3 and self.units is not None:
+            self.units.end_backward()
 
     @torch.no_grad()
     def add_deferred(
@@ -319,6 +331,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.wait()
             bucket.release()
+        if self.zero_stage == 3 and self.units is not None:
+            self.units.check_order(self.mesh)
         for view in self.views:
             view.is_filled = False
             view.stage = self.lowest.get(view.name, view.stage)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec, load_whole, sharding_specs
+from megatron.parallel.zero3 import require_whole
 
 
 def to_dtensors(
@@ -20,11 +21,12 @@ def to_dtensors(
 
     On one rank they are plain tensors. They share the parameters' memory but where there are
     padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
-    that is cut by axes in another order than the mesh's, which DTensor cannot say. specs: as of
-    GradientBuckets.
+    that is cut by axes in another order than the mesh's, which DTensor cannot say, and for a model
+    in ZeRO stage 3. specs: as of GradientBuckets.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    require_whole(model, "to_dtensors")
     parameters, table = dict(model.named_parameters()), sharding_specs(model, specs, mesh=mesh)
     axes = [axis for axis in mesh.axes if axis.size > 1]
     if not axes:
@@ -52,7 +54,9 @@ def from_dtensors(
     specs: Mapping[str, ShardingSpec] | None = None,
 ) -> None:
     """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
-    this), before an optimizer is built: its masters are copies of their own."""
+    this), before an optimizer is built: its masters are copies of their own. Raises ValueError for
+    a model in ZeRO stage 3."""
+    require_whole(model, "from_dtensors")
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, spec in sharding_specs(model, specs).items():

@@ -10,7 +10,7 @@ is written by its documentation and not yet run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -185,13 +185,49 @@ class Trip:
             each.start()
 
 
+class Plain(NamedTuple):
+    """What autograd keeps as it is. Of what hooks pack it does not see itself that it was written
+    to."""
+
+    tensor: Tensor
+    version: int
+
+
 def saving(
-    packs: Sequence[Callable[[Tensor], Any]], unpack: Callable[[Any], Tensor]
+    by_name: Callable[[Tensor], Any] | None,
+    to_host: Callable[[Tensor], Any] | None,
+    unpack: Callable[[Any], Tensor],
 ) -> AbstractContextManager[object]:
-    """Hooks of what autograd saves: the first of `packs` that gives something else is taken."""
+    """Hooks of what autograd saves. by_name, to_host: give a tensor that they do not take as it is;
+    `unpack` takes what they make of others.
+
+    Of hooks inside others torch calls the inner ones alone. What is no weight goes on to the outer
+    ones here, such as those of a checkpoint that a model has around a layer.
+    """
+    if by_name is None and to_host is None:
+        return nullcontext()
+    # Private, as torch has no public function for it (2.11 to 2.13).
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    packs = [each for each in (by_name, to_host if outer is None else None) if each is not None]
 
     def pack(tensor: Tensor) -> Any:
         results: Iterator[Any] = (each(tensor) for each in packs)
-        return next((found for found in results if found is not tensor), tensor)
+        found = next((found for found in results if found is not tensor), None)
+        if found is not None:
+            return found
+        return Plain(tensor, tensor._version) if outer is None else (outer[0](tensor),)
 
-    return saved_tensors_hooks(pack, unpack) if packs else nullcontext()
+    def get(kept: Any) -> Tensor:
+        if isinstance(kept, Plain):
+            if kept.tensor._version != kept.version:
+                raise RuntimeError(
+                    f"a tensor {list(kept.tensor.shape)} that a backward needs has been modified "
+                    "by an inplace operation behind the forward that kept it"
+                )
+            return kept.tensor
+        if outer is not None and type(kept) is tuple:
+            whole: Tensor = outer[1](kept[0])
+            return whole
+        return unpack(kept)
+
+    return saved_tensors_hooks(pack, get)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import nan, prod
 from typing import Any
 
@@ -437,9 +438,14 @@ def materialize(
     return model
 
 
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), nan, dtype=dtype, device=device)
+
+
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """In the place of values that have no memory now; who reads them sees NaN."""
-    return torch.full((), nan, dtype=dtype, device=device).expand(shape)
+    return _nan(dtype, device).expand(shape)
 
 
 def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:

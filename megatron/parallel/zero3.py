@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megatron.parallel.bucket import Bucket
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.offload import Offloaded, Trip, saving
 
 
@@ -48,13 +49,11 @@ class Unit:
         self.buckets: list[Bucket] = []
         self.before: Unit | None = None
         self.behind: Unit | None = None
-        self.is_root = False
+        self.is_root = self.is_in_backward = False
+        self.depth = 0  # of `gathered` of the root
+        self.called: Callable[[], object] = lambda: None
         self.offloads = False  # whether what is kept for the backward goes to the host
         self.last: ReferenceType[Trip] | None = None  # of the last forward
-
-    @property
-    def is_there(self) -> bool:
-        return any(bucket.weights is not None for bucket in self.buckets)
 
     def start(self) -> None:
         for bucket in self.buckets:
@@ -72,6 +71,10 @@ class Unit:
     def run(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Call `forward`, the module's, with its weights, while those of the next are gathered."""
         self.gather()
+        if self.is_in_backward:  # of a recomputation, whoever has asked for it
+            with self.keeping(None):
+                return forward(*arguments, **named)
+        self.called()
         if self.behind is not None:
             self.behind.start()
         keeps, trip = torch.is_grad_enabled(), None
@@ -86,6 +89,9 @@ class Unit:
         found = [each for each in tensors_of(output) if each.requires_grad]
         if found and not self.is_root:
             register_multi_grad_hook(found, partial(self.enter_backward, trip), mode="any")
+            inputs = [each for each in tensors_of([arguments, named]) if each.requires_grad]
+            if inputs:
+                register_multi_grad_hook(inputs, self.leave_backward, mode="all")
         # The backward of the last one comes next.
         if not found or not (self.is_root or self.behind is None):
             self.release()
@@ -97,9 +103,15 @@ class Unit:
             trip.start()
             if trip.before is not None:
                 trip.before.start()
+        self.is_in_backward = bool(self.buckets)  # else none is gathered
         self.gather()
         if self.before is not None and not self.before.is_root:
             self.before.start()
+
+    def leave_backward(self, *_: object) -> None:
+        """The gradients of what the module was given are there, or the backward has ended."""
+        self.is_in_backward = False
+        self.release()
 
     def keeping(self, trip: Trip | None) -> Any:
         """Inside, autograd keeps no weights of this unit, and what else it keeps goes with the
@@ -118,8 +130,8 @@ class Unit:
                 return tensor
             return Saved(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-        packs = ([by_name] if places else []) + ([trip.pack] if trip is not None else [])
-        return saving(packs, unpack)
+        to_host = None if trip is None else trip.pack
+        return saving(by_name if places else None, to_host, unpack)
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -134,8 +146,6 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 
 
 def unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
     if isinstance(kept, Offloaded):
         return kept.fetch()
     kept.bucket.gather()
@@ -161,6 +171,7 @@ class Units:
     """The units of a model, in their order, and its root."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module] | None) -> None:
+        self.order: list[int] | None = None  # in which layers were called, until it was compared
         self.modules = list(find_units(model) if modules is None else modules)
         owners = Counter(key for each in self.modules for key in {id(p) for p in each.parameters()})
         inside = {id(each) for unit in self.modules for each in unit.modules()}
@@ -194,8 +205,41 @@ class Units:
             place = self.of_parameters[bucket.views[0].name]
             bucket.is_of_layer = place >= 0
             (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
+        model = self.root.module
+        model.register_state_dict_pre_hook(lambda *_: require_whole(model, "state_dict"))
+        self.order = []
         for unit in (self.root, *self.all):
             _run(unit)
+        for number, unit in enumerate(self.all):
+            unit.called = partial(self._note, number)
+
+    def _note(self, number: int) -> None:
+        if self.order is not None:
+            self.order.append(number)
+
+    def end_backward(self) -> None:
+        """The layers' weights go, also of one that the backward has not left: it may have reached
+        some of its parameters alone."""
+        for unit in self.all:
+            unit.leave_backward()
+
+    def check_order(self, mesh: Mesh) -> None:
+        """Behind the first step: ranks that gather weights from each other have called the same
+        layers, in the same order. Raises RuntimeError, on every rank, where they have not."""
+        own, self.order = self.order, None
+        if own is None:
+            return
+        first, *others = mesh.control.gather(own)
+        for rank, order in enumerate(others, 1):
+            if order != first:
+                pairs = enumerate(zip(first, order, strict=False))
+                shorter = min(len(first), len(order))
+                place = next((n for n, (one, two) in pairs if one != two), shorter)
+                raise RuntimeError(
+                    f"ZeRO stage 3 gathers weights layer by layer, and call {place + 1} of a layer "
+                    f"differs between rank 0 and rank {rank}: every rank has to call the same "
+                    "layers in the same order; zero_stage=2 works without"
+                )
 
 
 def _run(unit: Unit) -> None:
@@ -234,20 +278,39 @@ def _behind(root: Unit) -> Iterator[Unit]:
         unit = unit.behind
 
 
-def find_units(model: nn.Module) -> Iterator[nn.Module]:
-    """The elements of the outermost lists of modules of one class that have parameters."""
-    for child in model.children():
-        own = list(child.children())
-        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if is_list and len({type(each) for each in own}) == 1 and [*own[0].parameters()]:
-            yield from own
-        else:
+LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
+
+
+def find_units(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements with parameters of the outermost lists of layers, in which two are of one class;
+    of lists of lists, and of lists of unlike modules, those of what is in them."""
+    own = [each for each in module.children() if [*each.parameters()]]
+    if not isinstance(module, LISTS):
+        for child in own:
             yield from find_units(child)
+        return
+    kinds = Counter(type(each) for each in own if not isinstance(each, LISTS))
+    is_of_layers = any(number > 1 for number in kinds.values())
+    for child in own:
+        if is_of_layers and not isinstance(child, LISTS):
+            yield child
+        else:
+            inside = [*find_units(child)]
+            yield from inside or ([] if isinstance(child, LISTS) else [child])
 
 
 def is_gathered(model: nn.Module) -> bool:
     """Whether a forward gathers weights: then all ranks that share them run as many."""
     return isinstance(model, OfUnit) and model.unit.is_root
+
+
+def require_whole(model: nn.Module, reader: str) -> None:
+    """Raise ValueError, naming who reads it, for a model of which no rank has the parameters."""
+    if is_gathered(model):
+        raise ValueError(
+            f"{reader}: in ZeRO stage 3 no rank has the parameters; the optimizer's slices() has "
+            "what each rank has"
+        )
 
 
 def join_in(model: nn.Module, calls: int, most: int, call: Callable[[], object]) -> None:
@@ -262,14 +325,16 @@ def gathered(model: Any) -> Iterator[None]:
     """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs.
     One inside another does nothing."""
     root: Unit | None = model.unit if is_gathered(model) else None
-    if root is None or root.is_there:
+    if root is None or root.depth:
         yield
         return
+    root.depth += 1
     root.gather()
     if root.behind is not None:
         root.behind.start()
     try:
         yield
     finally:
+        root.depth -= 1
         for unit in (root, *_behind(root)):
             unit.release()

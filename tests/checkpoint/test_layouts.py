@@ -212,7 +212,7 @@ OLD_CONFIG = settings(
 )
 
 
-def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float]]:
+def resume_old(tensor_size: int, zero_stage: int, directory: Path) -> tuple[list[str], list[float]]:
     mesh, identity = mesh_of_ranks(tensor_size), {"vocab_size": 51, "tokenizer": "f", "data": []}
     inputs: Any = SimpleNamespace(
         corpus=SimpleNamespace(vocab_size=51, identity=identity),
@@ -220,21 +220,35 @@ def resume_old(tensor_size: int, directory: Path) -> tuple[list[str], list[float
         samples_in=lambda epochs: 64 * epochs,
     )
     start = find_start(CheckpointConfig(load=str(directory)))
-    run = build(OLD_CONFIG, inputs, start, mesh)
+    size = 4 // mesh.data.size
+    config = replace(
+        OLD_CONFIG,
+        training=replace(OLD_CONFIG.training, micro_batch_size=size),
+        parallel=replace(OLD_CONFIG.parallel, zero_stage=zero_stage),
+    )
+    run = build(config, inputs, start, mesh)
     state = run.state
     losses = []
     for _ in range(3):
         batch = samples(4, first=state.samples)
         batch = replace(batch, tokens=batch.tokens // 2, labels=batch.labels // 2)
-        losses.append(train_step(state, micro_batches(batch, mesh, 4), 1e-2).loss)
+        losses.append(train_step(state, micro_batches(batch, mesh, size), 1e-2).loss)
     return run.messages, losses
 
 
 @pytest.mark.parametrize("directory", ["one", "tensor_2"])
-@pytest.mark.parametrize("tensor_size", [1, 2])
-def test_checkpoints_of_98c61ae_are_resumed(gloo: Pool, directory: str, tensor_size: int) -> None:
-    for messages, losses in gloo.run(tensor_size, resume_old, tensor_size, OLD / directory):
-        assert not [each for each in messages if each.startswith("changed")]
+@pytest.mark.parametrize(
+    ("world", "tensor_size", "zero_stage"), [(1, 1, 0), (2, 2, 0), (2, 1, 3), (4, 2, 3)]
+)
+def test_checkpoints_of_98c61ae_are_resumed(
+    gloo: Pool, directory: str, world: int, tensor_size: int, zero_stage: int
+) -> None:
+    arguments = (tensor_size, zero_stage, OLD / directory)
+    for messages, losses in gloo.run(world, resume_old, *arguments):
+        changed = [each for each in messages if each.startswith("changed")]
+        # What one rank computed at once, two share out.
+        assert len(changed) == (zero_stage == 3)
+        assert all("--micro-batch-size" in each for each in changed)
         # Equal to the last digit on the machine that made them; fp32, so that other processors
         # and versions of torch may add in another order. Without the moments they differ by 1e-3.
         assert losses == pytest.approx(OLD_LOSSES, rel=1e-6)

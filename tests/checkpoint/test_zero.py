@@ -1,23 +1,44 @@
 """Checkpoints of ZeRO: any stage and layout saves, any other loads, bit for bit."""
 
 import signal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.checkpoint.load import model_slices
+from megatron.config.parallel import TrainingParallelConfig
+from megatron.parallel.dtensors import from_dtensors, to_dtensors
+from megatron.parallel.sharding import gather_whole
+from megatron.parallel.zero3 import gathered
 from megatron.train.metrics import read_metrics
+from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, save, saver_into
 from tests.dist import Pool
-from tests.layouts.matrix import Case, make_state, slices
+from tests.layouts.matrix import slices
 from tests.programs import newest, pretrain
 from tests.test_faults import at_call, die
-from tests.tiny import SEED, VOCABULARY, micro_batches, samples, save_state
+from tests.tiny import (
+    SEED,
+    SEQUENCE,
+    VOCABULARY,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    save_state,
+    summed_loss,
+    tiny_section,
+    tiny_state,
+)
 from tools.layouts.layout import parse_layout
 
 LAYOUTS = (
@@ -35,8 +56,12 @@ Tensors = dict[str, Tensor]
 
 
 def state_at(name: str, dtype: torch.dtype, seed: int = SEED) -> TrainState:
-    layout, case = parse_layout(name), Case(name, "gpt2")
-    return make_state(case, layout, layout.mesh(torch.device("cpu")), dtype, seed)
+    """Parts start at multiples of 64 elements, which cut rows of 24."""
+    layout, section = parse_layout(name), tiny_section(hidden_size=24)
+    parallel = TrainingParallelConfig(**layout.settings)
+    plan = plan_pipeline(parallel, section, seq_length=SEQUENCE, vocab_size=VOCABULARY)
+    mesh, settings = layout.mesh(torch.device("cpu")), {"pipeline": plan, "seed": seed}
+    return tiny_state(mesh, section, dtype=dtype, zero_stage=layout.zero, **settings)
 
 
 def train_at(state: TrainState, steps: int) -> list[float]:
@@ -73,17 +98,19 @@ def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "layouts"), [(torch.float32, LAYOUTS[1::2]), (torch.bfloat16, LAYOUTS)]
+)
 def test_every_tensor_is_the_same_at_another_stage_and_layout(
-    gloo: Pool, tmp_path: Path, dtype: torch.dtype
+    gloo: Pool, tmp_path: Path, dtype: torch.dtype, layouts: Sequence[str]
 ) -> None:
-    """18 pairs: each loads those of the two layouts behind it."""
+    """8 and 18 pairs: each loads those of the two layouts behind it."""
     saved: dict[str, Tensors] = {}
-    for number, name in enumerate(LAYOUTS):
+    for number, name in enumerate(layouts):
         ranks, directory = parse_layout(name).ranks, tmp_path / name
         saved[name] = gloo.run(ranks, save_at, name, directory, dtype, bool(number % 2))[0]
-    for number, name in enumerate(LAYOUTS):
-        others = (LAYOUTS * 2)[number + 1 : number + 3]
+    for number, name in enumerate(layouts):
+        others = [*layouts, *layouts][number + 1 : number + 3]
         paths = {other: tmp_path / other / "step_00000002" for other in others}
         for found in gloo.run(parse_layout(name).ranks, load_at, name, paths, dtype):
             for saved_at, tensors in found.items():
@@ -120,6 +147,46 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) 
         assert losses_again == pytest.approx(losses[2:], rel=1e-10)
         for key, tensor in straight.items():
             torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
+
+
+def read_back(model: nn.Module, expected: Tensors) -> Tensors:
+    """What was written as torch's tools do."""
+    from_dtensors(model, {key.removeprefix("model."): 2 * each for key, each in expected.items()})
+    own = {each.key: gather_whole(each.local, each.spec) for each in model_slices(model)}
+    return {key: each / 2 for key, each in own.items()}
+
+
+def check_readers_of_a_model(stage: int) -> None:
+    """Others than the optimizer: a copy keeps its weights, whatever becomes of the model; what
+    would save parameters that are not there is refused."""
+    state = tiny_state(mesh_of_ranks(1), zero_stage=stage)
+    (batch,) = micro_batches(samples(2), state.mesh, 1)
+
+    def loss_of(model: Any) -> float:
+        with torch.no_grad(), gathered(model):
+            return summed_loss(model, batch, state.mesh.device)[0].item()
+
+    copied, before = deepcopy(state.model), loss_of(state.model)
+    expected = {each.key: gather_whole(each.local, each.spec) for each in state.weights()}
+    train_step(state, [batch], 1e-2)
+    assert loss_of(copied) == before > loss_of(state.model)
+    readers = {
+        "model_slices": lambda: {each.key: each.local for each in model_slices(copied)},
+        "to_dtensors": lambda: {
+            f"model.{n}": w for n, w in to_dtensors(copied, state.mesh).items()
+        },
+        "from_dtensors": lambda: read_back(copied, expected),
+    }
+    for name, read in readers.items():
+        with pytest.raises(ValueError, match=name) if stage == 3 else nullcontext():
+            for key, own in read().items():
+                whole = own.full_tensor() if hasattr(own, "full_tensor") else own
+                assert torch.equal(whole[: len(expected[key])], expected[key]), (name, key)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_is_copied_and_read(gloo: Pool, stage: int) -> None:
+    gloo.run(2, check_readers_of_a_model, stage)
 
 
 def losses_of(save: Path) -> list[float]:

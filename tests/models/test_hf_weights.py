@@ -415,20 +415,24 @@ def test_fine_tuning_is_that_of_a_plain_loop(
 # Random weights.
 
 
-def drawn(folders: dict[str, str], tensor_size: int) -> dict[str, dict[str, Tensor]]:
-    found = {}
+def drawn(
+    folders: dict[str, str], tensor_size: int, zero_stage: int = 0
+) -> dict[str, dict[str, Tensor]]:
+    found, settings = {}, {"draws": True, "zero_stage": zero_stage}
     for name in ("GPT-2", "Llama with one key/value head", "BERT"):
         section = section_of(Path(folders[name]), CASES[name], random_weights=True)
-        found[name] = masters_of(state_of(section, tensor_size, torch.float32, draws=True))
+        found[name] = masters_of(state_of(section, tensor_size, torch.float32, **settings))
     return found
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(2, 2), (4, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, (2,)), (4, (4,)), (2, (1,)), (3, (1, 1)), (4, (2, 3))], ids=str
+)
 def test_random_weights_are_the_same_at_every_layout(
-    gloo: Pool, folders: dict[str, str], world: int, tensor_size: int
+    gloo: Pool, folders: dict[str, str], world: int, layout: tuple[int, ...]
 ) -> None:
     (wanted,) = gloo.run(1, drawn, folders, 1)
-    for of_rank in gloo.run(world, drawn, folders, tensor_size):
+    for of_rank in gloo.run(world, drawn, folders, *layout):
         for name, tensors in wanted.items():
             assert all(of_rank[name][key].equal(tensor) for key, tensor in tensors.items())
 

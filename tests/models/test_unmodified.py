@@ -16,9 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from megatron.models.hf_layers import Wide, parameters_on_meta
 from megatron.models.huggingface import initial_values
 from megatron.parallel.collectives import gather_from
+from megatron.parallel.sharding import gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
 from megatron.train.replicas import ReplicaDrift, check_replicas
+from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples
 from tests.dist import Pool
@@ -212,10 +214,10 @@ def test_dropout_that_torch_draws_is_told_of(
     assert all(each in warnings[0] for each in drawn)
 
 
-def losses_of(tensor_size: int, recompute: str) -> list[float]:
+def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[float]:
     """Of four steps, of micro-batches of one sample."""
     section = hf_section("opt", DROPOUT["opt"], recompute_granularity=recompute)
-    state = tiny_state(mesh_of_ranks(tensor_size), section)
+    state = tiny_state(mesh_of_ranks(tensor_size), section, zero_stage=zero_stage)
     found = []
     for step in range(4):
         batches = micro_batches(samples(4, first=4 * step), state.mesh, 1)
@@ -227,8 +229,9 @@ def losses_of(tensor_size: int, recompute: str) -> list[float]:
 def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
     """Of those of a micro-batch: another step draws others, and each rank of a model the same."""
     (wanted,) = gloo.run(1, losses_of, 1, "none")
-    for world, tensor_size, recompute in [(2, 2, "none"), (2, 1, "none"), (2, 2, "full")]:
-        for found in gloo.run(world, losses_of, tensor_size, recompute):
+    layouts = [(2, 2, "none"), (2, 1, "none"), (2, 2, "full"), (4, 2, "full", 3)]
+    for world, *layout in layouts:
+        for found in gloo.run(world, losses_of, *layout):
             assert found == pytest.approx(wanted, rel=1e-11)
 
 
@@ -258,23 +261,31 @@ def test_dropout_of_a_part_of_the_channels_is_refused(gloo: Pool) -> None:
         assert "transformer.h.0.mlp.dropout" in message
 
 
-def frozen_weights(tensor_size: int) -> dict[str, float]:
+def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
     """How far two steps move what the model has as frozen, and the median of the rest."""
-    state = tiny_state(mesh_of_ranks(tensor_size), hf_section("marian"))
-    before = whole_weights(state.model)
+    mesh, section = mesh_of_ranks(tensor_size), hf_section("marian")
+    state = tiny_state(mesh, section, zero_stage=zero_stage)
+    before = weights_of(state)
     for number in range(2):
         train_step(state, [samples(3, first=3 * number)], 1e-2)
     names = {n for n, each in state.model.named_parameters() if not each.requires_grad}
     assert names == {"model.model.decoder.embed_positions.weight"}
-    after = whole_weights(state.model)
+    after = weights_of(state)
     moved = {name: float((after[name] - before[name]).norm()) for name in before}
     others = sorted(moved[name] for name in moved.keys() - names)
     return {"frozen": max(moved[name] for name in names), "others": others[len(others) // 2]}
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2])
-def test_what_is_frozen_stays(gloo: Pool, tensor_size: int) -> None:
-    for moved in gloo.run(tensor_size, frozen_weights, tensor_size):
+def weights_of(state: TrainState) -> dict[str, Tensor]:
+    shards = state.shards().items()
+    return {name: gather_whole(local, spec).clone() for name, (spec, local) in shards}
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor_size", "zero_stage"), [(1, 1, 0), (2, 2, 0), (4, 2, 2), (4, 2, 3)]
+)
+def test_what_is_frozen_stays(gloo: Pool, world: int, tensor_size: int, zero_stage: int) -> None:
+    for moved in gloo.run(world, frozen_weights, tensor_size, zero_stage):
         assert moved["frozen"] == 0 < moved["others"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from megatron.api import (
     Batch,
     ColumnParallelLinear,
     GradientBuckets,
+    MasterWeights,
     Mesh,
+    OptimizerConfig,
     PipelineModel,
     PipelineStage,
     RowParallelLinear,
@@ -38,6 +40,7 @@ from megatron.api import (
     tie,
 )
 from megatron.parallel.bucket import Bucket
+from megatron.parallel.sharding import TensorSlice, gather_whole
 from tests.dist import Pool
 from tests.tiny import whole_weights
 
@@ -149,13 +152,15 @@ class Found(NamedTuple):
 
 
 class Case(NamedTuple):
-    """pipeline: ranks. The data axis takes what the tensor axis leaves of the world."""
+    """pipeline: ranks. The data axis takes what the tensor axis leaves of the world. zero: the
+    stage of ZeRO."""
 
     world: int = 1
     pipeline: int = 1
     virtual: int = 1
     schedule: str | None = None
     tensor: int = 1
+    zero: int = 0
 
 
 def build(case: Case, **changes: Any) -> PipelineModel:
@@ -187,6 +192,8 @@ def train(case: Case, first: int = 0, folder: Path | None = None) -> Found:
     """Steps `first` to STEPS; with a folder it resumes from there, and saves the end there."""
     model = build(case)
     mesh, before = model.mesh, whole_weights(model)
+    if case.zero:
+        return train_in_parts(model, before, case.zero)
     gradients = GradientBuckets(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if first and folder is not None:
@@ -196,9 +203,7 @@ def train(case: Case, first: int = 0, folder: Path | None = None) -> Found:
         load_optimizer(saved, model, optimizer)
     losses, norms, of_first = [], [], dict[str, Tensor]()
     for step in range(first, STEPS if first or folder is None else 1):
-        numbers = range(mesh.rank("batch"), MICRO_BATCHES, mesh.size("batch"))
-        batches = [micro_batch(number, step) for number in numbers]
-        losses.append(float(run_pipeline(model, gradients, batches)))
+        losses.append(float(run_pipeline(model, gradients, own_batches(mesh, step))))
         of_first = of_first or whole_gradients(model)
         norms.append(float(clip_grad_norm(gradients, CLIP)))
         optimizer.step()
@@ -206,6 +211,29 @@ def train(case: Case, first: int = 0, folder: Path | None = None) -> Found:
         slices = [*model_slices(model), *optimizer_slices(model, optimizer)]
         save_checkpoint(folder, 1, slices, {}, mesh)
     return Found(losses, norms, of_first, before, whole_weights(model))
+
+
+def own_batches(mesh: Mesh, step: int) -> list[Sentences]:
+    numbers = range(mesh.rank("batch"), MICRO_BATCHES, mesh.size("batch"))
+    return [micro_batch(number, step) for number in numbers]
+
+
+def train_in_parts(model: PipelineModel, before: dict[str, Tensor], zero_stage: int) -> Found:
+    """The same steps with ZeRO."""
+    gradients = GradientBuckets(model, 2048, sets_grad=False, zero_stage=zero_stage)
+    settings = {"weight_decay": 0.01, "decay_biases_and_norms": True}
+    optimizer = MasterWeights(gradients, OptimizerConfig(**settings))  # as AdamW's defaults
+    losses, norms, of_first = [], [], dict[str, Tensor]()
+    for step in range(STEPS):
+        losses.append(float(run_pipeline(model, gradients, own_batches(model.mesh, step))))
+        of_first = of_first or gathered_slices(gradients.slices())
+        norms.append(float(clip_grad_norm(gradients, CLIP)))
+        optimizer.step(0.01)
+    return Found(losses, norms, of_first, before, gathered_slices(optimizer.masters()))
+
+
+def gathered_slices(slices: Iterable[TensorSlice]) -> dict[str, Tensor]:
+    return {each.key: gather_whole(each.local, each.spec) for each in slices}
 
 
 def plain(weights: dict[str, Tensor]) -> Found:
@@ -289,6 +317,10 @@ CASES = [
     Case(4, 2, 2),
     Case(4, 2, tensor=2),
     Case(4, 2, 2, tensor=2),
+    Case(4, 2, zero=1),
+    Case(4, 2, 2, zero=1),
+    Case(3, zero=2),
+    Case(4, tensor=2, zero=3),
 ]
 
 
@@ -439,6 +471,7 @@ BAD: dict[str, dict[str, Any]] = {
     "no schedule": {"schedule": "2f2b"},
     "a schedule of virtual stages": {"schedule": "interleaved"},
     "a schedule of plain stages": {"virtual": 2, "schedule": "zb-h1"},
+    "parts of gradients": {"zero": 2},
     "rows that the data decide": {"makers": lambda mesh: [Words, Counts, Add, Sum], "ties": []},
     **{f"tie: {name}": {"ties": ties} for name, ties in BAD_TIES.items()},
 }
@@ -448,8 +481,10 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, changes in BAD.items():
         try:
-            model = build(Case(2, 2), **changes)
-            run_pipeline(model, GradientBuckets(model), [micro_batch(0)])
+            zero = changes.get("zero", 0)
+            model = build(Case(2, 2), **{n: each for n, each in changes.items() if n != "zero"})
+            gradients = GradientBuckets(model, zero_stage=zero, sets_grad=not zero)
+            run_pipeline(model, gradients, [micro_batch(0)])
         except ValueError as error:
             found[name] = str(error)
     return found

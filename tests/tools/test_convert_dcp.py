@@ -107,10 +107,11 @@ def export_folder(checkpoint: Path, to: Path, flags: str = "") -> Path:
     return to
 
 
-def loaded(checkpoint: Path, mesh: Mesh, dtype: torch.dtype) -> TrainState:
+def loaded(checkpoint: Path, mesh: Mesh, dtype: torch.dtype, zero_stage: int = 0) -> TrainState:
     manifest = read_manifest(checkpoint)
     section, size = config_of(manifest), manifest["vocab_size"]
-    state = build_state(section, mesh, size, seed=1, dtype=dtype, optimizer=OPTIMIZER)
+    settings = {"dtype": dtype, "optimizer": OPTIMIZER, "zero_stage": zero_stage}
+    state = build_state(section, mesh, size, seed=1, **settings)
     state.load(verify(checkpoint, mesh))
     return state
 
@@ -181,9 +182,10 @@ def test_a_run_of_the_script_goes_on_at_any_layout(
         assert_close(weights, script.weights())
 
 
-def train_and_save(checkpoint: Path, rates: Sequence[float], to: Path) -> None:
-    """As a run at t = 2 does that has skipped steps."""
-    state = loaded(checkpoint, mesh_of_ranks(2), torch.float32)
+def train_and_save(checkpoint: Path, rates: Sequence[float], to: Path, zero_stage: int) -> None:
+    """As a run of two ranks does that has skipped steps: at t = 2, or with ZeRO at d = 2."""
+    mesh = mesh_of_ranks(1 if zero_stage else 2)
+    state = loaded(checkpoint, mesh, torch.float32, zero_stage)
     go_on(state, rates)
     save_ours(state, checkpoint, to)
 
@@ -197,13 +199,13 @@ def save_ours(state: TrainState, imported: Path, to: Path, **settings: Any) -> N
     save_checkpoint(to, state.step + SKIPPED, state.slices(), facts, state.mesh)
 
 
-@pytest.mark.parametrize("keys", ["place", "name"])
+@pytest.mark.parametrize(("keys", "zero_stage"), [("place", 0), ("name", 3)])
 def test_a_run_of_ours_goes_on_in_the_script(
-    gloo: Pool, tmp_path: Path, folders: dict[str, Folder], keys: str
+    gloo: Pool, tmp_path: Path, folders: dict[str, Folder], keys: str, zero_stage: int
 ) -> None:
     path = import_folder(folders["two ranks"].path, tmp_path / "imported")
     rates = [rate for rate, _ in Script().train(0, DONE + 6)][DONE:]
-    gloo.run(2, train_and_save, path, rates[:3], tmp_path / "ours")
+    gloo.run(2, train_and_save, path, rates[:3], tmp_path / "ours", zero_stage)
     exported = export_folder(tmp_path / "ours", tmp_path / "theirs", f"--state-keys {keys}")
 
     script = Folder(exported, keys == "name").script()

@@ -38,11 +38,13 @@ def step(state: TrainState, number: int) -> StepResult:
     return train_step(state, micro_batches(samples(4, first=4 * number), state.mesh, 1), 1e-3)
 
 
-def outputs(tensor_size: int, model: str, sequence_parallel: bool = False) -> tuple[Tensor, Tensor]:
+def outputs(
+    tensor_size: int, model: str, sequence_parallel: bool = False, zero_stage: int = 0
+) -> tuple[Tensor, Tensor]:
     """(logits, labels) of a step of 4 samples, a micro-batch each."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=sequence_parallel)
     section, draw = (None, samples) if model == "gpt2" else (bert_section("pre-ln"), bert_samples)
-    state = tiny_state(mesh, section)
+    state = tiny_state(mesh, section, zero_stage=zero_stage)
     found = train_step(state, micro_batches(draw(4), mesh, 1), 1e-3, return_outputs=True).outputs
     assert found is not None
     return found.logits, found.labels
@@ -54,7 +56,13 @@ def test_outputs_are_those_of_the_global_batch_at_every_layout(gloo: Pool, model
     logits, labels = outputs(1, model)
     assert labels.tolist() == draw(4).labels.tolist()
     assert logits.shape == (*labels.shape, VOCABULARY)
-    for ranks, layout in ((2, (1, model)), (2, (2, model)), (2, (2, model, True)), (4, (2, model))):
+    for ranks, layout in (
+        (2, (1, model)),
+        (2, (2, model)),
+        (2, (2, model, True)),
+        (4, (2, model)),
+        (4, (2, model, True, 3)),
+    ):
         for found, its_labels in gloo.run(ranks, outputs, *layout):
             assert torch.equal(its_labels, labels)
             torch.testing.assert_close(found, logits, rtol=1e-11, atol=1e-11)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from megatron.data.batch import Batch
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import Action
 from megatron.parallel.stages import as_tuple
-from megatron.parallel.zero3 import Unit
 from megatron.train.executor import Executor
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward
@@ -153,11 +151,7 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
         return tensor
 
     own = range(mesh.pipeline.rank, pipeline.stages, pipeline.ranks)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        # Of hooks one inside another the inner ones alone are called.
-        patch.object(Unit, "keeping", lambda *_: nullcontext()),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         # The executor holds what is in flight, so that nothing that is kept makes room.
         executor.run(tuple(Action("forward", stage, 0) for stage in own))
     return sum(kept.values())

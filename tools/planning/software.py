@@ -97,13 +97,13 @@ class AuthorsStep(Step):
         return {phase: Work().plus(each, self.micro_batches) for phase, each in phases.items()}
 
     @property
-    def reductions(self) -> list[tuple[float, str, int]]:
+    def reductions(self) -> list[tuple[float, Call]]:
         if (size := self.software.bucket_bytes) is None:
-            return [(1.0, "data", self.model.local * self.width)]
+            return [(1.0, Call("data", self.model.local * self.width, 2))]
         buckets = self.model_of(size // self.width * WIDE).buckets
         numbers = [sum(view.parameter.numel() for view in each.views) for _, each in buckets]
         pairs = zip(buckets, numbers, strict=True)
-        return [(ready, "data", number * self.width) for (ready, _), number in pairs]
+        return [(ready, Call("data", number * self.width, 2)) for (ready, _), number in pairs]
 
     @property
     def updated(self) -> int:

@@ -4,7 +4,9 @@
                         tiles does not fill the device
     other kernels       bytes / memory bandwidth
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
-    data parallelism    all-reduces of gradients, which may hide behind the backward
+    data parallelism    sums of gradients, which may hide behind the backward. Under ZeRO gathers
+                        of weights too: behind the update nothing hides them; in stage 3 those of a
+                        layer hide behind the layer before, but for the first one
     pipeline            the slowest rank's time of m micro-batches, with two messages each way and
                         virtual stage; and the bubble, while it waits for the first micro-batch and
                         for the last one: the schedule's idle share of what other ranks take
@@ -15,10 +17,11 @@ what its ring takes (hardware.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from tools.layouts.work import Matmul, Work
+from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Hardware
 from tools.planning.trace import Step
 
@@ -63,7 +66,7 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
     """(of one rank, without what it waits for along the pipeline axis; seconds of the micro-batches
     in it)."""
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matmuls = exposed = hidden = backward = busy = 0.0
+    matmuls = exposed = hidden = forward = backward = busy = 0.0
     other = step.updated / bandwidth
     for phase, work in step.work.items():
         computing = sum(
@@ -75,16 +78,24 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
         matmuls, other = matmuls + computing, other + moving
         exposed, hidden = exposed + waiting, hidden + beside
         busy += computing + moving + waiting
-        if phase != "forward":
+        if phase == "forward":
+            forward = (computing + moving + waiting) / step.micro_batches
+        else:
             backward += (computing + moving + waiting) / step.micro_batches
     sums = dict.fromkeys(("tensor", "stages"), 0.0)
-    for _, axis, size in step.reductions:
-        if axis != "data":  # of what every rank of a model has, or several stages
-            which = "tensor" if axis == "tensor" else "stages"
-            sums[which] += step.model.rings[axis].seconds(size, hardware)
+    for _, call in step.reductions:
+        if call.axis != "data":  # of what every rank of a model has, or several stages
+            sums["tensor" if call.axis == "tensor" else "stages"] += call_seconds(
+                step, call, hardware
+            )
     found = matmuls, other, exposed + sums["tensor"], hidden
-    data = _reductions(step, hardware, backward)
+    data = _data_parallel(step, hardware, forward, backward)
     return Seconds(*found, *data, pipeline_parallel_exposed=sums["stages"]), busy
+
+
+def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
+    """Of a collective with nothing beside it."""
+    return step.model.rings[call.axis].seconds(call.bytes, hardware, call.passes)
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
@@ -117,8 +128,7 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
     for call, times in work.calls.items():
         if not call.passes:
             continue  # a message: see predict
-        ring = step.model.rings[call.axis]
-        taken = ring.seconds(call.bytes, hardware, call.passes)
+        ring, taken = step.model.rings[call.axis], call_seconds(step, call, hardware)
         beside = sum(matmul_seconds(each, hardware, step.precision) for each in call.beside)
         if covered := min(taken, beside):
             hidden += times * covered
@@ -127,17 +137,44 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
     return exposed, hidden
 
 
-def _reductions(step: Step, hardware: Hardware, window: float) -> tuple[float, float]:
-    """(exposed, hidden) of the data-parallel all-reduces; window: seconds of the last backward,
-    whose memory bandwidth the hidden ones share."""
+def _data_parallel(
+    step: Step, hardware: Hardware, forward: float, backward: float
+) -> tuple[float, float]:
+    """(exposed, hidden) of gradients and weights over the data axis; forward, backward: seconds of
+    one micro-batch."""
+    layers, (_, once) = step.layer_gathers, step.gathers
+    depth, (first, *others) = max(1, len(layers["forward"])), layers["forward"] or [[]]
+    alone = [*once, *step.micro_batches * first]
+
+    def ahead(layers: Iterable[Iterable[Call]], each: float) -> Iterator[tuple[float, Call]]:
+        """Each starts when the one before begins, which takes `each` seconds."""
+        return ((place * each, call) for place, calls in enumerate(layers) for call in calls)
+
+    window = forward * (depth - 1) / depth  # the last layer has no gather beside it
+    there = _beside(step, hardware, window, ahead(others, forward / depth))
+    sums = [(share * backward, call) for share, call in step.reductions if call.axis == "data"]
+    back = [*sums, *ahead(layers["backward"], backward / depth)]
+    last = _beside(step, hardware, backward, back)
+    exposed, hidden = sum(call_seconds(step, each, hardware) for each in alone), 0.0
+    for times, found in ((step.micro_batches, there), (step.backwards, last)):
+        exposed, hidden = exposed + times * found[0], hidden + times * found[1]
+    return exposed, hidden
+
+
+def _beside(
+    step: Step, hardware: Hardware, window: float, started: Iterable[tuple[float, Call]]
+) -> tuple[float, float]:
+    """(exposed, hidden) of calls over the data axis, which start at these seconds of what computes
+    for `window` seconds, and whose memory bandwidth the hidden ones share. One follows another; who
+    waits for one in between is not seen by itself."""
     ring = step.model.rings["data"]
-    ready = [(share * window, size) for share, axis, size in step.reductions if axis == "data"]
-    end = busy = moved = 0.0
-    for start, size in sorted(ready):
-        taken = ring.seconds(size, hardware)
-        end, busy, moved = max(start, end) + taken, busy + taken, moved + size
+    end = busy = sent = 0.0
+    for start, call in sorted(started):
+        taken = call_seconds(step, call, hardware)
+        end, busy = max(start, end) + taken, busy + taken
+        sent += call.passes * (ring.ranks - 1) / ring.ranks * call.bytes
     exposed = max(0.0, end - window)
     if exposed >= busy:
         return exposed, 0.0
-    hidden, sent = busy - exposed, 2 * (ring.ranks - 1) / ring.ranks * moved
+    hidden = busy - exposed
     return exposed + ring.slowed(sent * hidden / busy, hardware), hidden

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
+from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Facts, Lists, check, schedule
@@ -40,8 +41,9 @@ class Model:
 
     local: parameters of this rank. own: those of all ranks of its pipeline stage, without padding;
     tied ones count at the first stage that has them. buckets: each with the fraction of the last
-    backward after which it is full. rings: by axis. agreement: calls of a step: what the terms of
-    the loss are means over, the terms, and the gradient norm.
+    backward after which it is full. layers: buckets of each, in ZeRO stage 3. rings: by axis.
+    agreement: calls of a step: what the terms of the loss are means over, the terms, and the
+    gradient norm.
     """
 
     def __init__(
@@ -61,8 +63,12 @@ class Model:
         self.local = sum(each.numel() for each in model.parameters())
         stage = config.parallel.stage_of_zero
         settings: dict[str, Any] = {"wide": wide, "sets_grad": not stage, "zero_stage": stage}
-        ready, buckets = _ready(specs), GradientBuckets(model, bucket_bytes, **settings).buckets
-        self.buckets = [(max(ready[view.name] for view in each.views), each) for each in buckets]
+        ready, gradients = _ready(specs), GradientBuckets(model, bucket_bytes, **settings)
+        self.buckets = [
+            (max(ready[view.name] for view in each.views), each) for each in gradients.buckets
+        ]
+        units = gradients.units.all if gradients.units is not None else []
+        self.layers = [unit.buckets for unit in units]
         strides, stride = dict[str, int](), 1
         for axis in reversed(mesh.axes):
             strides[axis.name] = stride
@@ -70,16 +76,22 @@ class Model:
         ends = (pipeline.ranks - 1) * strides["pipeline"]
         self.rings = {axis.name: Ring(axis.size, strides[axis.name]) for axis in mesh.axes}
         self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends)
-        for union in (mesh.loss, mesh.loss_sums, mesh.model_parallel):
+        for union in (mesh.loss, mesh.loss_sums, mesh.model_parallel, mesh.replicas):
             stride = min((strides[part.name] for part in union.parts if part.size > 1), default=1)
             self.rings[union.name] = Ring(union.size, stride)
         terms = 1 + len(model.terms)
-        agreed = ((mesh.loss, terms), (mesh.loss_sums, terms), (mesh.model_parallel, 3))
+        agreed = [(mesh.loss, terms), (mesh.loss_sums, terms), (mesh.model_parallel, 3)]
+        agreed += [(mesh.replicas, 1)] * (stage > 0)
         calls = (Call(axis.name, 8 * number, 2) for axis, number in agreed if axis.size > 1)
         self.agreement = Counter(calls)
 
 
 _model = cache(Model)
+
+
+def _own(bucket: Bucket) -> int:
+    """Numbers of the part that is this rank's."""
+    return bucket.part.stop - bucket.part.start
 
 
 def _ready(names: Iterable[str]) -> dict[str, float]:
@@ -231,24 +243,59 @@ class Step:
         return {phase: Work().plus(each, self.micro_batches) for phase, each in found}
 
     @property
-    def reductions(self) -> list[tuple[float, str, int]]:
-        """(as in Model.buckets, axis, bytes) of each all-reduce of gradients."""
-        found = [
-            (ready, bucket, axis) for ready, bucket in self.model.buckets for axis in bucket.axes
+    def reductions(self) -> list[tuple[float, Call]]:
+        """(as in Model.buckets, call) of each sum of gradients: all-reduces, or under ZeRO a
+        reduce-scatter over the ranks that share the bucket out and all-reduces of the own part."""
+        return [
+            (ready, Call(axis.name, bucket.size * self.wide, 1))
+            if axis is bucket.shared
+            else (ready, Call(axis.name, _own(bucket) * self.wide, 2))
+            for ready, bucket in self.model.buckets
+            for axis in bucket.axes
         ]
-        width = self.wide
-        return [(ready, axis.name, bucket.size * width) for ready, bucket, axis in found]
+
+    @property
+    def backwards(self) -> int:
+        """Those of a step that reduce-scatter gradients, or all-reduce them over the data axis."""
+        return self.micro_batches if self.stage >= 2 else 1
+
+    @property
+    def layer_gathers(self) -> dict[str, list[list[Call]]]:
+        """Of weights in ZeRO stage 3: those of each layer, in the order in which a micro-batch
+        takes them, by phase. The last layer's stay for the backward."""
+        layers = [[*self._gathers(each)] for each in self.model.layers]
+        return {"forward": layers, "backward": layers[-2::-1]}
+
+    @property
+    def gathers(self) -> tuple[str, list[Call]]:
+        """(phase, calls) of weights once a step: before stage 3 of all, behind the update; in stage
+        3 of what is in no layer, before the first forward."""
+        rest = (bucket for _, bucket in self.model.buckets if not bucket.is_of_layer)
+        return "forward" if self.stage == 3 else "update", [*self._gathers(rest)]
+
+    def _gathers(self, buckets: Iterable[Bucket]) -> Iterator[Call]:
+        for bucket in buckets:
+            if bucket.shared.size > 1:
+                yield Call(bucket.shared.name, bucket.size * self.width, 1)
 
     @property
     def updated(self) -> int:
         """Bytes that the optimizer moves."""
-        return self.model.local * (WIDE_PASSES * self.wide + NARROW_PASSES * self.width)
+        numbers = self.part if self.stage else self.model.local
+        return numbers * (WIDE_PASSES * self.wide + NARROW_PASSES * self.width)
 
     @property
     def calls(self) -> dict[str, Counter[Call]]:
         """All collectives of a step, by phase."""
         found = {phase: Counter(each.calls) for phase, each in self.work.items()}
-        found["backward"].update(Call(axis, size, 2) for _, axis, size in self.reductions)
+        for _, call in self.reductions:
+            found["backward"][call] += self.backwards if call.axis == "data" else 1
+        for phase, layers in self.layer_gathers.items():
+            for call in chain(*layers):
+                found[phase][call] += self.micro_batches
+        phase, once = self.gathers
+        if once:
+            found.setdefault(phase, Counter()).update(once)
         return {**found, "agreement": self.model.agreement}
 
     def sent(self, axis: str) -> int:
@@ -258,10 +305,15 @@ class Step:
         return sum(n * call.sent(ranks) for call, n in calls.items() if call.axis == axis)
 
     @property
+    def part(self) -> int:
+        """Numbers of the buckets that this rank updates, with what fills them up."""
+        return sum(_own(bucket) for _, bucket in self.model.buckets)
+
+    @property
     def lasting(self) -> dict[str, int]:
         """Bytes that are there all the time, by kind."""
         stage, buckets = self.stage, [bucket for _, bucket in self.model.buckets]
-        part = self.wide * sum(each.part.stop - each.part.start for each in buckets)
+        part = self.wide * self.part
         return {
             "weights": 0 if stage == 3 else self.width * self.model.local,
             "gradients": part if stage >= 2 else self.wide * sum(each.size for each in buckets),

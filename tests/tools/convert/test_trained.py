@@ -1,11 +1,13 @@
 """What was trained here, or goes on here from what was imported."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
@@ -14,8 +16,11 @@ from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
-from tests.programs import newest, pretrain
+from tests.programs import SHAPE, newest, pretrain
 from tests.tools.convert.models import weights_of, write_model
+from tests.tools.texts import generated
+from tools.checkpoint import show
+from tools.checkpoint import verify as verify_files
 from tools.convert_hf import export_model, import_model
 from tools.data_files import IndexedDatasetWriter
 
@@ -42,17 +47,32 @@ def flags(tmp_path: Path) -> str:
     return f"{data} --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --save {tmp_path / 'trained'}"
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--zero-stage 3"])
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [("--tensor-model-parallel-size 2", 2), ("--zero-stage 3 --global-batch-size 6", 3)],
+)
 @torch.no_grad()
-def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
-    tmp_path: Path, flags: str, layout: str
+def test_what_was_trained_at_several_ranks_is_the_same_model_in_transformers(
+    tmp_path: Path, flags: str, layout: str, world: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """ZeRO cuts rows of 12 anywhere: a file then has several slices of a tensor."""
     words = f"{flags} {layout}"
-    with pretrain(words, world=2, folder=tmp_path) as run:
-        assert run.wait(200) == [0, 0], run.text()
+    shape = f"{SHAPE} --hidden-size 12"
+    with pretrain(words, world=world, folder=tmp_path, shape=shape) as run:
+        assert run.wait(200) == [0] * world, run.text()
     export_model(str(tmp_path / "trained"), tmp_path / "back")
     checkpoint = newest(tmp_path / "trained")
-    assert len(list(checkpoint.glob("shard_*"))) == 2
+    files = list(checkpoint.glob("shard_*"))
+    stored = [key for file in files for key in load_file(file)]
+    assert len(files) == world
+    assert any("#" in key for key in stored) == ("zero" in layout)
+    assert verify_files(checkpoint) == 0
+    capsys.readouterr()
+    show(checkpoint, json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert sum(len(each["slices"]) for each in shown["tensors"].values()) == len(stored)
+    weights = weights_of(tmp_path / "back").values()
+    assert shown["parameters"] == sum(each.numel() for each in weights)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(261, size=(4, 16)))
     ours = load_model(verify(checkpoint, serial_mesh()), serial_mesh(), torch.float64)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
@@ -60,6 +80,11 @@ def test_what_was_trained_at_two_ranks_is_the_same_model_in_transformers(
     found = whole_logits(ours, serial_mesh(), tokens)
     assert found.shape == expected.shape == (4, 16, 261)
     assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    words = ["--prompt", "in", "--greedy", "--max-new-tokens", "6"]
+    (record,) = generated(capsys, tmp_path / "trained", *words)
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "back")("in", return_tensors="pt")
+    whole = theirs.generate(**prompt, max_new_tokens=6, do_sample=False)[0].tolist()
+    assert record["tokens"] == whole[-6:]
 
 
 def test_an_import_is_fine_tuned_and_never_resumed(tmp_path: Path, flags: str) -> None:

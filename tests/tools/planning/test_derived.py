@@ -17,9 +17,11 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
-from megatron.train.step import count, forward_backward
+from megatron.train.step import count, forward_backward, train_step
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
 from tests.tools.planning.counted import batches, count_step, fake_ranks, preset, state_on
-from tools.layouts.meters import saved_bytes
+from tools.layouts.meters import Counts, counting, saved_bytes
 from tools.layouts.work import Call
 from tools.planning.hardware import load_hardware
 from tools.planning.trace import Step
@@ -32,6 +34,8 @@ OWN = ("--kind", "tests.models.own_kind:KIND", "--num-layers", "1", *SHAPE)
 UNTIED = ("--embedding-dropout", "0", "--untie-embeddings-and-output-weights")
 GATED = ("--activation", "swiglu", "--ffn-hidden-size", "8192", *UNTIED)
 SEQUENCE = ("--sequence-parallel",)
+SHORT_SAMPLES = ("--seq-length", "128", "--max-position-embeddings", "128")
+NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "4000")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,49 @@ def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: tuple[
         sizes[axis, "agreement"] -= size * (step.model.rings[axis].ranks > 1)
     assert +calls == counted.calls
     assert +sizes == counted.bytes
+
+
+ZERO = ("--num-layers", "3", *SHORT_SAMPLES, *NARROW, "--micro-batch-size", "1", "--bf16")
+ZERO_LAYOUTS = {  # flags and ranks
+    "d2": ((*ZERO, "--global-batch-size", "2"), 2),
+    "d2, two micro-batches": ((*ZERO, "--global-batch-size", "4"), 2),
+    "d2 t2 sequence": (
+        (*ZERO, "--global-batch-size", "2", "--tensor-model-parallel-size", "2", *SEQUENCE),
+        4,
+    ),
+}
+
+
+def zero_step(layout: str, stage: int) -> Step:
+    flags, ranks = ZERO_LAYOUTS[layout]
+    return Step(preset("quickstart", *flags, "--zero-stage", str(stage)), ranks, "bf16", "cpu")
+
+
+def sent_by_train_step(layout: str) -> list[Counts]:
+    """Of a real one at each stage, on this rank."""
+    found = []
+    for stage in (1, 2, 3):
+        step = zero_step(layout, stage)
+        mesh = mesh_of_ranks(step.tensor, sequence_parallel=step.config.parallel.cuts_stream)
+        state = built(mesh, step.config, step.precision)
+        samples = batches(step.config, step.micro_batches)
+        with counting(mesh) as counts:
+            train_step(state, samples, 1e-3)
+        found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("layout", ZERO_LAYOUTS)
+def test_a_step_of_zero_sends_what_is_planned(gloo: Pool, layout: str) -> None:
+    """The optimizer's part, too."""
+    for found in gloo.run(ZERO_LAYOUTS[layout][1], sent_by_train_step, layout):
+        for stage, counts in enumerate(found, 1):
+            step, planned = zero_step(layout, stage), Counter[str]()
+            for call, times in sum(step.calls.values(), Counter[Call]()).items():
+                planned[call.axis] += times
+            assert planned == counts.calls, stage
+            sent = {axis: step.sent(axis) for axis in planned}
+            assert sent == counts.sent_bytes, stage
 
 
 def test_what_a_rank_sends_is_what_a_ring_passes_on() -> None:
@@ -178,10 +225,6 @@ def test_recomputation_keeps_less(device: str) -> None:
     assert kept == sorted(set(kept))
 
 
-SHORT_SAMPLES = ("--seq-length", "128", "--max-position-embeddings", "128")
-NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "4000")
-
-
 @pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
@@ -264,7 +307,14 @@ def test_a_step_allocates_what_is_planned(
 
 
 def built(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
-    return build_state(config.model, mesh, 4000, seed=0, dtype=DTYPES[precision])
+    return build_state(
+        config.model,
+        mesh,
+        4000,
+        seed=0,
+        dtype=DTYPES[precision],
+        zero_stage=config.parallel.stage_of_zero,
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -11,7 +11,7 @@ from tests.tools.planning.counted import preset
 from tools.layouts.work import Matmul, Meter
 from tools.planning.hardware import Hardware, Ring, load_hardware
 from tools.planning.software import anchor_step, find_hardware
-from tools.planning.timing import filled, matmul_seconds, predict
+from tools.planning.timing import call_seconds, filled, matmul_seconds, predict
 from tools.planning.trace import Step
 
 V100 = load_hardware("dgx2h")
@@ -103,6 +103,47 @@ def test_gradients_hide_behind_the_backward() -> None:
     assert times(V100, ranks=8)["data_parallel_exposed"] == 0
     slow = times(replace(V100, network_bandwidth=1e9))
     assert slow["data_parallel_exposed"] > found["total"]
+
+
+QUICK = replace(V100, memory_bandwidth=1e30)  # so that hidden calls keep nothing from kernels
+
+
+def zero_step(stage: int) -> Step:
+    """Of 12 layers on 8 ranks, in two micro-batches."""
+    batch = ("--micro-batch-size", "2", "--global-batch-size", "32", "--fp16", "--no-bf16")
+    return Step(preset("gpt2_124m", *batch, "--zero-stage", str(stage)), 8, "fp16")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_zero_sends_hides_where_something_computes(stage: int) -> None:
+    step = zero_step(stage)
+    calls = [each for phase, each in step.calls.items() if phase != "agreement"]
+    of_data = [pair for each in calls for pair in each.items() if pair[0].axis == "data"]
+    busy = sum(times * call_seconds(step, call, QUICK) for call, times in of_data)
+    found = predict(step, replace(QUICK, peaks={"fp16": 1e30, "fp32": 1e30}))
+    assert (found.data_parallel_exposed, found.data_parallel_hidden) == pytest.approx((busy, 0))
+    slow = predict(step, replace(QUICK, peaks={"fp16": 1e9, "fp32": 1e9}))
+    assert slow.data_parallel_exposed + slow.data_parallel_hidden == pytest.approx(busy)
+
+    # Behind the backward the sums of the first layer and of the embedding; and gathers that come
+    # when nothing computes.
+    sums = [(bucket.size, ready) for ready, bucket in step.model.buckets]
+
+    def seconds(sizes: list[int], width: int, passes: int) -> float:
+        ring = step.model.rings["data"]
+        return sum(ring.seconds(size * width, QUICK, passes) for size in sizes)
+
+    behind = [size for size, ready in sums if ready == 1]
+    assert 0 < len(behind) < len(sums)
+    exposed = seconds(behind, 4, 1 if stage else 2) * (2 if stage >= 2 else 1)
+    if stage in (1, 2):
+        exposed += seconds([size for size, _ in sums], 2, 1)
+    if stage == 3:
+        first, *_ = layers = step.model.layers
+        of_layers = {id(bucket) for each in layers for bucket in each}
+        rest = [each.size for _, each in step.model.buckets if id(each) not in of_layers]
+        exposed += seconds(rest, 2, 1) + 2 * seconds([each.size for each in first], 2, 1)
+    assert slow.data_parallel_exposed == pytest.approx(exposed)
 
 
 def test_sequence_parallelism_saves_what_all_ranks_do_alike() -> None:
