@@ -88,6 +88,7 @@ from .parallel.buckets import (
 )
 
 from .optim.adam import MasterWeights as MasterWeights
+from .parallel.zero3 import offload_activations as offload_activations
 
 # Pipelines of one's own stages
 from .parallel.stages import (

@@ -19,7 +19,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 HOST = torch.device("cpu")
@@ -155,8 +154,8 @@ class Trip:
         own = [*module.parameters(), *module.buffers()]
         self.stays = {each.untyped_storage().data_ptr() for each in own}
         self.alive = WeakSet[Kept]()
-        # A weak reference keeps the address of a storage from being another one's.
-        self.seen: dict[tuple[int, int], tuple[StorageWeakRef, Kept]] | None = {}
+        self.seen: WeakIdKeyDictionary | None = WeakIdKeyDictionary()
+        """Storages, each with its copies: {version of the tensor: Kept}."""
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
@@ -168,12 +167,11 @@ class Trip:
             or tensor.is_meta
         ):
             return tensor
-        key = storage._cdata, tensor._version
         assert self.seen is not None
-        if key not in self.seen:
-            self.seen[key] = StorageWeakRef(storage), Kept(storage, tensor.device)
-            self.alive.add(self.seen[key][1])
-        kept = self.seen[key][1]
+        copies = self.seen.setdefault(storage, {})
+        if (kept := copies.get(tensor._version)) is None:
+            kept = copies[tensor._version] = Kept(storage, tensor.device)
+            self.alive.add(kept)
         offset = int(tensor.storage_offset())
         return Offloaded(kept, tensor.dtype, tensor.shape, tensor.stride(), offset)
 

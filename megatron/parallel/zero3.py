@@ -1,11 +1,12 @@
-"""ZeRO stage 3: weights of a layer are whole while it runs, forward and backward.
+"""What is there while a layer runs, forward and backward: its weights, and what its backward needs.
 
     forward    gather 0 | run 0, gather 1 | run 1, gather 2 | .. | run n         n stays
     backward   of n, gather n - 1 | of n - 1, gather n - 2 | ..                  each then goes
 
-A unit is a layer: a module whose weights are gathered together. All else, embeddings, the last norm
-and the head, is the root: whole from the first forward to the end of the step. Whoever reads
-weights that are not there sees NaN.
+A unit is a layer, and all else, embeddings, the last norm and the head, is the root. In ZeRO stage
+3 the weights of a unit are whole while it runs, and those of the root from the first forward to the
+end of the step; whoever reads weights that are not there sees NaN. Offloaded activations of a unit
+(offload.py) go to the host when it has run, and come back beside the backward of the unit behind.
 
 Autograd keeps no weights of a unit, and no views of them, but what they are; whoever unpacks them
 in the backward finds the weights that were gathered again.
@@ -40,21 +41,19 @@ class Saved(NamedTuple):
 
 
 class Unit:
-    """Modules whose weights are gathered together."""
+    """A module whose weights are gathered together, or what it keeps offloaded, or both; as the
+    root, without the modules of other units."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.buckets: list[Bucket] = []
         self.before: Unit | None = None
         self.behind: Unit | None = None
         self.is_root = self.is_in_backward = False
         self.depth = 0  # of `gathered` of the root
         self.called: Callable[[], object] = lambda: None
-        self.offloads: nn.Module | None = None  # of which what is kept goes to the host
+        self.offloads = False  # whether what is kept for the backward goes to the host
         self.last: ReferenceType[Trip] | None = None  # of the last forward
-
-    @property
-    def is_there(self) -> bool:
-        return any(bucket.weights is not None for bucket in self.buckets)
 
     def start(self) -> None:
         for bucket in self.buckets:
@@ -70,7 +69,7 @@ class Unit:
             bucket.release()
 
     def run(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call the module's forward with its weights, while those of the next one are gathered."""
+        """Call `forward`, the module's, with its weights, while those of the next are gathered."""
         self.gather()
         if self.is_in_backward:  # of a recomputation, whoever has asked for it
             with self.keeping(None):
@@ -79,9 +78,9 @@ class Unit:
         if self.behind is not None:
             self.behind.start()
         keeps, trip = torch.is_grad_enabled(), None
-        if keeps and self.offloads is not None:
+        if keeps and self.offloads:
             before = self.before.last if self.before is not None else None
-            trip = Trip(self.offloads, before() if before is not None else None)
+            trip = Trip(self.module, before() if before is not None else None)
             self.last = ref(trip)
         with self.keeping(trip) if keeps else nullcontext():
             output = forward(*arguments, **named)
@@ -104,7 +103,7 @@ class Unit:
             trip.start()
             if trip.before is not None:
                 trip.before.start()
-        self.is_in_backward = True
+        self.is_in_backward = bool(self.buckets)  # else none is gathered
         self.gather()
         if self.before is not None and not self.before.is_root:
             self.before.start()
@@ -154,8 +153,8 @@ def unpack(kept: Any) -> Tensor:
     return whole.as_strided(kept.shape, kept.stride, kept.offset)
 
 
-class Gathered(nn.Module):
-    """What the class of a module becomes whose weights are gathered when it is called."""
+class OfUnit(nn.Module):
+    """What the class of a unit's module becomes: the unit runs it when it is called."""
 
     unit: Unit
 
@@ -164,15 +163,14 @@ class Gathered(nn.Module):
 
 
 @cache
-def _gathered(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Gathered, kind), {"__module__": kind.__module__})
+def _of_unit(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (OfUnit, kind), {"__module__": kind.__module__})
 
 
 class Units:
     """The units of a model, in their order, and its root."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-        self.model = model
         self.order: list[int] | None = None  # in which layers were called, until it was compared
         self.modules = list(find_units(model) if modules is None else modules)
         owners = Counter(key for each in self.modules for key in {id(p) for p in each.parameters()})
@@ -195,17 +193,11 @@ class Units:
             behind = behind if place is None else place + 1
             self.of_parameters[name] = -1 - behind if place is None else place
 
-        self.all = [Unit() for _ in self.modules]
-        self.root = Unit()
+        self.all = [Unit(each) for each in self.modules]
+        self.root = Unit(model)
         self.root.is_root = True
         for one, two in pairwise([self.root, *self.all]):
             one.behind, two.before = two, one
-
-    def offload(self) -> None:
-        """What a unit keeps for its backward goes to the host, but for the root's."""
-        for module, unit in zip(self.modules, self.all, strict=True):
-            unit.offloads = module
-            _run_by(unit, module)
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Give each unit its buckets, and have the modules gather them when they are called."""
@@ -213,13 +205,13 @@ class Units:
             place = self.of_parameters[bucket.views[0].name]
             bucket.is_of_layer = place >= 0
             (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
-        _run_by(self.root, self.model)
         self.order = []
-        for number, (module, unit) in enumerate(zip(self.modules, self.all, strict=True)):
-            _run_by(unit, module)
+        for unit in (self.root, *self.all):
+            _run(unit)
+        for number, unit in enumerate(self.all):
             unit.called = partial(self._note, number)
-        for module in (self.model, *self.modules):  # also of a module between them
-            module.register_state_dict_pre_hook(_refuse_state_dict)
+        for unit in (self.root, *self.all):  # also of a module between them
+            unit.module.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _note(self, number: int) -> None:
         if self.order is not None:
@@ -250,16 +242,40 @@ class Units:
                 )
 
 
-def _run_by(unit: Unit, module: nn.Module) -> None:
-    if not isinstance(module, Gathered):
-        module.__class__ = _gathered(cast(Any, type(module)))
+def _run(unit: Unit) -> None:
+    """From now on the unit runs its module."""
+    module = unit.module
+    if isinstance(module, OfUnit):
+        unit.offloads = module.unit.offloads
+    else:
+        module.__class__ = _of_unit(cast(Any, type(module)))
     module.unit = unit  # type: ignore[assignment]
 
 
-def offload_activations(model: nn.Module, units: Units | None = None) -> None:
-    """From now on what the layers of a model keep for their backward lives on the host. units:
-    those that gather its weights, if there are any."""
-    (units or Units(model, None)).offload()
+def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = None) -> None:
+    """From now on what the layers of a model keep for their backward lives in the host's memory,
+    and is fetched while that of the layer behind computes. No number changes. Small tensors, those
+    of integers, weights, and all that is outside of the layers stay on the device.
+
+    units: the layers, in the order of the forward, as of GradientBuckets, whose are taken in ZeRO
+    stage 3; by default the elements of the outermost lists of modules of one class. Raises
+    ValueError where there are none.
+    """
+    found = Units(model, units).all
+    if is_gathered(model):
+        found = list(_behind(cast(Any, model).unit))
+    if not found:
+        raise ValueError("offload_activations takes units=: the model has no list of layers")
+    for unit in found:
+        _run(unit)
+        unit.offloads = True
+
+
+def _behind(root: Unit) -> Iterator[Unit]:
+    unit = root.behind
+    while unit is not None:
+        yield unit
+        unit = unit.behind
 
 
 LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -285,7 +301,7 @@ def find_units(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_gathered(model: nn.Module) -> bool:
     """Whether a forward gathers weights: then all ranks that share them run as many."""
-    return isinstance(model, Gathered)
+    return isinstance(model, OfUnit) and model.unit.is_root
 
 
 def require_whole(model: nn.Module, reader: str) -> None:
@@ -324,7 +340,5 @@ def gathered(model: Any) -> Iterator[None]:
         yield
     finally:
         root.depth -= 1
-        unit: Unit | None = root
-        while unit is not None:
+        for unit in (root, *_behind(root)):
             unit.release()
-            unit = unit.behind

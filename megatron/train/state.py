@@ -259,7 +259,7 @@ def build_state(
         compares_weights=False,  # a function of the seed, or loaded next
     )
     if config.cpu_offload_activations:
-        offload_activations(model, gradients.units)
+        offload_activations(model)
     master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
     state = TrainState(
         mesh=mesh,

@@ -20,9 +20,12 @@ import pretrain_gpt2
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import newest_whole
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.optim.adam import MasterWeights
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.offload import SMALLEST, HostPart, Trip, on_host
 from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
+from megatron.parallel.zero3 import offload_activations
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
@@ -33,6 +36,7 @@ from tests.huggingface import hf_section
 from tests.llama import llama_section
 from tests.programs import REST, SHAPE
 from tests.tiny import (
+    mesh_of_ranks,
     micro_batches,
     samples,
     save_state,
@@ -209,12 +213,12 @@ def device_bytes() -> int:
 @pytest.mark.parametrize(("stage", "lasting"), [(0, 6), (2, 6), (3, 4)])
 def test_the_device_holds_weights_and_gradients_alone(stage: int, lasting: int) -> None:
     for offloads, own in ((True, lasting), (False, lasting + 12)):
-        before = device_bytes()
         state = state_of(serial_mesh(CPU), offloads, stage, "bf16")
         size = sum(bucket.size for bucket in state.gradients.buckets)
         # Dropout's keys and the counts of updates are some bytes.
-        assert device_bytes() - before == pytest.approx(own * size, rel=0.01)
+        held = device_bytes()
         del state
+        assert held - device_bytes() == pytest.approx(own * size, rel=0.01)
 
 
 def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
@@ -247,6 +251,72 @@ def check_activations() -> None:
 
 def test_activations_leave_the_device() -> None:
     check_activations()
+
+
+class Own(nn.Module):
+    """As users write them, of torch's modules alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, 32, 2, 64, dropout=0.1, batch_first=True)
+        self.into, self.head = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], list[int]]:
+    """(masters after three steps of two micro-batches, bytes on the host behind each forward).
+
+    order: first or behind GradientBuckets; empty: no offload. left_out: so many layers are not
+    units."""
+    torch.manual_seed(1)
+    model, mesh, held = Own().double(), mesh_of_ranks(1), list[int]()
+    model.into.requires_grad_(False)  # then no gradient leaves the first layer
+    units = list(model.layers[left_out:]) if left_out else None
+    if order == "first":
+        offload_activations(model)
+    given: dict[str, Any] = {"sets_grad": False, "zero_stage": stage, "units": units}
+    gradients = GradientBuckets(model, mesh=mesh, **given)
+    optimizer = MasterWeights(gradients, OptimizerConfig())
+    if order == "behind":
+        offload_activations(model, units)
+    torch.manual_seed(mesh.data.rank)  # of samples and dropout
+    for number in range(6):
+        before = sum(each.nbytes for each in on_host)
+        with gradients.accumulate(is_last=number % 2 == 1):
+            loss = model(torch.rand(4, 8, 8, dtype=torch.float64)).square().sum()
+            held.append(sum(each.nbytes for each in on_host) - before)
+            loss.backward()
+        if number % 2 == 1:
+            optimizer.step(1e-2)
+    return [each.local.clone() for each in optimizer.masters()], held
+
+
+def check_own(stage: int) -> None:
+    _, (of_three, *_) = own_steps(stage, "behind")
+    assert of_three
+    for order, left_out in (("behind", 0), ("first", 0), ("behind", 1)):
+        wanted, nothing = own_steps(stage, "", left_out)
+        assert not any(nothing)
+        found, held = own_steps(stage, order, left_out)
+        assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True)), order
+        assert held == [of_three * (3 - left_out) // 3] * 6, order
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_of_ones_own(gloo: Pool, stage: int) -> None:
+    gloo.run(2, check_own, stage)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="units="):
+        offload_activations(nn.Linear(2, 2))
 
 
 def test_of_each_activation_one_copy_is_made() -> None:
