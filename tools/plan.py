@@ -68,7 +68,8 @@ class QuestionConfig(FilesConfig):
     says, else gpt2."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch and the pipeline stay as they are."""
+    """List the layouts that fit, best first; the global batch, the pipeline and the stage of ZeRO
+    stay as they are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

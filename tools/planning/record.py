@@ -54,6 +54,7 @@ def record(step: Step, hardware: Hardware) -> Record:
             "virtual_stages": plan.virtual,
             "schedule": config.parallel.pipeline_schedule or plan.kind,
             "sequence_parallel": config.parallel.cuts_stream,
+            "zero_stage": step.stage,
             "precision": step.precision,
             "settings": asdict(model),
         },
@@ -143,11 +144,13 @@ def summary(planned: Record) -> str:
     sequence_parallel = ", sequence-parallel" if model["sequence_parallel"] else ""
     pipeline, virtual = f", pipeline {model['pipeline']}", model["virtual_stages"]
     pipeline += f" x {virtual}" if virtual > 1 else ""
+    zero = f", ZeRO {model['zero_stage']}" if model["zero_stage"] else ""
     devices = model["tensor"] * model["data"] * model["pipeline"]
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{devices} devices ({planned['hardware']['name']}): "
         f"tensor-parallel {model['tensor']}{sequence_parallel}, data-parallel {model['data']}"
+        f"{zero}"
         f"{pipeline + ' ' + model['schedule'] if model['pipeline'] > 1 else ''}\n"
         f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens "
         f"in {model['precision']}: {planned['tokens_per_second']:,.0f} tokens/s, "

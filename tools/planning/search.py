@@ -75,8 +75,8 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 
 
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
-    """The same training, cut in all ways that can work; the global batch and the pipeline stay what
-    they are."""
+    """The same training, cut in all ways that can work; the global batch, the pipeline and the
+    stage of ZeRO stay what they are."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
@@ -90,7 +90,7 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
     """The layouts that fit, with and without sequence parallelism and recomputation, the one with
-    the most tokens a second first. Each has the pipeline of the config."""
+    the most tokens a second first. Each has the pipeline and the stage of ZeRO of the config."""
     from tools.planning.timing import predict
     from tools.planning.trace import Step
 

@@ -101,6 +101,25 @@ def test_pure_bf16_holds_four_numbers_of_two_bytes_a_weight(tmp_path: Path) -> N
     assert pure["memory_per_rank_bytes"]["masters"] == 0
 
 
+def test_the_stage_of_zero_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search keeps it: layouts whose data-parallel ranks share the model out take less memory."""
+    words = "--preset quickstart --gpus 4 --hardware dgx-a100 --search"
+    words += " --micro-batch-size 1 --global-batch-size 4"
+    whole, parts = (planned(tmp_path, f"{words} --zero-stage {stage}") for stage in (0, 3))
+    out = capsys.readouterr().out
+    assert out.count("ZeRO 3") == 1
+    assert "ZeRO 0" not in out
+    assert [each["model"]["zero_stage"] for each in (whole, parts)] == [0, 3]
+    phases = parts["communication_per_step"]["data"]["by_phase"]
+    assert phases["forward"]["calls"] > phases["backward"]["calls"] / 3 > 0
+    assert {each["data"] for each in parts["layouts"]} == {1, 2, 4}
+    for row in parts["layouts"]:
+        same = {name: row[name] for name in ("tensor", "batch", "recompute", "sequence_parallel")}
+        (other,) = (each for each in whole["layouts"] if same.items() <= each.items())
+        saved = other["memory_bytes"] - row["memory_bytes"]
+        assert (saved > 0) == (row["data"] > 1), row
+
+
 def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset gpt2_xl_colossalai --gpus 8 --hardware dgx-a100 --no-fp16"
     virtual = "--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition uniform"
