@@ -233,6 +233,7 @@ class MasterWeights:
             self.publish()
             return
         # While one bucket is updated, gradients of the next ones and weights of those before cross.
+        # They do not cross before: clip_grad_norm scales the sums on the device.
         arrivals = [host.start(bucket.own) for bucket, host, _ in self.hosts]
         for (bucket, host, adam_of), arrive in zip(self.hosts, arrivals, strict=True):
             arrive()

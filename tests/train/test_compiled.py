@@ -18,6 +18,7 @@ import pretrain_gpt2
 from megatron.config.checks import UsageError
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.offload import on_host
 from megatron.train import state as state_module
 from megatron.train.diagnose import find_first
 from megatron.train.state import choose_compile, commit, compile_layers
@@ -99,6 +100,35 @@ def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
         for losses, alive in gloo.run(2, steps_of_zero, stage, True, timeout=300):
             assert losses == pytest.approx(plain, rel=TOLERANCE)
             assert alive == [1 if stage == 3 else 0] * 3
+
+
+def steps_of_offload(zero_stage: int, offloads: bool) -> tuple[list[float], set[int]]:
+    """(losses of three steps, bytes on the host behind the layers) of compiled layers."""
+    torch._inductor.config.cpp.simdlen = 1
+    torch._dynamo.reset()
+    mesh, held = mesh_of_ranks(1), set[int]()
+    section = tiny_section(cpu_offload_activations=offloads)
+    state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
+    compile_layers(state.model)
+    batches = micro_batches(samples(8), mesh, 4)
+
+    def count_bytes(*_: object) -> None:
+        held.add(sum(each.nbytes for each in on_host))
+
+    state.model.final_norm.register_forward_pre_hook(count_bytes)
+    return [train_step(state, batches, 1e-3).loss for _ in range(3)], held
+
+
+@GCC
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_compiled_layers_keep_is_offloaded(gloo: Pool, stage: int) -> None:
+    (wanted, nothing), (losses, held) = (
+        gloo.run(2, steps_of_offload, stage, offloads, timeout=300)[0] for offloads in (False, True)
+    )
+    assert losses == wanted
+    assert nothing == {0}
+    assert min(held) > 2 * 4 * 16 * 32 * 4  # more than what enters the layers
 
 
 @GCC
