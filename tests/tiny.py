@@ -209,6 +209,28 @@ def assert_gradients(
         assert_relative(gradient, wanted, tolerance, name)
 
 
+def live_tensors() -> list[Tensor]:
+    """Those of this process that have memory; a compiler's have none."""
+    while gc.collect():  # what an object lets go is found the next time
+        pass
+    return [
+        each for each in gc.get_objects() if issubclass(type(each), Tensor) and has_memory(each)
+    ]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # of a fake or functional tensor
+        return False
+
+
+def live_memories() -> dict[int, int]:
+    """{address: bytes} of the memory of all tensors of this process, each memory once."""
+    found = (each.untyped_storage() for each in live_tensors())
+    return {memory.data_ptr(): memory.nbytes() for memory in found}
+
+
 class Communication(TorchDispatchMode):
     """Records (collective, shape) of all that goes over the process groups inside."""
 

@@ -1,6 +1,5 @@
 """Offload against the same run without, in bits; and what leaves the device."""
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from tests.huggingface import hf_section
 from tests.llama import llama_section
 from tests.programs import REST, SHAPE
 from tests.tiny import (
+    live_memories,
     mesh_of_ranks,
     micro_batches,
     samples,
@@ -201,12 +201,8 @@ def test_programs_resume_with_and_without(tmp_path: Path) -> None:
 
 def device_bytes() -> int:
     """Of storages that some tensor of this process has, but for copies on the host."""
-    while gc.collect():  # what an object lets go is found the next time
-        pass
+    found = live_memories()
     host = {each.untyped_storage().data_ptr() for each in on_host}
-    every = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    every = [each for each in every if not each.is_meta]
-    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in every}
     return sum(size for address, size in found.items() if address not in host)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
 
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
@@ -19,7 +18,15 @@ from megatron.parallel.zero3 import Unit
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks, rows, samples, tiny_section, tiny_state
+from tests.tiny import (
+    live_memories,
+    live_tensors,
+    mesh_of_ranks,
+    rows,
+    samples,
+    tiny_section,
+    tiny_state,
+)
 from tests.tools.planning.counted import Sums
 from tools.layouts.work import Meter
 
@@ -112,7 +119,7 @@ def hold_faulty(fault: str) -> tuple[Held, Held]:
 def hold(precision: str, stage: int, fault: str | None = None) -> Held:
     planted = FAULTS[fault]() if fault else nullcontext()
     gc.collect()
-    before = memories()
+    before = live_memories()
     buckets = partial(GradientBuckets, bucket_bytes=BUCKET_BYTES)
     with patch("megatron.train.state.GradientBuckets", buckets):
         state = tiny_state(mesh_of_ranks(1), SECTION, dtype=DTYPES[precision], zero_stage=stage)
@@ -120,8 +127,8 @@ def hold(precision: str, stage: int, fault: str | None = None) -> Held:
     with planted, patch("megatron.parallel.bucket.start_sum", sums.start):
         step(state)
         gc.collect()
-        lasting = [size for key, size in memories().items() if before.get(key) != size]
-        with Meter(state.mesh, tensors(), follows_real=True) as meter:
+        lasting = [size for key, size in live_memories().items() if before.get(key) != size]
+        with Meter(state.mesh, live_tensors(), follows_real=True) as meter:
             step(state)
     sizes = [bucket.size for bucket in state.gradients.buckets]
     layers = [bucket.size for bucket in state.gradients.buckets if bucket.is_of_layer]
@@ -131,16 +138,6 @@ def hold(precision: str, stage: int, fault: str | None = None) -> Held:
 def step(state: TrainState) -> None:
     batch = samples(state.mesh.data.size)
     train_step(state, [rows(batch, slice(state.mesh.data.rank, state.mesh.data.rank + 1))], 1e-3)
-
-
-def tensors() -> list[Tensor]:
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-
-
-def memories() -> dict[int, int]:
-    """Bytes of the memory of all tensors of this process, each memory once."""
-    found = (each.untyped_storage() for each in tensors() if not each.is_meta)
-    return {memory.data_ptr(): memory.nbytes() for memory in found if memory.nbytes()}
 
 
 _reduce, _start = Bucket.reduce, Unit.start
