@@ -1,5 +1,6 @@
 """A GPT-2 small enough for tests, its batches, and its tensors gathered whole."""
 
+import gc
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
