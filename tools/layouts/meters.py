@@ -66,6 +66,8 @@ def counting(mesh: Mesh, ties: Iterable[Axis] = ()) -> Iterator[Counts]:
     sizes, work = {axis.name: axis.size for axis in meter.axes.values()}, meter.work[""]
     counts.matmul_flops = sum(each.flops * times for each, times in work.matmuls.items())
     for call, times in work.calls.items():
+        if call.axis == mesh.control.name:  # small values of Python, beside training
+            continue
         counts.calls[call.axis] += times
         counts.sent_bytes[call.axis] += times * call.sent(sizes[call.axis])
 
