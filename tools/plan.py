@@ -155,6 +155,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 def plan(config: Any) -> bool:
     """Print what the settings take, and with --search which layouts fit; whether these fit."""
     question, gpus = config.question, config.question.gpus
+    for flag, is_given in (
+        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
+        ("--cpu-offload-activations", config.model.cpu_offload_activations),
+    ):
+        if is_given:  # or what it takes off the device would be counted on it
+            raise UsageError(flag, None, "left out: a plan does not know what lives on the host")
     search.check(config, gpus)
     load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch takes its seconds
 

@@ -120,8 +120,8 @@ class GradientBuckets:
 
         zero_stage: of ZeRO; from 1 on there is no `.grad`, and MasterWeights is the optimizer.
         units: the modules whose weights are gathered together in stage 3; by default the elements
-        of the outermost lists of modules of one class. With them buckets hold one unit each. A
-        model on meta, for which no rank has room, takes stage 3, and MasterWeights.fill.
+        of the outermost lists in which two are of one class. With them buckets hold one unit each.
+        A model on meta, for which no rank has room, takes stage 3, and MasterWeights.fill.
 
         compares_weights: initial weights that several ranks hold have to be equal on them; False
         for weights that are set next. With sets_grad=False they are compared here, or else before
@@ -212,6 +212,8 @@ class GradientBuckets:
             for view in self.views:
                 view.parameter.grad = None  # of the step before
         self.in_step, self.is_complete, self.next = True, False, 0
+        if self.zero_stage == 3 and self.units is not None:
+            self.units.end_backward()  # of a step that was given up
         for bucket in self.buckets:
             bucket.wait()  # of a step that was given up
             bucket.missing, bucket.has_part = len(bucket.views), False

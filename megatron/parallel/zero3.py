@@ -258,7 +258,7 @@ def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = No
     of integers, weights, and all that is outside of the layers stay on the device.
 
     units: the layers, in the order of the forward, as of GradientBuckets, whose are taken in ZeRO
-    stage 3; by default the elements of the outermost lists of modules of one class. Raises
+    stage 3; by default the elements of the outermost lists in which two are of one class. Raises
     ValueError where there are none.
     """
     found = Units(model, units).all

@@ -227,6 +227,8 @@ def test_a_search_names_the_hardware_that_it_assumes() -> None:
         (f"{OWN} --pipeline-model-parallel-size 2 --gpus 2", "--pipeline-model-parallel-size 2"),
         (f"{SMALL} --gpus 8 --seq-length 2048", "--seq-length 1024 works"),
         (f"{SMALL} --gpus 1 --seq-length 2048", "error: --"),
+        (f"{SMALL} --gpus 8 --optimizer-cpu-offload", "--optimizer-cpu-offload"),
+        (f"{SMALL} --gpus 8 --cpu-offload-activations", "--cpu-offload-activations"),
     ],
 )
 def test_what_cannot_be_answered_is_told(
