@@ -227,7 +227,7 @@ class Units:
         """Behind the first step: ranks that gather weights from each other have called the same
         layers, in the same order. Raises RuntimeError, on every rank, where they have not."""
         own, self.order = self.order, None
-        if own is None:
+        if own is None or mesh.control.group is None:  # none but this rank is there
             return
         first, *others = mesh.control.gather(own)
         for rank, order in enumerate(others, 1):

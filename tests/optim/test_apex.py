@@ -135,7 +135,7 @@ def test_training_equals_the_default(adam: str, norm: str, decoupled: bool) -> N
     default, other = run("torch", "torch", decoupled), run(adam, norm, decoupled)
     norms = [each for each in other.model.modules() if isinstance(each, ApexLayerNorm)]
     assert len(norms) == (5 if norm == "apex" else 0)
-    kernel = getattr(other.optimizer.adam, "optimizer", None)
+    kernel = getattr(other.optimizer.adams[0], "optimizer", None)
     assert (type(kernel).__module__ == "apex.optimizers.fused_adam") == (adam == "apex")
     train(default, 5)
     train(other, 5)
