@@ -182,9 +182,9 @@ def rows(batch: AnyBatch, part: slice) -> AnyBatch:
 
 
 def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
-    """What this rank's data-parallel place gets of a global batch."""
-    first = mesh.data.rank * size
-    starts = range(first, batch.num_samples, size * mesh.data.size)
+    """What this rank's place along the batch gets of a global batch."""
+    first = mesh.batch.rank * size
+    starts = range(first, batch.num_samples, size * mesh.batch.size)
     return [rows(batch, slice(start, start + size)) for start in starts]
 
 

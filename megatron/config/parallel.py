@@ -13,6 +13,9 @@ from megatron.config.checks import UsageError, flag, positive
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Those of megatron.parallel.schedules, which is not imported here."""
 
+SHAPES = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}
+"""Dims of the grid of tensor-parallel processes, by mode."""
+
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
 OF_STAGES = (
     *("num_layers_per_virtual_pipeline_stage", VIRTUAL),
@@ -27,8 +30,13 @@ class ParallelConfig:
     """Processes that share one model, each holding a slice of every layer; the remaining
     factor of the world size is data parallelism. Also spelt --model-parallel-size."""
 
-    tensor_parallel_mode: Literal["1d"] = "1d"
-    """How a layer is cut: 1d, along the columns or rows of its weights, as in the paper."""
+    tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    """How the tensor-parallel processes cut a layer: 1d, along the columns or rows of its weights,
+    as in the paper; 2d, as q x q processes, the stream between layers, too; 2.5d, as several such
+    squares, which read different samples; 3d, as l x l x l processes."""
+
+    tensor_parallel_depth: int = 1
+    """Squares of --tensor-parallel-mode 2.5d."""
 
     distributed_timeout_minutes: float = 10.0
     """Minutes without progress after which a run of several processes stops and says which one is
@@ -36,6 +44,30 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
+        positive(self, "tensor_parallel_depth")
+        mode, size, depth = (
+            self.tensor_parallel_mode,
+            self.tensor_model_parallel_size,
+            self.tensor_parallel_depth,
+        )
+        if depth > 1 and mode != "2.5d":
+            name = "--tensor-parallel-depth"
+            allowed = "left out without --tensor-parallel-mode 2.5d"
+            raise UsageError(name, depth, allowed, works=(name, "1"))
+        power = SHAPES[mode]
+        if size != depth * self.side**power:
+            allowed = {2: "a square", 3: "a cube"}[power] + f" with --tensor-parallel-mode {mode}"
+            if depth > 1:
+                allowed = f"--tensor-parallel-depth {depth} times a square"
+            works = ("--tensor-model-parallel-size", str(depth * max(2, self.side) ** power))
+            raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
+
+    @property
+    def side(self) -> int:
+        """Processes along a side: q of a square, l of a cube; of 1d all of them."""
+        power = SHAPES[self.tensor_parallel_mode]
+        size = self.tensor_model_parallel_size // self.tensor_parallel_depth
+        return max(n for n in range(max(1, size) + 1) if n**power <= size)
 
     @property
     def cuts_stream(self) -> bool:
@@ -45,7 +77,18 @@ class ParallelConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis but data, which takes what is left of them."""
-        return {"tensor": self.tensor_model_parallel_size}
+        side, depth = self.side, self.tensor_parallel_depth
+        return {
+            "1d": {"tensor": side},
+            "2d": {"row": side, "column": side},
+            "2.5d": {"depth": depth, "row": side, "column": side},
+            "3d": {"weight": side, "input": side, "output": side},
+        }[self.tensor_parallel_mode]
+
+    def batch_parallel_size(self, world_size: int) -> int:
+        """Processes, of a group of those that read the same samples one each."""
+        sizes = self.sizes
+        return world_size // (sizes.get("pipeline", 1) * self.side)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
@@ -61,6 +104,9 @@ class ParallelConfig:
         sequence parallelism the tokens of a sample cannot be shared out evenly."""
         self._check_own(world_size)
         size, widths = self.tensor_model_parallel_size, dict(widths or {})
+        if self.tensor_parallel_mode != "1d":
+            self._check_grid(world_size, widths)
+            return
         if self.cuts_stream and seq_length is not None:
             widths["--seq-length"] = seq_length
         whole = (world_size, *widths.values())
@@ -79,6 +125,19 @@ class ParallelConfig:
                 f"{world_size}",
                 works=("--tensor-model-parallel-size", str(max(fitting))),
             )
+
+    def _check_grid(self, world_size: int, widths: Mapping[str, int]) -> None:
+        size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
+        if world_size % size:
+            allowed = f"a divisor of the processes: torchrun --nproc-per-node, now {world_size}"
+            raise UsageError("--tensor-model-parallel-size", size, allowed)
+        for name, width in widths.items():
+            parts = side if "heads" in name or mode != "3d" else side**2
+            if width % parts:
+                allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
+                allowed += f"--tensor-model-parallel-size {size}"
+                works = (name, str(-(-width // parts) * parts))
+                raise UsageError(name, width, allowed, works=works)
 
     def _check_own(self, world_size: int) -> None:
         """What `check` does first: nothing here, of subclasses what their settings need."""
@@ -101,6 +160,12 @@ class FinetuneParallelConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sequence_parallel and self.tensor_parallel_mode != "1d":
+            allowed = (
+                f"left out with --tensor-parallel-mode {self.tensor_parallel_mode}, which cuts"
+            )
+            allowed += " the stream already"
+            raise UsageError("--sequence-parallel", None, allowed)
         if self.use_distributed_optimizer and self.zero_stage > 1:
             allowed = f"left out with --zero-stage {self.zero_stage}, which does more"
             raise UsageError("--use-distributed-optimizer", None, allowed)

@@ -44,7 +44,8 @@ class PretrainConfig:
 
     def global_batch_size(self, world_size: int) -> int:
         """Samples of an optimizer step."""
-        smallest = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        copies = self.parallel.batch_parallel_size(world_size)
+        smallest = self.training.micro_batch_size * copies
         return self.training.global_batch_size or smallest
 
     def lr_decay_iters(self) -> int:
@@ -70,7 +71,8 @@ class PretrainConfig:
             raise UsageError("--compile", None, allowed, works=("--no-compile",))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
-        batch, copies = self.global_batch_size(world_size), self.data_parallel_size(world_size)
+        batch = self.global_batch_size(world_size)
+        copies = self.parallel.batch_parallel_size(world_size)
         smallest = self.training.micro_batch_size * copies
         if batch % smallest:
             raise UsageError(

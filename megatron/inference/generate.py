@@ -129,9 +129,9 @@ def generate(
     while running:
         logits = reader.logits()
         if sampling.temperature == 0:
-            ids = most_probable(logits, mesh.tensor, model.vocab_size)
+            ids = most_probable(logits, mesh.vocabulary, model.vocab_size)
         else:
-            whole = gather_from(logits, -1, mesh.tensor)[:, : model.vocab_size]
+            whole = gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
             shares = [sources[row].random() for row in running]
             ids = draw(whole.cpu(), sampling, shares).to(logits.device)
         for row, token in zip(running, ids.tolist(), strict=True):

@@ -63,6 +63,7 @@ class BertEncoder(nn.Module):
             self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
             self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
+        self.exchange = factory.exchange
         if part.is_last:
             self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
             self.gather = factory.gather()
@@ -90,8 +91,15 @@ class BertEncoder(nn.Module):
     ) -> Tensor:
         """The stream behind the last layer, or behind the last of `numbers`. No token attends to
         padding; what comes out at padding means nothing."""
-        is_real = batch.is_real.view(-1, 1, 1, batch.is_real.shape[-1])
-        at = Sequences(count=len(is_real), mask=is_real, is_causal=False, rows=text_rows(batch))
+        is_real = self.exchange(batch.is_real).view(-1, 1, 1, batch.is_real.shape[-1])
+        rows = text_rows(batch)
+        at = Sequences(
+            count=len(is_real),
+            mask=is_real,
+            is_causal=False,
+            rows=rows,
+            core_rows=self.exchange(rows),
+        )
         return self.transformer(x, at, numbers)
 
     def output(self, x: Tensor) -> Tensor:

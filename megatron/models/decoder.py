@@ -47,6 +47,7 @@ class Decoder(nn.Module):
             self.add_positions(config, factory)
             self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, self.make_layer)
+        self.exchange = factory.exchange
         if part.is_last:
             self.final_norm = make_norm(config, factory)
             self.head = factory.head(
@@ -86,7 +87,8 @@ class Decoder(nn.Module):
         cache: of what was read before, which the batch follows and then belongs to; evaluation
         only.
         """
-        starts, size = batch.document_starts, batch.tokens.shape[1]
+        starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
+        rows = text_rows(batch)
         mask = None if starts is None else document_mask(starts)
         if cache is not None:
             assert mask is None
@@ -96,7 +98,8 @@ class Decoder(nn.Module):
             count=len(batch.tokens),
             mask=mask,
             is_causal=mask is None and size > 1,  # a single query is the last of all tokens
-            rows=text_rows(batch),
+            rows=rows,
+            core_rows=self.exchange(rows),
             cache=cache,
             turns=self.turns(batch),
         )

@@ -61,5 +61,6 @@ class Llama(Decoder):
         )
 
     def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary(batch.positions, next(self.parameters()).dtype)
+        positions = self.exchange(batch.positions)
+        cos, sin = self.rotary(positions, next(self.parameters()).dtype)
         return cos, sin

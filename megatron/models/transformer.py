@@ -53,6 +53,7 @@ class Sequences:
     mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may look
     is_causal: bool  # query i looks at the keys up to i, and there is no mask
     rows: Tensor | None = None  # int64 [n], as of `text_rows`
+    core_rows: Tensor | None = None  # the same of the samples that attention holds
     cache: KeyValueCache | None = None  # of what was read before; evaluation only
     turns: tuple[Tensor, Tensor] | None = None  # of rotary positions, as of RotaryEmbedding
 
@@ -123,7 +124,7 @@ class Attention(nn.Module):
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
         of_query = self.of_query
-        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.rows, of_query)
+        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, at.core_rows, of_query)
         return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
@@ -201,7 +202,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         numbers = factory.part.layers(config.num_layers)
-        self.hidden_size, self.rows = config.hidden_size, factory.rows
+        self.hidden_size, self.shape = config.hidden_size, factory.stream
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}
         )
@@ -215,4 +216,5 @@ class Transformer(nn.Module):
     def stream(self, n: int) -> Tensor:
         """What passes between layers of n tokens on this rank, on meta: [n, h] or rows of it."""
         dtype = next(self.parameters()).dtype
-        return torch.empty(self.rows(n), self.hidden_size, dtype=dtype, device="meta")
+        shape = self.shape(n, self.hidden_size)
+        return torch.empty(shape, dtype=dtype, device="meta")

@@ -89,6 +89,39 @@ def start_sum(
     return _started("reduce_scatter", x, axis, call, own)
 
 
+def start_gather_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
+    """As start_gather of the rows, dim 0, or the columns, dim 1, of x [n, c]."""
+    wait = start_gather(x, axis)
+    if axis.size == 1 or dim == 0:
+        return wait
+    return lambda: wait().view(axis.size, *x.shape).transpose(0, 1).flatten(1)
+
+
+def start_sum_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
+    """As start_sum, of which each rank gets its own rows, dim 0, or columns, dim 1, of x [n, c]."""
+    if axis.size > 1 and dim == 1:
+        x = x.view(len(x), axis.size, -1).transpose(0, 1).flatten(0, 1)
+    return start_sum(x, axis, axis)
+
+
+def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
+    """The x of the rank `source` of `axis`, where that of the others is of its shape and dtype: as
+    start_all_reduce."""
+    if axis.size == 1:
+        return lambda: x
+    own = x.contiguous() if axis.rank == source else torch.empty_like(x)
+    call = partial(dist.broadcast, own, group_src=source)
+    return _started("broadcast", x, axis, call, own)
+
+
+def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
+    """The sum of `x` over `axis`, in place, which the rank `receiver` alone gets; what is in the
+    others' x then is undefined: as start_all_reduce."""
+    if axis.size == 1:
+        return lambda: x
+    return _started("reduce", x, axis, partial(dist.reduce, x, group_dst=receiver), x)
+
+
 def _started(
     name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], result: Tensor
 ) -> Callable[[], Tensor]:
@@ -214,6 +247,18 @@ def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
     keeps the gradient of its own."""
     there, back = (partial(each, dim=dim, axis=axis) for each in (gather_from, _own_shard))
+    return x if axis.size == 1 else _Pair.apply(x, there, back)
+
+
+def scatter_sum(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's rows, dim 0, or columns, dim 1, of the sum of the ranks' partial `x` [n, c]."""
+
+    def there(x: Tensor) -> Tensor:
+        return start_sum_along(x, dim, axis)()
+
+    def back(dy: Tensor) -> Tensor:
+        return start_gather_along(dy, dim, axis)()
+
     return x if axis.size == 1 else _Pair.apply(x, there, back)
 
 

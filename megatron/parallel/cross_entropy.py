@@ -28,7 +28,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from megatron.parallel.collectives import all_reduce, start_gather, start_sum
+from megatron.parallel.collectives import (
+    all_reduce,
+    start_gather,
+    start_gather_along,
+    start_sum,
+    start_sum_along,
+)
 from megatron.parallel.kernels import matmul, padded_rows
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.sharding import GradientView
@@ -38,6 +44,29 @@ def _own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]
     """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
     start = axis.rank * logits.shape[1]
     return start, min(max(vocab_size - start, 0), logits.shape[1])
+
+
+@dataclass(frozen=True)
+class HeadAxes:
+    """How the output layer is cut: logits [n, v/t] over the vocabulary axis, and with one of these
+    x by rows (stream), or x by columns (hidden) and the weight's rows once more (tokens)."""
+
+    vocabulary: Axis = ALONE
+    stream: Axis = ALONE
+    hidden: Axis = ALONE
+    tokens: Axis = ALONE
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """x whole, of some of its rows on each rank of the stream."""
+        if self.hidden.size > 1:
+            return start_gather_along(x, 1, self.hidden)
+        return start_gather(x, self.stream)
+
+    def start_sum(self, dx: Tensor) -> Callable[[], Tensor]:
+        """What belongs to this rank of the sum over the vocabulary."""
+        if self.hidden.size > 1:
+            return start_sum_along(dx, 1, self.hidden)
+        return start_sum(dx, self.vocabulary, self.stream)
 
 
 @dataclass(frozen=True)
@@ -130,33 +159,38 @@ def _loss_and_gradients(
     bias: Tensor | None,
     labels: Tensor,
     scales: Tensor,
-    axis: Axis,
+    axes: HeadAxes,
     vocab_size: int,
     view: GradientView | None,
-    stream: Axis,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(total, dx, dw or None where it is added to `view`, db), the last two in the scales' dtype;
     arguments as of linear_cross_entropy."""
     wide = scales.dtype
     total, dx = scales.new_zeros(()), torch.empty_like(x)
     finish: Callable[[], object] = _nothing  # of the chunk before
-    dw = None if view is not None else torch.zeros_like(weight, dtype=wide)
+    weight, is_gathered = start_gather(weight, axes.tokens)(), axes.tokens.size > 1
+    dw = torch.zeros_like(weight, dtype=wide) if view is None or is_gathered else None
     db = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    for rows, part, its_labels, its_scales in _parts(x, weight, labels, scales, stream):
-        parts = softmax(matmul(part, weight, bias), its_labels, axis, vocab_size)
+    for rows, part, its_labels, its_scales in _parts(x, weight, labels, scales, axes):
+        parts = softmax(matmul(part, weight, bias), its_labels, axes.vocabulary, vocab_size)
         total += (parts.losses * its_scales).sum()
         dz = parts.gradient(its_scales).to(x.dtype)
         del parts  # or the wide dz would stay beside the narrow one during its matmuls
         finish()
-        finish = partial(_finish, dx[rows], start_sum(matmul(dz, weight.T), axis, stream))
-        if view is not None:
-            view.add_matmul(dz, part)
+        finish = partial(_finish, dx[rows], axes.start_sum(matmul(dz, weight.T)))
         if dw is not None:
             dw += matmul(dz.T, part.T)
+        elif view is not None:
+            view.add_matmul(dz, part)
         if db is not None:
             db += dz.sum(0, dtype=wide)
         del dz  # or the logits of two chunks would be there at once
     finish()
+    if dw is not None and is_gathered:
+        dw = start_sum_along(dw, 0, axes.tokens)()
+        if view is not None:
+            view.add(dw)
+            dw = None
     return total, dx, dw, db
 
 
@@ -169,13 +203,13 @@ def _finish(dx: Tensor, wait: Callable[[], Tensor]) -> None:
 
 
 def _parts(
-    x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, stream: Axis
+    x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, axes: HeadAxes
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """(rows of x, the same of all ranks of the stream, their labels, their scales), a chunk at a
     time."""
-    labels, scales = (each.view(stream.size, -1) for each in (labels, scales))
-    for rows in chunks(len(x), stream.size * len(weight), scales.dtype):
-        part = start_gather(x[rows], stream)()
+    labels, scales = (each.view(axes.stream.size, -1) for each in (labels, scales))
+    for rows in chunks(len(x), axes.stream.size * len(weight), scales.dtype):
+        part = axes.start_gather(x[rows])()
         yield rows, part, labels[:, rows].flatten(), scales[:, rows].flatten()
 
 
@@ -211,9 +245,9 @@ def _is_one(d_total: Tensor) -> bool:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        x, weight, bias, labels, scales, axis, vocab_size, view, stream = arguments
+        x, weight, bias, labels, scales, *others = arguments
         total, dx, dw, db = _loss_and_gradients(*arguments)
-        ctx.dtype, ctx.others = weight.dtype, (axis, vocab_size, view, stream)
+        ctx.dtype, ctx.others = weight.dtype, others
         ctx.is_in_view = dw is None
         inputs = (x, weight, bias, labels, scales) if ctx.is_in_view else ()
         ctx.save_for_backward(dx, dw, db, *inputs)
@@ -230,7 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scales = scales * (d_total - 1)
             _loss_and_gradients(x, weight, bias, labels, scales, *ctx.others)
         dw, db = (each if each is None else (each * d_total).to(ctx.dtype) for each in (dw, db))
-        return (dx * d_total).to(dx.dtype), dw, db, *[None] * 6
+        return (dx * d_total).to(dx.dtype), dw, db, *[None] * 5
 
 
 def linear_cross_entropy(
@@ -239,15 +273,15 @@ def linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     scales: Tensor,
-    axis: Axis,
+    axes: HeadAxes,
     vocab_size: int,
     view: GradientView | None = None,
-    stream: Axis = ALONE,
 ) -> Tensor:
     """The sum over tokens of scale x loss: a scalar in fp32, or x's wider dtype.
 
-    x [n, h], replicated over `axis`, or cut by rows over `stream`, of which never more than a chunk
-    is gathered; weight [padded v / t, h] and bias [padded v / t], this rank's;
+    x [n, h], replicated over the vocabulary axis, or cut, of which never more than a chunk is
+    gathered; weight [padded v / t, h], of which all is gathered where ranks of `tokens` share it
+    out, and bias [padded v / t], this rank's;
     labels [n] int64 and scales [n], the same on every rank. view: of the weight's gradient, which
     is added there in the forward, if it is wide enough to add up chunks: run backward once for each
     forward. A result that is multiplied before its backward costs a second pass; put constants into
@@ -256,12 +290,11 @@ def linear_cross_entropy(
     scales = scales.to(torch.promote_types(x.dtype, torch.float32))
     if torch.is_grad_enabled():
         view = view if view is None or view.is_wide else None
-        return _LinearCrossEntropy.apply(
-            x, weight, bias, labels, scales, axis, vocab_size, view, stream
-        )
-    total = scales.new_zeros(())
-    for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, stream):
-        losses = softmax(matmul(part, weight, bias), its_labels, axis, vocab_size).losses
+        return _LinearCrossEntropy.apply(x, weight, bias, labels, scales, axes, vocab_size, view)
+    total, weight = scales.new_zeros(()), start_gather(weight, axes.tokens)()
+    for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, axes):
+        logits = matmul(part, weight, bias)
+        losses = softmax(logits, its_labels, axes.vocabulary, vocab_size).losses
         total += (losses * its_scales).sum()
     return total
 

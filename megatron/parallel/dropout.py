@@ -51,19 +51,22 @@ class Dropout(nn.Module):
     """Dropout of the stream [n, h] or [b, s, h] outside the parallel region: a row is dropped alike
     wherever it is held."""
 
-    def __init__(self, seed: int, p: float, name: str, *, stream: Axis = ALONE) -> None:
-        """name: of the layer; another one drops other elements. stream: that its rows are cut
-        over."""
+    def __init__(
+        self, seed: int, p: float, name: str, *, stream: Axis = ALONE, hidden: Axis = ALONE
+    ) -> None:
+        """name: of the layer; another one drops other elements. stream, hidden: that its rows, and
+        its columns, are cut over."""
         super().__init__()
         self.p, self.name, self.key = p, name, layer_key(seed, name)
-        self.stream = stream
+        self.stream, self.hidden = stream, hidden
 
     def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
         """rows: int64 [n], as of `row_keys`, of all rows of the stream."""
         if not self.training or self.p == 0.0:
             return x
         keys = fold(self.key, own_rows(known(rows), self.stream))
-        return dropout(x.flatten(0, -2), keys, self.p).view_as(x)
+        first = self.hidden.rank * x.shape[-1]
+        return dropout(x.flatten(0, -2), keys, self.p, first).view_as(x)
 
 
 def known(rows: Tensor | None) -> Tensor:

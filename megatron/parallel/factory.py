@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.parallel import layers, layers_llama
+from megatron.parallel import layers, layers_2d, layers_3d, layers_llama
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parallelize import parallelize
@@ -60,7 +60,10 @@ class LayerFactory:
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
     checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
     whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
-    rows: Callable[[int], int]  # (n): of the n rows of x those that this rank holds
+    stream: Callable[[int, int], tuple[int, int]]  # (n, h): of x what this rank holds
+    exchange: Callable[[Any], Any]
+    """(x [b, ..]): what is known of the samples that a rank reads, to the same of those that it
+    holds in the parallel region."""
     part: ModelPart = WHOLE  # of the model, that this rank builds
     tensor: Axis = ALONE  # that layers are cut over
     parallelize: Callable[..., Any] | None = None
@@ -105,12 +108,61 @@ def factory_1d(
         whole=lambda: factory_1d(
             replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel, part=part
         ),
-        rows=lambda n: n // mesh.stream.size,
+        stream=lambda n, h: (n // mesh.stream.size, h),
+        exchange=lambda x: x,
         parallelize=partial(parallelize, mesh=mesh),
         tensor=mesh.tensor,
         part=part,
     )
 
 
-FACTORIES = {"1d": factory_1d}
+def factory_2d(
+    mesh: Mesh,
+    seed: int,
+    *,
+    norm: str = "torch",
+    draws_in_kernel: bool = False,
+    part: ModelPart = WHOLE,
+) -> LayerFactory:
+    """2D and 2.5D: tokens cut along rows, hidden columns along columns. Arguments as of factory_1d;
+    torch's are the only norms."""
+    assert norm == "torch"
+    factory = LayerFactory(
+        column=partial(layers_2d.Linear2D, mesh),
+        grouped_query=partial(layers_2d.GroupedQueryLinear2D, mesh),
+        row=partial(layers_2d.Linear2D, mesh),
+        linear=partial(layers_2d.Linear2D, mesh),
+        gather=nn.Identity,
+        input=partial(layers_2d.InputLinear2D, mesh),
+        output=partial(layers_2d.OutputLinear2D, mesh),
+        word_embedding=partial(layers_2d.VocabParallelEmbedding2D, mesh),
+        position_embedding=partial(layers.PositionEmbedding, mesh),
+        rotary=layers_llama.RotaryEmbedding,
+        layer_norm=partial(layers_2d.LayerNorm2D, mesh),
+        rms_norm=partial(layers_2d.RMSNorm2D, mesh),
+        dropout=partial(Dropout, seed, hidden=mesh.hidden),
+        attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
+        head=partial(layers_2d.VocabParallelHead2D, mesh),
+        checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
+        whole=lambda: factory,
+        stream=lambda n, h: (n, h // mesh.hidden.size),
+        exchange=lambda x: x,
+        tensor=mesh.tensor,
+        part=part,
+    )
+    return factory
+
+
+def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
+    """3D: as 2D outside the parallel region. Arguments as of factory_2d."""
+    return replace(
+        factory_2d(mesh, seed, **settings),
+        column=partial(layers_3d.Linear3D, mesh),
+        grouped_query=partial(layers_3d.GroupedQueryLinear3D, mesh),
+        row=partial(layers_3d.LeavingLinear3D, mesh),
+        exchange=partial(layers_3d.exchange, mesh),
+    )
+
+
+FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": factory_3d}
 """By the name that --tensor-parallel-mode gives them."""

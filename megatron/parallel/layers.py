@@ -32,7 +32,11 @@ from megatron.parallel.collectives import (
     start_gather,
     start_sum,
 )
-from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron.parallel.cross_entropy import (
+    HeadAxes,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron.parallel.dropout import head_keys, known, layer_key
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardedModule
@@ -201,6 +205,11 @@ STD = 0.02  # of initial weights, as of GPT-2
 DIVISIBLE_BY = 128  # what the rows of a vocabulary are padded to, on each rank
 
 
+def over(dim: int, *axes: Axis) -> tuple[tuple[int, Axis], ...]:
+    """Shards of this dim, as of ShardingSpec, over those of the axes that have several ranks."""
+    return tuple((dim, axis) for axis in axes if axis.size > 1)
+
+
 def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
     """x [..., width] as [n, width], or ids [...] as [n]. Raises ValueError for another width, and
     for [b, s, ..] where the stream is cut by rows, which are then in another order."""
@@ -298,8 +307,14 @@ class Linear(ShardedModule):
     ) -> None:
         super().__init__(mesh)
         shape, partial = (out_features, in_features), mesh.of_stream
-        self.add_parameter("weight", shape, std=std, partial=partial)
-        self.add_bias(bias, (out_features,), partial=partial)
+        shards = self.shards(mesh)
+        of_bias = [each for each in shards if each[0] == 0]
+        self.add_parameter("weight", shape, shards, std=std, partial=partial)
+        self.add_bias(bias, (out_features,), tuple(of_bias), partial=partial)
+
+    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
+        """Of the weight: none, as x is whole."""
+        return ()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[1])
@@ -309,12 +324,18 @@ class Linear(ShardedModule):
 class InputLinear(Linear):
     """x [n, in], whole on every rank, to the stream [n, out]."""
 
+    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
+        return over(0, mesh.hidden)
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(own_rows(x, self.mesh.stream))
 
 
 class OutputLinear(Linear):
     """The stream [n, in] to [n, out], whole on every rank."""
+
+    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
+        return over(1, mesh.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return gather_with_gradient(super().forward(x), 0, self.mesh.stream)
@@ -331,9 +352,9 @@ class Gather(nn.Module):
         return gather_with_gradient(x, 0, self.mesh.stream)
 
 
-def _padded(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
-    """Rows of the vocabulary with the padding that lets it be cut over the tensor axis."""
-    multiple = divisible_by * mesh.tensor.size
+def padded_vocabulary(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
+    """Rows of the vocabulary with the padding that lets it be cut over the ranks of a layer."""
+    multiple = divisible_by * mesh.vocabulary.size * mesh.tokens.size
     return -(-vocab_size // multiple) * multiple
 
 
@@ -341,7 +362,7 @@ class VocabParallelEmbedding(ShardedModule):
     """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up. An id outside of
     the vocabulary gives zeros: no rank has its row.
 
-    The vocabulary is padded to a multiple of `divisible_by` x t. Padding rows are zero, get no
+    The vocabulary is padded to a multiple of `divisible_by` x the ranks. Padding rows are zero, get no
     gradient and are not part of the whole shape.
     """
 
@@ -360,19 +381,23 @@ class VocabParallelEmbedding(ShardedModule):
         """is_tied: whether the head uses the weight, too, of which the first and the last pipeline
         stage have a copy each."""
         super().__init__(mesh)
-        shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
+        shards = ((0, mesh.vocabulary), *over(0, mesh.tokens))
+        padded_rows = padded_vocabulary(vocab_size, divisible_by, mesh)
         partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
         shape, of_rows = (vocab_size, hidden_size), {"padded_rows": padded_rows, "std": std}
         self.add_parameter("weight", shape, shards, partial=partial, **of_rows)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        index = as_rows(self, tokens) - self.mesh.tensor.rank * rows
+        own = self.look_up(as_rows(self, tokens) - self.mesh.tensor.rank * rows, rows)
+        return as_before(reduce_from(own, self.mesh.tensor, self.mesh.stream), tokens.shape)
+
+    def look_up(self, index: Tensor, rows: int) -> Tensor:
+        """index [n]: of this rank's rows; of others zeros [n, h]."""
         is_elsewhere = (index < 0) | (index >= rows)
         view = self.gradient_views.get("weight")
         own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
-        own = own.masked_fill(is_elsewhere[:, None], 0)
-        return as_before(reduce_from(own, self.mesh.tensor, self.mesh.stream), tokens.shape)
+        return own.masked_fill(is_elsewhere[:, None], 0)
 
 
 class PositionEmbedding(ShardedModule):
@@ -382,8 +407,8 @@ class PositionEmbedding(ShardedModule):
 
     def __init__(self, mesh: Mesh, positions: int, hidden_size: int, *, std: float = STD) -> None:
         super().__init__(mesh)
-        shape = (positions, hidden_size)
-        self.add_parameter("weight", shape, std=std, partial=mesh.of_stream)
+        shape, shards = (positions, hidden_size), over(1, mesh.hidden)
+        self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
 
     def forward(self, positions: Tensor) -> Tensor:
         own = own_rows(as_rows(self, positions), self.mesh.stream)
@@ -414,13 +439,16 @@ class VocabParallelHead(ShardedModule):
         """divisible_by: as of the embedding. bias: of each token. untied_std: standard deviation of
         the weight of an untied head; None for a tied one."""
         super().__init__(mesh)
-        self.vocab_size = vocab_size
-        shards, padded_rows = ((0, mesh.tensor),), _padded(vocab_size, divisible_by, mesh)
+        self.vocab_size, self.width = vocab_size, hidden_size // mesh.hidden.size
+        shards = ((0, mesh.vocabulary),)
+        rows: dict[str, Any] = {"padded_rows": padded_vocabulary(vocab_size, divisible_by, mesh)}
+        self.axes = HeadAxes(mesh.vocabulary, mesh.stream, mesh.hidden, mesh.tokens)
         self.register_parameter("weight", None)
         if untied_std is not None:
             shape = (vocab_size, hidden_size)
-            self.add_parameter("weight", shape, shards, padded_rows=padded_rows, std=untied_std)
-        self.add_bias(bias, (vocab_size,), shards, padded_rows=padded_rows)
+            of_weight = (*shards, *over(0, mesh.tokens))
+            self.add_parameter("weight", shape, of_weight, std=untied_std, **rows)
+        self.add_bias(bias, (vocab_size,), shards, partial=(mesh.replicas, mesh.tokens), **rows)
 
     def forward(
         self,
@@ -438,19 +466,24 @@ class VocabParallelHead(ShardedModule):
         owner: Any = self if self.weight is not None else embedding
         if owner is None:
             raise ValueError("a tied head takes the embedding; untied_std= gives it its own weight")
-        rows = as_rows(self, x, owner.weight.shape[-1])
+        rows = as_rows(self, x, self.width)
         labels, scales = (None if each is None else each.flatten() for each in (labels, scales))
         weight, view = owner.weight, owner.gradient_views.get("weight")
-        axis, stream, vocab_size = self.mesh.tensor, self.mesh.stream, self.vocab_size
         if labels is not None and scales is not None:
             scales = scales * (labels >= 0)
             return linear_cross_entropy(
-                rows, weight, self.bias, labels, scales, axis, vocab_size, view, stream
+                rows, weight, self.bias, labels, scales, self.axes, self.vocab_size, view
             )
-        y = linear(rows, weight, self.bias, axis=axis, stream=stream, view=view)
+        y = self.multiply(rows, weight, view)
         if labels is not None:
-            y = vocab_parallel_cross_entropy(y, labels, axis, vocab_size) * (labels >= 0)
+            axis = self.mesh.vocabulary
+            y = vocab_parallel_cross_entropy(y, labels, axis, self.vocab_size) * (labels >= 0)
         return as_before(y, x.shape[:-1])
+
+    def multiply(self, x: Tensor, weight: Tensor, view: GradientView | None) -> Tensor:
+        """Rows of x to logits [n, v/t]."""
+        axis, stream = self.mesh.tensor, self.mesh.stream
+        return linear(x, weight, self.bias, axis=axis, stream=stream, view=view)
 
 
 class LayerNorm(ShardedModule):
@@ -462,9 +495,14 @@ class LayerNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
-        shape, partial = (hidden_size,), mesh.of_stream
-        self.add_parameter("weight", shape, fill=1, decay=False, partial=partial)
-        self.add_parameter("bias", shape, decay=False, partial=partial)
+        self.hidden, partial = self.axes(mesh)
+        shape, shards = (hidden_size,), over(0, self.hidden)
+        self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
+        self.add_parameter("bias", shape, shards, decay=False, partial=partial)
+
+    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
+        """(that columns are cut over, that gradients are partial over)."""
+        return mesh.hidden, mesh.of_stream
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
@@ -518,6 +556,6 @@ class AttentionCore(nn.Module):
         p = self.dropout if self.training else 0.0
         if p == 0.0 or self.draws_in_kernel:
             return kernels.attention(q, k, v, mask, p, is_causal)
-        first, heads = self.mesh.tensor.rank * q.shape[1], q.shape[1]
+        first, heads = self.mesh.inner_hidden.rank * q.shape[1], q.shape[1]
         keys = head_keys(known(rows), self.key, range(first, first + heads), len(q))
         return block_attention(q, k, v, mask, is_causal, p, keys)

@@ -3,7 +3,7 @@ gated activations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import pi
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.layers import STD, as_before, as_rows, linears
+from megatron.parallel.layers import STD, as_before, as_rows, linears, over
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import ShardedModule
+from megatron.parallel.sharding import GradientView, ShardedModule
 
 
 class GroupedQueryLinear(ShardedModule):
@@ -50,34 +50,50 @@ class GroupedQueryLinear(ShardedModule):
         std: float = STD,
     ) -> None:
         super().__init__(mesh)
-        tensor, self.head_size = mesh.tensor, head_size
-        if heads % key_value_heads or heads % tensor.size:
+        ranks, self.head_size = mesh.inner_hidden, head_size
+        if heads % key_value_heads or heads % ranks.size:
             raise ValueError(
                 f"{heads} heads are no multiple of {key_value_heads} key/value heads and of "
-                f"{tensor.size} tensor-parallel ranks"
+                f"{ranks.size} {ranks.name} ranks"
             )
-        own = range(tensor.rank * heads // tensor.size, (tensor.rank + 1) * heads // tensor.size)
+        inputs, self.width, tokens = self.plan(mesh, hidden_size)
+        own = range(ranks.rank * heads // ranks.size, (ranks.rank + 1) * heads // ranks.size)
         needed = [head * key_value_heads // heads for head in own]
         used = [head - needed[0] for head in needed]
         is_even = len({used.count(head) for head in used}) == 1
         self.of_query = None if is_even else torch.tensor(used, device="cpu")
         self.rows: slice | None = None
-        shards: tuple[tuple[int, Axis], ...] = ((1, tensor),)
-        partial_axes: tuple[Axis, ...] = (mesh.replicas,)
-        if key_value_heads % tensor.size:
+        shards: tuple[tuple[int, Axis], ...] = ((1, ranks),)
+        shared: tuple[Axis, ...] = ()
+        if key_value_heads % ranks.size:
             self.rows = slice(needed[0] * head_size, (needed[-1] + 1) * head_size)
-            shards, partial_axes = (), (mesh.replicas, tensor)
-        size = heads * head_size
-        self.add_parameter("query", (size, hidden_size), ((0, tensor),), std=std)
-        self.add_bias(bias, (size,), ((0, tensor),), "query_bias")
-        size = key_value_heads * head_size
-        self.add_parameter(
-            "key_value", (2, size, hidden_size), shards, partial=partial_axes, std=std
-        )
-        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=partial_axes)
+            shards, shared = (), (ranks,)
+        size, of_query = heads * head_size, ((0, ranks),)
+        cut = {"partial": (mesh.replicas,), "std": std}
+        self.add_parameter("query", (size, hidden_size), of_query + over(1, *inputs), **cut)
+        self.add_bias(bias, (size,), of_query, "query_bias", partial=(mesh.replicas, *tokens))
+        size, cut["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
+        self.add_parameter("key_value", (2, size, hidden_size), shards + over(2, *inputs), **cut)
+        of_bias = (mesh.replicas, *shared, *tokens)
+        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=of_bias)
+
+    def plan(self, mesh: Mesh, hidden_size: int) -> tuple[tuple[Axis, ...], int, tuple[Axis, ...]]:
+        """(axes that cut dim `in` of the weights, columns of x on this rank, axes along which the
+        rows of the queries differ, beside the replicas)."""
+        return (), hidden_size, ()
+
+    def multiply(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        views: Sequence[GradientView | None],
+    ) -> tuple[Tensor, ...]:
+        axis, stream = self.mesh.tensor, self.mesh.stream
+        return linears(x, weights, biases, axis=axis, stream=stream, views=views)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows, mesh = as_rows(self, x, self.query.shape[1]), self.mesh
+        rows = as_rows(self, x, self.width)
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
         view = None
@@ -86,14 +102,8 @@ class GroupedQueryLinear(ShardedModule):
         else:  # autograd adds the gradient of the rows to that of the whole
             weight = weight[:, self.rows]
             bias = None if bias is None else bias[:, self.rows]
-        q, kv = linears(
-            rows,
-            [self.query, weight],
-            [self.query_bias, bias],
-            axis=mesh.tensor,
-            stream=mesh.stream,
-            views=[self.gradient_views.get("query"), view],
-        )
+        views = [self.gradient_views.get("query"), view]
+        q, kv = self.multiply(rows, [self.query, weight], [self.query_bias, bias], views)
         q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 
@@ -106,9 +116,14 @@ class RMSNorm(ShardedModule):
 
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh)
-        self.epsilon = epsilon
-        shape = (hidden_size,)
-        self.add_parameter("weight", shape, fill=1, decay=False, partial=mesh.of_stream)
+        self.epsilon, shape = epsilon, (hidden_size,)
+        self.hidden, partial = self.axes(mesh)
+        shards = over(0, self.hidden)
+        self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
+
+    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
+        """As of LayerNorm."""
+        return mesh.hidden, mesh.of_stream
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])

@@ -9,6 +9,15 @@ one server:
 What several axes do together has a name too, a union of axes: code asks for the union that it
 means (`mesh.loss`), and a new axis is an entry here and a field of Mesh. Say *axis* for the mesh
 and *dim* for a tensor.
+
+Several axes may take the place of the tensor axis, by the tensor-parallel mode. Then ranks of one
+model read different samples, too, and the hidden dim of the stream is cut:
+
+              axes                     samples differ along   hidden dim, vocabulary   heads
+    1d        tensor                                          whole, tensor            tensor
+    2d        row, column              row                    column                   column
+    2.5d      depth, row, column       depth, row             column                   column
+    3d        weight, input, output    weight, input          output                   input
 """
 
 from __future__ import annotations
@@ -26,17 +35,57 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pipeline", "data", "context", "tensor")
-"""Every axis, the slowest first."""
+Names = tuple[str, ...]
+OUTER: Names = ("pipeline", "data", "context")
+INNER: dict[str, Names] = {
+    "1d": ("tensor",),
+    "2d": ("row", "column"),
+    "2.5d": ("depth", "row", "column"),
+    "3d": ("weight", "input", "output"),
+}
+"""The axes over which a layer is cut, by tensor-parallel mode; the slowest first."""
+
+
+def _unions(
+    mode: str,
+    *,
+    copies: Names = (),
+    tokens: Names = (),
+    hidden: Names = (),
+    inner_tokens: Names | None = None,
+    inner_hidden: Names | None = None,
+) -> dict[str, Names]:
+    """copies: axes of a layer that divide samples alone; the others are as of Mesh."""
+    cut = tuple(name for name in INNER[mode] if name not in copies)
+    return {
+        "tokens": tokens,
+        "hidden": hidden,
+        "inner_tokens": tokens if inner_tokens is None else inner_tokens,
+        "inner_hidden": hidden if inner_hidden is None else inner_hidden,
+        "vocabulary": hidden or cut,
+        "copies": ("data", *copies),
+        "batch": ("data", *copies, *tokens),
+        "loss": ("data", "context", *copies, *tokens),
+        "loss_sums": ("pipeline", "data", "context", *copies, *tokens),
+        "replicas": ("data", "context", *copies),
+        "model_parallel": ("pipeline", *cut),
+        "tensor": INNER[mode],
+    }
+
 
 UNIONS = {
-    "batch": ("data",),
-    "loss": ("data", "context"),
-    "loss_sums": ("pipeline", "data", "context"),
-    "replicas": ("data", "context"),
-    "model_parallel": ("pipeline", "tensor"),
+    "1d": _unions("1d", inner_hidden=("tensor",)),
+    "2d": _unions("2d", tokens=("row",), hidden=("column",)),
+    "2.5d": _unions("2.5d", copies=("depth",), tokens=("row",), hidden=("column",)),
+    "3d": _unions(
+        "3d",
+        tokens=("weight", "input"),
+        hidden=("output",),
+        inner_tokens=("weight", "output"),
+        inner_hidden=("input",),
+    ),
 }
-"""The axes of each union; see Mesh."""
+"""The axes of each union, by tensor-parallel mode; see Mesh."""
 
 CALLS: dict[str, Calls] = {}
 """By name, of each axis of several ranks, each channel and each control group that was used."""
@@ -192,8 +241,17 @@ class Mesh:
     pipeline: Axis = Axis("pipeline", is_of_stages=True)
     data: Axis = Axis("data")
     context: Axis = Axis("context")
-    tensor: Axis = Axis("tensor")
+    depth: Axis = Axis("depth")
+    row: Axis = Axis("row")
+    column: Axis = Axis("column")
+    weight: Axis = Axis("weight")
+    input: Axis = Axis("input")
+    output: Axis = Axis("output")
 
+    tensor: Axis = Axis("tensor")
+    """Its ranks share a layer; in 1D an axis."""
+    copies: Axis = Axis("copies")
+    """Its ranks belong to copies of the model that compute apart."""
     batch: Axis = Axis("batch")
     """Its ranks read different samples."""
     loss: Axis = Axis("loss")
@@ -204,6 +262,16 @@ class Mesh:
     """Its ranks hold the same shard of every parameter."""
     model_parallel: Axis = Axis("model_parallel")
     """Its ranks hold one copy of the model: they agree on overflow and gradient norm."""
+    tokens: Axis = Axis("tokens")
+    """Its ranks share a layer, and hold the stream of different samples."""
+    hidden: Axis = Axis("hidden")
+    """Its ranks hold different columns of the stream."""
+    inner_tokens: Axis = Axis("inner_tokens")
+    """As `tokens`, of the stream inside the parallel region."""
+    inner_hidden: Axis = Axis("inner_hidden")
+    """Its ranks hold different columns inside the parallel region, and different heads."""
+    vocabulary: Axis = Axis("vocabulary")
+    """Its ranks hold different columns of the logits."""
     embedding_group: Axis = Axis("embedding_group", is_of_stages=True)
     """The first and the last pipeline stage, which share the word embedding."""
     stream: Axis = Axis("stream")
@@ -213,12 +281,17 @@ class Mesh:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Every axis, the slowest first."""
-        return tuple(getattr(self, name) for name in AXES)
+        return tuple(getattr(self, name) for name in (*OUTER, *INNER[self.tensor_parallel_mode]))
 
     @property
     def of_stream(self) -> tuple[Axis, ...]:
         """Over which the gradient is partial of a parameter that acts on rows of the stream."""
-        return self.replicas, self.stream
+        return self.replicas, self.stream, self.tokens
+
+    @property
+    def of_one_batch(self) -> tuple[Axis, ...]:
+        """Along which ranks read the same samples."""
+        return tuple(axis for axis in self.axes if axis not in self.batch.parts)
 
     @property
     def named_axes(self) -> tuple[Axis, ...]:
@@ -299,9 +372,10 @@ _ALWAYS_NAMED = ("data", "tensor")
 
 
 def _groups_along(sizes: Mapping[str, int], names: Sequence[str]) -> torch.Tensor:
-    """The ranks of each group along these axes: [groups, ranks of each]."""
-    grid = torch.arange(prod(sizes.values())).view([sizes[name] for name in AXES])
-    dims = [AXES.index(name) for name in names]
+    """The ranks of each group along these axes: [groups, ranks of each]. sizes: of all axes, the
+    slowest first."""
+    grid = torch.arange(prod(sizes.values())).view([*sizes.values()])
+    dims = [[*sizes].index(name) for name in names]
     last = list(range(-len(dims), 0))
     return grid.movedim(dims, last).reshape(-1, prod(sizes[name] for name in names))
 
@@ -346,15 +420,16 @@ def build_mesh(
 ) -> Mesh:
     """Cut the initialised process group into the axes (every rank calls this).
 
-    sizes: of some of AXES; the data axis takes the ranks that are left, the others have size 1.
+    sizes: of some axes; the data axis takes the ranks that are left, the others have size 1.
     timeout: after which torch gives up a collective; None for torch's default. control: the first
     ranks of the process group, which alone are cut; None for all. Raises ValueError for an axis
     that there is not, and sizes that do not divide the ranks.
     """
     control, device = control or connect_control(timeout), torch.device(device)
-    if unknown := sizes.keys() - set(AXES):
-        raise ValueError(f"a mesh has no axis {min(unknown)!r}, but {', '.join(AXES)}")
-    world, sizes = control.size, dict.fromkeys(AXES, 1) | dict(sizes)
+    names = (*OUTER, *INNER[tensor_parallel_mode])
+    if unknown := sizes.keys() - set(names):
+        raise ValueError(f"a mesh has no axis {min(unknown)!r}, but {', '.join(names)}")
+    world, sizes = control.size, dict.fromkeys(names, 1) | dict(sizes)
     rest = prod(size for name, size in sizes.items() if name != "data")
     if world % rest or sizes["data"] not in (1, world // rest):
         raise ValueError(f"axes {sizes} in a world of {world} ranks")
@@ -366,13 +441,13 @@ def build_mesh(
         for name in sizes
     }
     unions = {}
-    for name, members in UNIONS.items():
-        used = [axes[member] for member in members if axes[member].size > 1]
-        if len(used) > 1:
-            parts = tuple(axes[member] for member in members)
-            unions[name] = connect(name, groups_along(members), parts)
-        else:  # the same ranks, and so the same group, as its only axis of several
-            unions[name] = used[0] if used else Axis(name)
+    # Unions of the same ranks share a group.
+    known: dict[tuple[Axis, ...], Axis] = {(axis,): axis for axis in axes.values()}
+    for name, members in UNIONS[tensor_parallel_mode].items():
+        used = tuple(axes[member] for member in members if axes[member].size > 1)
+        if used and used not in known:
+            known[used] = connect(name, groups_along(members), used)
+        unions[name] = known[used] if used else Axis(name)
     ends = axes["pipeline"]
     if sizes["pipeline"] > 2:
         stages = groups_along(("pipeline",))
@@ -384,8 +459,7 @@ def build_mesh(
         device=device,
         control=control,
         tensor_parallel_mode=tensor_parallel_mode,
-        **axes,
-        **unions,
+        **axes | unions,
         embedding_group=ends,
         stream=axes["tensor"] if sequence_parallel else Axis("stream"),
     )
@@ -395,13 +469,14 @@ def absent_mesh(
     sizes: Mapping[str, int],
     device: torch.device,
     *,
+    tensor_parallel_mode: str = "1d",
     sequence_parallel: bool = False,
     stage: int = 0,
 ) -> Mesh:
     """The mesh of one of ranks that are not there, for the shapes and the work of a step: the first
     of those at `stage` along the pipeline axis.
 
-    sizes: of some of AXES; the others have size 1. Needs no torch.distributed, of which a dispatch
+    sizes: of some axes; the others have size 1. Needs no torch.distributed, of which a dispatch
     mode has to answer the collectives, such as tools.layouts.work.Meter. Raises ValueError for a
     stage that the pipeline axis does not have.
     """
@@ -409,7 +484,13 @@ def absent_mesh(
     if not 0 <= stage < stages:
         raise ValueError(f"stage {stage} of a pipeline axis of {stages} ranks")
     control = ControlGroup(size=world, rank=stage * (world // stages))
-    return build_mesh(sizes, device, control=control, sequence_parallel=sequence_parallel)
+    return build_mesh(
+        sizes,
+        device,
+        control=control,
+        tensor_parallel_mode=tensor_parallel_mode,
+        sequence_parallel=sequence_parallel,
+    )
 
 
 def serial_mesh(device: torch.device | str = "cpu") -> Mesh:

@@ -17,7 +17,7 @@ from megatron.parallel.collectives import (
     split_with_gradient,
     start_sum,
 )
-from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.cross_entropy import HeadAxes, linear_cross_entropy
 from megatron.parallel.layers import DIVISIBLE_BY, linear, linears, look_up
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
@@ -355,9 +355,9 @@ class ColumnLinear(Planned):
         """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
         that is whole: as linear_cross_entropy, which never holds all logits."""
         weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        axis = self.mesh.tensor
+        axes = HeadAxes(self.mesh.tensor)
         return linear_cross_entropy(
-            x, weight, self.shard_of("bias"), labels, scales, axis, self.features, view
+            x, weight, self.shard_of("bias"), labels, scales, axes, self.features, view
         )
 
 

@@ -23,7 +23,7 @@ from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.zero3 import gathered, join_in
+from megatron.parallel.zero3 import gathered
 from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
 
@@ -84,10 +84,15 @@ def mean_losses(
     model.eval()
     k, stage = len(objective.terms), mesh.pipeline
     totals = torch.zeros(2, k, dtype=torch.float64, device=mesh.device)
-    own = range(mesh.batch.rank, samples, mesh.batch.size)
+    # Every rank makes the same calls, of as many samples, as weights may be gathered in them: one
+    # more for what is left over, which counts where there is a sample for it.
+    own, even = range(mesh.batch.rank, samples, mesh.batch.size), samples // mesh.batch.size
     group = GROUP * stage.size * micro_batch_size  # samples that are read at a time
+    calls = [(own[start : min(start + group, even)], True) for start in range(0, even, group)]
+    if samples % mesh.batch.size:
+        calls.append((own[even:] or range(1), len(own) > even))
     with gathered(model):
-        for numbers in (own[start : start + group] for start in range(0, len(own), group)):
+        for numbers, counts in calls:
             starts = range(0, len(numbers), micro_batch_size)
             batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
             executor = Executor(
@@ -98,23 +103,12 @@ def mean_losses(
                 batches=batches,
                 loss_scales=torch.ones_like(totals[0]),
             )
-            totals[0] += executor.run(pipeline.evaluation(stage.rank, len(batches)))
+            found = executor.run(pipeline.evaluation(stage.rank, len(batches)))
+            if not counts:
+                continue
+            totals[0] += found
             if stage.rank == stage.size - 1:
                 totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
-        most = -(-samples // mesh.batch.size)  # samples of a rank
-        own_calls, calls = (-(-number // micro_batch_size) for number in (len(own), most))
-
-        def idle() -> None:
-            executor = Executor(
-                model=model,
-                objective=objective,
-                mesh=mesh,
-                batches=[data.batch(range(1))],
-                loss_scales=torch.ones_like(totals[0]),
-            )
-            executor.run(pipeline.evaluation(0, 1))
-
-        join_in(model, own_calls, calls, idle)
     model.train(was_training)
     sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):
@@ -132,7 +126,7 @@ def batch_of(tokens: Tensor) -> GPT2Batch:
 @torch.no_grad()
 def whole_logits(model: Decoder, mesh: Mesh, tokens: Tensor) -> Tensor:
     """Logits [b, s, true vocabulary], fp32 or wider, of tokens int64 [b, s]; on every rank."""
-    logits = gather_from(model(batch_of(tokens)), -1, mesh.tensor)
+    logits = gather_from(model(batch_of(tokens)), -1, mesh.vocabulary)
     logits = logits[:, : model.vocab_size].view(*tokens.shape, -1)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -154,7 +148,7 @@ def score(
     for x, ids in zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True):
         logits = model.logits(x)
         # First, because the loss works in the memory of the logits.
-        hits.append(most_probable(logits, mesh.tensor, model.vocab_size) == ids)
-        losses = vocab_parallel_cross_entropy(logits, ids, mesh.tensor, model.vocab_size)
+        hits.append(most_probable(logits, mesh.vocabulary, model.vocab_size) == ids)
+        losses = vocab_parallel_cross_entropy(logits, ids, mesh.vocabulary, model.vocab_size)
         log_probabilities.append(-losses)
     return torch.cat(log_probabilities), torch.cat(hits)

@@ -64,7 +64,7 @@ class WholeLogitsLoss:
         return [self.denominator(batch)]
 
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
-        logits = gather_with_gradient(self.model.logits(x), -1, self.mesh.tensor)
+        logits = gather_with_gradient(self.model.logits(x), -1, self.mesh.vocabulary)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = self.function(logits[:, : self.model.vocab_size], batch)
         return (total * loss_scales.to(total.dtype)).view(1)

@@ -61,7 +61,8 @@ def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> Pip
         scored=getattr(config.data, "mask_prob", 1.0),
     )
     batch = config.global_batch_size(world_size)
-    samples = config.training.micro_batch_size * config.data_parallel_size(world_size)
+    samples = config.training.micro_batch_size
+    samples *= config.parallel.batch_parallel_size(world_size)
     if plan.own is not None and batch != (
         wanted := samples * check(plan.own, plan.virtual).micro_batches
     ):

@@ -119,7 +119,8 @@ def _shared(
         copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
         if along := tuple(name for name in axes + ties if name in copies):
             yield each.key, along, digest(each.local).to(mesh.device)  # some are on the host
-    for field in fields(batches[0]) if batches and mesh.model_parallel.size > 1 else ():
+    along = _several(mesh.of_one_batch)
+    for field in fields(batches[0]) if batches and along else ():
         arrays = [getattr(batch, field.name) for batch in batches]
         content = b"".join(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
@@ -127,7 +128,7 @@ def _shared(
         )
         yield (
             f"batch.{field.name}",
-            _several(mesh.model_parallel.parts),
+            along,
             _digest_bytes(content, mesh),
         )
     for name, value in state.counters().items():

@@ -200,7 +200,7 @@ def gather_outputs(
     logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
     with gathered(model):
         for number, x in seen.items():  # which the last pipeline stage alone has
-            columns = gather_from(model.logits(x), -1, mesh.tensor)[:, : model.vocab_size]
+            columns = gather_from(model.logits(x), -1, mesh.vocabulary)[:, : model.vocab_size]
             logits[number] = columns.view(logits.shape[1:])
     all_reduce(logits, mesh.pipeline)
     # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.

@@ -20,7 +20,7 @@ from megatron.parallel import buckets, dropout, layers, planned
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
-from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.cross_entropy import HeadAxes, linear_cross_entropy
 from megatron.parallel.layers import (
     AttentionCore,
     ColumnParallelLinear,
@@ -30,7 +30,7 @@ from megatron.parallel.layers import (
     linear,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
-from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
 from megatron.parallel.planned import ColumnLinear, Entrance, SummedParameters
 from megatron.parallel.sharding import ShardedModule, ShardingSpec
@@ -286,7 +286,7 @@ def with_whole_head(head: ColumnLinear, x: Tensor, labels: Tensor, scales: Tenso
     """The same loss, of all columns on every rank."""
     spec = head.specs["weight"]
     weight = gather_with_gradient(head.shard_of("weight"), 0, head.mesh.tensor)[: spec.shape[0]]
-    whole: Tensor = linear_cross_entropy(x, weight, None, labels, scales, ALONE, spec.shape[0])
+    whole: Tensor = linear_cross_entropy(x, weight, None, labels, scales, HeadAxes(), spec.shape[0])
     return whole
 
 

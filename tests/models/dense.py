@@ -97,7 +97,8 @@ DENSE_FACTORY = LayerFactory(
     checkpoint=recompute,
     gather=nn.Identity,
     whole=lambda: DENSE_FACTORY,
-    rows=lambda n: n,
+    stream=lambda n, h: (n, h),
+    exchange=lambda x: x,
 )
 
 

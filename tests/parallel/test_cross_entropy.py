@@ -15,13 +15,14 @@ from megatron.parallel import cross_entropy
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import (
+    HeadAxes,
     linear_cross_entropy,
     most_probable,
     vocab_parallel_cross_entropy,
 )
 from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
-from megatron.parallel.mesh import Axis, Mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients
@@ -147,7 +148,7 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
 
         x.grad = None
         own = own_rows(weight, axis), own_rows(bias, axis) if with_bias else None
-        total = linear_cross_entropy(x, *own, labels, scales, axis, VOCABULARY)
+        total = linear_cross_entropy(x, *own, labels, scales, HeadAxes(axis), VOCABULARY)
         (3 * total).backward()
         assert total.dtype == torch.promote_types(dtype, torch.float32)
         close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
@@ -159,7 +160,7 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
                 assert not gradient[VOCABULARY:].any(), "padding gets a gradient"
                 close(gradient[:VOCABULARY], whole.grad)
         with torch.no_grad():
-            close(linear_cross_entropy(x, *own, labels, scales, axis, VOCABULARY), total)
+            close(linear_cross_entropy(x, *own, labels, scales, HeadAxes(axis), VOCABULARY), total)
 
 
 def check_all_fused() -> None:
@@ -241,10 +242,10 @@ def test_logits_never_exist_whole() -> None:
     weight = torch.randn(16, 4, generator=numbers).requires_grad_()
     labels, scales, axis = torch.arange(64) % 16, torch.ones(64), axis_of_all()
     with Largest() as largest:
-        linear_cross_entropy(x, weight, None, labels, scales, axis, 16).backward()
+        linear_cross_entropy(x, weight, None, labels, scales, HeadAxes(axis), 16).backward()
     assert largest.elements == x.numel()
     with Largest() as largest, torch.no_grad():
-        linear_cross_entropy(x, weight, None, labels, scales, axis, 16)
+        linear_cross_entropy(x, weight, None, labels, scales, HeadAxes(axis), 16)
     assert largest.elements <= x.numel()
 
 
@@ -253,7 +254,7 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
     x, weight, _, labels, scales = example(torch.float32)
     own = own_rows(weight, axis)
     with Communication() as communication, patch.object(cross_entropy, "CHUNK_BYTES", 4 * 7 * 18):
-        linear_cross_entropy(x, own, None, labels, scales, axis, VOCABULARY).backward()
+        linear_cross_entropy(x, own, None, labels, scales, HeadAxes(axis), VOCABULARY).backward()
     return communication.calls
 
 
@@ -270,7 +271,7 @@ def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
 def test_no_tokens_are_no_loss() -> None:
     x, weight, bias, labels, scales = example(torch.float32)
     arguments = x[:0], weight, bias, labels[:0], scales[:0]
-    total = linear_cross_entropy(*arguments, serial_mesh().tensor, VOCABULARY)
+    total = linear_cross_entropy(*arguments, HeadAxes(), VOCABULARY)
     total.backward()
     assert total == 0
     assert not weight.grad.any()

@@ -83,14 +83,11 @@ def sent_by(rank: int) -> list[tuple[str, tuple[int, ...]]]:
     return communication.calls
 
 
-def test_ranks_with_fewer_batches_gather_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_fewer_batches_gather_as_often() -> None:
     """Else the others would wait for them for ever."""
     gathers = sent_by(0)
     assert len(gathers) > 4 * 2
     assert sent_by(1) == gathers
-    monkeypatch.setattr(evaluate, "join_in", lambda *_: None)
-    assert sent_by(0) == gathers
-    assert len(sent_by(1)) < len(gathers)
 
 
 def scored_of(tokens: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""A layout by its name: serial, or words such as tensor=2,data=2,sequence, data=2,zero=3 or
-pipeline=2,virtual=2,schedule=interleaved."""
+"""A layout by its name: serial, or words such as tensor=2,data=2,sequence, data=2,zero=3,
+tensor=4:2d, tensor=8:2.5d:2, tensor=8:3d or pipeline=2,virtual=2,schedule=interleaved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.checks import UsageError
-from megatron.config.parallel import SCHEDULES
+from megatron.config.parallel import SCHEDULES, TrainingParallelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 AXES = ("tensor", "data", "pipeline")
 NUMBERS = (*AXES, "virtual", "zero")
+MODES = ("2d", "2.5d", "3d")  # of tensor=N:MODE
 STAGES_OF_ZERO = 3
 SWITCHES = ("sequence",)
 
@@ -33,10 +34,19 @@ class Layout:
     """Of the pipeline; None: as --pipeline-schedule by default."""
     zero: int = 0
     """The stage of ZeRO."""
+    mode: str = "1d"
+    """Of tensor parallelism."""
+    depth: int = 1
+    """Of mode 2.5d."""
 
     @property
     def name(self) -> str:
-        words = [f"{axis}={self.sizes[axis]}" for axis in AXES if axis in self.sizes]
+        mode = f":{self.mode}" * (self.mode != "1d") + f":{self.depth}" * (self.depth > 1)
+        words = [
+            f"{axis}={self.sizes[axis]}{mode if axis == 'tensor' else ''}"
+            for axis in AXES
+            if axis in self.sizes
+        ]
         words += [f"virtual={self.virtual}"] if self.virtual > 1 else []
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
@@ -54,6 +64,8 @@ class Layout:
         """Of TrainingParallelConfig; the data axis takes the ranks that are left."""
         return {
             "tensor_model_parallel_size": self.size("tensor"),
+            "tensor_parallel_mode": self.mode,
+            "tensor_parallel_depth": self.depth,
             "sequence_parallel": self.cuts_stream,
             "pipeline_model_parallel_size": self.size("pipeline"),
             "num_virtual_stages_per_pipeline_rank": self.virtual if self.virtual > 1 else None,
@@ -76,7 +88,13 @@ class Layout:
 
         if self.ranks == 1:
             return serial_mesh(device)
-        return build_mesh(self.sizes, device, sequence_parallel=self.cuts_stream)
+        sizes = TrainingParallelConfig(**self.settings).sizes
+        return build_mesh(
+            sizes,
+            device,
+            tensor_parallel_mode=self.mode,
+            sequence_parallel=self.cuts_stream,
+        )
 
 
 def parse_layout(text: str) -> Layout:
@@ -84,8 +102,13 @@ def parse_layout(text: str) -> Layout:
     sizes: dict[str, int] = {}
     switches: set[str] = set()
     schedule: str | None = None
+    mode, depth = "1d", 1
     for word in text.split(",") if text != "serial" else []:
         name, _, value = word.partition("=")
+        if name == "tensor" and ":" in value and "tensor" not in sizes:
+            value, mode, *rest = value.split(":")
+            depth = int(rest[0]) if len(rest) == 1 and rest[0].isdecimal() else 0 if rest else 1
+            value = value if mode in MODES and depth else ""
         if word in SWITCHES and word not in switches:
             switches.add(word)
         elif (
@@ -99,11 +122,13 @@ def parse_layout(text: str) -> Layout:
             schedule = value
         else:
             known = ", ".join([f"{each}=N" for each in NUMBERS] + list(SWITCHES))
-            known += f", schedule={'|'.join(SCHEDULES)}"
+            known += (
+                f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH, schedule={'|'.join(SCHEDULES)}"
+            )
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
     virtual, zero = sizes.pop("virtual", 1), sizes.pop("zero", 0)
     sizes = {axis: n for axis, n in sizes.items() if n > 1}
-    layout = Layout(sizes, frozenset(switches), virtual, schedule, zero)
+    layout = Layout(sizes, frozenset(switches), virtual, schedule, zero, mode, depth)
     if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))

@@ -95,6 +95,8 @@ COLLECTIVES = {
     "_allgather_base_": (1, 0),
     "_reduce_scatter_base_": (1, 1),
     "allgather_": (1, 0),
+    "broadcast_": (1, 0),
+    "reduce_": (1, 0),
 }
 # Matmuls: which argument is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}

@@ -1,0 +1,438 @@
+"""Layers whose stream is cut by hidden columns, too: 2D (Xu et al., 2021, arXiv:2104.05343), 2.5D
+(Wang et al., 2021, arXiv:2105.14500), and what lies outside the parallel region in 3D.
+
+    n tokens that this rank reads   h hidden size   v padded vocabulary   r x c ranks
+
+             rank (i, j) holds                   gathered over the columns   over the rows
+    x        its own tokens, [n, h/c]            [n, h]
+    weight   [out/c, in/r]                                                   [out/c, in]
+    y        the same tokens, [n, out/c]
+
+The rows are the mesh's `tokens` axis, the columns its `hidden` one. No rank splits or gathers
+samples: each row of ranks reads its own. One gathered product computes all modes,
+
+    y = scatter_sum(gather(x) gather(W)')     dx = scatter_sum(gather(dy) gather(W))
+                                              dW = scatter_sum(gather(dy)' gather(x))
+
+of which each mode leaves some out (`Gathered`); what was gathered is gathered again for the backward,
+and not kept. In 2.5D every layer of depth has the same weights and other tokens, so that depth is
+one more axis that gradients are partial over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel import kernels
+from megatron.parallel.collectives import (
+    all_reduce,
+    gather_from,
+    reduce_from,
+    scatter_sum,
+    start_broadcast,
+    start_gather_along,
+    start_reduce,
+    start_sum_along,
+)
+from megatron.parallel.layers import (
+    STD,
+    InputLinear,
+    LayerNorm,
+    OutputLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    as_before,
+    as_rows,
+    linear,
+    over,
+)
+from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
+from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.sharding import GradientView, ShardedModule
+
+
+class Division(Protocol):
+    """How a product y = x W' is computed of x [n, in], W [out, in] and y [n, out] that are cut."""
+
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's part of each y."""
+        ...
+
+    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
+        """What the gradients are computed of, of this rank's parts of the dys."""
+        ...
+
+    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """This rank's part of dx, the sum of dy W; what is returned waits for it."""
+        ...
+
+    def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
+        """This rank's part of each dW = dy' x, summed over the ranks in these dtypes; what is
+        returned takes the dys and dtypes, and returns a list."""
+        ...
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One product of what is gathered ahead, and summed behind."""
+
+    x: tuple[int, Axis]  # dim of x that is gathered, and over which ranks
+    weight: tuple[int, Axis]  # the same of the weights
+    y: Axis = ALONE  # whose ranks have a term each of y, and get a part of its rows
+
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        whole_x, gathered = start_gather_along(x, *self.x), self._start_gather(weights)
+        x = whole_x()
+        sums = [start_sum_along(kernels.matmul(x, wait()), 0, self.y) for wait in gathered]
+        return [wait() for wait in sums]
+
+    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
+        gathered = [start_gather_along(dy, 0, self.y) for dy in dys]
+        return [wait() for wait in gathered]
+
+    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
+        whole = [wait() for wait in self._start_gather(weights)]
+        return start_sum_along(_input_term(dys, whole), *self.x)
+
+    def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
+        whole_x = start_gather_along(x, *self.x)
+
+        def finish(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+            terms = _weight_terms(dys, whole_x(), dtypes)
+            sums = [start_sum_along(term, *self.weight) for term in terms]
+            return [wait() for wait in sums]
+
+        return finish
+
+    def _start_gather(self, weights: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+        return [start_gather_along(weight, *self.weight) for weight in weights]
+
+
+@dataclass(frozen=True)
+class Summa:
+    """As Gathered of the columns of x and W, on a grid of q x q ranks in q steps, of which each
+    multiplies by one block of x and one of W: neither is ever there whole (SUMMA, Van de Geijn and
+    Watts, 1997)."""
+
+    columns: Axis
+    rows: Axis
+
+    def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        ys: list[Tensor] = []
+        blocks = zip(_in_turn([x], self.columns), _in_turn(weights, self.rows), strict=True)
+        for (block,), its_weights in blocks:
+            terms = [kernels.matmul(block, weight) for weight in its_weights]
+            ys = [y.add_(term) for y, term in zip(ys, terms, strict=True)] if ys else terms
+        return ys
+
+    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
+        return [*dys]
+
+    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
+        blocks = _in_turn(weights, self.rows)
+        wait = _start_own_sums(([_input_term(dys, each)] for each in blocks), self.columns)
+        return lambda: wait()[0]
+
+    def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
+        def finish(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+            blocks = _in_turn([x], self.columns)
+            terms = (_weight_terms(dys, block, dtypes) for (block,) in blocks)
+            return _start_own_sums(terms, self.rows)()
+
+        return finish
+
+
+def _in_turn(own: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
+    """Those of each rank of the axis, one after another: the next come while some are used."""
+    coming = [start_broadcast(each, axis, 0) for each in own]
+    for rank in range(axis.size):
+        here = [wait() for wait in coming]
+        if rank + 1 < axis.size:
+            coming = [start_broadcast(each, axis, rank + 1) for each in own]
+        yield here
+
+
+def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[], list[Tensor]]:
+    """Of terms for each rank of the axis, one rank after another, the own ones summed."""
+    pending: list[Callable[[], Tensor]] = []
+    own: Sequence[Tensor] = ()
+
+    def finish() -> list[Tensor]:
+        for wait in pending:
+            wait()
+        return [*own]
+
+    for rank, each in enumerate(terms):
+        finish()  # those of one rank are on their way at a time
+        pending = [start_reduce(term, axis, rank) for term in each]
+        own = each if rank == axis.rank else own
+    return finish
+
+
+def _input_term(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    dx, *others = (kernels.matmul(dy, w.T) for dy, w in zip(dys, weights, strict=True))
+    for other in others:
+        dx.add_(other)
+    return dx
+
+
+def _weight_terms(dys: Sequence[Tensor], x: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    pairs = zip(dys, dtypes, strict=True)
+    return [kernels.matmul(dy.T, x.T).to(dtype) for dy, dtype in pairs]
+
+
+class _Multiply(torch.autograd.Function):
+    """y = x W' + b of each weight, divided in some way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        division: Division,
+        views: Sequence[GradientView | None],
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """parameters: the weights, then the biases."""
+        weights, biases = parameters[: len(views)], parameters[len(views) :]
+        ctx.save_for_backward(x, *weights)
+        ctx.division, ctx.views = division, views
+        ctx.bias_shapes = [None if bias is None else bias.shape for bias in biases]
+        pairs = zip(division.outputs(x, _matrices(weights)), biases, strict=True)
+        return tuple(y if bias is None else y.add_(bias.flatten()) for y, bias in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        division, needed = ctx.division, ctx.needs_input_grad
+        dws: list[Tensor | None] = [None] * len(dys)
+        dbs, dx = dws.copy(), None
+        for number, dy in enumerate(dys):
+            if needed[3 + len(dys) + number]:
+                dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
+        now = [number for number in range(len(dys)) if needed[3 + number]]
+        views = [ctx.views[number] for number in now]
+        dtypes = [
+            torch.promote_types(weights[number].dtype, torch.float32)
+            if view is None
+            else view.dtype
+            for number, view in zip(now, views, strict=True)
+        ]
+        is_deferred = all(view is not None and view.deferral.is_on for view in views)
+        finish = division.start_dws(x) if now and not is_deferred else None  # beside dx
+        whole = division.whole_outputs(dys)
+        if needed[0]:
+            summed = division.start_dx(whole, _matrices(weights))
+        of_now = [whole[number] for number in now]
+        if finish is None:
+            found = cache(lambda: division.start_dws(x)(of_now, dtypes))  # once, later, for all
+            for place, view in enumerate(views):
+                view.deferral.add(view, partial(_add_later, view, found, place))
+        else:
+            for number, view, dw in zip(now, views, finish(of_now, dtypes), strict=True):
+                if view is not None:
+                    view.add(dw)
+                else:
+                    dws[number] = dw.view(weights[number].shape).to(weights[number].dtype)
+        if needed[0]:
+            dx = summed()
+        return dx, None, None, *dws, *dbs
+
+
+def _add_later(view: GradientView, found: Callable[[], list[Tensor]], place: int) -> None:
+    view.add(found()[place])
+
+
+def _matrices(weights: Sequence[Any]) -> list[Tensor]:
+    return [weight.flatten(0, -2) for weight in weights]
+
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    division: Division,
+    views: Sequence[GradientView | None],
+) -> tuple[Tensor, ...]:
+    """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
+    flattened, to a y of each. views: as of `linears`."""
+    outputs: tuple[Tensor, ...] = _Multiply.apply(x, division, views, *weights, *biases)
+    return outputs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a linear layer lies: how its product is divided, and how its parameters are cut."""
+
+    division: Division
+    x_hidden: Axis  # that the columns of x are cut over
+    inputs: tuple[Axis, ...]  # that dim `in` of the weight is cut over, the major one first
+    outputs: Axis  # that dim `out`, and so the columns of y, are cut over
+    y_tokens: Axis  # whose ranks hold y of different tokens
+
+
+def outside(mesh: Mesh) -> Place:
+    """The stream to the stream: all of 2D and 2.5D; of 3D what lies outside the parallel region."""
+    division: Division = Summa(mesh.hidden, mesh.tokens)
+    if mesh.hidden.size != mesh.tokens.size:  # no square
+        division = Gathered((1, mesh.hidden), (1, mesh.tokens))
+    return Place(division, mesh.hidden, (mesh.tokens,), mesh.hidden, mesh.tokens)
+
+
+class Linear2D(ShardedModule):
+    """x [n, in/c] to [n, parts x out/c]. parts: as of ColumnParallelLinear."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        in_features: int,
+        out_features: int,
+        *,
+        parts: int = 1,
+        bias: bool = True,
+        std: float = STD,
+    ) -> None:
+        super().__init__(mesh)
+        self.place = place = self.make_place(mesh)
+        self.width = in_features // place.x_hidden.size
+        rows = (parts, out_features) if parts > 1 else (out_features,)
+        last = len(rows) - 1
+        of_rows = over(last, place.outputs)
+        shards = of_rows + over(last + 1, *place.inputs)
+        self.add_parameter("weight", (*rows, in_features), shards, std=std)
+        self.add_bias(bias, rows, of_rows, partial=(mesh.replicas, place.y_tokens))
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return outside(mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
+        (y,) = multiply(rows, [self.weight], [self.bias], self.place.division, [view])
+        return as_before(y, x.shape[:-1])
+
+
+class GroupedQueryLinear2D(GroupedQueryLinear):
+    """The same of x [n, h/c], with heads that are cut over the columns."""
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return outside(mesh)
+
+    def plan(self, mesh: Mesh, hidden_size: int) -> tuple[tuple[Axis, ...], int, tuple[Axis, ...]]:
+        self.place = place = self.make_place(mesh)
+        return place.inputs, hidden_size // place.x_hidden.size, (place.y_tokens,)
+
+    def multiply(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        views: Sequence[GradientView | None],
+    ) -> tuple[Tensor, ...]:
+        return multiply(x, weights, biases, self.place.division, views)
+
+
+class InputLinear2D(InputLinear):
+    """x [n, in], whole on every rank that reads it, to the stream [n, out/c]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, view = as_rows(self, x, self.weight.shape[1]), self.gradient_views.get("weight")
+        y = linear(rows, self.weight, self.bias, axis=self.mesh.hidden, view=view)
+        return as_before(y, x.shape[:-1])
+
+
+class OutputLinear2D(OutputLinear):
+    """The stream [n, in/c] to [n, out], whole on every rank that reads these tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, view = as_rows(self, x, self.weight.shape[1]), self.gradient_views.get("weight")
+        y = reduce_from(linear(rows, self.weight, None, view=view), self.mesh.hidden)
+        return as_before(y if self.bias is None else y + self.bias, x.shape[:-1])
+
+
+class VocabParallelEmbedding2D(VocabParallelEmbedding):
+    """Token ids [n] to [n, h/c]: each rank looks up the ids of all rows of ranks, [r n, h], in its
+    own rows of the weight [v/(r c), h]."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mesh, rows = self.mesh, self.weight.shape[0]
+        ids = gather_from(as_rows(self, tokens), 0, mesh.tokens)
+        index = ids - (mesh.vocabulary.rank * mesh.tokens.size + mesh.tokens.rank) * rows
+        own = self.look_up(index, rows)
+        y = scatter_sum(scatter_sum(own, 0, mesh.tokens), 1, mesh.hidden)
+        return as_before(y, tokens.shape)
+
+
+class VocabParallelHead2D(VocabParallelHead):
+    """x [n, h/c] to logits [n, v/c], or their loss: the weight [v/(r c), h] is gathered over the
+    rows of ranks, x over the columns."""
+
+    def multiply(self, x: Tensor, weight: Tensor, view: GradientView | None) -> Tensor:
+        division = Gathered((1, self.mesh.hidden), (0, self.mesh.tokens))
+        (y,) = multiply(x, [weight], [self.bias], division, [view])
+        return y
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + epsilon) weight + bias, of a row whose columns are cut; without
+    a bias x / sqrt(mean of x^2 + epsilon) weight. In fp32 or wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, axis: Axis
+    ) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.axis, ctx.has_mean = axis, bias is not None
+        own_mean = wide.mean(1) if ctx.has_mean else wide.new_zeros(len(x))
+        squares = (wide - own_mean[:, None]).square().sum(1)
+        # Of each rank's own mean, as E[x^2] - E[x]^2 would cancel.
+        means, squares = gather_from(torch.stack([own_mean, squares])[None], 0, axis).unbind(1)
+        mean = means.mean(0)
+        variance = squares.mean(0) / x.shape[1] + (means - mean).square().mean(0)
+        scale = (variance + epsilon).rsqrt()
+        ctx.save_for_backward(x, weight, mean, scale)
+        y = (wide - mean[:, None]) * scale[:, None] * weight
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        wide = mean.dtype
+        normal, dy = (x.to(wide) - mean[:, None]) * scale[:, None], dy.to(wide)
+        g = dy * weight
+        terms = [(g * normal).sum(1), *[g.sum(1)] * ctx.has_mean]
+        sums = all_reduce(torch.stack(terms), ctx.axis) / (x.shape[1] * ctx.axis.size)
+        dx = g - normal * sums[0][:, None]
+        if ctx.has_mean:
+            dx -= sums[1][:, None]
+        dx *= scale[:, None]
+        db = dy.sum(0).to(weight.dtype) if ctx.has_mean else None
+        return dx.to(x.dtype), (dy * normal).sum(0).to(weight.dtype), db, None, None
+
+
+class LayerNorm2D(LayerNorm):
+    """Layer norm of the stream [n, h/c]: ranks exchange the mean and the squares of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = as_rows(self, x, self.weight.shape[0])
+        y = _Normalise.apply(rows, self.weight, self.bias, self.epsilon, self.hidden)
+        return as_before(y, x.shape[:-1])
+
+
+class RMSNorm2D(RMSNorm):
+    """RMSNorm of the stream [n, h/c]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = as_rows(self, x, self.weight.shape[0])
+        y = _Normalise.apply(rows, self.weight, None, self.epsilon, self.hidden)
+        return as_before(y, x.shape[:-1])

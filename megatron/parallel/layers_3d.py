@@ -1,0 +1,80 @@
+"""The parallel region in 3D (Bian et al., 2021, arXiv:2105.14450), on l x l x l ranks.
+
+             rank (i, j, k) holds                 gathered       summed
+    x        tokens of (i, j), [n, h/l by k]      over j: (i)
+    A        [out/l by j, in/l by k and i]        over i
+    X A      tokens of (i, k), [n, out/l by j]                   over k
+    B        [out/l by k, in/l by j and i]        over i
+    X A B    tokens of (i, j), [n, h/l by k]      X A over k     over j
+
+i, j and k are the mesh's axes `weight`, `input` and `output`. A rank reads the samples of (i, j).
+Between A and B, where heads attend, it holds those that (i, k) read, so that what attention knows
+of them, its mask and positions, is exchanged (`exchange`). Norms, embeddings and what else lies
+outside are layers of layers_2d.py, of l^2 x l ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.parallel.collectives import gather_from
+from megatron.parallel.layers_2d import (
+    Gathered,
+    GroupedQueryLinear2D,
+    LayerNorm2D,
+    Linear2D,
+    Place,
+)
+from megatron.parallel.mesh import Axis, Mesh
+
+
+def entering(mesh: Mesh) -> Place:
+    division = Gathered((0, mesh.input), (1, mesh.weight), mesh.output)
+    inputs = (mesh.output, mesh.weight)
+    return Place(division, mesh.output, inputs, mesh.input, mesh.inner_tokens)
+
+
+def leaving(mesh: Mesh) -> Place:
+    division = Gathered((0, mesh.output), (1, mesh.weight), mesh.input)
+    return Place(division, mesh.input, (mesh.input, mesh.weight), mesh.output, mesh.tokens)
+
+
+class Linear3D(Linear2D):
+    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside."""
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return entering(mesh)
+
+
+class LeavingLinear3D(Linear2D):
+    """x [n, in/l] inside the parallel region to [n, out/l] outside."""
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return leaving(mesh)
+
+
+class GroupedQueryLinear3D(GroupedQueryLinear2D):
+    def make_place(self, mesh: Mesh) -> Place:
+        return entering(mesh)
+
+
+def _inside(mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
+    return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
+
+
+class InnerLayerNorm3D(LayerNorm2D):
+    """Of x [n, h/l] inside the parallel region."""
+
+    axes = staticmethod(_inside)
+
+
+def exchange(mesh: Mesh, x: Any) -> Any:
+    """x [b, ..] of the samples that this rank reads, to the same of those that it holds inside the
+    parallel region; no gradient is recorded."""
+    if x is None or mesh.input.size == 1:
+        return x
+    if x.dtype == torch.bool:
+        return exchange(mesh, x.to(torch.uint8)).bool()
+    return gather_from(x, 0, mesh.input).chunk(mesh.input.size)[mesh.output.rank]
