@@ -362,8 +362,8 @@ class VocabParallelEmbedding(ShardedModule):
     """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up. An id outside of
     the vocabulary gives zeros: no rank has its row.
 
-    The vocabulary is padded to a multiple of `divisible_by` x the ranks. Padding rows are zero, get no
-    gradient and are not part of the whole shape.
+    The vocabulary is padded to a multiple of `divisible_by` x the ranks. Padding rows are zero, get
+    no gradient and are not part of the whole shape.
     """
 
     weight: nn.Parameter

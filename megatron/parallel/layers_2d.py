@@ -14,9 +14,10 @@ samples: each row of ranks reads its own. One gathered product computes all mode
     y = scatter_sum(gather(x) gather(W)')     dx = scatter_sum(gather(dy) gather(W))
                                               dW = scatter_sum(gather(dy)' gather(x))
 
-of which each mode leaves some out (`Gathered`); what was gathered is gathered again for the backward,
-and not kept. In 2.5D every layer of depth has the same weights and other tokens, so that depth is
-one more axis that gradients are partial over.
+of which each mode leaves some out (`Gathered`); what was gathered is gathered again for the
+backward, and not kept. On a square of ranks the same goes in steps, block by block (`Summa`). In
+2.5D there are several squares, of the same weights and other tokens: depth is one more axis that
+gradients are partial over.
 """
 
 from __future__ import annotations
