@@ -41,12 +41,32 @@ from .parallel.layers_llama import (
     RotaryEmbedding as RotaryEmbedding,
     RMSNorm as RMSNorm,
 )
+from .parallel.layers_2d import (
+    Linear2D as Linear2D,
+    InputLinear2D as InputLinear2D,
+    OutputLinear2D as OutputLinear2D,
+    VocabParallelEmbedding2D as VocabParallelEmbedding2D,
+    LayerNorm2D as LayerNorm2D,
+    RMSNorm2D as RMSNorm2D,
+    GroupedQueryLinear2D as GroupedQueryLinear2D,
+    VocabParallelHead2D as VocabParallelHead2D,
+    split_stream as split_stream,
+    gather_stream as gather_stream,
+)
+from .parallel.layers_3d import (
+    Linear3D as Linear3D,
+    LayerNorm3D as LayerNorm3D,
+    RMSNorm3D as RMSNorm3D,
+    GroupedQueryLinear3D as GroupedQueryLinear3D,
+    exchange as exchange,
+)
 from .parallel.dropout import (
     Dropout as Dropout,
     row_keys as row_keys,
 )
 from .parallel.factory import (
     LayerFactory as LayerFactory,
+    layer_factory as layer_factory,
     factory_1d as factory_1d,
 )
 

@@ -55,6 +55,7 @@ class LayerFactory:
     rotary: Maker  # (head_size, base=, scaling=None): positions to turns of heads
     layer_norm: Maker  # (hidden, epsilon=)
     rms_norm: Maker  # (hidden, epsilon=)
+    inner_layer_norm: Maker  # (hidden, epsilon=): inside the parallel region
     dropout: Maker  # (p, name): outside the parallel region
     attention_core: Maker  # (dropout, name): inside the parallel region
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
@@ -101,6 +102,7 @@ def factory_1d(
         rotary=layers_llama.RotaryEmbedding,
         layer_norm=partial(LAYER_NORMS[norm], mesh),
         rms_norm=partial(layers_llama.RMSNorm, mesh),
+        inner_layer_norm=partial(layers_2d.LayerNorm2D, mesh, is_inside=True),
         dropout=partial(Dropout, seed, stream=mesh.stream),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
@@ -140,6 +142,7 @@ def factory_2d(
         rotary=layers_llama.RotaryEmbedding,
         layer_norm=partial(layers_2d.LayerNorm2D, mesh),
         rms_norm=partial(layers_2d.RMSNorm2D, mesh),
+        inner_layer_norm=partial(layers_2d.LayerNorm2D, mesh, is_inside=True),
         dropout=partial(Dropout, seed, hidden=mesh.hidden),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers_2d.VocabParallelHead2D, mesh),
@@ -159,10 +162,15 @@ def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
         factory_2d(mesh, seed, **settings),
         column=partial(layers_3d.Linear3D, mesh),
         grouped_query=partial(layers_3d.GroupedQueryLinear3D, mesh),
-        row=partial(layers_3d.LeavingLinear3D, mesh),
+        row=partial(layers_3d.Linear3D, mesh, is_inside=True),
         exchange=partial(layers_3d.exchange, mesh),
     )
 
 
 FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": factory_3d}
 """By the name that --tensor-parallel-mode gives them."""
+
+
+def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
+    """That of the mesh's tensor-parallel mode. Arguments as of factory_1d."""
+    return FACTORIES[mesh.tensor_parallel_mode](mesh, seed, **settings)

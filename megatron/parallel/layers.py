@@ -124,6 +124,19 @@ def _outputs(
     )
 
 
+def usable_views(x: Tensor, views: Sequence[GradientView | None]) -> Sequence[GradientView | None]:
+    """The views that the backward of a matmul with x may add to. Raises RuntimeError under
+    torch.autocast."""
+    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
+        return (None,) * len(views)
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        raise RuntimeError(
+            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
+            "in bf16, and gradients are added up in fp32 all the same"
+        )
+    return views
+
+
 def linears(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -145,13 +158,7 @@ def linears(
     passes_on: return x, too, behind the others, for further matmuls that read it: they need no
         axis, as their gradients cross the ranks with that of this one.
     """
-    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
-        views = (None,) * len(weights)
-    elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        raise RuntimeError(
-            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
-            "in bf16, and gradients are added up in fp32 all the same"
-        )
+    views = usable_views(x, views)
     if not torch.is_grad_enabled():
         outputs = _outputs(start_gather(x, stream)(), weights, biases)
         return (*outputs, x) if passes_on else outputs
@@ -208,6 +215,13 @@ DIVISIBLE_BY = 128  # what the rows of a vocabulary are padded to, on each rank
 def over(dim: int, *axes: Axis) -> tuple[tuple[int, Axis], ...]:
     """Shards of this dim, as of ShardingSpec, over those of the axes that have several ranks."""
     return tuple((dim, axis) for axis in axes if axis.size > 1)
+
+
+def own_width(width: int, axis: Axis) -> int:
+    """Of this many columns those of a rank. Raises ValueError where they cannot be shared out."""
+    if width % axis.size:
+        raise ValueError(f"width {width} is no multiple of the {axis.size} {axis.name} ranks")
+    return width // axis.size
 
 
 def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
@@ -381,6 +395,7 @@ class VocabParallelEmbedding(ShardedModule):
         """is_tied: whether the head uses the weight, too, of which the first and the last pipeline
         stage have a copy each."""
         super().__init__(mesh)
+        self.width = own_width(hidden_size, mesh.hidden)
         shards = ((0, mesh.vocabulary), *over(0, mesh.tokens))
         padded_rows = padded_vocabulary(vocab_size, divisible_by, mesh)
         partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
@@ -439,7 +454,7 @@ class VocabParallelHead(ShardedModule):
         """divisible_by: as of the embedding. bias: of each token. untied_std: standard deviation of
         the weight of an untied head; None for a tied one."""
         super().__init__(mesh)
-        self.vocab_size, self.width = vocab_size, hidden_size // mesh.hidden.size
+        self.vocab_size, self.width = vocab_size, own_width(hidden_size, mesh.hidden)
         shards = ((0, mesh.vocabulary),)
         rows: dict[str, Any] = {"padded_rows": padded_vocabulary(vocab_size, divisible_by, mesh)}
         self.axes = HeadAxes(mesh.vocabulary, mesh.stream, mesh.hidden, mesh.tokens)

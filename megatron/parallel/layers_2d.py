@@ -35,8 +35,10 @@ from megatron.parallel import kernels
 from megatron.parallel.collectives import (
     all_reduce,
     gather_from,
+    gather_with_gradient,
     reduce_from,
     scatter_sum,
+    split_with_gradient,
     start_broadcast,
     start_gather_along,
     start_reduce,
@@ -53,6 +55,8 @@ from megatron.parallel.layers import (
     as_rows,
     linear,
     over,
+    own_width,
+    usable_views,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
@@ -264,6 +268,7 @@ def multiply(
 ) -> tuple[Tensor, ...]:
     """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
     flattened, to a y of each. views: as of `linears`."""
+    views = usable_views(x, views)
     outputs: tuple[Tensor, ...] = _Multiply.apply(x, division, views, *weights, *biases)
     return outputs
 
@@ -287,6 +292,18 @@ def outside(mesh: Mesh) -> Place:
     return Place(division, mesh.hidden, (mesh.tokens,), mesh.hidden, mesh.tokens)
 
 
+def split_stream(x: Tensor, mesh: Mesh) -> Tensor:
+    """What this rank holds between layers of x [.., h], which is whole on every rank that reads
+    these samples: its columns in 2D, 2.5D and 3D, its rows under sequence parallelism, else all.
+    Raises ValueError for what the ranks cannot share evenly."""
+    return split_with_gradient(split_with_gradient(x, 0, mesh.stream), -1, mesh.hidden)
+
+
+def gather_stream(x: Tensor, mesh: Mesh) -> Tensor:
+    """The inverse of split_stream, for what every rank computes alike."""
+    return gather_with_gradient(gather_with_gradient(x, -1, mesh.hidden), 0, mesh.stream)
+
+
 class Linear2D(ShardedModule):
     """x [n, in/c] to [n, parts x out/c]. parts: as of ColumnParallelLinear."""
 
@@ -302,19 +319,18 @@ class Linear2D(ShardedModule):
         parts: int = 1,
         bias: bool = True,
         std: float = STD,
+        place: Place | None = None,
     ) -> None:
+        """place: where the layer lies, if not outside the parallel region of 3D."""
         super().__init__(mesh)
-        self.place = place = self.make_place(mesh)
-        self.width = in_features // place.x_hidden.size
+        self.place = place = place or outside(mesh)
+        self.width = own_width(in_features, place.x_hidden)
         rows = (parts, out_features) if parts > 1 else (out_features,)
         last = len(rows) - 1
         of_rows = over(last, place.outputs)
         shards = of_rows + over(last + 1, *place.inputs)
         self.add_parameter("weight", (*rows, in_features), shards, std=std)
         self.add_bias(bias, rows, of_rows, partial=(mesh.replicas, place.y_tokens))
-
-    def make_place(self, mesh: Mesh) -> Place:
-        return outside(mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
@@ -330,7 +346,7 @@ class GroupedQueryLinear2D(GroupedQueryLinear):
 
     def plan(self, mesh: Mesh, hidden_size: int) -> tuple[tuple[Axis, ...], int, tuple[Axis, ...]]:
         self.place = place = self.make_place(mesh)
-        return place.inputs, hidden_size // place.x_hidden.size, (place.y_tokens,)
+        return place.inputs, own_width(hidden_size, place.x_hidden), (place.y_tokens,)
 
     def multiply(
         self,
@@ -421,8 +437,24 @@ class _Normalise(torch.autograd.Function):
         return dx.to(x.dtype), (dy * normal).sum(0).to(weight.dtype), db, None, None
 
 
+def _norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
+    if is_inside:
+        return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
+    return mesh.hidden, mesh.of_stream
+
+
 class LayerNorm2D(LayerNorm):
     """Layer norm of the stream [n, h/c]: ranks exchange the mean and the squares of each row."""
+
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        """is_inside: whether x lies in the parallel region, where 1D and 3D cut other columns."""
+        self.is_inside = is_inside
+        super().__init__(mesh, hidden_size, epsilon=epsilon)
+
+    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
+        return _norm_axes(mesh, self.is_inside)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
@@ -432,6 +464,16 @@ class LayerNorm2D(LayerNorm):
 
 class RMSNorm2D(RMSNorm):
     """RMSNorm of the stream [n, h/c]."""
+
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        """is_inside: as of LayerNorm2D."""
+        self.is_inside = is_inside
+        super().__init__(mesh, hidden_size, epsilon=epsilon)
+
+    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
+        return _norm_axes(mesh, self.is_inside)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from megatron.parallel.collectives import gather_from
+from megatron.parallel.layers import STD
 from megatron.parallel.layers_2d import (
     Gathered,
     GroupedQueryLinear2D,
     LayerNorm2D,
     Linear2D,
     Place,
+    RMSNorm2D,
 )
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.mesh import Mesh
 
 
 def entering(mesh: Mesh) -> Place:
@@ -42,17 +44,25 @@ def leaving(mesh: Mesh) -> Place:
 
 
 class Linear3D(Linear2D):
-    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside."""
+    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside; or from inside to
+    outside, as of every second layer."""
 
-    def make_place(self, mesh: Mesh) -> Place:
-        return entering(mesh)
-
-
-class LeavingLinear3D(Linear2D):
-    """x [n, in/l] inside the parallel region to [n, out/l] outside."""
-
-    def make_place(self, mesh: Mesh) -> Place:
-        return leaving(mesh)
+    def __init__(
+        self,
+        mesh: Mesh,
+        in_features: int,
+        out_features: int,
+        *,
+        is_inside: bool = False,
+        parts: int = 1,
+        bias: bool = True,
+        std: float = STD,
+    ) -> None:
+        """is_inside: whether x is inside. parts: as of ColumnParallelLinear."""
+        place = leaving(mesh) if is_inside else entering(mesh)
+        super().__init__(
+            mesh, in_features, out_features, parts=parts, bias=bias, std=std, place=place
+        )
 
 
 class GroupedQueryLinear3D(GroupedQueryLinear2D):
@@ -60,14 +70,12 @@ class GroupedQueryLinear3D(GroupedQueryLinear2D):
         return entering(mesh)
 
 
-def _inside(mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
-    return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
+class LayerNorm3D(LayerNorm2D):
+    """Layer norm of x [n, h/l] outside or, with is_inside, inside the parallel region."""
 
 
-class InnerLayerNorm3D(LayerNorm2D):
-    """Of x [n, h/l] inside the parallel region."""
-
-    axes = staticmethod(_inside)
+class RMSNorm3D(RMSNorm2D):
+    """RMSNorm of x [n, h/l], as of LayerNorm3D."""
 
 
 def exchange(mesh: Mesh, x: Any) -> Any:
