@@ -2,7 +2,7 @@
 # What needs a GPU, on one H100 or H200, by groups: each takes less than 10 minutes.
 #
 #     bash benchmarks/gpu.sh                          # hardware matrix host loss compile dropout
-#     bash benchmarks/gpu.sh speed                    # speed, sizes, offload: only where named
+#     bash benchmarks/gpu.sh speed                    # speed, sizes, offload, modes: where named
 #     bash benchmarks/gpu.sh --device cpu --small     # the short groups in miniature, to try them
 #
 # Each run leaves a page and its figures in $OUT, or in runs/gpu, and gpu.md has all pages. A run
@@ -17,7 +17,8 @@ while (($#)); do
     case $1 in
         --device) device=$2 && shift ;;
         --small) small=yes ;;
-        hardware | matrix | offload | host | loss | compile | dropout | speed | sizes) groups+=("$1") ;;
+        hardware | matrix | offload | modes | host | loss | compile | dropout | speed | sizes)
+            groups+=("$1") ;;
         *) echo "error: $1 is no group of this script; its first lines name them" >&2 && exit 2 ;;
     esac
     shift
@@ -72,6 +73,11 @@ offload() { # not yet run on a GPU: memory, time and copies beside kernels, with
     local sizes=()
     [[ $small ]] && sizes=(--layers 2 --hidden-size 64 --samples 2 --seq-length 32)
     run offload 120 benchmarks/offload.py --device "$device" "${sizes[@]}"
+}
+modes() { # not yet run on a GPU: kernels of one rank of 2 x 2 beside one of four, without calls
+    local sizes=(--hidden-sizes 1536 4096 --tokens 16384)
+    [[ $small ]] && sizes=(--hidden-sizes 64 --tokens 128)
+    question tensor_modes 120 tensor_modes --stub-communication --turns 10 "${sizes[@]}"
 }
 host() { question host_reads 30 activations --contenders "host reads"; }
 loss() { # wanted: in chunks at most 1.1 of the time of all logits at once

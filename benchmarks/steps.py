@@ -7,7 +7,7 @@ tokens, a function of their number, so that peers read the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -104,12 +104,17 @@ def draw_weights(state: TrainState) -> None:
 
 
 def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
-    """The contender's ranks as the settings cut them. of_ranks: only the first of so many runs;
-    its collectives leave their tensors as they are, and take no time."""
+    """The contender's ranks as the settings cut them. of_ranks: as of stubbed_mesh."""
     sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
     options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
     if of_ranks == 1:
         return rank.mesh(sizes, **options)
+    return stubbed_mesh(rank, sizes, of_ranks, **options)
+
+
+def stubbed_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int, **options: Any) -> Mesh:
+    """Only the first of so many ranks runs; its collectives leave their tensors as they are, and
+    take no time. Other arguments as of build_mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)

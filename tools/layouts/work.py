@@ -98,6 +98,7 @@ COLLECTIVES = {
     "broadcast_": (1, 0),
     "reduce_": (1, 0),
 }
+RETURN_WORK = {"send", "recv_", "reduce_"}  # alone, without the tensors
 # Matmuls: which argument is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 TRANSPOSED = "_linear_pointwise"  # oneDNN's, of x and a weight [out, in]
@@ -163,7 +164,7 @@ class Meter(TorchDispatchMode):
             if is_meta:
                 self.running.append(_Done(self, call))
                 done = self.running[-1].boxed()
-                return (args[0], done) if call is not None and call.passes else done
+                return done if name in RETURN_WORK else (args[0], done)
             if call is not None:
                 self.work[self.phase].calls[call] += 1
             return function(*args, **kwargs)

@@ -1,0 +1,241 @@
+"""A pair of layers in 1D, and in 2D by SUMMA and gathered.
+
+The MLP of a transformer layer, h to 4h, GELU, 4h to h, forward and backward, on four ranks of a
+thread each; gradients are added to fp32 buckets, as in training. 1D cuts one matrix by columns and
+the other by rows; 2D cuts both in blocks on 2 x 2 ranks, and multiplies block by block (SUMMA), or
+what is gathered beforehand. Before anything is timed each rank compares its part of the outputs
+and of all gradients with those of whole layers of plain torch, of fewer tokens.
+
+Calls and bytes are of a rank, of a forward and backward, bytes as in a ring. The formulas have n
+tokens in all, q x q ranks and w bytes a number:
+
+    1D    4 (q^2 - 1) / q^2 n h w                         the stream is summed once each way
+    2D    (q - 1) / q^2 ((15 n h + 16 h h) w + 32 h h)    gradients of weights are summed in fp32
+
+Counted memory is that of all tensors on a rank of a GPU that are made from forward to backward, at
+most, in units of the stream, n h: of the pair, and of three whole layers with full recomputation.
+Peak memory is that of the processes of all ranks. Ranks are processes on one machine that exchange
+through gloo on few cores: their times say nothing about NCCL, where calls are kernels that go on
+beside matmuls, and a link is much slower than memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.processes import forget_peak
+from benchmarks.report import Results
+from benchmarks.steps import SEED, stubbed_mesh
+from megatron.config.model import GPT2Config
+from megatron.models.transformer import MLP, Sequences, Transformer
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.factory import FACTORIES
+from megatron.parallel.layers_2d import Gathered, Linear2D
+from megatron.parallel.mesh import Mesh, absent_mesh, serial_mesh
+from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.train.state import DTYPES
+from tools.layouts.meters import counting
+from tools.layouts.work import Meter, on_meta
+
+Q = 2
+RANKS = Q * Q
+META = torch.device("meta")
+ONE, SUMMA, GATHERED = "1D", "2D by SUMMA", "2D, gathered"
+MESHES = {  # mode, sizes of its axes
+    ONE: ("1d", {"tensor": RANKS}),
+    SUMMA: ("2d", {"row": Q, "column": Q}),
+    GATHERED: ("2d", {"row": Q, "column": Q}),
+}
+TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
+COMPARED = 64  # tokens
+LAYERS = 3
+RATIO = "time / 1D"
+
+
+def build(name: str, mesh: Mesh, hidden: int, layers: int = 0) -> nn.Module:
+    """The pair, or so many layers, on meta."""
+    config = GPT2Config(
+        num_layers=max(1, layers),
+        hidden_size=hidden,
+        num_attention_heads=RANKS * max(1, hidden // (64 * RANKS)),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        recompute_granularity="full",
+    )
+    with META:
+        factory = FACTORIES[mesh.tensor_parallel_mode](mesh, SEED)
+        model = Transformer(config, factory) if layers else MLP(config, factory)
+    for each in model.modules():
+        if name == GATHERED and isinstance(each, Linear2D):
+            division = Gathered((1, mesh.hidden), (1, mesh.tokens))
+            each.place = replace(each.place, division=division)
+    return model
+
+
+def own(x: Tensor, mesh: Mesh) -> Tensor:
+    """Of [n, h] what this rank holds of the stream."""
+    tokens, hidden = mesh.tokens, mesh.hidden
+    return x.chunk(tokens.size)[tokens.rank].chunk(hidden.size, 1)[hidden.rank].contiguous()
+
+
+def differences(model: nn.Module, buckets: GradientBuckets, mesh: Mesh, hidden: int) -> list[float]:
+    """Of this rank's part of y, dx and each gradient, from those of whole layers in plain torch, in
+    fp32, over the norm of the latter."""
+    dtype = next(model.parameters()).dtype
+    whole = build(ONE, serial_mesh(mesh.device), hidden)
+    materialize(whole, device=mesh.device, dtype=dtype, seed=SEED)
+    numbers = torch.Generator().manual_seed(SEED)
+    x, dy = (
+        torch.randn(COMPARED, hidden, generator=numbers).to(mesh.device, dtype) for _ in range(2)
+    )
+    weights = {n: each.detach().float() for n, each in whole.named_parameters()}
+    of_torch = [each.requires_grad_() for each in (x.float(), *weights.values())]
+    up = F.linear(of_torch[0], weights["up.weight"], weights["up.bias"])
+    down = F.linear(F.gelu(up, approximate="tanh"), weights["down.weight"], weights["down.bias"])
+    dx, *gradients = torch.autograd.grad(down, of_torch, dy.float())
+    wanted = {"y": own(down.detach(), mesh), "dx": own(dx, mesh)}
+    specs = sharding_specs(model)
+    for name, gradient in zip(weights, gradients, strict=True):
+        wanted[name] = gradient[specs[name].local_slices]
+    x = own(x.detach(), mesh).requires_grad_()
+    with buckets.accumulate(is_last=True):
+        y = model(x)
+        y.backward(own(dy, mesh))
+    found = {view.name: view.gradient for view in buckets.views} | {"y": y.detach(), "dx": x.grad}
+    return [float((found[n].float() - w).norm() / w.norm()) for n, w in wanted.items()]
+
+
+def pair(rank: Rank, name: str, dtype: str, hidden: int, tokens: int) -> Turn:
+    mode, sizes = MESHES[name]
+    options: Any = {"tensor_parallel_mode": mode}
+    if is_stubbed := rank.size == 1:
+        mesh = stubbed_mesh(rank, sizes, RANKS, **options)
+    else:
+        mesh = rank.mesh(sizes, **options)
+    model = build(name, mesh, hidden)
+    materialize(model, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
+    buckets = GradientBuckets(model, sets_grad=False)
+    figures: Figures = {}
+    if not is_stubbed:
+        own_differences = differences(model, buckets, mesh, hidden)
+        figures["difference"] = difference = max(mesh.control.gather(max(own_differences)))
+        if not difference < TOLERANCES[dtype]:
+            raise RuntimeError(f"{name}, {dtype}: {difference:.1e} off from plain torch")
+    numbers = torch.Generator().manual_seed(SEED)
+    x, dy = (
+        own(torch.randn(tokens, hidden, generator=numbers), mesh).to(mesh.device, DTYPES[dtype])
+        for _ in range(2)
+    )
+
+    def step() -> None:
+        with buckets.accumulate(is_last=False):  # biases are not summed
+            model(x.detach().requires_grad_()).backward(dy)
+
+    with counting(mesh) as counts:
+        step()
+    figures |= {"calls": counts.calls.total(), "sent": counts.sent_bytes.total()}
+    forget_peak(rank.device_type)
+
+    def turn() -> Figures:
+        step()
+        return figures.copy()
+
+    return turn
+
+
+def peak(name: str, dtype: str, hidden: int, tokens: int, layers: int = 0) -> float:
+    """Of the pair or of so many layers, on a GPU, counted without memory, in n h."""
+    mode, sizes = MESHES[name]
+    mesh = absent_mesh(sizes, META, tensor_parallel_mode=mode)
+    model = build(name, mesh, hidden, layers)
+    materialize(model, device=META, dtype=DTYPES[dtype], seed=None)
+    buckets = GradientBuckets(model, sets_grad=False)
+    whole = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
+    x, dy = own(whole, mesh).requires_grad_(), own(whole, mesh)
+    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in buckets.buckets)])
+    at = [Sequences(count=1, mask=None, is_causal=True)] if layers else []
+    with on_meta(meter, "cuda"), buckets.accumulate(is_last=False):
+        model(x, *at).backward(dy)
+    return meter.peak / whole.nbytes
+
+
+def formula(name: str, hidden: int, tokens: int, width: int) -> float:
+    """Bytes that a rank sends."""
+    stream, weight = tokens * hidden, hidden**2
+    if name == ONE:
+        return 4 * (RANKS - 1) / RANKS * stream * width
+    return (Q - 1) / RANKS * ((15 * stream + 16 * weight) * width + 8 * weight * 4)
+
+
+def contenders(
+    flags: Flags,
+    hidden_sizes: tuple[int, ...] = (768, 1536),
+    tokens: int = 2048,
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    stub_communication: bool = False,
+) -> Iterator[Contender]:
+    """Compare a pair of layers on four ranks.
+
+    Args:
+        hidden_sizes: of the stream, h.
+        tokens: of all ranks, n.
+        dtypes: of weights and activations.
+        stub_communication: run one rank of each, whose collectives move nothing, and compare
+            nothing.
+    """
+    for dtype, hidden, name in product(dtypes, hidden_sizes, MESHES):
+        sizes = {"hidden": hidden, "tokens": tokens}
+        yield Contender(
+            name,
+            pair,
+            {"name": name, "dtype": dtype, **sizes},
+            group=f"{dtype}, hidden {hidden}",
+            ranks=1 if stub_communication else RANKS,
+            facts={
+                "formula": formula(name, **sizes, width=DTYPES[dtype].itemsize),
+                "pair": peak(name, dtype, **sizes),
+                "layers": peak(name, dtype, **sizes, layers=LAYERS),
+            },
+        )
+
+
+COLUMNS = (
+    Column("seconds", "wall", "{:.3f}"),
+    Column(RATIO, "wall", "{:.3f}", "its / first"),
+    Column("CPU seconds", "cpu", "{:.2f}"),
+    Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
+    Column("calls", "calls", "{:g}"),
+    Column("MB sent", "sent", "{:.2f}", unit=1e6),
+    Column("sent / formula", "sent", "{:.3f}", per="formula"),
+    Column("counted memory of the pair, n h", "pair", "{:.2f}"),
+    Column(f"of {LAYERS} layers, n h", "layers", "{:.2f}"),
+    Column("difference from plain torch", "difference", "{:.0e}"),
+)
+
+
+def result(found: Results) -> str:
+    texts = []
+    for group, name in found.rows:
+        cell = found.cell(group, name, RATIO)
+        if name != ONE and cell:
+            texts.append(f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})")
+    return f"Time over that of 1D: {'; '.join(texts) or '(not measured)'}."
+
+
+QUESTION = Question(contenders, COLUMNS, result, drawn=[RATIO])
+
+if __name__ == "__main__":
+    QUESTION.run()
