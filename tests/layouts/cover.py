@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 
+from megatron.config.parallel import TrainingParallelConfig
 from tests.layouts.matrix import GLOBAL_BATCH, Case
 from tools.layouts.layout import parse_layout
 
@@ -88,6 +89,23 @@ OF_ZERO = FACTORS | {
     "model": ("gpt2", "bert", "llama"),
     "micro-batches": ("", "accumulate", "3"),
 }
+# Of 2D, 2.5D and 3D; a pipeline has 3 micro-batches.
+OF_GRIDS = FACTORS | {
+    "layout": (
+        "tensor=4:2d",
+        "tensor=8:2.5d:2",
+        "tensor=8:3d",
+        "tensor=4:2d,data=2",
+        "tensor=4:2d,pipeline=2",
+        "tensor=4:2d,data=2,zero=1",
+        "tensor=4:2d,data=2,zero=2",
+        "tensor=4:2d,data=2,zero=3",
+        "tensor=8:2.5d:2,zero=2",
+    ),
+    "model": ("gpt2", "bert", "bert-post-ln", "llama", "llama-even"),
+    "micro-batches": ("", "accumulate", "3"),
+    "mask": ("", "documents", "padded"),
+}
 # Of models of transformers, unmodified: each of them, and what is done with a model.
 UNMODIFIED = (
     Case("tensor=2", "hf-gpt2", frozenset(["dropout", "accumulate"])),
@@ -106,14 +124,16 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
-OF_TEXT = {"documents", "unscored", "whole-logits"}  # of models that predict the next token
+# Of models that predict the next token.
+OF_TEXT = {"documents", "padded", "unscored", "whole-logits"}
 Row = tuple[str, ...]
 
 
 def is_valid(row: Row) -> bool:
     if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
         return False
-    of_one_number = row[1] in OF_LLAMA["model"] or "zero" in row[0]  # of micro-batches
+    # Of micro-batches, in pipelines.
+    of_one_number = row[1] in OF_LLAMA["model"] or "zero" in row[0] or ":" in row[0]
     if of_one_number and ("pipeline" in row[0]) != ("3" in row):
         return False
     return not row[1].startswith("bert") or not OF_TEXT & {*row}
@@ -124,7 +144,7 @@ def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
 
 
 def every_row() -> list[Row]:
-    factors = (FACTORS, OF_PIPELINES, OF_LLAMA, OF_ZERO)
+    factors = (FACTORS, OF_PIPELINES, OF_LLAMA, OF_ZERO, OF_GRIDS)
     return [row for each in factors for row in rows_of(each)]
 
 
@@ -205,6 +225,29 @@ def joined_by_zero(row: Row) -> Iterator[object]:
         yield stage, values["micro-batches"], values["head"]
 
 
+def joined_by_grids(row: Row) -> Iterator[object]:
+    """Of 2D, which 4 ranks show, the values of each factor; of 3D those that attention meets, which
+    holds other samples than were read; of 2.5D, which is 2D x data, the models; a case of each of
+    what they join."""
+    values = dict(zip(FACTORS, row, strict=True))
+    layout = parse_layout(values["layout"])
+    if layout.sizes.keys() != {"tensor"} or layout.zero:
+        is_summed_twice = layout.zero < 2 or values["micro-batches"]
+        if values["dropout"] and not values["precision"] and is_summed_twice:
+            yield values["layout"]
+        return
+    if layout.mode == "2.5d":
+        yield layout.mode, values["model"].partition("-")[0]
+        return
+    names = ["model", "recomputation", "dropout", "mask"]
+    if layout.mode == "2d":
+        names += ["precision", "micro-batches", "head", "loss"]
+    for name in names:
+        yield layout.mode, name, values[name]
+    if not values["precision"]:
+        yield layout.mode, values["model"].partition("-")[0], values["dropout"]
+
+
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:
     """The first ones; then greedily few rows, until all is shown that the rows can show."""
     bits: dict[object, int] = {}
@@ -229,20 +272,23 @@ def cover() -> list[Row]:
     of_pipelines = {row: joined_by_pipelines(row) for row in rows_of(OF_PIPELINES)}
     of_llama = {row: joined_by_llama(row) for row in rows_of(OF_LLAMA)}
     of_zero = {row: joined_by_zero(row) for row in rows_of(OF_ZERO)}
-    others = (of_pipelines, of_llama, of_zero)
+    of_grids = {row: joined_by_grids(row) for row in rows_of(OF_GRIDS)}
+    others = (of_pipelines, of_llama, of_zero, of_grids)
     return [*chosen(rows, plain), *(row for each in others for row in chosen(each, []))]
 
 
 def case_of(row: Row) -> Case:
     layout, model, *options = row
-    if (sizes := parse_layout(layout)).size("pipeline") == 1:
-        most = max(GLOBAL_BATCH, 2 * sizes.size("data"))
+    sizes = parse_layout(layout)
+    readers = TrainingParallelConfig(**sizes.settings).batch_parallel_size(sizes.ranks)
+    if sizes.size("pipeline") == 1:
+        most = max(GLOBAL_BATCH, 2 * readers)
         return Case(layout, model, frozenset(filter(None, options)), samples=most)
     (number,) = {*options} & {*OF_PIPELINES["micro-batches"]}
     return Case(
         layout,
         model,
         frozenset(["accumulate", *filter(None, options)]) - {number},
-        samples=int(number) * sizes.size("data"),
+        samples=int(number) * readers,
         layers=sizes.size("pipeline") * sizes.virtual + 1,  # which the stages do not divide
     )

@@ -4,13 +4,17 @@ h hidden   a heads   g of keys and values   f MLP's width
 s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
 k masked tokens   w bytes of a number
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
-p pipeline ranks   stages: the virtual ones of this rank   d data-parallel size
+p pipeline ranks   stages: the virtual ones of this rank   d ranks that hold the same shards
+Of grids, 2D, 2.5D and 3D, t is a side; c ranks that the columns of the stream are cut over, e that
+hold it of different samples; both 1 in 1D.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+
+from tests.layouts import grids
 
 MASKED_MULTIPLE = 16
 
@@ -32,9 +36,11 @@ class Shape:
     b: int
     m: int
     t: int
-    rank: int  # along the tensor axis
+    mode: str  # of tensor parallelism
+    rank: int  # along the axis of heads
     r: int
     d: int
+    replicas: str  # the axis of these
     zero: int  # the stage of ZeRO, whose parts the d ranks have
     p: int
     stages: int
@@ -52,6 +58,18 @@ class Shape:
     @property
     def n(self) -> int:
         return self.b * self.s
+
+    @property
+    def is_grid(self) -> bool:
+        return self.mode != "1d"
+
+    @property
+    def c(self) -> int:
+        return self.t if self.is_grid else 1
+
+    @property
+    def e(self) -> int:
+        return {"1d": 1, "3d": self.t * self.t}.get(self.mode, self.t)
 
     @property
     def wide(self) -> int:
@@ -94,8 +112,8 @@ def matmul_flops(x: Shape) -> int:
         heads = 2 * n * h * x.v // t
     elif x.unmodified:  # which transforms all tokens, and of which no head tells pairs apart
         heads = 2 * x.k * h * x.v // t + 2 * n * h * h
-    else:  # all but the logits is small, and whole on every rank
-        heads = 2 * x.k * h * x.v // t + 2 * x.k * h * h + 2 * x.b * h * (h + 2)
+    else:  # in 1D all but the logits is small, and whole on every rank
+        heads = 2 * x.k * h * x.v // t + (2 * x.k * h * h + 2 * x.b * h * (h + 2)) // x.c
     return x.m * (x.layers * (3 * layer + again) + 3 * heads * x.is_last)
 
 
@@ -104,49 +122,65 @@ Parameters = list[tuple[int, str]]
 
 def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
     """(of what comes before the layers, of one layer, of what comes behind them): (numbers on this
-    rank, over which ranks of the model the gradient is partial: "stream", those that hold rows of
-    it; "tensor"; "ends", the first and the last stage; "")."""
-    h, f, t = x.h, x.f, x.t
-    norm = [(h, "stream")] * (1 if x.is_llama else 2)
-    key_value = 2 * h * x.g * h // x.a  # whole on every rank, where they cannot share the heads
+    rank, over which ranks of the model the gradient is partial: a key of `summed_over`)."""
+    h, f, c, t = x.h, x.f, x.c, x.t
+    shares = t * x.e  # of a weight
+    norm = [(h // c, "stream")] * (1 if x.is_llama else 2)
+    key_value = 2 * h * x.g * h // x.a // x.e  # of all heads, where ranks cannot share these
     layer = [
         *norm,
-        (h * h // t, ""),
-        (key_value, "tensor") if x.g % t else (key_value // t, ""),
-        (h * h // t, ""),
+        (h * h // shares, ""),
+        (key_value, "heads") if x.g % t else (key_value // t, ""),
+        (h * h // shares, ""),
         *norm,
-        (2 * f * h // t, ""),
-        (h * f // t, ""),
-        *[(h // x.a, "tensor")] * 2 * (x.kind == "qwen3"),  # norms of a query's and a key's head
+        (2 * f * h // shares, ""),
+        (h * f // shares, ""),
+        *[(h // x.a, "heads")] * 2 * (x.kind == "qwen3"),  # norms of a query's and a key's head
     ]
+    is_split = x.unmodified and x.kind == "bert"
     biased = [
         *norm,
-        (3 * h * h // t, ""),
-        *([(h // t, "")] * 3 if x.unmodified and x.kind == "bert" else [(3 * h // t, "")]),
-        (h * h // t, ""),
-        (h, "stream"),
+        (3 * h * h // shares, ""),
+        *([(h // t, "inside")] * 3 if is_split else [(3 * h // t, "inside")]),
+        (h * h // shares, ""),
+        (h // c, "stream"),
         *norm,
-        (f * h // t, ""),
-        (f // t, ""),
-        (h * f // t, ""),
-        (h, "stream"),
+        (f * h // shares, ""),
+        (f // t, "inside"),
+        (h * f // shares, ""),
+        (h // c, "stream"),
     ]
     before: Parameters = []
     behind: Parameters = []
     if x.has_norm:
         (before if x.post_norm else behind).extend(norm)
     is_tied = not x.untied and x.p > 1
-    words = (x.v * h // t, "ends" if is_tied else "")
+    words = (x.v * h // shares, "ends" if is_tied else "")
     if x.is_first:
-        before += [words] + [(x.positions * h, "stream")] * (x.kind in ("gpt2", "bert"))
-        before += [(2 * h, "stream")] if x.kind == "bert" else []  # token types
+        before += [words] + [(x.positions * h // c, "stream")] * (x.kind in ("gpt2", "bert"))
+        before += [(2 * h // c, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
         behind.append(words)
     if x.is_last and x.kind == "bert":
-        square = [(h * h, ""), (h, "")]
-        behind += [*square, *[(h, "")] * 2, (x.v // t, "")]
-        behind += [] if x.unmodified else [*square, (2 * h, ""), (2, "")]
+        square = [(h * h // (c * x.e), ""), (h // c, "heads of BERT")]
+        behind += [*square, *[(h // c, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
+        order = [*square, (2 * h // c, "heads of BERT"), (2, "heads of BERT")]
+        behind += [] if x.unmodified else order
     return before, layer if x.is_llama else biased, behind
+
+
+def summed_over(x: Shape) -> dict[str, tuple[str, int]]:
+    """(axis, ranks) that a gradient is partial over beside the replicas: of what acts on the
+    stream, on it inside the parallel region, of key/value heads that several ranks use."""
+    if x.mode == "1d":
+        return {"stream": ("tensor", x.r), "heads": ("tensor", x.t)}
+    stream, inside, heads = {
+        "2d": ("row", "row", "column"),
+        "2.5d": ("row", "row", "column"),
+        "3d": ("tokens", "inner_tokens", "input"),
+    }[x.mode]
+    rows = (stream, x.e)
+    return {"stream": rows, "heads of BERT": rows, "inside": (inside, x.e), "heads": (heads, x.t)}
 
 
 @dataclass(frozen=True)
@@ -154,7 +188,8 @@ class Bucket:
     """Parameters whose gradients are summed at once."""
 
     size: int  # numbers, padded
-    rows: int  # ranks of the stream or of the tensor axis that it is summed over
+    axis: str  # beside the replicas
+    ranks: int  # of this axis
     stages: int  # pipeline stages that hold copies
     layer: int | None  # whose weights alone it has (ZeRO stage 3)
 
@@ -168,13 +203,14 @@ def buckets(x: Shape) -> list[Bucket]:
         units = [(None, [each for _, unit in units for each in unit])]
     found = []
     for number, unit in units:
-        totals = Counter[tuple[int, int]]()
+        totals = Counter[tuple[str, int, int]]()
         for size, partial in unit:
-            rows = {"stream": x.r, "tensor": x.t}.get(partial, 1)
-            totals[rows, 2 if partial == "ends" else 1] += -(-size // 64) * 64
-        for (rows, stages), total in totals.items():
-            multiple = 64 * x.d * rows * stages
-            found.append(Bucket(-(-total // multiple) * multiple, rows, stages, number))
+            axis, ranks = summed_over(x).get(partial, ("", 1))
+            axis = axis if ranks > 1 else ""
+            totals[axis, ranks, 2 if partial == "ends" else 1] += -(-size // 64) * 64
+        for (axis, ranks, stages), total in totals.items():
+            multiple = 64 * x.d * ranks * stages
+            found.append(Bucket(-(-total // multiple) * multiple, axis, ranks, stages, number))
     return found
 
 
@@ -189,9 +225,10 @@ def parameter_bytes(x: Shape) -> int:
 def saved_bytes(x: Shape) -> int:
     """Of one micro-batch, to the loss."""
     n, t, r, w, size = x.n, x.t, x.r, x.w, x.n * x.h
+    of_stream = size * w // (r * x.c)
     keys = 8 * n * x.dropout  # of the rows, for dropout
-    # Input, mean and deviation; or the root mean square.
-    norm = (size * w + (1 if x.is_llama else 2) * n * x.wide) // r
+    # Input, mean and deviation; or the root mean square, beside which that of grids keeps zeros.
+    norm = of_stream + (1 if x.is_llama and not x.is_grid else 2) * n * x.wide // r
     core = size * w // t + 2 * n * x.keys_width * w  # q, k and v
     if x.recompute == "none" and x.is_uneven:  # k and v of every query head, and which they are
         core = 3 * size * w // t + 8 * x.a // t
@@ -203,18 +240,19 @@ def saved_bytes(x: Shape) -> int:
         core += size * w // t * (x.is_llama and x.a > t)
     # Heads; MLP before and after its activation, of a gate, too.
     inside = core + size * w // t + (3 if x.is_llama else 2) * n * x.f * w // t
-    layer = 2 * norm + 2 * size * w // r + inside + 2 * keys // r
+    layer = 2 * norm + 2 * of_stream + inside + 2 * keys // r
     if x.recompute == "full":
-        layer = size * w // r
+        layer = of_stream
     if x.whole_logits:
-        heads = size * w // r + n * x.vocabulary * x.wide + 12 * n  # labels and their mask
+        heads = of_stream + n * x.vocabulary * x.wide + 12 * n  # labels and their mask
     elif x.kind != "bert":
-        heads = 2 * size * w // r + n * (8 + x.wide)  # input and its gradient; labels, scales
+        heads = 2 * of_stream + n * (8 + x.wide)  # input and its gradient; labels, scales
     else:  # the whole stream; of masked tokens what dense, GeLU, norm and head keep; a bias
-        masked = x.k * (5 * x.h * w + 3 * x.wide + 16)
-        heads = size * w + masked + x.v // t * x.wide + x.b * x.h * w
-    # Ids of words, positions and types; rows, for dropout.
-    embedding = {"llama": 9, "gpt2": 17, "bert": 25}[x.kind] * n + keys // r
+        masked = x.k * (5 * x.h // x.c * w + 3 * x.wide + 16)
+        heads = size * w // x.c + masked + x.v // t * x.wide + x.b * x.h // x.c * w
+    # Ids of words, of all samples that a grid reads, of positions and types; rows, for dropout.
+    embedding = {"llama": 9 * x.e, "gpt2": 9 * x.e + 8, "bert": 9 * x.e + 16}[x.kind] * n
+    embedding += keys // r
     others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
     if x.recompute == "selective":  # what else the core is called with: rows and a mask
         others += x.stages * (8 * n + n * (1 if x.kind == "bert" else x.s * x.documents))
@@ -224,16 +262,47 @@ def saved_bytes(x: Shape) -> int:
     return x.layers * layer + others
 
 
+class Traffic:
+    """Collectives over axes, as tools/layouts/meters.py counts them."""
+
+    def __init__(self) -> None:
+        self.calls, self.sent = Counter[str](), Counter[str]()
+
+    def add(self, axis: str, size: int, passes: int, whole: int, times: int = 1) -> None:
+        """whole: bytes of the tensor. passes: over a ring."""
+        if size > 1 and times:
+            self.calls[axis] += times
+            self.sent[axis] += times * (passes * (size - 1) * whole // size)
+
+
 def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
     """(calls, bytes sent) by axis, of forward and backward of all micro-batches."""
-    calls, sent = Counter[str](), Counter[str]()
+    found = Traffic()
+    (of_layers_1d if x.mode == "1d" else grids.of_layers)(x, found)
+    if x.p > 1:  # each stage sends to the next one, and gradients to the one before
+        messages = x.m * (2 * x.stages - x.is_first - x.is_last)
+        found.calls["pipeline"] += messages
+        found.sent["pipeline"] += messages * x.n * x.h * x.w // (x.r * x.c)
+    ends = "pipeline" if x.p == 2 else "embedding_group"
+    for bucket in buckets(x):
+        whole = bucket.size * x.wide
+        if not x.zero:
+            found.add(x.replicas, x.d, 2, whole)
+        else:  # reduce-scatter; from stage 2 on in every micro-batch
+            found.add(x.replicas, x.d, 1, whole, 1 if x.zero == 1 else x.m)
+        own = whole // x.d if x.zero else whole
+        found.add(bucket.axis, bucket.ranks, 2, own)
+        found.add(ends, bucket.stages, 2, own)
+        if x.zero == 3:  # all else than layers once in a step, the last layer once in forward and
+            # backward, as its weights stay
+            times = {None: 1, x.layers - 1: x.m}.get(bucket.layer, 2 * x.m)
+            found.add(x.replicas, x.d, 1, bucket.size * x.w, times)
+    return found.calls, found.sent
 
-    def add(axis: str, size: int, passes: int, whole: int, times: int) -> None:
-        if size > 1 and times:
-            calls[axis] += times
-            sent[axis] += times * (passes * (size - 1) * whole // size)
 
-    t, layers, m, stream = x.t, x.layers, x.m, x.n * x.h * x.w
+def of_layers_1d(x: Shape, found: Traffic) -> None:
+    """What the layers, embedding and head of all micro-batches send along the tensor axis."""
+    add, t, layers, m, stream = found.add, x.t, x.layers, x.m, x.n * x.h * x.w
     scored = x.k if x.kind == "bert" else x.n
     again = 0
     if x.recompute == "full":  # the last sum of a layer only where something behind it is kept
@@ -258,22 +327,3 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
     else:  # a maximum, then two sums
         add("tensor", t, 2, scored * x.wide, of_head)
         add("tensor", t, 2, 2 * scored * x.wide, of_head)
-    if x.p > 1:  # each stage sends to the next one, and gradients to the one before
-        messages = m * (2 * x.stages - x.is_first - x.is_last)
-        calls["pipeline"] += messages
-        sent["pipeline"] += messages * stream // x.r
-    ends = "pipeline" if x.p == 2 else "embedding_group"
-    for bucket in buckets(x):
-        whole = bucket.size * x.wide
-        if not x.zero:
-            add("data", x.d, 2, whole, 1)
-        else:  # reduce-scatter; from stage 2 on in every micro-batch
-            add("data", x.d, 1, whole, 1 if x.zero == 1 else m)
-        own = whole // x.d if x.zero else whole
-        add("tensor", bucket.rows, 2, own, 1)
-        add(ends, bucket.stages, 2, own, 1)
-        if x.zero == 3:  # all else than layers once in a step, the last layer once in forward and
-            # backward, as its weights stay
-            times = {None: 1, layers - 1: m}.get(bucket.layer, 2 * m)
-            add("data", x.d, 1, bucket.size * x.w, times)
-    return calls, sent

@@ -70,6 +70,10 @@ TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 3e-2, t
 # Pipeline stages and ZeRO compute what the same layout does without them; what is rounded after the
 # norm may differ.
 WITHOUT_STAGES = 3e-4
+# Grids are compared with one process in the same narrow format. There an element whose gradient is
+# next to nothing, 1/200 of its neighbours' in fp16, may change its sign, by which Adam's first step
+# goes: 2 LR apart, in a bias of this norm. All others agree to 3e-6.
+OF_A_SIGN = 2 * LR / 0.4
 
 
 @dataclass(frozen=True)
@@ -298,13 +302,18 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
 
 
 def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> formulas.Shape:
-    """stage, rank: of this rank along the pipeline and the tensor axis."""
+    """stage, rank: of this rank along the pipeline and the axis of heads."""
     layout = parse_layout(case.layout)
     plan = case.plan(layout)
     own = plan.layers[stage :: plan.ranks]
     multiple = 1 if case.unmodified else 8  # of rows of the vocabulary on a rank
-    section, t, b = case.section, layout.size("tensor"), case.micro_batch_size
-    m = case.samples // (b * layout.size("data"))
+    parallel = TrainingParallelConfig(**layout.settings)
+    section, t, b = case.section, parallel.side, case.micro_batch_size
+    m = case.samples // (b * parallel.batch_parallel_size(layout.ranks))
+    e = 1 if layout.mode == "1d" else layout.size("tensor") // (t * layout.depth)
+    replicas = "data"
+    if layout.depth > 1:
+        replicas = "copies" if layout.size("data") > 1 else "depth"
     if case.unmodified:
         section = sizes_of(case)
     return formulas.Shape(
@@ -323,15 +332,17 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         b=b,
         m=m,
         t=t,
+        mode=layout.mode,
         rank=rank,
         r=t if layout.cuts_stream else 1,
-        d=layout.size("data"),
+        d=layout.size("data") * layout.depth,
+        replicas=replicas,
         zero=layout.zero,
         p=plan.ranks,
         stages=plan.virtual,
         is_first=stage == 0,
         is_last=stage == plan.ranks - 1,
-        v=-(-VOCABULARY // (multiple * t)) * multiple * t,
+        v=-(-VOCABULARY // (multiple * t * e)) * multiple * t * e,
         vocabulary=VOCABULARY,
         positions=section.max_position_embeddings,
         w=case.dtype.itemsize,
@@ -406,10 +417,11 @@ def failures(
     if case.dtype.itemsize < 4:
         if mesh.pipeline.size > 1:
             sizes = {name: size for name, size in layout.sizes.items() if name != "pipeline"}
-            plain, its_mesh = Layout(sizes, layout.switches), without_stages(mesh)
+            plain = replace(layout, sizes=sizes, virtual=1, schedule=None, zero=0)
+            its_mesh = without_stages(mesh)
             tolerance = WITHOUT_STAGES
         elif layout.zero:
-            plain, its_mesh = Layout(layout.sizes, layout.switches), mesh
+            plain, its_mesh = replace(layout, zero=0), mesh
             tolerance = WITHOUT_STAGES
         else:
             plain = Layout(layout.sizes) if layout.switches else Layout()
@@ -418,9 +430,10 @@ def failures(
     else:
         wanted = alone(case.reference, mesh.device)
     for kind, value in differences(found, wanted).items():
-        if not value <= tolerance:
+        of_sign = kind == "weights" and layout.mode != "1d" and case.dtype.itemsize < 4
+        if not value <= tolerance + of_sign * OF_A_SIGN:
             wrong.append(f"{kind}: off by {value:.2g}")
-    expected = shape(case, mesh.device, mesh.pipeline.rank, mesh.tensor.rank)
+    expected = shape(case, mesh.device, mesh.pipeline.rank, mesh.inner_hidden.rank)
     wrong += undivided(found.counts, expected, on_cpu=mesh.device.type == "cpu")
     for other in others:
         again = make_state(case, other, meshes(other), case.dtype, seed=SEED + 1)
@@ -441,7 +454,7 @@ def run_cases(
         of_case = [each for each in others if each.name != case.layout]
         if case.unmodified:
             of_case = [each for each in of_case if each.size("pipeline") == 1]
-            of_case = [each for each in of_case if not each.cuts_stream]
+            of_case = [each for each in of_case if not each.cuts_stream and each.mode == "1d"]
         apart = max(1, len(of_case) // 2)
         of_case = of_case[number % apart :: apart][:2]
         found[case] = failures(

@@ -59,6 +59,11 @@ OTHERS = {
     4: (
         *("tensor=2,data=2", "tensor=2,pipeline=2", "tensor=2,data=2,zero=3"),
         *("serial", "tensor=4,sequence", "data=4,zero=2"),
+        *("tensor=4:2d", "data=2,pipeline=2"),
+    ),
+    8: (
+        *("serial", "tensor=4,data=2", "tensor=8:3d", "tensor=4:2d,data=2,zero=3"),
+        *("tensor=8:2.5d:2", "tensor=2,data=2,pipeline=2"),
     ),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]

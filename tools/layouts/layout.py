@@ -138,7 +138,9 @@ def parse_layout(text: str) -> Layout:
     if zero > STAGES_OF_ZERO:
         works = (text.replace(f"zero={zero}", f"zero={STAGES_OF_ZERO}"),)
         raise UsageError("LAYOUT", text, "with zero=0, 1, 2 or 3, a stage of ZeRO", works=works)
-    if zero and layout.size("data") == 1:
-        allowed = "given with data=N, whose ranks share out what each would hold"
+    if zero and layout.size("data") * depth == 1:
+        allowed = (
+            "given with data=N, or tensor=N:2.5d:DEPTH, whose ranks share out what each would hold"
+        )
         raise UsageError("LAYOUT", text, allowed, works=(f"data=2,{text}",))
     return layout
