@@ -200,7 +200,7 @@ def score_windows(
     for numbers in shard(lengths, micro_batch_size, mesh, name):
         batch = [windows[number] for number in numbers]
         rows[numbers] = torch.from_numpy(_score_batch(model, mesh, batch))
-    columns = all_reduce(rows.to(mesh.device), mesh.batch).cpu().numpy().T
+    columns = all_reduce(rows.to(mesh.device), mesh.copies).cpu().numpy().T
     log_probability, tokens, hits, last_hit = columns
     if not np.isfinite(log_probability).all():
         raise DivergedError(f"{name}: log-probabilities are not numbers")

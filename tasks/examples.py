@@ -25,7 +25,7 @@ from megatron.data.order import permute
 from megatron.inference.generate import DivergedError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.zero3 import gathered, join_in
+from megatron.parallel.zero3 import gathered
 from megatron.train.executor import on_device
 from megatron.train.loader import shard
 from megatron.train.state import DTYPES, TrainState, build_state
@@ -33,16 +33,17 @@ from tasks.protocol import Example, FinetuneSettings
 
 
 def make_batch(
-    examples: Sequence[Example], counted: int | None = None, parts: int = 1
+    examples: Sequence[Example], counted: int | None = None, parts: int = 1, longest: int = 0
 ) -> ExampleBatch:
     """The batch of these examples, all with as many options and numbers in their labels.
 
     counted: of how many of them, the first ones, the loss is taken; all if not given. parts: into
-    which the tokens of a sequence are cut; it is padded to a multiple.
+    which the tokens of a sequence are cut; it is padded to a multiple. longest: tokens to which it
+    is padded at least.
     """
     sequences = [each for example in examples for each in example.options]
     lengths = np.array([len(each.tokens) for each in sequences])[:, None]
-    positions = np.arange(-(-lengths.max() // parts) * parts)
+    positions = np.arange(-(-max(longest, lengths.max()) // parts) * parts)
     is_real = positions < lengths
     tokens = np.zeros(is_real.shape, np.int64)
     tokens[is_real] = np.concatenate([np.asarray(each.tokens) for each in sequences])
@@ -101,7 +102,9 @@ class Steps:
         for share in range(mesh.batch.rank, shares, mesh.batch.size):
             own = rows[cuts[share] : cuts[share + 1]]
             numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
-            batch = make_batch(examples, len(own), mesh.stream.size)
+            # Ranks of one model compute together, and so with as many tokens.
+            longest = rows[cuts[share - mesh.tokens.rank]][1].longest
+            batch = make_batch(examples, len(own), mesh.stream.size, longest)
             batches.append(batch.numbered(np.array(numbers) + epochs_before))
         return batches
 
@@ -197,10 +200,10 @@ def logits_of(
                 count = prod(shapes[number])
                 flat[ends[number] - count : ends[number]] = row.flatten()[:count]
             calls += 1
-        most = -(-len(examples) // (micro_batch_size * mesh.batch.size))
-        join_in(model, calls, most, lambda: answer([0]))
+        if calls * micro_batch_size * mesh.copies.size < len(examples):
+            answer([0])  # whose logits nobody reads, as on other ranks: it may gather weights
     model.train(was_training)
-    whole = all_reduce(flat.to(mesh.device), mesh.batch).cpu().numpy()
+    whole = all_reduce(flat.to(mesh.device), mesh.copies).cpu().numpy()
     if not np.isfinite(whole).all():
         raise DivergedError(f"{name}: logits are not numbers")
     parts = np.split(whole, ends[:-1])

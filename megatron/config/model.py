@@ -156,6 +156,7 @@ class ModelConfig(KindConfig):
     @property
     def widths(self) -> dict[str, int]:
         found = {"--num-attention-heads": self.num_attention_heads}
+        found["--hidden-size"] = self.hidden_size
         if self.ffn_hidden_size is not None:
             found["--ffn-hidden-size"] = self.ffn_hidden_size
         return found

@@ -16,6 +16,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 SHAPES = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}
 """Dims of the grid of tensor-parallel processes, by mode."""
 
+HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
 OF_STAGES = (
     *("num_layers_per_virtual_pipeline_stage", VIRTUAL),
@@ -130,13 +131,23 @@ class ParallelConfig:
         size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
         if world_size % size:
             allowed = f"a divisor of the processes: torchrun --nproc-per-node, now {world_size}"
-            raise UsageError("--tensor-model-parallel-size", size, allowed)
+            power, depth = SHAPES[mode], self.tensor_parallel_depth
+            fitting = [n for k in range(1, side) if not world_size % (n := depth * k**power)]
+            works = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
+            raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
         for name, width in widths.items():
+            # In 3D a weight's input dim is cut along two axes; of a head's columns none is cut.
             parts = side if "heads" in name or mode != "3d" else side**2
             if width % parts:
                 allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
                 allowed += f"--tensor-model-parallel-size {size}"
-                works = (name, str(-(-width // parts) * parts))
+                heads, hidden = (widths.get(each, 1) for each in (HEADS, HIDDEN))
+                if name == HEADS:
+                    fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
+                else:
+                    step = math.lcm(parts, heads) if name == HIDDEN else parts
+                    fitting = [-(-width // step) * step]
+                works = (name, str(fitting[0])) if fitting else ()
                 raise UsageError(name, width, allowed, works=works)
 
     def _check_own(self, world_size: int) -> None:
@@ -184,7 +195,8 @@ class FinetuneParallelConfig(ParallelConfig):
             warnings.warn(
                 "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
             )
-        if self.stage_of_zero and self.data_parallel_size(world_size) == 1:
+        copies = self.data_parallel_size(world_size) * self.tensor_parallel_depth
+        if self.stage_of_zero and copies == 1:
             name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
             warnings.warn(
                 f"{name} shares nothing out with one data-parallel model: more processes than "

@@ -66,6 +66,8 @@ class PretrainConfig:
             name, last = "--recompute-granularity", known[-1]
             allowed = f"{' or '.join(known)} of a model of the kind {self.model.kind}"
             raise UsageError(name, given, allowed, works=(name, last))
+        if (mode := self.parallel.tensor_parallel_mode) != "1d":
+            self._check_mode(mode)
         if self.training.compile and not self.model.can_compile:
             allowed = f"left out: layers of the kind {self.model.kind} are not compiled"
             raise UsageError("--compile", None, allowed, works=("--no-compile",))
@@ -78,8 +80,8 @@ class PretrainConfig:
             raise UsageError(
                 "--global-batch-size",
                 batch,
-                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x "
-                f"data-parallel size {copies}",
+                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x the {copies} "
+                "processes that read different samples",
                 works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
             )
         if self.training.train_iters is not None:
@@ -122,6 +124,15 @@ class PretrainConfig:
         config = replace(self, training=training)
         config._check_warmup()
         return config
+
+    def _check_mode(self, mode: str) -> None:
+        """What is not of a layer that is cut in this tensor-parallel mode."""
+        if self.training.compile:
+            allowed = f"left out with --tensor-parallel-mode {mode}, whose products are not traced"
+            raise UsageError("--compile", None, allowed, works=("--no-compile",))
+        if (norm := self.model.layernorm_impl) != "torch":
+            allowed = f"torch with --tensor-parallel-mode {mode}, which cuts what a norm is of"
+            raise UsageError("--layernorm-impl", norm, allowed, works=("--layernorm-impl", "torch"))
 
     def _check_warmup(self) -> None:
         warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
@@ -212,6 +223,8 @@ class PretrainUnmodifiedConfig(PretrainConfig):
         native = self.model.described["model_type"]
         other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
         for name, is_given, reason, least in (
+            ("tensor_parallel_mode", self.parallel.tensor_parallel_mode != "1d",
+             f"1d: an unmodified model can be cut along one axis{other}", "1d"),
             ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
              f"1: an unmodified model cannot be cut into stages{other}", "1"),
             ("sequence_parallel", self.parallel.sequence_parallel,

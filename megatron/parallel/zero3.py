@@ -317,13 +317,6 @@ def _refuse_state_dict(module: nn.Module, *_: object) -> None:
     require_whole(module, "state_dict")
 
 
-def join_in(model: nn.Module, calls: int, most: int, call: Callable[[], object]) -> None:
-    """After `calls` forwards on this rank, of at most so many on any: the others, whose results
-    nobody reads, where a forward gathers what this rank has of weights."""
-    for _ in range(calls, most if is_gathered(model) else 0):
-        call()
-
-
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
     """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs.

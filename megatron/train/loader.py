@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
-    """The numbers of the texts of each batch of this rank, with a progress bar called `name`.
+    """The numbers of the texts of each batch of this rank, with a progress bar called `name`; ranks
+    of one model read the same, as they compute together.
 
     lengths: of texts, in tokens. The longest come first: texts of equal length need little padding,
     and what does not fit in memory fails at once. size: texts of a batch.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    own = batches[mesh.batch.rank :: mesh.batch.size]
+    own = batches[mesh.copies.rank :: mesh.copies.size]
     is_shown = mesh.is_first and sys.stderr.isatty()  # a log would be full of it
     with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
         for numbers in own:

@@ -321,11 +321,15 @@ def choose_compile(
     """(whether layers are compiled, the same on all ranks; warnings).
 
     asked: None where no flag was given: then they are compiled on GPUs whose compiler works, but
-    for a schedule of half backwards. Raises UsageError on every rank where --compile asks for what
-    does not work.
+    for a schedule of half backwards, and for a grid of ranks. Raises UsageError on every rank where
+    --compile asks for what does not work.
     """
+    reason = None
     if pipeline.has_halves:
         reason = f"a compiled backward is whole, and --pipeline-schedule {pipeline.kind} halves it"
+    elif (mode := mesh.tensor_parallel_mode) != "1d":
+        reason = f"the products of --tensor-parallel-mode {mode} are not traced"
+    if reason is not None:
         if asked:
             raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
         return False, []

@@ -32,6 +32,9 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
 EACH = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 HEAD, TAIL = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
+SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
+CUBE = f"{GRID} 3d --tensor-model-parallel-size 8"
 FP16 = "--fp16 --initial-loss-scale"
 
 # Of each row the last flag is refused, with what else is given.
@@ -108,6 +111,33 @@ REFUSED = [
         2,
         "--tensor-model-parallel-size",
     ),
+    (f"{GRID} 2d --tensor-model-parallel-size 8", 8, "--tensor-model-parallel-size"),
+    (f"{GRID} 2d --tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
+    (f"{GRID} 2.5d --tensor-model-parallel-size 4 {DEPTH} 2", 8, "--tensor-model-parallel-size"),
+    (f"{GRID} 3d --tensor-model-parallel-size 4", 8, "--tensor-model-parallel-size"),
+    (f"{GRID} 2d --tensor-model-parallel-size 4 {DEPTH} 2", 8, DEPTH),
+    (f"{DEPTH} 2", 2, DEPTH),
+    (f"{DEPTH} 0", 2, DEPTH),
+    (f"{GRID} 4d", 4, GRID),
+    *(
+        (f"{SQUARE} {words}", 4, flag)
+        for words, flag in (
+            ("--hidden-size 12 --num-attention-heads 1", "--num-attention-heads"),
+            ("--hidden-size 12 --num-attention-heads 3", "--num-attention-heads"),
+            ("--ffn-hidden-size 7", "--ffn-hidden-size"),
+            ("--micro-batch-size 3 --global-batch-size 8", "--global-batch-size"),
+            ("--sequence-parallel", "--sequence-parallel"),
+            ("--layernorm-impl apex", "--layernorm-impl"),
+            ("--compile", "--compile"),
+        )
+    ),
+    *(
+        (f"{CUBE} {words}", 8, flag)
+        for words, flag in (
+            ("--hidden-size 20 --num-attention-heads 5", "--num-attention-heads"),
+            ("--ffn-hidden-size 6", "--ffn-hidden-size"),
+        )
+    ),
     ("--zero-stage 4", 2, "--zero-stage"),
     ("--zero-stage 2 --use-distributed-optimizer", 2, "--use-distributed-optimizer"),
     ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
@@ -120,7 +150,11 @@ REFUSED = [
     ("--preset --lr=1", 1, "--preset"),
 ]  # fmt: skip
 OF_KINDS: dict[str, list[Row]] = {
-    "gpt2": [*rows_of(LAST_OF_GPT2), ("--text-column body", 1, "--json-key")],
+    "gpt2": [
+        *rows_of(LAST_OF_GPT2),
+        ("--text-column body", 1, "--json-key"),
+        (f"{CUBE} --hidden-size 6 --num-attention-heads 2", 8, "--hidden-size"),
+    ],
     "bert": rows_of(LAST_OF_BERT),
     "llama": rows_of(LAST_OF_LLAMA),
 }
