@@ -56,15 +56,17 @@ class Matmul(NamedTuple):
 class Call(NamedTuple):
     """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, of
     all-reduce 2, of other collectives 1; of a message 0. beside: the matmuls between the start of a
-    collective and the wait for it."""
+    collective and the wait for it. is_rooted: a broadcast or reduce, which all but one rank of the
+    ring pass on whole."""
 
     axis: str
     bytes: int
     passes: int
     beside: tuple[Matmul, ...] = ()
+    is_rooted: bool = False
 
     def sent(self, ranks: int) -> int:
-        """Bytes, by each of the ranks."""
+        """Bytes, by each of the ranks; of a rooted one on average."""
         if not self.passes:
             return self.bytes
         return self.passes * (ranks - 1) * self.bytes // ranks
@@ -98,6 +100,8 @@ COLLECTIVES = {
     "broadcast_": (1, 0),
     "reduce_": (1, 0),
 }
+ROOTED = {"broadcast_", "reduce_"}
+RETURN_WORK = {"send", "recv_", "reduce_"}  # alone, without the tensors
 # Matmuls: which argument is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 TRANSPOSED = "_linear_pointwise"  # oneDNN's, of x and a weight [out, in]
@@ -163,7 +167,7 @@ class Meter(TorchDispatchMode):
             if is_meta:
                 self.running.append(_Done(self, call))
                 done = self.running[-1].boxed()
-                return (args[0], done) if call is not None and call.passes else done
+                return done if name in RETURN_WORK else (args[0], done)
             if call is not None:
                 self.work[self.phase].calls[call] += 1
             return function(*args, **kwargs)
@@ -222,7 +226,7 @@ class Meter(TorchDispatchMode):
         tensors = args[which] if isinstance(args[which], list) else [args[which]]
         tensors = tensors[0] if isinstance(tensors[0], list) else tensors
         whole = sum(tensor.nbytes for tensor in tensors)
-        call = None if name == "recv_" else Call(axis.name, whole, passes)
+        call = None if name == "recv_" else Call(axis.name, whole, passes, is_rooted=name in ROOTED)
         return call, tensors[0].is_meta
 
     def finish(self, done: _Done) -> None:
