@@ -61,7 +61,7 @@ def datasets_cache(
 
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[Pool]:
-    pool = Pool()
+    pool = Pool(8)
     yield pool
     pool.close()
 

@@ -56,15 +56,17 @@ class Matmul(NamedTuple):
 class Call(NamedTuple):
     """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, of
     all-reduce 2, of other collectives 1; of a message 0. beside: the matmuls between the start of a
-    collective and the wait for it."""
+    collective and the wait for it. is_rooted: a broadcast or reduce, which all but one rank of the
+    ring pass on whole."""
 
     axis: str
     bytes: int
     passes: int
     beside: tuple[Matmul, ...] = ()
+    is_rooted: bool = False
 
     def sent(self, ranks: int) -> int:
-        """Bytes, by each of the ranks."""
+        """Bytes, by each of the ranks; of a rooted one on average."""
         if not self.passes:
             return self.bytes
         return self.passes * (ranks - 1) * self.bytes // ranks
@@ -98,6 +100,7 @@ COLLECTIVES = {
     "broadcast_": (1, 0),
     "reduce_": (1, 0),
 }
+ROOTED = {"broadcast_", "reduce_"}
 RETURN_WORK = {"send", "recv_", "reduce_"}  # alone, without the tensors
 # Matmuls: which argument is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
@@ -223,7 +226,7 @@ class Meter(TorchDispatchMode):
         tensors = args[which] if isinstance(args[which], list) else [args[which]]
         tensors = tensors[0] if isinstance(tensors[0], list) else tensors
         whole = sum(tensor.nbytes for tensor in tensors)
-        call = None if name == "recv_" else Call(axis.name, whole, passes)
+        call = None if name == "recv_" else Call(axis.name, whole, passes, is_rooted=name in ROOTED)
         return call, tensors[0].is_meta
 
     def finish(self, done: _Done) -> None:

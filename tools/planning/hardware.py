@@ -97,16 +97,20 @@ class Ring:
     parts are summed, one while the sums go round. The slowest hop of the ring sets the pace:
 
         seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
+
+    A broadcast or a reduce passes all of its bytes on, from one rank to the next.
     """
 
     ranks: int
     stride: int
 
-    def seconds(self, size: float, hardware: Hardware, passes: int = 2) -> float:
+    def seconds(
+        self, size: float, hardware: Hardware, passes: int = 2, *, is_rooted: bool = False
+    ) -> float:
         """Of a collective of `size` bytes, while the other rings of the job do the same."""
         if self.ranks == 1:
             return 0.0
-        sent = passes * (self.ranks - 1) / self.ranks * size
+        sent = size if is_rooted else passes * (self.ranks - 1) / self.ranks * size
         return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
 
     def message(self, size: float, hardware: Hardware) -> float:

@@ -198,6 +198,7 @@ def rank_on_meta(
     mesh = absent_mesh(
         {**sizes, "pipeline": pipeline.ranks},
         torch.device(device),
+        tensor_parallel_mode=config.parallel.tensor_parallel_mode,
         sequence_parallel=config.parallel.cuts_stream,
         stage=rank,
     )

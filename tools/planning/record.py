@@ -49,6 +49,8 @@ def record(step: Step, hardware: Hardware) -> Record:
             "batch": config.training.micro_batch_size,
             "micro_batches": step.micro_batches,
             "tensor": step.tensor,
+            "tensor_mode": config.parallel.tensor_parallel_mode,
+            "tensor_depth": config.parallel.tensor_parallel_depth,
             "data": step.copies,
             "pipeline": plan.ranks,
             "virtual_stages": plan.virtual,
@@ -96,6 +98,10 @@ def _stage(step: Step) -> Record:
 def _communications(step: Step) -> Record:
     """By axis; the agreement of all ranks beside it is small."""
     axes = ["tensor", "data", *(["pipeline", "embedding_group"] if step.pipeline.ranks > 1 else [])]
+    if step.config.parallel.tensor_parallel_mode != "1d":  # in place of tensor, and their unions
+        phases = (calls for phase, calls in step.calls.items() if phase != "agreement")
+        used = {call.axis for calls in phases for call in calls}
+        axes = [name for name in step.model.rings if name in used]
     return {axis: _communication(step, axis) for axis in axes}
 
 
@@ -144,12 +150,14 @@ def summary(planned: Record) -> str:
     sequence_parallel = ", sequence-parallel" if model["sequence_parallel"] else ""
     pipeline, virtual = f", pipeline {model['pipeline']}", model["virtual_stages"]
     pipeline += f" x {virtual}" if virtual > 1 else ""
+    mode = f" {model['tensor_mode']}" if model["tensor_mode"] != "1d" else ""
     zero = f", ZeRO {model['zero_stage']}" if model["zero_stage"] else ""
     devices = model["tensor"] * model["data"] * model["pipeline"]
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{devices} devices ({planned['hardware']['name']}): "
-        f"tensor-parallel {model['tensor']}{sequence_parallel}, data-parallel {model['data']}"
+        f"tensor-parallel {model['tensor']}{mode}{sequence_parallel}, "
+        f"data-parallel {model['data']}"
         f"{zero}"
         f"{pipeline + ' ' + model['schedule'] if model['pipeline'] > 1 else ''}\n"
         f"{model['micro_batches']} micro-batches of {model['batch']} x {model['sequence']} tokens "

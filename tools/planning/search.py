@@ -75,15 +75,15 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 
 
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
-    """The same training, cut in all ways that can work; the global batch, the pipeline and the
-    stage of ZeRO stay what they are."""
+    """The same training, cut in all ways that can work; the global batch, the tensor-parallel mode,
+    the pipeline and the stage of ZeRO stay what they are."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
         cut = config.parallel.sequence_parallel and size > 1
-        found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
-        found = varied(found, sequence_parallel=cut)
-        with suppress(UsageError):
+        with suppress(UsageError):  # of a size that the tensor-parallel mode cannot have, too
+            found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
+            found = varied(found, sequence_parallel=cut)
             _check(found, gpus)
             yield found
 
@@ -95,7 +95,8 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
     from tools.planning.trace import Step
 
     rows = []
-    for cut, granularity in product((False, True), GRANULARITIES):
+    cuts = (False, True) if config.parallel.tensor_parallel_mode == "1d" else (False,)
+    for cut, granularity in product(cuts, GRANULARITIES):
         kind = varied(config, sequence_parallel=cut, recompute_granularity=granularity)
         for found in layouts(kind, gpus):
             step = Step(found, gpus, precision, hardware.device)
@@ -146,6 +147,7 @@ def smallest_change(
     if more > gpus:
         flags.append(f"--gpus {more}")
     batch = kept.training.global_batch_size
-    if config.training.global_batch_size is None and row["data"] * row["batch"] != batch:
+    changes = {name: row[own] for name, (_, own) in VARIED.items()}
+    if varied(config, **changes).global_batch_size(more) != batch:
         flags.append(f"--global-batch-size {batch}")  # or it would be another training
     return " ".join(flags)

@@ -84,10 +84,9 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
             backward += (computing + moving + waiting) / step.micro_batches
     sums = dict.fromkeys(("tensor", "stages"), 0.0)
     for _, call in step.reductions:
-        if call.axis != "data":  # of what every rank of a model has, or several stages
-            sums["tensor" if call.axis == "tensor" else "stages"] += call_seconds(
-                step, call, hardware
-            )
+        if call.axis != step.model.replicas:  # of what every rank of a model has, or several stages
+            name = "stages" if call.axis in step.model.of_stages else "tensor"
+            sums[name] += call_seconds(step, call, hardware)
     found = matmuls, other, exposed + sums["tensor"], hidden
     data = _data_parallel(step, hardware, forward, backward)
     return Seconds(*found, *data, pipeline_parallel_exposed=sums["stages"]), busy
@@ -95,7 +94,8 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
     """Of a collective with nothing beside it."""
-    return step.model.rings[call.axis].seconds(call.bytes, hardware, call.passes)
+    ring = step.model.rings[call.axis]
+    return ring.seconds(call.bytes, hardware, call.passes, is_rooted=call.is_rooted)
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
@@ -140,9 +140,9 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
 def _data_parallel(
     step: Step, hardware: Hardware, forward: float, backward: float
 ) -> tuple[float, float]:
-    """(exposed, hidden) of gradients and weights over the data axis; forward, backward: seconds of
-    one micro-batch."""
-    layers, (_, once) = step.layer_gathers, step.gathers
+    """(exposed, hidden) of gradients and weights over the replicas of the model; forward, backward:
+    seconds of one micro-batch."""
+    layers, (_, once), replicas = step.layer_gathers, step.gathers, step.model.replicas
     depth, (first, *others) = max(1, len(layers["forward"])), layers["forward"] or [[]]
     alone = [*once, *step.micro_batches * first]
 
@@ -152,7 +152,7 @@ def _data_parallel(
 
     window = forward * (depth - 1) / depth  # the last layer has no gather beside it
     there = _beside(step, hardware, window, ahead(others, forward / depth))
-    sums = [(share * backward, call) for share, call in step.reductions if call.axis == "data"]
+    sums = [(share * backward, call) for share, call in step.reductions if call.axis == replicas]
     back = [*sums, *ahead(layers["backward"], backward / depth)]
     last = _beside(step, hardware, backward, back)
     exposed, hidden = sum(call_seconds(step, each, hardware) for each in alone), 0.0
@@ -164,10 +164,10 @@ def _data_parallel(
 def _beside(
     step: Step, hardware: Hardware, window: float, started: Iterable[tuple[float, Call]]
 ) -> tuple[float, float]:
-    """(exposed, hidden) of calls over the data axis, which start at these seconds of what computes
+    """(exposed, hidden) of calls over the replicas, which start at these seconds of what computes
     for `window` seconds, and whose memory bandwidth the hidden ones share. One follows another; who
     waits for one in between is not seen by itself."""
-    ring = step.model.rings["data"]
+    ring = step.model.rings[step.model.replicas]
     end = busy = sent = 0.0
     for start, call in sorted(started):
         taken = call_seconds(step, call, hardware)

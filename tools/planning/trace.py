@@ -19,6 +19,7 @@ from typing import Any
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
+from megatron.parallel.mesh import Axis
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Facts, Lists, check, schedule
 from megatron.parallel.sharding import sharding_specs
@@ -34,6 +35,12 @@ WIDE = 4  # bytes of a gradient, master or moment, but of pure bf16
 # Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
 # gradient, rounding 1; in the weights' own width rounding 1.
 WIDE_PASSES, NARROW_PASSES = 10, 1
+ONE_RANK: dict[str, Any] = {  # settings of a layer that is not cut
+    "tensor_model_parallel_size": 1,
+    "tensor_parallel_mode": "1d",
+    "tensor_parallel_depth": 1,
+    "sequence_parallel": False,
+}
 
 
 class Model:
@@ -41,9 +48,10 @@ class Model:
 
     local: parameters of this rank. own: those of all ranks of its pipeline stage, without padding;
     tied ones count at the first stage that has them. buckets: each with the fraction of the last
-    backward after which it is full. layers: buckets of each, in ZeRO stage 3. rings: by axis.
-    agreement: calls of a step: what the terms of the loss are means over, the terms, and the
-    gradient norm.
+    backward after which it is full. layers: buckets of each, in ZeRO stage 3. rings: by axis
+    or union of axes. replicas: over which the gradients of all weights are partial. of_stages: axes
+    that join pipeline stages. agreement: calls of a step: what the terms of the loss are means
+    over, the terms, and the gradient norm.
     """
 
     def __init__(
@@ -74,11 +82,14 @@ class Model:
             strides[axis.name] = stride
             stride *= axis.size
         ends = (pipeline.ranks - 1) * strides["pipeline"]
-        self.rings = {axis.name: Ring(axis.size, strides[axis.name]) for axis in mesh.axes}
+        self.rings = dict[str, Ring]()
+        every = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
+        for axis in every:  # a union of axes that are no neighbours, over which little is sent, too
+            stride = min((strides.get(part.name, 1) for part in axis.parts), default=1)
+            self.rings[axis.name] = Ring(axis.size, stride)
         self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends)
-        for union in (mesh.loss, mesh.loss_sums, mesh.model_parallel, mesh.replicas):
-            stride = min((strides[part.name] for part in union.parts if part.size > 1), default=1)
-            self.rings[union.name] = Ring(union.size, stride)
+        self.replicas = mesh.replicas.name
+        self.of_stages = {axis.name for axis in every if axis.is_of_stages}
         terms = 1 + len(model.terms)
         agreed = [(mesh.loss, terms), (mesh.loss_sums, terms), (mesh.model_parallel, 3)]
         agreed += [(mesh.replicas, 1)] * (stage > 0)
@@ -168,8 +179,13 @@ class Step:
         return self.config.parallel.tensor_model_parallel_size
 
     @property
+    def batch_ranks(self) -> int:
+        """That read different samples."""
+        return self.config.parallel.batch_parallel_size(self.ranks)
+
+    @property
     def micro_batches(self) -> int:
-        size = self.copies * self.config.training.micro_batch_size
+        size = self.batch_ranks * self.config.training.micro_batch_size
         return self.config.global_batch_size(self.ranks) // size
 
     @property
@@ -289,7 +305,7 @@ class Step:
         """All collectives of a step, by phase."""
         found = {phase: Counter(each.calls) for phase, each in self.work.items()}
         for _, call in self.reductions:
-            found["backward"][call] += self.backwards if call.axis == "data" else 1
+            found["backward"][call] += self.backwards if call.axis == self.model.replicas else 1
         for phase, layers in self.layer_gathers.items():
             for call in chain(*layers):
                 found[phase][call] += self.micro_batches
@@ -369,18 +385,19 @@ class Step:
         return self._flops(is_executed=True)
 
     def _flops(self, *, is_executed: bool) -> int:
-        """Of a model on one rank, which computes what a tensor-parallel group does."""
+        """Of a model on one rank, which computes what those do that share a micro-batch."""
         model, parallel = self.config.model, self.config.parallel
         changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
         if (multiple := getattr(model, "make_vocab_size_divisible_by", None)) is not None:
-            padded = multiple * self.tensor if is_executed else 1
+            shards = self.tensor // parallel.tensor_parallel_depth  # of the word embedding
+            padded = multiple * shards if is_executed else 1
             changes["make_vocab_size_divisible_by"] = padded
         config = replace(
             self.config,
             model=replace(model, **changes),
-            parallel=replace(parallel, tensor_model_parallel_size=1, sequence_parallel=False),
+            parallel=replace(parallel, **ONE_RANK),
         )
         found = trace_of_depth(MicroBatch(config, self.precision, "cuda", not is_executed))
         matmuls = sum((work.matmuls for work in found.work.values()), Counter[Matmul]())
         of_group = sum(times * each.flops for each, times in matmuls.items() if not each.again)
-        return of_group * self.micro_batches * self.copies
+        return of_group * self.micro_batches * self.batch_ranks

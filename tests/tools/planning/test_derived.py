@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from unittest.mock import patch
 
@@ -16,11 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.kernels import use_cpu_kernels
-from megatron.parallel.mesh import Mesh, absent_mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, absent_mesh, build_mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks
 from tests.tools.planning.counted import (
     META,
     Sums,
@@ -30,6 +30,7 @@ from tests.tools.planning.counted import (
     preset,
     state_on,
 )
+from tools.layouts.job import of_pretraining
 from tools.layouts.meters import Counts, counting, saved_bytes
 from tools.layouts.work import Call, Meter, on_meta
 from tools.planning.hardware import load_hardware
@@ -100,17 +101,23 @@ ZERO_LAYOUTS = {  # flags and ranks
 }
 
 
-def zero_step(layout: str, stage: int) -> Step:
+def zero_steps(layout: str) -> list[Step]:
     flags, ranks = ZERO_LAYOUTS[layout]
-    return Step(preset("quickstart", *flags, "--zero-stage", str(stage)), ranks, "bf16", "cpu")
+    stages = ([*flags, "--zero-stage", str(stage)] for stage in (1, 2, 3))
+    return [Step(preset("quickstart", *words), ranks, "bf16", "cpu") for words in stages]
 
 
-def sent_by_train_step(layout: str) -> list[Counts]:
-    """Of a real one at each stage, on this rank."""
+def sent_by_train_step(steps: list[Step]) -> list[Counts]:
+    """Of a real one of each, on this rank."""
     found = []
-    for stage in (1, 2, 3):
-        step = zero_step(layout, stage)
-        mesh = mesh_of_ranks(step.tensor, sequence_parallel=step.config.parallel.cuts_stream)
+    for step in steps:
+        layout = step.config.parallel
+        mesh = build_mesh(
+            layout.sizes,
+            CPU,
+            tensor_parallel_mode=layout.tensor_parallel_mode,
+            sequence_parallel=layout.cuts_stream,
+        )
         state = built(mesh, step.config, step.precision)
         samples = batches(step.config, step.micro_batches)
         with counting(mesh) as counts:
@@ -119,17 +126,58 @@ def sent_by_train_step(layout: str) -> list[Counts]:
     return found
 
 
+def assert_sends_what_is_planned(gloo: Pool, steps: list[Step]) -> None:
+    """The optimizer's part, too."""
+    planned = []
+    for step in steps:
+        calls = Counter[str]()
+        for call, times in sum(step.calls.values(), Counter[Call]()).items():
+            calls[call.axis] += times
+        planned.append((calls, {axis: step.sent(axis) for axis in calls}))
+    fresh = [replace(step, config=of_pretraining(step.config)) for step in steps]
+    for found in gloo.run(steps[0].ranks, sent_by_train_step, fresh):
+        assert [(counts.calls, counts.sent_bytes) for counts in found] == planned
+
+
 @pytest.mark.parametrize("layout", ZERO_LAYOUTS)
 def test_a_step_of_zero_sends_what_is_planned(gloo: Pool, layout: str) -> None:
-    """The optimizer's part, too."""
-    for found in gloo.run(ZERO_LAYOUTS[layout][1], sent_by_train_step, layout):
-        for stage, counts in enumerate(found, 1):
-            step, planned = zero_step(layout, stage), Counter[str]()
-            for call, times in sum(step.calls.values(), Counter[Call]()).items():
-                planned[call.axis] += times
-            assert planned == counts.calls, stage
-            sent = {axis: step.sent(axis) for axis in planned}
-            assert sent == counts.sent_bytes, stage
+    assert_sends_what_is_planned(gloo, zero_steps(layout))
+
+
+MODES = {  # ranks, and the settings of the tensor-parallel mode
+    "2d": (4, {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}),
+    "2d d2": (8, {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}),
+    "2.5d": (
+        8,
+        {
+            "tensor_model_parallel_size": 8,
+            "tensor_parallel_mode": "2.5d",
+            "tensor_parallel_depth": 2,
+        },
+    ),
+    "3d": (8, {"tensor_model_parallel_size": 8, "tensor_parallel_mode": "3d"}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_every_mode_sends_what_is_planned(gloo: Pool, mode: str) -> None:
+    """Of two micro-batches."""
+    ranks, settings = MODES[mode]
+    steps = []
+    for name, recompute in (
+        ("quickstart", "none"),
+        ("quickstart", "full"),
+        ("miniature_bert", "none"),
+        ("miniature_llama", "selective"),
+    ):
+        flags = ["--num-layers", "3", *SHORT_SAMPLES, *NARROW, "--micro-batch-size", "1"]
+        config = preset(name, *flags, "--recompute-granularity", recompute)
+        parallel = replace(config.parallel, **settings)
+        batch = 2 * parallel.batch_parallel_size(ranks)
+        training = replace(config.training, global_batch_size=batch)
+        config = replace(config, parallel=parallel, training=training)
+        steps.append(Step(config, ranks, "fp32", "cpu"))
+    assert_sends_what_is_planned(gloo, steps)
 
 
 def test_what_a_rank_sends_is_what_a_ring_passes_on() -> None:
