@@ -207,8 +207,10 @@ def with_whole_matrices(layer: Linear2D, x: Tensor) -> Tensor:
     """As with_whole_weight, of a grid."""
     rows, columns = layer.mesh.tokens, layer.mesh.hidden
     dim, bias = layer.weight.dim() - 2, layer.bias
-    weight = gather_with_gradient(gather_with_gradient(layer.weight, dim + 1, rows), dim, columns)
-    y = F.linear(gather_with_gradient(x, 1, columns), weight.flatten(0, -2))
+    weight = copy_to(gather_with_gradient(layer.weight, dim + 1, rows), rows)
+    weight = gather_with_gradient(weight, dim, columns)
+    x = copy_to(gather_with_gradient(x, 1, columns), columns)
+    y = F.linear(x, weight.flatten(0, -2))
     own = y.view(len(x), *weight.shape[:-1]).chunk(columns.size, -1)[columns.rank]
     return (own if bias is None else own + bias).flatten(1)
 
