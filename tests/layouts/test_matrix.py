@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.llama import Llama
-from megatron.parallel import buckets, dropout, layers, planned
+from megatron.parallel import buckets, dropout, layers, layers_2d, layers_3d, planned
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import copy_to, gather_with_gradient, reduce_from
@@ -29,6 +29,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     linear,
 )
+from megatron.parallel.layers_2d import LayerNorm2D, Linear2D, Place
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
@@ -161,6 +162,10 @@ def exchanged(layout: Layout, device: torch.device) -> Mesh:
     return replace(mesh, loss=mesh.tensor)
 
 
+def without_copies(layout: Layout, device: torch.device) -> Mesh:
+    return replace(make_mesh(layout, device), replicas=Axis("replicas"))
+
+
 make_mesh = Layout.mesh
 add_parameter = ShardedModule.add_parameter
 
@@ -186,6 +191,28 @@ def with_whole_weight(layer: ColumnParallelLinear, x: Tensor) -> Tensor:
     y = F.linear(copy_to(x, axis), weight.flatten(0, -2), bias.flatten())
     own = y.view(len(x), *bias.shape).chunk(axis.size, -1)[axis.rank]
     return own.flatten(1)
+
+
+def swapped(mesh: Mesh) -> Place:
+    """Weights cut along in by what cuts out, and along out by what cuts in."""
+    place = outside(mesh)
+    return replace(place, inputs=(place.outputs,), outputs=place.inputs[0])
+
+
+def first_of_columns(spec: ShardingSpec, *axes: Axis) -> bool:
+    return all(axis.rank == 0 for axis in spec.copied_over(*axes) if axis.name != "row")
+
+
+def with_whole_matrices(layer: Linear2D, x: Tensor) -> Tensor:
+    """As with_whole_weight, of a grid."""
+    rows, columns = layer.mesh.tokens, layer.mesh.hidden
+    dim, bias = layer.weight.dim() - 2, layer.bias
+    weight = copy_to(gather_with_gradient(layer.weight, dim + 1, rows), rows)
+    weight = gather_with_gradient(weight, dim, columns)
+    x = copy_to(gather_with_gradient(x, 1, columns), columns)
+    y = F.linear(x, weight.flatten(0, -2))
+    own = y.view(len(x), *weight.shape[:-1]).chunk(columns.size, -1)[columns.rank]
+    return (own if bias is None else own + bias).flatten(1)
 
 
 def of_all_heads(layer: GroupedQueryLinear, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,6 +327,7 @@ def of_first_heads(heads: int, queries: int, tensor: Axis) -> list[int]:
     return heads_of_queries(heads, queries, replace(tensor, rank=0))
 
 
+outside = layers_2d.outside
 read, heads_of_queries = Entrance.read, planned.heads_of_queries
 run_grouped_query, run_core = GroupedQueryLinear.forward, AttentionCore.forward
 turns = Llama.turns
@@ -410,6 +438,37 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
     "weights of the first step gathered": (
         Bucket, "gather", of_first_step, Case("data=2,zero=3", "gpt2"), "loss",
     ),
+    "a cut of weights with the two axes exchanged": (
+        layers_2d, "outside", swapped, Case("tensor=4:2d", "gpt2"), "loss",
+    ),
+    "the norm counted along the row": (
+        ShardingSpec, "is_owner", first_of_columns, Case("tensor=4:2d", "gpt2"), "norm",
+    ),
+    **{
+        f"no sum over rows of ranks of the gradients of {kind.__name__}": (
+            ShardedModule, "add_parameter", without_stream(kind),
+            Case("tensor=4:2d", "gpt2"), "gradients",
+        )
+        for kind in (Linear2D, LayerNorm2D)
+    },
+    "matrices gathered whole": (
+        Linear2D, "forward", with_whole_matrices, Case("tensor=4:2d", "gpt2"), "FLOPs",
+    ),
+    "no sum over depth": (
+        Layout, "mesh", without_copies,
+        Case("tensor=8:2.5d:2", "gpt2", samples=8), "gradients",
+    ),
+    **{
+        f"the {what} of the samples that are read, not of those that attention holds": (
+            layers_3d, "exchange", lambda mesh, x: x,
+            Case("tensor=8:3d", model, frozenset(options), samples=8), "loss",
+        )
+        for what, model, options in (
+            ("mask", "bert", []),
+            ("documents", "gpt2", ["documents"]),
+            ("dropout", "llama", ["dropout"]),
+        )
+    },
 }  # fmt: skip
 
 
