@@ -52,7 +52,7 @@ class Worker:
 class Pool:
     """At most `size` processes, started when first needed and kept until close()."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 8) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
