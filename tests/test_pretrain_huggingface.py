@@ -66,6 +66,11 @@ EARLY = {  # before torch is imported
     "stages": Row(
         "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size", ranks=2
     ),
+    "a grid of ranks": Row(
+        "--tensor-model-parallel-size 4 --tensor-parallel-mode 2d",
+        "--tensor-parallel-mode",
+        ranks=4,
+    ),
     "tokens of a sequence": Row(
         "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-parallel", ranks=2
     ),

@@ -25,6 +25,7 @@ from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import gather_whole, initial_value, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state
+from tools.layouts.layout import parse_layout
 
 SEED = 1234
 VOCABULARY = 101
@@ -44,10 +45,13 @@ def tiny_section(**changes: Any) -> GPT2Config:
     return GPT2Config(**(settings | changes))
 
 
-def mesh_of_ranks(tensor_size: int, *, sequence_parallel: bool = False) -> Mesh:
-    """The ranks of this call of the pool, or the process of the test alone."""
+def mesh_of_ranks(tensor_size: int | str, *, sequence_parallel: bool = False) -> Mesh:
+    """The ranks of this call of the pool, or the process of the test alone. tensor_size: a number,
+    or as a LAYOUT has it, "4:2d"."""
     if not dist.is_initialized():
         return serial_mesh()
+    if isinstance(tensor_size, str):
+        return parse_layout(f"tensor={tensor_size}").mesh(torch.device("cpu"))
     sizes, device = {"tensor": tensor_size}, torch.device("cpu")
     return build_mesh(sizes, device, sequence_parallel=sequence_parallel)
 

@@ -96,6 +96,7 @@ class HuggingFaceConfig(KindConfig):
 
     kind: ClassVar[str] = "huggingface"
     can_compile: ClassVar[bool] = False
+    has_grids: ClassVar[bool] = False
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 
     hf_model: str

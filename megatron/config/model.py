@@ -25,6 +25,8 @@ class KindConfig:
     """Fields that no parameter depends on, which fine-tuning may change."""
     can_compile: ClassVar[bool] = True
     """Whether --compile knows its layers."""
+    has_grids: ClassVar[bool] = True
+    """Whether its layers can be cut in each --tensor-parallel-mode, and not in 1d alone."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")

@@ -95,6 +95,14 @@ class ParallelConfig:
         """Models trained side by side by world_size processes."""
         return world_size // math.prod(self.sizes.values())
 
+    def check_kind(self, model: Any, given: str = "--model") -> None:
+        """Raise UsageError where layers of a model with this config cannot be cut in this mode.
+        given: the flag that names the model."""
+        if (mode := self.tensor_parallel_mode) != "1d" and not model.has_grids:
+            name = "--tensor-parallel-mode"
+            allowed = f"1d with {given} of the kind {model.kind}, whose plan cuts along one axis"
+            raise UsageError(name, mode, allowed, works=(name, "1d"))
+
     def check(
         self,
         world_size: int,

@@ -66,6 +66,7 @@ class PretrainConfig:
             name, last = "--recompute-granularity", known[-1]
             allowed = f"{' or '.join(known)} of a model of the kind {self.model.kind}"
             raise UsageError(name, given, allowed, works=(name, last))
+        self.parallel.check_kind(self.model)
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
             self._check_mode(mode)
         if self.training.compile and not self.model.can_compile:
@@ -223,8 +224,6 @@ class PretrainUnmodifiedConfig(PretrainConfig):
         native = self.model.described["model_type"]
         other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
         for name, is_given, reason, least in (
-            ("tensor_parallel_mode", self.parallel.tensor_parallel_mode != "1d",
-             f"1d: an unmodified model can be cut along one axis{other}", "1d"),
             ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
              f"1: an unmodified model cannot be cut into stages{other}", "1"),
             ("sequence_parallel", self.parallel.sequence_parallel,

@@ -41,7 +41,9 @@ def open_trained(
     if not is_known:
         allowed = f"a model of the kind {' or '.join(known)}, not {kind}"
         raise UsageError(given, path, allowed)
-    parallel.check(world_size, config_of(manifest).widths)
+    model = config_of(manifest)
+    parallel.check_kind(model, given)
+    parallel.check(world_size, model.widths)
 
     kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
     files = [file for file in (config.vocab_file, config.merge_file) if file is not None]

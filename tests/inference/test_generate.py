@@ -34,7 +34,7 @@ DRAWN = Sampling(24, seed=5)
 
 
 def continued(
-    tensor_size: int,
+    tensor_size: int | str,
     sampling: Sampling,
     batch: int = len(PROMPTS),
     eod: int = 0,
@@ -61,8 +61,8 @@ def test_the_text_is_the_same_at_every_layout_and_in_every_batch(
     expected = continued(1, sampling)
     assert len({tuple(tokens) for tokens in expected}) >= 5, "not all the same"
     assert continued(1, sampling, batch=1) == continued(1, sampling, batch=4) == expected
-    for size in (2, 4):
-        for found in gloo.run(size, continued, size, sampling, 4):
+    for world, size in ((2, 2), (4, 4), (4, "4:2d"), (8, "8:3d")):
+        for found in gloo.run(world, continued, size, sampling, 4):
             assert found == expected
 
 

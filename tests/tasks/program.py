@@ -51,7 +51,7 @@ def evaluating(save: Path) -> list[str]:
     return ["--valid-data", str(save.parent / "near"), str(save.parent / "far")]
 
 
-def figures_of(task: str, tensor_size: int, *words: str) -> dict[str, Any]:
+def figures_of(task: str, tensor_size: int | str, *words: str) -> dict[str, Any]:
     """What the program computes of these flags, on the ranks of this call or in this process."""
     mesh = mesh_of_ranks(tensor_size)
     module = import_module(TASKS[task])

@@ -89,7 +89,7 @@ Outcome = tuple[list[float], list[NDArray[np.float32]], dict[str, Tensor]]
 
 
 def outcome(
-    folder: Path, head: Head, tensor_size: int, micro: int, cuts: bool, zero: int
+    folder: Path, head: Head, tensor_size: int | str, micro: int, cuts: bool, zero: int
 ) -> Outcome:
     """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=cuts)
@@ -113,7 +113,7 @@ def outcome(
 
 
 def outcomes(
-    folder: Path, tensor_size: int, micro: int, cuts: bool = False, zero: int = 0
+    folder: Path, tensor_size: int | str, micro: int, cuts: bool = False, zero: int = 0
 ) -> list[Outcome]:
     """cuts: whether the sequence is cut, too. zero: the stage of ZeRO."""
     return [outcome(folder, head, tensor_size, micro, cuts, zero) for head in HEADS]
@@ -124,6 +124,8 @@ def test_every_layout_and_split_gives_the_same_run(gloo: Pool, pretrained: Path)
     found = [outcomes(pretrained, 1, 3)]
     for tensor_size, micro, cuts in ((2, 4, False), (1, 2, False), (2, 3, True)):
         found += gloo.run(2, outcomes, pretrained, tensor_size, micro, cuts)
+    for world, grid in ((4, "4:2d"), (8, "8:3d")):
+        found += gloo.run(world, outcomes, pretrained, grid, 2)
     for stage in (1, 2, 3):
         found += gloo.run(2, outcomes, pretrained, 1, 2, False, stage)
     for each in chain(*(zip(every, expected, strict=True) for every in found)):

@@ -62,7 +62,7 @@ def easy_window(tokens: Any) -> Window:
     return Window(tokens[:-1], tokens[1:], 0)
 
 
-def scored(tensor_size: int, micro_batch_size: int) -> Scores:
+def scored(tensor_size: int | str, micro_batch_size: int) -> Scores:
     mesh = mesh_of_ranks(tensor_size)
     model = tiny_model(mesh)
     return score_windows(model.eval(), mesh, windows_of_text(), micro_batch_size, "test")
@@ -93,12 +93,12 @@ def test_scores_depend_on_neither_batch_size_nor_layout(gloo: Pool) -> None:
     assert (expected.hits[-1] < 3, expected.last_hit[-1]) == (True, True)
     for size in (1, 3, 100):
         assert_equal(scored(1, size), expected)
-    for world, tensor_size in ((2, 2), (2, 1), (4, 4), (4, 2)):
+    for world, tensor_size in ((2, 2), (2, 1), (4, 4), (4, 2), (4, "4:2d"), (8, "8:3d")):
         for scores in gloo.run(world, scored, tensor_size, 4):
             assert_equal(scores, expected)
 
 
-def all_figures(rows: list[list[str]], tensor_size: int, micro_batch_size: int) -> list[Any]:
+def all_figures(rows: list[list[str]], tensor_size: int | str, micro_batch_size: int) -> list[Any]:
     """The figures of each task on the first rank."""
     more = ["--micro-batch-size", str(micro_batch_size)]
     return [figures_of(task, tensor_size, *words, *more) for task, *words in rows]
@@ -128,7 +128,7 @@ def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
         for each in alone
     ]
     assert all_figures(rows, 1, 3) == expected
-    for world, tensor_size in ((4, 2), (2, 1)):
+    for world, tensor_size in ((4, 2), (2, 1), (4, "4:2d")):
         first, *others = gloo.run(world, all_figures, rows, tensor_size, 8)
         assert first == expected, (world, tensor_size)
         assert others == [[{}] * len(rows)] * (world - 1)

@@ -35,7 +35,7 @@ class Letters:
         return "".join(chr(each + 32) for each in ids)
 
 
-def tiny_lm(tensor_size: int = 1, micro_batch_size: int = 3) -> CheckpointLM:
+def tiny_lm(tensor_size: int | str = 1, micro_batch_size: int = 3) -> CheckpointLM:
     mesh = mesh_of_ranks(tensor_size)
     model = tiny_model(mesh)
     return CheckpointLM(model.eval(), mesh, Letters(), micro_batch_size)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ LONG = "A text of more letters than the model has positions, so that windows rol
 assert len(LONG) > 3 * SEQUENCE
 
 
-def answers(tensor_size: int, micro_batch_size: int = 3) -> list[Any]:
+def answers(tensor_size: int | str, micro_batch_size: int = 3) -> list[Any]:
     lm = tiny_lm(tensor_size, micro_batch_size)
     pairs = instances("loglikelihood", ("", "Begin"), ("some ", "word"), (LONG, "s"), ("a", "b"))
     texts = instances("loglikelihood_rolling", (LONG,), ("short",), ("",))
@@ -58,6 +58,7 @@ def test_every_layout_and_batch_size_answers_the_same(gloo: Pool) -> None:
     expected = answers(1)
     numbers = [each[0] if isinstance(each, tuple) else each for each in expected[:7]]
     found = [*gloo.run(2, answers, 1), *gloo.run(2, answers, 2), answers(1, 1)]
+    found += gloo.run(4, answers, "4:2d")
     for other in found:
         values = [each[0] if isinstance(each, tuple) else each for each in other[:7]]
         assert values == pytest.approx(numbers, rel=1e-12)

@@ -214,6 +214,14 @@ def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.Mo
     assert choose_compile(False, serial_mesh()) == (False, [])
 
 
+def test_layers_of_a_grid_are_not_compiled() -> None:
+    grid = replace(serial_mesh(), tensor_parallel_mode="2d", device=torch.device("cuda"))
+    assert choose_compile(None, grid) == (False, [])
+    with pytest.raises(UsageError) as error:
+        choose_compile(True, grid)
+    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+
+
 @GCC
 @pytest.mark.slow
 def test_the_record_says_that_a_run_is_compiled(

@@ -50,7 +50,7 @@ class BertSplit:
         return BertBatch(**{n: np.concatenate([getattr(one, n) for one in parts]) for n in names})
 
 
-def losses_of_seven(tensor_size: int, micro_batch_size: int) -> dict[str, float]:
+def losses_of_seven(tensor_size: int | str, micro_batch_size: int) -> dict[str, float]:
     """Of a GPT-2 and of a BERT."""
     mesh, losses = mesh_of_ranks(tensor_size), {}
     for config, data in (
@@ -68,7 +68,7 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
     expected = losses_of_seven(1, 7)
     assert expected.keys() == {"loss", "mlm_loss", "sop_loss"}
     results = [losses_of_seven(1, 1), losses_of_seven(1, 3)]
-    for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1)):
+    for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1), (4, "4:2d"), (8, "8:3d")):
         results += gloo.run(world, losses_of_seven, tensor_size, 2)
     for each in results:
         assert each == pytest.approx(expected, rel=1e-12)
