@@ -81,7 +81,7 @@ def train(
         terms = loss.detach()
         for axis in ("batch", "hidden"):  # whose ranks have other samples, or other columns
             api.all_reduce(terms, mesh.axis(axis))
-        yield float(terms), float(its_loss)
+        yield terms.item(), its_loss.item()
 
 
 def main() -> None:

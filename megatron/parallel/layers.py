@@ -401,17 +401,17 @@ class VocabParallelEmbedding(ShardedModule):
         partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
         shape, of_rows = (vocab_size, hidden_size), {"padded_rows": padded_rows, "std": std}
         self.add_parameter("weight", shape, shards, partial=partial, **of_rows)
+        self.own_ids = self.specs["weight"].local_slices[0]  # without those of padding rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = self.weight.shape[0]
-        own = self.look_up(as_rows(self, tokens) - self.mesh.tensor.rank * rows, rows)
+        own = self.look_up(as_rows(self, tokens))
         return as_before(reduce_from(own, self.mesh.tensor, self.mesh.stream), tokens.shape)
 
-    def look_up(self, index: Tensor, rows: int) -> Tensor:
-        """index [n]: of this rank's rows; of others zeros [n, h]."""
-        is_elsewhere = (index < 0) | (index >= rows)
-        view = self.gradient_views.get("weight")
-        own = look_up(index.masked_fill(is_elsewhere, 0), self.weight, view)
+    def look_up(self, ids: Tensor) -> Tensor:
+        """This rank's rows at ids [n]; of others' ids zeros: [n, h]."""
+        is_elsewhere = (ids < self.own_ids.start) | (ids >= self.own_ids.stop)
+        index = (ids - self.own_ids.start).masked_fill(is_elsewhere, 0)
+        own = look_up(index, self.weight, self.gradient_views.get("weight"))
         return own.masked_fill(is_elsewhere[:, None], 0)
 
 

@@ -381,10 +381,8 @@ class VocabParallelEmbedding2D(VocabParallelEmbedding):
     own rows of the weight [v/(r c), h]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mesh, rows = self.mesh, self.weight.shape[0]
-        ids = gather_from(as_rows(self, tokens), 0, mesh.tokens)
-        index = ids - (mesh.vocabulary.rank * mesh.tokens.size + mesh.tokens.rank) * rows
-        own = self.look_up(index, rows)
+        mesh = self.mesh
+        own = self.look_up(gather_from(as_rows(self, tokens), 0, mesh.tokens))
         y = scatter_sum(scatter_sum(own, 0, mesh.tokens), 1, mesh.hidden)
         return as_before(y, tokens.shape)
 

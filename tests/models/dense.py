@@ -91,6 +91,7 @@ DENSE_FACTORY = LayerFactory(
     rotary=nn.Identity,
     layer_norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
     rms_norm=lambda hidden, epsilon: nn.RMSNorm(hidden, eps=epsilon),
+    inner_layer_norm=lambda hidden, epsilon: nn.LayerNorm(hidden, eps=epsilon),
     dropout=lambda p, name: NoDropout(),
     attention_core=lambda dropout, name: PlainAttention(),
     head=PlainHead,
