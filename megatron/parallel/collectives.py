@@ -100,7 +100,7 @@ def start_gather_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
 def start_sum_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
     """As start_sum, of which each rank gets its own rows, dim 0, or columns, dim 1, of x [n, c]."""
     if axis.size > 1 and dim == 1:
-        x = x.view(len(x), axis.size, -1).transpose(0, 1).flatten(0, 1)
+        x = x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 1)
     return start_sum(x, axis, axis)
 
 

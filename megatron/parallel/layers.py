@@ -124,6 +124,15 @@ def _outputs(
     )
 
 
+def refuse_autocast(x: Tensor) -> None:
+    """Raises RuntimeError under autocast on the device of x."""
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        raise RuntimeError(
+            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
+            "in bf16, and gradients are added up in fp32 all the same"
+        )
+
+
 def linears(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -147,11 +156,8 @@ def linears(
     """
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         views = (None,) * len(weights)
-    elif torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        raise RuntimeError(
-            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
-            "in bf16, and gradients are added up in fp32 all the same"
-        )
+    else:
+        refuse_autocast(x)
     if not torch.is_grad_enabled():
         outputs = _outputs(start_gather(x, stream)(), weights, biases)
         return (*outputs, x) if passes_on else outputs

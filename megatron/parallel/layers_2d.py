@@ -33,11 +33,12 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
 from megatron.parallel.collectives import (
-    all_reduce,
     gather_from,
     reduce_from,
     scatter_sum,
+    start_all_reduce,
     start_broadcast,
+    start_gather,
     start_gather_along,
     start_reduce,
     start_sum_along,
@@ -53,6 +54,7 @@ from megatron.parallel.layers import (
     as_rows,
     linear,
     over,
+    refuse_autocast,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
@@ -303,6 +305,7 @@ def multiply(
 ) -> tuple[Tensor, ...]:
     """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
     flattened, to a y of each. views: as of `linears`."""
+    refuse_autocast(x)
     outputs: tuple[Tensor, ...] = _Multiply.apply(x, division, views, *weights, *biases)
     return outputs
 
@@ -435,29 +438,30 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(1) if ctx.has_mean else wide.new_zeros(len(x))
         squares = (wide - own_mean[:, None]).square().sum(1)
         # Of each rank's own mean, as E[x^2] - E[x]^2 would cancel.
-        means, squares = gather_from(torch.stack([own_mean, squares])[None], 0, axis).unbind(1)
+        means, squares = start_gather(torch.stack([own_mean, squares])[None], axis)().unbind(1)
         mean = means.mean(0)
         variance = squares.mean(0) / x.shape[1] + (means - mean).square().mean(0)
         scale = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
-        y = (wide - mean[:, None]) * scale[:, None] * weight
-        return (y if bias is None else y + bias).to(x.dtype)
+        y = (wide - mean[:, None]).mul_(scale[:, None]).mul_(weight)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wide = mean.dtype
-        normal, dy = (x.to(wide) - mean[:, None]) * scale[:, None], dy.to(wide)
+        normal, dy = (x.to(wide) - mean[:, None]).mul_(scale[:, None]), dy.to(wide)
         g = dy * weight
         terms = [(g * normal).sum(1), *[g.sum(1)] * ctx.has_mean]
-        sums = all_reduce(torch.stack(terms), ctx.axis) / (x.shape[1] * ctx.axis.size)
-        dx = g - normal * sums[0][:, None]
-        if ctx.has_mean:
-            dx -= sums[1][:, None]
-        dx *= scale[:, None]
+        summed = start_all_reduce(torch.stack(terms), ctx.axis)
+        dw = (dy * normal).sum(0).to(weight.dtype)  # beside it
         db = dy.sum(0).to(weight.dtype) if ctx.has_mean else None
-        return dx.to(x.dtype), (dy * normal).sum(0).to(weight.dtype), db, None, None
+        means = summed() / (x.shape[1] * ctx.axis.size)
+        dx = g.sub_(normal.mul_(means[0][:, None]))
+        if ctx.has_mean:
+            dx.sub_(means[1][:, None])
+        return dx.mul_(scale[:, None]).to(x.dtype), dw, db, None, None
 
 
 class LayerNorm2D(LayerNorm):
