@@ -33,13 +33,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
 from megatron.parallel.collectives import (
-    all_reduce,
     gather_from,
     gather_with_gradient,
     reduce_from,
     scatter_sum,
     split_with_gradient,
+    start_all_reduce,
     start_broadcast,
+    start_gather,
     start_gather_along,
     start_reduce,
     start_sum_along,
@@ -62,25 +63,31 @@ from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardedModule
 
+StartedSum = Callable[[], Tensor]
+"""Waits for a sum over ranks, and returns this rank's part of it."""
+
 
 class Division(Protocol):
-    """How a product y = x W' is computed of x [n, in], W [out, in] and y [n, out] that are cut."""
+    """How a product y = x W' is computed of x [n, in], W [out, in] and y [n, out] that are cut.
+
+    Of the three functions for the backward each starts what it has to fetch, so that all is on its
+    way before any is used, and returns what computes."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """This rank's part of each y."""
         ...
 
-    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
+    def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """What the gradients are computed of, of this rank's parts of the dys."""
         ...
 
-    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """This rank's part of dx, the sum of dy W; what is returned waits for it."""
+    def start_dx(self, weights: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], StartedSum]:
+        """This rank's part of dx, the sum of dy W, of these dys."""
         ...
 
     def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
-        """This rank's part of each dW = dy' x, summed over the ranks in these dtypes; what is
-        returned takes the dys and dtypes, and returns a list."""
+        """This rank's part of each dW = dy' x, summed over the ranks in these dtypes: a list, of
+        the dys and dtypes."""
         ...
 
 
@@ -93,28 +100,36 @@ class Gathered:
     y: Axis = ALONE  # whose ranks have a term each of y, and get a part of its rows
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        whole_x, gathered = start_gather_along(x, *self.x), self._start_gather(weights)
-        x = whole_x()
-        sums = [start_sum_along(kernels.matmul(x, wait()), 0, self.y) for wait in gathered]
+        gathered = [start_gather_along(x, *self.x), *self._start_gather(weights)]
+        x = gathered.pop(0)()  # and with it what it came in
+        sums = []
+        while gathered:
+            sums.append(start_sum_along(kernels.matmul(x, gathered.pop(0)()), 0, self.y))
         return [wait() for wait in sums]
 
-    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
+    def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         gathered = [start_gather_along(dy, 0, self.y) for dy in dys]
-        return [wait() for wait in gathered]
+        return lambda: [wait() for wait in gathered]
 
-    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
-        whole = [wait() for wait in self._start_gather(weights)]
-        return start_sum_along(_input_term(dys, whole), *self.x)
+    def start_dx(self, weights: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], StartedSum]:
+        gathered = self._start_gather(weights)
+
+        def multiply(dys: Sequence[Tensor]) -> StartedSum:
+            whole = (gathered.pop(0)() for _ in weights)
+            return start_sum_along(_input_term(dys, whole), *self.x)
+
+        return multiply
 
     def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
-        whole_x = start_gather_along(x, *self.x)
+        gathered = [start_gather_along(x, *self.x)]
 
-        def finish(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-            terms = _weight_terms(dys, whole_x(), dtypes)
+        def multiply(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+            whole_x = gathered.pop()()
+            terms = _weight_terms(dys, whole_x, dtypes)
             sums = [start_sum_along(term, *self.weight) for term in terms]
             return [wait() for wait in sums]
 
-        return finish
+        return multiply
 
     def _start_gather(self, weights: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
         return [start_gather_along(weight, *self.weight) for weight in weights]
@@ -131,37 +146,51 @@ class Summa:
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         ys: list[Tensor] = []
-        blocks = zip(_in_turn([x], self.columns), _in_turn(weights, self.rows), strict=True)
-        for (block,), its_weights in blocks:
-            terms = [kernels.matmul(block, weight) for weight in its_weights]
-            ys = [y.add_(term) for y, term in zip(ys, terms, strict=True)] if ys else terms
+        for block, *its_weights in _in_turn((self.columns, [x]), (self.rows, weights)):
+            if ys:
+                for y, weight in zip(ys, its_weights, strict=True):
+                    _add_product_(y, block, weight)
+            else:
+                ys = [kernels.matmul(block, weight) for weight in its_weights]
         return ys
 
-    def whole_outputs(self, dys: Sequence[Tensor]) -> list[Tensor]:
-        return [*dys]
+    def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [*dys]
 
-    def start_dx(self, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
-        blocks = _in_turn(weights, self.rows)
-        wait = _start_own_sums(([_input_term(dys, each)] for each in blocks), self.columns)
-        return lambda: wait()[0]
+    def start_dx(self, weights: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], StartedSum]:
+        blocks = _in_turn((self.rows, weights))
+
+        def multiply(dys: Sequence[Tensor]) -> StartedSum:
+            wait = _start_own_sums(([_input_term(dys, each)] for each in blocks), self.columns)
+            return lambda: wait()[0]
+
+        return multiply
 
     def start_dws(self, x: Tensor) -> Callable[[Sequence[Tensor], Sequence[torch.dtype]], Any]:
-        def finish(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-            blocks = _in_turn([x], self.columns)
+        blocks = _in_turn((self.columns, [x]))
+
+        def multiply(dys: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
             terms = (_weight_terms(dys, block, dtypes) for (block,) in blocks)
             return _start_own_sums(terms, self.rows)()
 
-        return finish
+        return multiply
 
 
-def _in_turn(own: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
-    """Those of each rank of the axis, one after another: the next come while some are used."""
-    coming = [start_broadcast(each, axis, 0) for each in own]
-    for rank in range(axis.size):
-        here = [wait() for wait in coming]
-        if rank + 1 < axis.size:
-            coming = [start_broadcast(each, axis, rank + 1) for each in own]
-        yield here
+def _in_turn(*owns: tuple[Axis, Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+    """Of axes of one size those of each rank, one after another: the first ones are started at
+    once, the next come while some are used."""
+
+    def start(source: int) -> list[Callable[[], Tensor]]:
+        return [start_broadcast(each, axis, source) for axis, own in owns for each in own]
+
+    def blocks(coming: list[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
+        for following in range(1, size + 1):
+            here = [wait() for wait in coming]
+            coming = start(following) if following < size else []
+            yield here
+
+    size = owns[0][0].size
+    return blocks(start(0))
 
 
 def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[], list[Tensor]]:
@@ -170,22 +199,31 @@ def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[
     own: Sequence[Tensor] = ()
 
     def finish() -> list[Tensor]:
-        for wait in pending:
-            wait()
+        while pending:
+            pending.pop()()  # and what others get is free
         return [*own]
 
     for rank, each in enumerate(terms):
         finish()  # those of one rank are on their way at a time
-        pending = [start_reduce(term, axis, rank) for term in each]
+        pending += [start_reduce(term, axis, rank) for term in each]
         own = each if rank == axis.rank else own
     return finish
 
 
-def _input_term(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    dx, *others = (kernels.matmul(dy, w.T) for dy, w in zip(dys, weights, strict=True))
-    for other in others:
-        dx.add_(other)
+def _input_term(dys: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
+    dx: Tensor | None = None
+    for dy, weight in zip(dys, weights, strict=True):
+        if dx is None:
+            dx = kernels.matmul(dy, weight.T)
+        else:
+            _add_product_(dx, dy, weight.T)
+    assert dx is not None
     return dx
+
+
+def _add_product_(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """y += x W', rounded once."""
+    kernels.add_matmul_(y, x.T, weight.T, accumulate=True)
 
 
 def _weight_terms(dys: Sequence[Tensor], x: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -219,9 +257,6 @@ class _Multiply(torch.autograd.Function):
         division, needed = ctx.division, ctx.needs_input_grad
         dws: list[Tensor | None] = [None] * len(dys)
         dbs, dx = dws.copy(), None
-        for number, dy in enumerate(dys):
-            if needed[3 + len(dys) + number]:
-                dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
         now = [number for number in range(len(dys)) if needed[3 + number]]
         views = [ctx.views[number] for number in now]
         dtypes = [
@@ -231,10 +266,15 @@ class _Multiply(torch.autograd.Function):
             for number, view in zip(now, views, strict=True)
         ]
         is_deferred = all(view is not None and view.deferral.is_on for view in views)
-        finish = division.start_dws(x) if now and not is_deferred else None  # beside dx
-        whole = division.whole_outputs(dys)
-        if needed[0]:
-            summed = division.start_dx(whole, _matrices(weights))
+        # In the order in which they are used: what is last comes beside the matmuls of dx.
+        whole_dys = division.start_dys(dys)
+        multiply = division.start_dx(_matrices(weights)) if needed[0] else None
+        finish = division.start_dws(x) if now and not is_deferred else None
+        for number, dy in enumerate(dys):
+            if needed[3 + len(dys) + number]:
+                dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
+        whole = whole_dys()
+        summed = multiply(whole) if multiply is not None else None
         of_now = [whole[number] for number in now]
         if finish is None:
             found = cache(lambda: division.start_dws(x)(of_now, dtypes))  # once, later, for all
@@ -246,7 +286,7 @@ class _Multiply(torch.autograd.Function):
                     view.add(dw)
                 else:
                     dws[number] = dw.view(weights[number].shape).to(weights[number].dtype)
-        if needed[0]:
+        if summed is not None:
             dx = summed()
         return dx, None, None, *dws, *dbs
 
@@ -410,29 +450,30 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(1) if ctx.has_mean else wide.new_zeros(len(x))
         squares = (wide - own_mean[:, None]).square().sum(1)
         # Of each rank's own mean, as E[x^2] - E[x]^2 would cancel.
-        means, squares = gather_from(torch.stack([own_mean, squares])[None], 0, axis).unbind(1)
+        means, squares = start_gather(torch.stack([own_mean, squares])[None], axis)().unbind(1)
         mean = means.mean(0)
         variance = squares.mean(0) / x.shape[1] + (means - mean).square().mean(0)
         scale = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
-        y = (wide - mean[:, None]) * scale[:, None] * weight
-        return (y if bias is None else y + bias).to(x.dtype)
+        y = (wide - mean[:, None]).mul_(scale[:, None]).mul_(weight)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wide = mean.dtype
-        normal, dy = (x.to(wide) - mean[:, None]) * scale[:, None], dy.to(wide)
+        normal, dy = (x.to(wide) - mean[:, None]).mul_(scale[:, None]), dy.to(wide)
         g = dy * weight
         terms = [(g * normal).sum(1), *[g.sum(1)] * ctx.has_mean]
-        sums = all_reduce(torch.stack(terms), ctx.axis) / (x.shape[1] * ctx.axis.size)
-        dx = g - normal * sums[0][:, None]
-        if ctx.has_mean:
-            dx -= sums[1][:, None]
-        dx *= scale[:, None]
+        summed = start_all_reduce(torch.stack(terms), ctx.axis)
+        dw = (dy * normal).sum(0).to(weight.dtype)  # beside it
         db = dy.sum(0).to(weight.dtype) if ctx.has_mean else None
-        return dx.to(x.dtype), (dy * normal).sum(0).to(weight.dtype), db, None, None
+        means = summed() / (x.shape[1] * ctx.axis.size)
+        dx = g.sub_(normal.mul_(means[0][:, None]))
+        if ctx.has_mean:
+            dx.sub_(means[1][:, None])
+        return dx.mul_(scale[:, None]).to(x.dtype), dw, db, None, None
 
 
 def _norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:

@@ -28,6 +28,7 @@ from megatron.parallel.layers import (
     linear,
     linears,
 )
+from megatron.parallel.layers_2d import Linear2D
 from megatron.parallel.layers_llama import (
     GroupedQueryLinear,
     RMSNorm,
@@ -337,8 +338,9 @@ def test_misuse_is_an_error_of_one_line(name: str, mesh: Mesh, x: Tensor) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_autocast_is_refused() -> None:
-    layer = ColumnParallelLinear(serial_mesh(), HIDDEN, OUT)
+@pytest.mark.parametrize("make", [ColumnParallelLinear, Linear2D])
+def test_autocast_is_refused(make: Callable[..., nn.Module]) -> None:
+    layer = make(serial_mesh(), HIDDEN, OUT)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
         layer(X.float())
 
