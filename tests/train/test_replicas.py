@@ -12,6 +12,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
+from tools.layouts.layout import parse_layout
 
 NORM = "transformer.layers.1.attention_norm.weight"
 CUT = "transformer.layers.0.mlp.up.weight"
@@ -62,17 +63,22 @@ def test_values_that_change_places_change_the_hash() -> None:
 
 
 def trained(
-    tensor_size: int, dtype: torch.dtype, dropout: float = 0.0, zero_stage: int = 0
+    tensor: int | str, dtype: torch.dtype, dropout: float = 0.0, zero_stage: int = 0
 ) -> TrainState:
+    """tensor: ranks of a layer, or a layout."""
     config = tiny_section(hidden_dropout=dropout, attention_dropout=dropout)
-    state = tiny_state(mesh_of_ranks(tensor_size), config, dtype=dtype, zero_stage=zero_stage)
+    if isinstance(tensor, str):
+        mesh = parse_layout(tensor).mesh(torch.device("cpu"))
+    else:
+        mesh = mesh_of_ranks(tensor)
+    state = tiny_state(mesh, config, dtype=dtype, zero_stage=zero_stage)
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
         train_step(state, batches, 1e-3)
     return state
 
 
-def check_after_steps(tensor_size: int, dtype: torch.dtype, dropout: float) -> None:
+def check_after_steps(tensor_size: int | str, dtype: torch.dtype, dropout: float) -> None:
     state = trained(tensor_size, dtype, dropout)
     check_replicas(state, micro_batches(samples(4), state.mesh, 1))
     check_replicas(state, [])
@@ -120,7 +126,7 @@ COUNTERS = {
 
 
 def drifts_of(
-    tensor_size: int,
+    tensor_size: int | str,
     bad: tuple[int, int],
     dtype: torch.dtype,
     names: list[str],
@@ -226,3 +232,17 @@ def test_another_batch_on_one_tensor_rank_is_named(
     expected = ([f"batch.{each}" for each in fields], ("tensor",), camps)
     for drift in gloo.run(4, drift_of_batches, (1, 0), has_documents):
         assert drift == expected
+
+
+def test_a_flipped_bit_is_named_in_2d(gloo: Pool) -> None:
+    """Norms are cut over columns and lie alike along the rows of ranks; weights are nowhere twice;
+    and ranks that train alone differ in nothing."""
+    names = [*WHOLE, f"model.{CUT}", "counters.skipped"]
+    ranks = [f"(data 0, row {row}, column {column})" for row in (0, 1) for column in (0, 1)]
+    of_norm = ("row",), [[ranks[1]], [ranks[3]]]
+    of_counters = ("row", "column"), [ranks[:3], ranks[3:]]
+    expected: list[Drift | None] = [([name], *of_norm) for name in WHOLE]
+    expected += [None, (["counters.skipped"], *of_counters)]
+    for drifts in gloo.run(4, drifts_of, "tensor=4:2d", (0, 3), torch.float32, names):
+        assert drifts == expected
+    gloo.run(4, check_after_steps, "tensor=4:2d", torch.bfloat16, 0.1)
