@@ -7,9 +7,10 @@ and the work is divided.
 A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pipeline=N processes,
 tensor=4:2d, tensor=8:2.5d:2 (of depth 2) or tensor=8:3d of another --tensor-parallel-mode,
 `sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
-pipeline, zero=N for a stage of ZeRO. Each is trained by processes of its own, from the same seed and the same samples (random
-tokens without --data-path); in fp64 and without dropout, unless the command line asks for either
-(an unmodified model of transformers has the dropout of its config.json, the same at every layout).
+pipeline, zero=N for a stage of ZeRO. Each is trained by processes of its own, from the same seed
+and the same samples (random tokens without --data-path); in fp64 and without dropout, unless the
+command line asks for either (an unmodified model of transformers has the dropout of its
+config.json, the same at every layout).
 Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
 records and evaluation; what presets say of these does not hold.
 
