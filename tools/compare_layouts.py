@@ -5,10 +5,12 @@ and the work is divided.
         tensor=2 tensor=2,data=2,sequence
 
 A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pipeline=N processes,
+tensor=4:2d, tensor=8:2.5d:2 (of depth 2) or tensor=8:3d of another --tensor-parallel-mode,
 `sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
-pipeline. Each is trained by processes of its own, from the same seed and the same samples (random
-tokens without --data-path); in fp64 and without dropout, unless the command line asks for either
-(an unmodified model of transformers has the dropout of its config.json, the same at every layout).
+pipeline, zero=N for a stage of ZeRO. Each is trained by processes of its own, from the same seed
+and the same samples (random tokens without --data-path); in fp64 and without dropout, unless the
+command line asks for either (an unmodified model of transformers has the dropout of its
+config.json, the same at every layout).
 Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
 records and evaluation; what presets say of these does not hold.
 
@@ -54,6 +56,7 @@ PRECISION = {"--bf16", "--no-bf16", "--fp16", "--pure-bf16"}
 REFUSED = {
     "a LAYOUT says it, such as tensor=2,sequence": (
         *("tensor_model_parallel_size", "model_parallel_size", "sequence_parallel"),
+        *("tensor_parallel_mode", "tensor_parallel_depth"),
         *("pipeline_model_parallel_size", "pipeline_schedule"),
         *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
@@ -69,7 +72,8 @@ REFUSED = {
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig:
     layouts: tyro.conf.Positional[tuple[str, ...]]
-    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence, or data=2,zero=3."""
+    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence, data=2,zero=3, or
+    tensor=4:2d."""
 
     steps: int = 3
     """Optimizer steps of each layout, the first ones of a training."""

@@ -137,6 +137,11 @@ REFUSED = {
     "a word that is none": ("tensor=2,context=2",),
     "an axis twice": ("tensor=2,tensor=2",),
     "a size that is none": ("tensor=0",),
+    "a mode that is none": ("tensor=4:4d",),
+    "a depth of another mode": ("tensor=8:2d:2",),
+    "no square": ("tensor=8:2d",),
+    "no cube": ("tensor=4:3d",),
+    "a depth that is none": ("tensor=8:2.5d:0",),
     "nothing to share out the sequence over": ("data=2,sequence",),
     "no stages to have virtual ones": ("tensor=2,virtual=2",),
     "virtual stages twice": ("pipeline=2,virtual=2,virtual=2",),
@@ -156,6 +161,8 @@ REFUSED = {
     "a sequence that cannot be shared out": (CUT, "--seq-length", "15"),
     "a batch that cannot be dealt": ("data=3",),
     "what a layout says": ("tensor=2", "--model-parallel-size", "2"),
+    "what a layout says of the mode": ("tensor=4:2d", "--tensor-parallel-mode", "2d"),
+    "what a layout says of the depth": ("tensor=8:2.5d:2", "--tensor-parallel-depth", "2"),
     "what a layout says, as a switch": ("tensor=2", "--no_sequence_parallel"),
     "what is not done here": ("tensor=2", "--save", "checkpoints"),
     "what is not recorded": ("tensor=2", "--metrics_file=m.jsonl"),
@@ -231,6 +238,8 @@ def test_a_layout_has_one_name() -> None:
     pipelined = "data=2,pipeline=2,virtual=2,schedule=interleaved"
     assert parse_layout("schedule=interleaved,virtual=2,pipeline=2,data=2").name == pipelined
     assert parse_layout(pipelined).name == pipelined
+    assert parse_layout("data=2,tensor=8:2.5d:2").name == "tensor=8:2.5d:2,data=2"
+    assert parse_layout("tensor=4:2d").settings["tensor_parallel_mode"] == "2d"
     assert parse_layout("pipeline=1,virtual=1").name == "serial"
     assert parse_layout("data=1,tensor=1").name == "serial"
     with pytest.raises(UsageError):

@@ -79,7 +79,8 @@ def test_a_training_command_fits_its_preset(words: list[str], tmp_path: Path) ->
     config.check(world_size)
     if world_size > 2:  # too large to run here
         sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
-        mesh = absent_mesh(sizes, torch.device("meta"))
+        mode = config.parallel.tensor_parallel_mode
+        mesh = absent_mesh(sizes, torch.device("meta"), tensor_parallel_mode=mode)
         vocabulary = config.model.vocab_size or VOCABULARY
         stages = plan_of_run(config, world_size, vocabulary)
         model = build_model(
