@@ -236,7 +236,7 @@ def text(found: dict[str, Any]) -> str:
     """For people."""
     blocks = []
     for name, rows in found.items():
-        if isinstance(rows, list):
+        if isinstance(rows, list) and rows:
             shown = [{key: _shown(key, value) for key, value in row.items()} for row in rows]
             blocks.append(f"{name}\n{table(shown)}")
     return "\n\n".join(blocks)
