@@ -3,6 +3,7 @@
     python tools/plan.py --preset scripts/presets/gpt2_scaling_8.3b.toml --gpus 512 --hardware dgx2h
     python tools/plan.py --kind huggingface --hf-model DIR --seq-length 1024 --gpus 2
     python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
+    python tools/plan.py figure3 --hardware p100     # memory of each tensor-parallel mode
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
@@ -47,7 +48,7 @@ class FilesConfig:
     """File for all that was found."""
 
     picture: Path | None = None
-    """PNG: of a plan where time and memory go, of figure5 one like the paper's."""
+    """PNG: of a plan where time and memory go, of figure5 and figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
@@ -80,6 +81,35 @@ class QuestionConfig(FilesConfig):
 class StudyConfig(FilesConfig):
     hardware: str = DEFAULT_HARDWARE
     """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModesConfig(FilesConfig):
+    hardware: str = "p100"
+    """Name of a file in scripts/hardware/, or a file like them, whose memory is meant."""
+
+    most_gpus: int = 64
+    """Tensor-parallel modes on up to so many devices, at least 4."""
+
+    hidden_size: int = 4096
+    """Of a GPT-2, which is as deep as the memory lets it be."""
+
+    num_attention_heads: int = 64
+    """Heads of a layer."""
+
+    seq_length: int = 1024
+    """Tokens of a sample."""
+
+    global_batch_size: int = 16
+    """Samples of all devices together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
+        positive(self, *sizes)
+        if self.most_gpus < 4:
+            works = ("--most-gpus", "4")
+            raise UsageError("--most-gpus", self.most_gpus, "at least 4", works=works)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +166,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     with user_errors(environ):
         if "figure5" in arguments[:1]:
             study(parse(StudyConfig, arguments[1:], environ))
+        elif "figure3" in arguments[:1]:
+            compare_modes(parse(ModesConfig, arguments[1:], environ))
         elif "schedule" in arguments[:1]:
             show_schedule(parse(ScheduleConfig, arguments[1:], environ))
         elif "--measure" in given:
@@ -206,6 +238,25 @@ def study(settings: StudyConfig) -> None:
     _write(settings.json, found)
     if settings.picture is not None:
         figure5.draw(settings.picture, found)
+
+
+def compare_modes(settings: ModesConfig) -> None:
+    hardware = load_hardware(settings.hardware)  # before torch takes its seconds
+
+    from tools.planning import figure3
+
+    model = figure3.Model(
+        hidden=settings.hidden_size,
+        heads=settings.num_attention_heads,
+        sequence=settings.seq_length,
+        batch=settings.global_batch_size,
+        precision=figure3.PRECISION,
+    )
+    found = figure3.study(hardware, model, settings.most_gpus)
+    print(figure3.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        figure3.draw(settings.picture, found)
 
 
 def show_schedule(settings: ScheduleConfig) -> None:

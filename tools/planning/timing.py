@@ -4,9 +4,10 @@
                         tiles does not fill the device
     other kernels       bytes / memory bandwidth
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
-    data parallelism    sums of gradients, which may hide behind the backward. Under ZeRO gathers
-                        of weights too: behind the update nothing hides them; in stage 3 those of a
-                        layer hide behind the layer before, but for the first one
+    data parallelism    sums of gradients, which may hide behind the backward; in 2.5D those over
+                        its depth, too. Under ZeRO gathers of weights too: behind the update
+                        nothing hides them; in stage 3 those of a layer hide behind the layer
+                        before, but for the first one
     pipeline            the slowest rank's time of m micro-batches, with two messages each way and
                         virtual stage; and the bubble, while it waits for the first micro-batch and
                         for the last one: the schedule's idle share of what other ranks take

@@ -52,8 +52,12 @@ def fake_ranks(
     """One of `world` ranks. On a CPU their collectives leave undefined values behind."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        cpu, cuts_stream = torch.device("cpu"), config.parallel.cuts_stream
-        mesh = build_mesh(config.parallel.sizes, cpu, sequence_parallel=cuts_stream)
+        mesh = build_mesh(
+            config.parallel.sizes,
+            torch.device("cpu"),
+            tensor_parallel_mode=config.parallel.tensor_parallel_mode,
+            sequence_parallel=config.parallel.cuts_stream,
+        )
         yield replace(mesh, device=device)
     finally:
         dist.destroy_process_group()

@@ -146,7 +146,10 @@ def test_a_step_of_zero_sends_what_is_planned(gloo: Pool, layout: str) -> None:
 
 MODES = {  # ranks, and the settings of the tensor-parallel mode
     "2d": (4, {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}),
-    "2d d2": (8, {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}),
+    "2d d2 zero 1": (
+        8,
+        {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d", "zero_stage": 1},
+    ),
     "2.5d": (
         8,
         {

@@ -120,6 +120,22 @@ def test_the_stage_of_zero_is_planned(tmp_path: Path, capsys: pytest.CaptureFixt
         assert (saved > 0) == (row["data"] > 1), row
 
 
+def test_the_tensor_parallel_mode_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search keeps it: on 1 rank or a square of ranks."""
+    words = "--preset quickstart --gpus 8 --hardware p100 --global-batch-size 32 --search"
+    mode = "--tensor-parallel-mode 2d --tensor-model-parallel-size 4"
+    found, of_1d = (planned(tmp_path, f"{words} {each}") for each in (mode, ""))
+    model = found["model"]
+    assert (model["tensor_mode"], model["tensor"], model["data"]) == ("2d", 4, 2)
+    assert model["micro_batches"] == 2  # of 4 samples on each of 2 x 2 ranks
+    assert [*found["communication_per_step"]] == ["data", "row", "column"]
+    assert found["flops_per_step"] == of_1d["flops_per_step"]
+    assert {each["tensor"] for each in found["layouts"]} == {1, 4}
+    assert "tensor-parallel 4 2d" in capsys.readouterr().out
+
+
 def test_every_stage_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--preset gpt2_xl_colossalai --gpus 8 --hardware dgx-a100 --no-fp16"
     virtual = "--num-virtual-stages-per-pipeline-rank 3 --pipeline-partition uniform"

@@ -41,6 +41,24 @@ def test_a_ring_goes_as_fast_as_its_slowest_hop(
     assert ring.seconds(1e9, hardware, passes=1) == pytest.approx(whole / 2)
 
 
+def test_an_axis_goes_over_the_links_that_it_crosses() -> None:
+    """2D on 16 ranks in servers of 4: the columns of a row are in one server, and its rows are not.
+    A broadcast passes on all that a gather of as much leaves a share of."""
+    cut = ("--tensor-parallel-mode", "2d", "--tensor-model-parallel-size", "16")
+    step = Step(preset("gpt2_355m", *cut, "--micro-batch-size", "1"), 16, "fp16")
+    hardware, rings = load_hardware("p100"), step.model.rings
+    assert (rings["column"], rings["row"]) == (Ring(4, 1), Ring(4, 4))
+    assert rings["column"].bandwidth(hardware) == 4 * rings["row"].bandwidth(hardware)
+    calls = [call for work in step.work.values() for call in work.calls]
+    for axis in ("column", "row"):
+        call = next(each for each in calls if each.axis == axis and each.is_rooted)
+        bandwidth = rings[axis].bandwidth(hardware)
+        whole = rings[axis].latency(hardware, 1) + call.bytes / bandwidth
+        assert call_seconds(step, call, hardware) == pytest.approx(whole)
+        gathered = call_seconds(step, call._replace(is_rooted=False), hardware)
+        assert whole - gathered == pytest.approx(call.bytes / 4 / bandwidth)
+
+
 def test_waves_of_tiles() -> None:
     whole = Matmul(batch=1, m=256 * 80, k=64, n=128, width=2)
     assert filled(whole, V100) == 1
@@ -71,7 +89,7 @@ def test_the_anchor_comes_out() -> None:
     assert predict(anchor_step(own.anchor), hardware).total < seconds  # attention in one kernel
 
 
-@pytest.mark.parametrize("name", ["dgx2h", "dgx-a100", "dgx-h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["dgx2h", "dgx-a100", "dgx-h100", "h200", "p100", "cpu"])
 def test_every_figure_has_a_source(name: str) -> None:
     hardware = find_hardware(name)
     assert 0 < hardware.attained_share <= 1

@@ -1,0 +1,124 @@
+"""Figure 3 of the Colossal-AI paper: what is planned of every tensor-parallel mode equals what its
+formula says and what ranks hold."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.parallel.kernels import use_cpu_kernels
+from megatron.train.state import build_state
+from megatron.train.step import count, forward_backward, train_step
+from tests.dist import Pool
+from tests.tiny import live_memories
+from tests.tools.planning.counted import batches
+from tools import plan
+from tools.layouts.layout import parse_layout
+from tools.layouts.work import Meter
+from tools.planning.figure3 import COUNTED, LAYOUTS, Model, coefficients, hops, sent
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+SMALL = Model(hidden=256, heads=8, sequence=128, batch=8, vocabulary=4000, device="cpu")
+DEPTH = 3
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tensor=9:2d", "tensor=27:3d"])
+def test_a_layer_sends_what_the_formula_says(layout: str) -> None:
+    n, h, width = COUNTED.batch * COUNTED.sequence, COUNTED.hidden, 4
+    tokens, weights = coefficients(layout)
+    expected = width * (tokens * n * h + weights * h**2)
+    step, calls = COUNTED.step(layout, 1), COUNTED.layer(layout)
+    if (mode := parse_layout(layout).mode) != "1d":
+        # Two norms: mean and squares of every token gathered, two sums of them all-reduced.
+        side, own = step.config.parallel.side, n / step.batch_ranks
+        expected += width * 2 * (2 * own * (side - 1) + 2 * 2 * own * (side - 1) / side)
+    assert sent(calls, step) == pytest.approx(expected, abs=sum(calls.values()))
+    number = {"1d": 4, "3d": 32 + 4}.get(mode)  # of which four are of norms
+    if number is not None:
+        assert sum(calls.values()) == number
+
+
+def test_the_thresholds_are_those_of_the_formulas() -> None:
+    """Of tokens by hidden size above which a mode sends less than 1D."""
+    for layout, ratio in (("tensor=4:2d", 12), ("tensor=16:2d", 36 / 19), ("tensor=8:3d", 36 / 17)):
+        in_1d = f"tensor={parse_layout(layout).ranks}"
+        for factor, is_less in ((0.9, False), (1.1, True)):
+            batch = round(factor * ratio * COUNTED.hidden / COUNTED.sequence / 16) * 16
+            tried = replace(COUNTED, batch=batch)
+            one, other = (sent(tried.layer(e), tried.step(e, 1)) for e in (layout, in_1d))
+            assert (one < other) == is_less, (layout, factor)
+
+
+def test_what_grows_by_the_side_of_a_cube() -> None:
+    """The hops of a layer, what all ranks send together, and what one sends of as many more tokens;
+    what a rank sends of the same problem falls."""
+    found = {}
+    for side in (2, 3, 4):
+        layout = f"tensor={side**3}:3d"
+        calls, step = COUNTED.layer(layout), COUNTED.step(layout, 1)
+        found[side] = hops(calls, step), side**3 * sent(calls, step), sent(calls, step)
+    for side, (steps, together, own) in found.items():
+        assert steps == (side - 1) * found[2][0]
+        assert together == pytest.approx((side - 1) * found[2][1], rel=0.001)
+        assert own == pytest.approx((side - 1) / side**3 * 8 * found[2][2], rel=0.001)
+
+
+def held_by_rank(layouts: list[str]) -> list[tuple[int, int]]:
+    return [held(each) for each in layouts]
+
+
+def held(layout: str) -> tuple[int, int]:
+    """Bytes of weights, gradients and the optimizer's state that are there after a step, and of
+    what is there between a forward and its backward."""
+    config = SMALL.step(layout, DEPTH).config
+    mesh, samples = parse_layout(layout).mesh(CPU), batches(config)
+    before = sum(live_memories().values())
+    state = build_state(config.model, mesh, SMALL.vocabulary, seed=0, dtype=torch.float32)
+    train_step(state, samples, 1e-3)
+    lasting = sum(live_memories().values()) - before
+    counts, kept, model = count(state, samples), list[int](), state.model
+    there = [*model.parameters(), *(bucket.flat for bucket in state.gradients.buckets)]
+    meter, loss = Meter(mesh, there, follows_real=True), model.loss
+
+    def last(*arguments: Any) -> Any:
+        terms = loss(*arguments)
+        terms.register_hook(lambda _: kept.append(meter.live))  # when the backward begins
+        return terms
+
+    model.loss = last
+    with meter:
+        forward_backward(state, samples, counts)
+    return lasting, kept[0]
+
+
+@pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_hold_what_is_planned(gloo: Pool, ranks: int) -> None:
+    layouts = [each for each in LAYOUTS if parse_layout(each).ranks == ranks]
+    for found in gloo.run(ranks, held_by_rank, layouts):
+        for layout, (lasting, kept) in zip(layouts, found, strict=True):
+            step = SMALL.step(layout, DEPTH)
+            assert lasting == pytest.approx(sum(step.lasting.values()), rel=0.01), layout
+            assert kept == pytest.approx(step.activations, rel=0.02), layout
+
+
+def test_the_command_finds_what_was_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On four GPUs, of which it makes a picture; a rank's memory is divided by four."""
+    file, picture = tmp_path / "figure3.json", tmp_path / "figure3.png"
+    words = ["figure3", "--most-gpus", "4", "--json", str(file), "--picture", str(picture)]
+    assert plan.main(words, {}) == 0
+    found = json.loads(file.read_text())
+    committed = json.loads((ROOT / "docs" / "results" / "figure3.json").read_text())
+    for name in ("memory_per_rank", "largest_model", "sent_per_layer"):
+        assert found[name] == [row for row in committed[name] if row["gpus"] == 4], name
+    assert found["model"] == committed["model"]
+    one, two = found["memory_per_rank"]
+    assert two["activations_bytes"] < one["activations_bytes"]
+    assert "largest_model" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")

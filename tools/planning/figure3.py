@@ -1,0 +1,311 @@
+"""Figure 3 of the Colossal-AI paper: memory of a rank and the largest model, by tensor-parallel
+mode; and what each mode sends.
+
+    n tokens of all ranks of a layer   h hidden size   P ranks = d q^2 = l^3
+
+Elements that a rank sends in one layer of a transformer, forward and backward, where nothing is
+recomputed:
+
+    1d          8 (P - 1) / P n h
+    2d, 2.5d    3 (q - 1) / q^2 (7 n h / d + 12 h^2)
+    3d          (l - 1) / l^3 (39 n h + 36 h^2)
+
+Statistics of norms, a few numbers for each token, come on top in all modes but 1d.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megatron.config.model import GPT2Config, RecomputeGranularity
+from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import GPT2DataConfig, TrainingConfig
+from tools.layouts.layout import parse_layout
+from tools.layouts.work import Call, Work
+from tools.planning.hardware import Hardware
+from tools.planning.record import table
+from tools.planning.trace import Step
+
+Rows = list[dict[str, Any]]
+LAYOUTS = (
+    *("tensor=4", "tensor=4:2d"),
+    *("tensor=8", "tensor=8:2.5d:2", "tensor=8:3d"),
+    *("tensor=16", "tensor=16:2d", "tensor=16:2.5d:4"),
+    *("tensor=64", "tensor=64:2d", "tensor=64:2.5d:4", "tensor=64:3d"),
+)
+CUBES = {2: "tensor=8:3d", 3: "tensor=27:3d", 4: "tensor=64:3d"}  # by side
+PAPER = {4: 3e9, 16: 12e9}  # parameters of the largest model by GPUs, of batch 16
+LAYERS = 14  # of the model whose memory is shown: 3.0 billion parameters of hidden size 4096
+PRECISION = "fp16"
+TRIED: tuple[tuple[str, RecomputeGranularity, float], ...] = (
+    (
+        "fp16",
+        "none",
+        1,
+    ),  # precision, what is recomputed, and tokens of a sample, in those asked for
+    ("fp16", "full", 1),
+    ("fp16", "full", 0.5),
+    ("fp32", "full", 1),
+)
+LINEARS = ((1, 3), (1, 1), (1, 4), (4, 1))  # columns in and out of a layer's, by hidden size
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT-2 and the batch of the ranks of one layer, in samples."""
+
+    hidden: int
+    heads: int
+    sequence: int
+    batch: int
+    recompute: RecomputeGranularity = "none"
+    precision: str = "fp32"
+    vocabulary: int = 50_257
+    device: str = "cuda"
+
+    def step(self, layout: str, layers: int) -> Step:
+        found = parse_layout(layout)
+        parallel = TrainingParallelConfig(**found.settings)
+        size, ranks = parallel.batch_parallel_size(found.ranks), found.ranks
+        model = GPT2Config(
+            num_layers=layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            max_position_embeddings=self.sequence,
+            vocab_size=self.vocabulary,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            recompute_granularity=self.recompute,
+        )
+        training = TrainingConfig(
+            train_iters=1, micro_batch_size=self.batch // size, global_batch_size=self.batch
+        )
+        data = GPT2DataConfig(seq_length=self.sequence)
+        config = PretrainGPT2Config(model=model, data=data, training=training, parallel=parallel)
+        config.check(ranks)
+        return Step(config, ranks, self.precision, self.device)
+
+    def layer(self, layout: str) -> Counter[Call]:
+        """Collectives of one layer, forward and backward."""
+        one, two = (self.step(layout, layers).trace.work for layers in (1, 2))
+        return sum((two[phase].plus(one[phase], -1).calls for phase in one), Work().calls)
+
+
+# Whose communication is counted: 64 ranks and sides of 3 divide it.
+COUNTED = Model(hidden=2304, heads=192, sequence=64, batch=144)
+
+
+def coefficients(
+    layout: str, linears: Sequence[tuple[float, float]] = LINEARS
+) -> tuple[float, float]:
+    """(of n h, of h^2) of the elements that a rank sends for linear layers, of which in 1D the
+    narrower side is the stream."""
+    found = parse_layout(layout)
+    parallel = TrainingParallelConfig(**found.settings)
+    mode, side, d, ranks = found.mode, parallel.side, found.depth, found.ranks
+    if mode == "1d":
+        return 2 * (ranks - 1) / ranks * sum(map(min, linears)), 0.0
+    weights = sum(x * y for x, y in linears)
+    if mode == "3d":
+        tokens = sum(3 * x + 2 * y for x, y in linears)
+        return (side - 1) / side**3 * tokens, (side - 1) / side**3 * 3 * weights
+    tokens = sum(x for x, _ in linears)
+    return 3 * (side - 1) / side**2 * tokens / d, 3 * (side - 1) / side**2 * weights
+
+
+def crossover(layout: str) -> float | None:
+    """Tokens by hidden size above which a layer sends less than in 1D on as many ranks."""
+    of_1d, _ = coefficients(f"tensor={parse_layout(layout).ranks}")
+    tokens, weights = coefficients(layout)
+    return None if of_1d == tokens else weights / (of_1d - tokens)
+
+
+def sent(calls: Counter[Call], step: Step) -> int:
+    """Bytes of one rank."""
+    rings = step.model.rings
+    return sum(times * call.sent(rings[call.axis].ranks) for call, times in calls.items())
+
+
+def hops(calls: Counter[Call], step: Step) -> int:
+    """Of the rings, one after another."""
+    ranks = {name: ring.ranks for name, ring in step.model.rings.items()}
+    return sum(times * call.passes * (ranks[call.axis] - 1) for call, times in calls.items())
+
+
+def largest(model: Model, layout: str, limit: float) -> int:
+    """Parameters of the deepest model that fits; 0 where none does."""
+
+    def total(layers: int) -> int:
+        return model.step(layout, layers).memory["total"]
+
+    two, three = total(2), total(3)
+    layers = max(0, 2 + int((limit - two) / (three - two)))  # or one of its neighbours
+    while layers and total(layers) > limit:
+        layers -= 1
+    while total(layers + 1) <= limit:
+        layers += 1
+    return model.step(layout, layers).parameters if layers else 0
+
+
+def study(hardware: Hardware, model: Model, most: int) -> dict[str, Any]:
+    """JSON. model: of any depth. most: ranks."""
+    layouts = [each for each in LAYOUTS if parse_layout(each).ranks <= most]
+    memory, sizes = Rows(), Rows()
+    for layout in layouts:
+        step = model.step(layout, LAYERS)
+        recomputed = replace(model, recompute="full").step(layout, LAYERS)
+        row = {"parameters": step.parameters, "states_bytes": sum(step.lasting.values())}
+        row |= {"activations_bytes": step.activations, "recomputed_bytes": recomputed.activations}
+        memory.append(_facts(layout) | row)
+    for layout, (precision, recompute, share) in product(layouts, TRIED):
+        sequence = round(share * model.sequence)
+        tried = replace(model, precision=precision, recompute=recompute, sequence=sequence)
+        facts = _facts(layout) | {"precision": precision, "recompute": recompute}
+        parameters = largest(tried, layout, hardware.limit)
+        paper = PAPER.get(parse_layout(layout).ranks)
+        sizes.append(facts | {"sequence": sequence, "parameters": parameters, "paper": paper})
+    return {
+        "hardware": hardware.name,
+        "memory_of_device_bytes": int(hardware.limit),
+        "model": asdict(model) | {"layers": LAYERS},
+        "memory_per_rank": memory,
+        "largest_model": sizes,
+        "sent_per_layer": list(_volumes(layouts)),
+        "growth_of_3d": list(_growth(most)),
+    }
+
+
+def _facts(layout: str) -> dict[str, Any]:
+    found = parse_layout(layout)
+    return {"gpus": found.ranks, "mode": found.mode, "layout": layout}
+
+
+def _volumes(layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Of a layer of COUNTED, in fp32. published is beside of_square_linear, elements of a linear
+    layer with n = h in h^2."""
+    n, h = COUNTED.batch * COUNTED.sequence, COUNTED.hidden
+    for layout in layouts:
+        step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
+        yield {
+            **_facts(layout),
+            "sent_bytes": sent(COUNTED.layer(layout), step),
+            "formula_bytes": 4 * (tokens * n * h + weights * h**2),
+            "pays_from_tokens_by_hidden": crossover(layout),
+            "of_square_linear": sum(coefficients(layout, [(1, 1)])),
+            "published": published(layout),
+        }
+
+
+def published(layout: str) -> float:
+    """The bandwidth cost in the paper's table."""
+    found = parse_layout(layout)
+    side, d = TrainingParallelConfig(**found.settings).side, found.depth
+    return {
+        "1d": 2 * (side - 1) / side,
+        "2d": 6 * (side - 1) / side,
+        "2.5d": 3 * (side - 1) * (d + 1) / (d * side),
+        "3d": 6 * (side - 1) / side**3,
+    }[found.mode]
+
+
+def _growth(most: int) -> Iterator[dict[str, Any]]:
+    """Of a layer in 3D, of the same problem on more ranks, and of as many times the tokens."""
+    for side, layout in CUBES.items():
+        if (ranks := side**3) > most:
+            continue
+        calls, step = COUNTED.layer(layout), COUNTED.step(layout, 1)
+        more = replace(COUNTED, batch=ranks * COUNTED.batch // 8)
+        yield {
+            "side": side,
+            "gpus": ranks,
+            "calls": sum(calls.values()),
+            "hops": hops(calls, step),
+            "sent_bytes_of_rank": sent(calls, step),
+            "sent_bytes_of_all": ranks * sent(calls, step),
+            "sent_bytes_of_rank_with_more_tokens": sent(more.layer(layout), step),
+        }
+
+
+def text(found: dict[str, Any]) -> str:
+    """For people."""
+    blocks = []
+    for name, rows in found.items():
+        if isinstance(rows, list) and rows:
+            shown = [{key: _shown(key, value) for key, value in row.items()} for row in rows]
+            blocks.append(f"{name}\n{table(shown)}")
+    return "\n\n".join(blocks)
+
+
+def _shown(key: str, value: Any) -> Any:
+    if value is None:
+        return ""
+    return f"{value / 1e9:.3f} GB" if key.endswith("bytes") else value
+
+
+STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
+
+
+def draw(file: Path, found: dict[str, Any]) -> None:
+    """Memory by ranks, the largest model, and what a layer sends by tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    states, activations, sizes, volumes = figure.subplots(2, 2).flat
+    model = found["model"]
+    memory = found["memory_per_rank"]
+    best = [row for row in found["largest_model"] if _is_shown(row, model["sequence"])]
+    for mode, style in STYLES.items():
+        own = [row for row in memory if row["mode"] == mode]
+        gpus = [row["gpus"] for row in own]
+        states.plot(gpus, [row["states_bytes"] / 1e9 for row in own], style, label=mode)
+        line = [row["activations_bytes"] / 1e9 for row in own]
+        activations.plot(gpus, line, style, label=mode)
+        most = [row for row in best if row["mode"] == mode]
+        parameters = [row["parameters"] / 1e9 for row in most]
+        sizes.plot([row["gpus"] for row in most], parameters, style, label=mode)
+    claim = {row["gpus"]: row["paper"] / 1e9 for row in best if row["paper"] is not None}
+    sizes.plot([*claim], [*claim.values()], "k*", markersize=14, label="the paper")
+    ratios = [2 ** (power / 8) for power in range(-16, 49)]
+    for row in found["sent_per_layer"]:
+        if row["mode"] == "1d":
+            continue
+        tokens, weights = coefficients(row["layout"])
+        of_1d, _ = coefficients(f"tensor={row['gpus']}")
+        shares = [(tokens * ratio + weights) / (of_1d * ratio) for ratio in ratios]
+        volumes.plot(ratios, shares, label=f"{row['mode']} on {row['gpus']}")
+    volumes.axhline(1, color="black", linewidth=0.8)
+    volumes.set_ylim(0, 3)
+    for axes, title, label in (
+        (states, "weights, gradients and optimizer's state of a rank", "GB"),
+        (activations, "activations of a rank, nothing recomputed", "GB"),
+        (sizes, "largest model, all recomputed", "billion parameters"),
+    ):
+        axes.set(title=title, xlabel="GPUs", ylabel=label, xscale="log", yscale="log")
+        ticks = sorted({row["gpus"] for row in memory})
+        axes.set_xticks(ticks, [str(each) for each in ticks])
+        low, high = axes.get_ylim()
+        values = [digit * 10.0**power for power in range(-2, 3) for digit in (1, 2, 5)]
+        values = [value for value in values if low <= value <= high]
+        axes.set_yticks(values, [f"{value:g}" for value in values])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    title, label = "bytes that a rank sends in a layer", "of those in 1d"
+    volumes.set(title=title, xlabel="tokens n / hidden size h", ylabel=label, xscale="log")
+    volumes.grid(alpha=0.3)
+    volumes.legend(ncols=2, fontsize=8)
+    figure.suptitle(
+        f"GPT-2, hidden {model['hidden']}, sequence {model['sequence']}, batch {model['batch']}, "
+        f"fp16; memory of {model['layers']} layers; {found['hardware']}"
+    )
+    figure.savefig(file, dpi=120)
+
+
+def _is_shown(row: dict[str, Any], sequence: int) -> bool:
+    return (row["precision"], row["recompute"], row["sequence"]) == ("fp16", "full", sequence)
