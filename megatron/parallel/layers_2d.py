@@ -33,13 +33,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
 from megatron.parallel.collectives import (
-    all_reduce,
     gather_from,
     gather_with_gradient,
     reduce_from,
     scatter_sum,
     split_with_gradient,
+    start_all_reduce,
     start_broadcast,
+    start_gather,
     start_gather_along,
     start_reduce,
     start_sum_along,
@@ -128,6 +129,7 @@ class Summa:
 
     columns: Axis
     rows: Axis
+    gathered: Gathered  # the same, for a compiler: torch has no traced form of a reduce
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         ys: list[Tensor] = []
@@ -269,6 +271,8 @@ def multiply(
     """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
     flattened, to a y of each. views: as of `linears`."""
     views = usable_views(x, views)
+    if torch.compiler.is_compiling() and isinstance(division, Summa):
+        division = division.gathered
     outputs: tuple[Tensor, ...] = _Multiply.apply(x, division, views, *weights, *biases)
     return outputs
 
@@ -286,9 +290,9 @@ class Place:
 
 def outside(mesh: Mesh) -> Place:
     """The stream to the stream: all of 2D and 2.5D; of 3D what lies outside the parallel region."""
-    division: Division = Summa(mesh.hidden, mesh.tokens)
-    if mesh.hidden.size != mesh.tokens.size:  # no square
-        division = Gathered((1, mesh.hidden), (1, mesh.tokens))
+    gathered = Gathered((1, mesh.hidden), (1, mesh.tokens))
+    is_square = mesh.hidden.size == mesh.tokens.size
+    division = Summa(mesh.hidden, mesh.tokens, gathered) if is_square else gathered
     return Place(division, mesh.hidden, (mesh.tokens,), mesh.hidden, mesh.tokens)
 
 
@@ -410,7 +414,8 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(1) if ctx.has_mean else wide.new_zeros(len(x))
         squares = (wide - own_mean[:, None]).square().sum(1)
         # Of each rank's own mean, as E[x^2] - E[x]^2 would cancel.
-        means, squares = gather_from(torch.stack([own_mean, squares])[None], 0, axis).unbind(1)
+        sums = start_gather(torch.stack([own_mean, squares])[None], axis)()
+        means, squares = sums.unbind(1)
         mean = means.mean(0)
         variance = squares.mean(0) / x.shape[1] + (means - mean).square().mean(0)
         scale = (variance + epsilon).rsqrt()
@@ -426,7 +431,7 @@ class _Normalise(torch.autograd.Function):
         normal, dy = (x.to(wide) - mean[:, None]) * scale[:, None], dy.to(wide)
         g = dy * weight
         terms = [(g * normal).sum(1), *[g.sum(1)] * ctx.has_mean]
-        sums = all_reduce(torch.stack(terms), ctx.axis) / (x.shape[1] * ctx.axis.size)
+        sums = start_all_reduce(torch.stack(terms), ctx.axis)() / (x.shape[1] * ctx.axis.size)
         dx = g - normal * sums[0][:, None]
         if ctx.has_mean:
             dx -= sums[1][:, None]
