@@ -32,6 +32,12 @@ axis. Layers take a mesh first; where [n, h] is written, [b, s, h] works as well
 sequence parallelism, where a rank holds n / t rows. Layers that are built outside of
 `torch.device("meta")` have their initial values at once, drawn from torch's own generator.
 
+In 2D, 2.5D and 3D tensor parallelism the stream's columns are cut, too: c ranks share them, q of a
+q x q square or l of an l x l x l cube, and a rank reads the samples of its place along
+`mesh.axis("batch")`. `split_stream` cuts a whole x, `gather_stream` puts it together.
+`layer_factory` makes the layers of the mesh's mode: one module for all of them
+([`examples/mlp_2d.py`](../examples/mlp_2d.py)).
+
 Layers of torch beside them, such as `nn.Linear` and norms, are taken to be whole on every rank.
 That is right outside of a pair of column and row layers and without sequence parallelism. Elsewhere
 they are refused unless `specs={name: replicated(parameter, mesh)}` of GradientBuckets says how. It

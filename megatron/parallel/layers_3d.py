@@ -66,6 +66,8 @@ class Linear3D(Linear2D):
 
 
 class GroupedQueryLinear3D(GroupedQueryLinear2D):
+    """x [n, h/l] outside the parallel region to queries, keys and values inside."""
+
     def make_place(self, mesh: Mesh) -> Place:
         return entering(mesh)
 
