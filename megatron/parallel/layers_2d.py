@@ -143,7 +143,6 @@ class Summa:
 
     columns: Axis
     rows: Axis
-    gathered: Gathered  # the same, for a compiler: torch has no traced form of a reduce
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         ys: list[Tensor] = []
@@ -310,8 +309,6 @@ def multiply(
     """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
     flattened, to a y of each. views: as of `linears`."""
     views = usable_views(x, views)
-    if torch.compiler.is_compiling() and isinstance(division, Summa):
-        division = division.gathered
     outputs: tuple[Tensor, ...] = _Multiply.apply(x, division, views, *weights, *biases)
     return outputs
 
@@ -329,9 +326,9 @@ class Place:
 
 def outside(mesh: Mesh) -> Place:
     """The stream to the stream: all of 2D and 2.5D; of 3D what lies outside the parallel region."""
-    gathered = Gathered((1, mesh.hidden), (1, mesh.tokens))
-    is_square = mesh.hidden.size == mesh.tokens.size
-    division = Summa(mesh.hidden, mesh.tokens, gathered) if is_square else gathered
+    division: Division = Summa(mesh.hidden, mesh.tokens)
+    if mesh.hidden.size != mesh.tokens.size:  # no square
+        division = Gathered((1, mesh.hidden), (1, mesh.tokens))
     return Place(division, mesh.hidden, (mesh.tokens,), mesh.hidden, mesh.tokens)
 
 
