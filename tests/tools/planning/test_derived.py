@@ -349,16 +349,18 @@ def most_allocated(step: Callable[[], object]) -> int:
 
 @pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
 @pytest.mark.parametrize(
-    ("precision", "granularity", "batch", "tensor", "cuts_stream"),
+    ("precision", "granularity", "batch", "tensor", "cut"),
     [
-        ("fp32", "none", 1, 1, False),
-        ("fp32", "full", 8, 1, False),
-        ("bf16", "none", 8, 1, False),
-        ("bf16", "full", 1, 1, False),
-        ("fp32", "none", 8, 4, False),
-        ("fp32", "none", 8, 4, True),
-        ("bf16", "full", 8, 2, True),
-        ("bf16", "selective", 8, 4, True),
+        ("fp32", "none", 1, 1, ()),
+        ("fp32", "full", 8, 1, ()),
+        ("bf16", "none", 8, 1, ()),
+        ("bf16", "full", 1, 1, ()),
+        ("fp32", "none", 8, 4, ()),
+        ("fp32", "none", 8, 4, SEQUENCE),
+        ("bf16", "full", 8, 2, SEQUENCE),
+        ("bf16", "selective", 8, 4, SEQUENCE),
+        ("bf16", "full", 4, 4, ("--tensor-parallel-mode", "2d")),
+        ("fp32", "none", 4, 8, ("--tensor-parallel-mode", "3d")),
     ],
 )
 def test_a_step_allocates_what_is_planned(
@@ -366,14 +368,14 @@ def test_a_step_allocates_what_is_planned(
     granularity: str,
     batch: int,
     tensor: int,
-    cuts_stream: bool,
+    cut: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a rank whose neighbours are fake: what it gathers takes memory all the same."""
     # What oneDNN copies in fp32, on some processors and 6 MB at most, is not planned.
     monkeypatch.setattr("megatron.parallel.cpu.onednn.is_faster_by_onednn", lambda: False)
     flags = ["--recompute-granularity", granularity, "--micro-batch-size", str(batch)]
-    flags += ["--tensor-model-parallel-size", str(tensor), *SEQUENCE[: int(cuts_stream)]]
+    flags += ["--tensor-model-parallel-size", str(tensor), *cut, "--global-batch-size", "16"]
     flags += ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--num-layers", "3"]
     config = preset("quickstart", *NARROW, *SHORT_SAMPLES, *flags)
     ranks = fake_ranks(config, tensor, CPU) if tensor > 1 else nullcontext(serial_mesh())
