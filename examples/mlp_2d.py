@@ -1,5 +1,5 @@
 """Colossal-AI's MLP (listing 1 of its paper, 1024 -> 8192 -> norm -> 1024) in 1D, 2D, 2.5D and 3D
-tensor parallelism, beside plain torch.
+tensor parallelism, beside plain torch. (Of data x tensor parallelism: llama_2d.py.)
 
     torchrun --nproc-per-node 4 examples/mlp_2d.py --mode 2d
     torchrun --nproc-per-node 8 examples/mlp_2d.py --mode 2.5d --depth 2

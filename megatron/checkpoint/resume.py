@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
+from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.checkpoint.format import (
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError, flag, switch
 from megatron.config.huggingface import HuggingFaceConfig
+from megatron.config.parallel import OF_BATCH
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.registry import config_of, find_kind
 
@@ -283,9 +285,11 @@ def arguments_of(name: str, value: Any) -> tuple[str, ...]:
 def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
     """A line for each setting and data set that is not what it was when the checkpoint was saved.
 
-    facts: of this run, as its own manifests have them. data_size: its data-parallel size.
+    facts: of this run, as its own manifests have them. data_size: its ranks that read different
+    samples.
     """
-    sizes = manifest["environment"]["layout"]["data"], data_size
+    layout = manifest["environment"]["layout"]
+    sizes = prod(size for axis, size in layout.items() if axis in OF_BATCH), data_size
     return [
         f"changed: {name} is {_text(now)} (was {_text(saved)})"
         for name, (saved, now) in differences(manifest, facts, sizes).items()
@@ -302,7 +306,7 @@ def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], data_sizes: tuple[int, int] = (1, 1)
 ) -> dict[str, tuple[Any, Any]]:
     """{name: (saved, now)} of the settings that both runs know and that differ; a run is the facts
-    of its manifests and its data-parallel size."""
+    of its manifests and the number of ranks that read different samples."""
     ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
     for name in ours.keys() | theirs.keys():
         if name.startswith(CONFIG_JSON):  # what it leaves out is not what it says elsewhere

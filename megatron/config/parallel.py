@@ -16,6 +16,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 SHAPES = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}
 """Dims of the grid of tensor-parallel processes, by mode."""
 
+OF_BATCH = ("data", "depth", "row", "weight", "input")
+"""Axes along which processes read different samples, in some mode."""
+
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
 OF_STAGES = (
@@ -87,7 +90,8 @@ class ParallelConfig:
         }[self.tensor_parallel_mode]
 
     def batch_parallel_size(self, world_size: int) -> int:
-        """Processes, of a group of those that read the same samples one each."""
+        """Processes that read different samples: data-parallel models, in 2d times the rows of
+        processes, in 2.5d times depth and rows, in 3d times l^2."""
         sizes = self.sizes
         return world_size // (sizes.get("pipeline", 1) * self.side)
 

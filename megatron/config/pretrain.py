@@ -44,8 +44,8 @@ class PretrainConfig:
 
     def global_batch_size(self, world_size: int) -> int:
         """Samples of an optimizer step."""
-        copies = self.parallel.batch_parallel_size(world_size)
-        smallest = self.training.micro_batch_size * copies
+        readers = self.parallel.batch_parallel_size(world_size)
+        smallest = self.training.micro_batch_size * readers
         return self.training.global_batch_size or smallest
 
     def lr_decay_iters(self) -> int:
@@ -75,14 +75,14 @@ class PretrainConfig:
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
         batch = self.global_batch_size(world_size)
-        copies = self.parallel.batch_parallel_size(world_size)
-        smallest = self.training.micro_batch_size * copies
+        readers = self.parallel.batch_parallel_size(world_size)
+        smallest = self.training.micro_batch_size * readers
         if batch % smallest:
             raise UsageError(
                 "--global-batch-size",
                 batch,
-                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x the {copies} "
-                "processes that read different samples",
+                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x the "
+                f"{readers} processes that read different samples",
                 works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
             )
         if self.training.train_iters is not None:

@@ -249,10 +249,13 @@ class TrainingConfig:
     global batches in them. Of a blend, until its first data set has been read that often."""
 
     micro_batch_size: int = 1
-    """Samples of one forward and backward pass on one model."""
+    """Samples of one forward and backward pass on one model; in --tensor-parallel-mode 2d, 2.5d and
+    3d on each process of those of a model that read different samples."""
 
     global_batch_size: int | None = None
-    """Samples of an optimizer step; --micro-batch-size x data-parallel size if not given."""
+    """Samples of an optimizer step; if not given --micro-batch-size x the processes that read
+    different samples, which are the data-parallel models but in --tensor-parallel-mode 2d, 2.5d and
+    3d."""
 
     seed: int = 1234
     """Seed of initialisation, data order and dropout."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.data.gpt2 import GPT2Batch
 from megatron.inference.cache import KeyValueCache
 from megatron.models.decoder import Decoder
-from megatron.parallel.collectives import gather_from
+from megatron.parallel.collectives import gather_from, start_broadcast
 from megatron.parallel.cross_entropy import most_probable
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
@@ -134,6 +134,8 @@ def generate(
             whole = gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
             shares = [sources[row].random() for row in running]
             ids = draw(whole.cpu(), sampling, shares).to(logits.device)
+        # Ranks that compute the same texts may round sums in another order.
+        ids = start_broadcast(ids, mesh.tokens, 0)()
         for row, token in zip(running, ids.tolist(), strict=True):
             if token == model.vocab_size:  # no token: a logit is NaN
                 raise DivergedError(

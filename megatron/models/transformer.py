@@ -202,7 +202,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         numbers = factory.part.layers(config.num_layers)
-        self.hidden_size, self.shape = config.hidden_size, factory.stream
+        self.hidden_size, self.stream_shape = config.hidden_size, factory.stream_shape
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}
         )
@@ -216,5 +216,5 @@ class Transformer(nn.Module):
     def stream(self, n: int) -> Tensor:
         """What passes between layers of n tokens on this rank, on meta: [n, h] or rows of it."""
         dtype = next(self.parameters()).dtype
-        shape = self.shape(n, self.hidden_size)
+        shape = self.stream_shape(n, self.hidden_size)
         return torch.empty(shape, dtype=dtype, device="meta")

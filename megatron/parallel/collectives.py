@@ -109,7 +109,8 @@ def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
     start_all_reduce."""
     if axis.size == 1:
         return lambda: x
-    own = x.contiguous() if axis.rank == source else torch.empty_like(x)
+    layout = torch.contiguous_format  # in which bytes are sent
+    own = x.contiguous() if axis.rank == source else torch.empty_like(x, memory_format=layout)
     call = partial(dist.broadcast, own, group_src=source)
     return _started("broadcast", x, axis, call, own)
 

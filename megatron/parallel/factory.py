@@ -61,7 +61,7 @@ class LayerFactory:
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
     checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
     whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
-    stream: Callable[[int, int], tuple[int, int]]  # (n, h): of x what this rank holds
+    stream_shape: Callable[[int, int], tuple[int, int]]  # (n, h): of x what this rank holds
     exchange: Callable[[Any], Any]
     """(x [b, ..]): what is known of the samples that a rank reads, to the same of those that it
     holds in the parallel region."""
@@ -110,7 +110,7 @@ def factory_1d(
         whole=lambda: factory_1d(
             replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel, part=part
         ),
-        stream=lambda n, h: (n // mesh.stream.size, h),
+        stream_shape=lambda n, h: (n // mesh.stream.size, h),
         exchange=lambda x: x,
         parallelize=partial(parallelize, mesh=mesh),
         tensor=mesh.tensor,
@@ -148,7 +148,7 @@ def factory_2d(
         head=partial(layers_2d.VocabParallelHead2D, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
         whole=lambda: factory,
-        stream=lambda n, h: (n, h // mesh.hidden.size),
+        stream_shape=lambda n, h: (n, h // mesh.hidden.size),
         exchange=lambda x: x,
         tensor=mesh.tensor,
         part=part,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from megatron.parallel.cross_entropy import (
 )
 from megatron.parallel.dropout import head_keys, known, layer_key
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.sharding import GradientView, ShardedModule
+from megatron.parallel.sharding import GradientView, Modes, ShardedModule
 
 
 class _Linear(torch.autograd.Function):
@@ -250,6 +250,8 @@ class ColumnParallelLinear(ShardedModule):
     whole weight is [Q; K; V].
     """
 
+    modes: ClassVar[Modes] = ("1d",)
+
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -280,6 +282,8 @@ class ColumnParallelLinear(ShardedModule):
 class RowParallelLinear(ShardedModule):
     """x [n, in/t] to [n, out]: the matmul with this rank's rows, then g, then the bias once."""
 
+    modes: ClassVar[Modes] = ("1d",)
+
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -306,6 +310,8 @@ class RowParallelLinear(ShardedModule):
 
 class Linear(ShardedModule):
     """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer."""
+
+    modes: ClassVar[Modes] = ("1d",)
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -380,6 +386,8 @@ class VocabParallelEmbedding(ShardedModule):
     no gradient and are not part of the whole shape.
     """
 
+    modes: ClassVar[Modes] = ("1d",)
+
     weight: nn.Parameter
 
     def __init__(
@@ -437,6 +445,8 @@ class VocabParallelHead(ShardedModule):
     Tied, it owns no weight and is given the embedding, so that the tie needs no care: nothing that
     copies, casts or shards the model can undo it.
     """
+
+    modes: ClassVar[Modes] = ("1d",)
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -503,6 +513,8 @@ class VocabParallelHead(ShardedModule):
 
 class LayerNorm(ShardedModule):
     """Layer norm of the stream [n, h], computed in fp32 or wider."""
+
+    modes: ClassVar[Modes] = ("1d",)
 
     weight: nn.Parameter
     bias: nn.Parameter

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,9 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.sharding import GradientView, ShardedModule
+from megatron.parallel.sharding import GradientView, Modes, ShardedModule
 
+GRIDS = ("2d", "2.5d", "3d")
 StartedSum = Callable[[], Tensor]
 """Waits for a sum over ranks, and returns this rank's part of it."""
 
@@ -347,6 +348,8 @@ def gather_stream(x: Tensor, mesh: Mesh) -> Tensor:
 class Linear2D(ShardedModule):
     """x [n, in/c] to [n, parts x out/c]. parts: as of ColumnParallelLinear."""
 
+    modes: ClassVar[Modes] = GRIDS
+
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -381,6 +384,8 @@ class Linear2D(ShardedModule):
 class GroupedQueryLinear2D(GroupedQueryLinear):
     """The same of x [n, h/c], with heads that are cut over the columns."""
 
+    modes: ClassVar[Modes] = GRIDS
+
     def make_place(self, mesh: Mesh) -> Place:
         return outside(mesh)
 
@@ -401,6 +406,8 @@ class GroupedQueryLinear2D(GroupedQueryLinear):
 class InputLinear2D(InputLinear):
     """x [n, in], whole on every rank that reads it, to the stream [n, out/c]."""
 
+    modes: ClassVar[Modes] = GRIDS
+
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.weight.shape[1]), self.gradient_views.get("weight")
         y = linear(rows, self.weight, self.bias, axis=self.mesh.hidden, view=view)
@@ -409,6 +416,8 @@ class InputLinear2D(InputLinear):
 
 class OutputLinear2D(OutputLinear):
     """The stream [n, in/c] to [n, out], whole on every rank that reads these tokens."""
+
+    modes: ClassVar[Modes] = GRIDS
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.weight.shape[1]), self.gradient_views.get("weight")
@@ -420,6 +429,8 @@ class VocabParallelEmbedding2D(VocabParallelEmbedding):
     """Token ids [n] to [n, h/c]: each rank looks up the ids of all rows of ranks, [r n, h], in its
     own rows of the weight [v/(r c), h]."""
 
+    modes: ClassVar[Modes] = GRIDS
+
     def forward(self, tokens: Tensor) -> Tensor:
         mesh = self.mesh
         own = self.look_up(gather_from(as_rows(self, tokens), 0, mesh.tokens))
@@ -430,6 +441,8 @@ class VocabParallelEmbedding2D(VocabParallelEmbedding):
 class VocabParallelHead2D(VocabParallelHead):
     """x [n, h/c] to logits [n, v/c], or their loss: the weight [v/(r c), h] is gathered over the
     rows of ranks, x over the columns."""
+
+    modes: ClassVar[Modes] = GRIDS
 
     def multiply(self, x: Tensor, weight: Tensor, view: GradientView | None) -> Tensor:
         division = Gathered((1, self.mesh.hidden), (0, self.mesh.tokens))
@@ -450,9 +463,12 @@ class _Normalise(torch.autograd.Function):
         own_mean = wide.mean(1) if ctx.has_mean else wide.new_zeros(len(x))
         squares = (wide - own_mean[:, None]).square().sum(1)
         # Of each rank's own mean, as E[x^2] - E[x]^2 would cancel.
-        means, squares = start_gather(torch.stack([own_mean, squares])[None], axis)().unbind(1)
-        mean = means.mean(0)
-        variance = squares.mean(0) / x.shape[1] + (means - mean).square().mean(0)
+        terms = [squares, *[own_mean] * ctx.has_mean]
+        squares, *means = start_gather(torch.stack(terms)[None], axis)().unbind(1)
+        mean, variance = own_mean, squares.mean(0) / x.shape[1]
+        if means:
+            mean = means[0].mean(0)
+            variance += (means[0] - mean).square().mean(0)
         scale = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
         y = (wide - mean[:, None]).mul_(scale[:, None]).mul_(weight)
@@ -485,6 +501,8 @@ def _norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
 class LayerNorm2D(LayerNorm):
     """Layer norm of the stream [n, h/c]: ranks exchange the mean and the squares of each row."""
 
+    modes: ClassVar[Modes] = None
+
     def __init__(
         self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
     ) -> None:
@@ -503,6 +521,8 @@ class LayerNorm2D(LayerNorm):
 
 class RMSNorm2D(RMSNorm):
     """RMSNorm of the stream [n, h/c]."""
+
+    modes: ClassVar[Modes] = None
 
     def __init__(
         self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False

@@ -15,7 +15,7 @@ outside are layers of layers_2d.py, of l^2 x l ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ from megatron.parallel.layers_2d import (
     RMSNorm2D,
 )
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import Modes
 
 
 def entering(mesh: Mesh) -> Place:
@@ -46,6 +47,8 @@ def leaving(mesh: Mesh) -> Place:
 class Linear3D(Linear2D):
     """x [n, in/l] outside the parallel region to [n, parts x out/l] inside; or from inside to
     outside, as of every second layer."""
+
+    modes: ClassVar[Modes] = ("3d",)
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class Linear3D(Linear2D):
 
 
 class GroupedQueryLinear3D(GroupedQueryLinear2D):
+    modes: ClassVar[Modes] = ("3d",)
+
     """x [n, h/l] outside the parallel region to queries, keys and values inside."""
 
     def make_place(self, mesh: Mesh) -> Place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import pi
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel import kernels
 from megatron.parallel.layers import STD, as_before, as_rows, linears, over
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import GradientView, ShardedModule
+from megatron.parallel.sharding import GradientView, Modes, ShardedModule
 
 
 class GroupedQueryLinear(ShardedModule):
@@ -31,6 +31,8 @@ class GroupedQueryLinear(ShardedModule):
     of_query: int64 [a/t], which of the g heads each query head of this rank uses; None where as
     many query heads share each, in order.
     """
+
+    modes: ClassVar[Modes] = ("1d",)
 
     query: nn.Parameter
     query_bias: nn.Parameter | None
@@ -111,6 +113,8 @@ class GroupedQueryLinear(ShardedModule):
 class RMSNorm(ShardedModule):
     """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
     and Sennrich, 2019, arXiv:1910.07467)."""
+
+    modes: ClassVar[Modes] = ("1d",)
 
     weight: nn.Parameter
 

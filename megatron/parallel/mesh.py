@@ -58,16 +58,16 @@ def _unions(
     """copies: axes of a layer that divide samples alone; the others are as of Mesh."""
     cut = tuple(name for name in INNER[mode] if name not in copies)
     return {
+        "replicas": ("data", "context", *copies),
+        "copies": ("data", *copies),
         "tokens": tokens,
         "hidden": hidden,
         "inner_tokens": tokens if inner_tokens is None else inner_tokens,
         "inner_hidden": hidden if inner_hidden is None else inner_hidden,
         "vocabulary": hidden or cut,
-        "copies": ("data", *copies),
         "batch": ("data", *copies, *tokens),
         "loss": ("data", "context", *copies, *tokens),
         "loss_sums": ("pipeline", "data", "context", *copies, *tokens),
-        "replicas": ("data", "context", *copies),
         "model_parallel": ("pipeline", *cut),
         "tensor": INNER[mode],
     }
@@ -85,7 +85,8 @@ UNIONS = {
         inner_hidden=("input",),
     ),
 }
-"""The axes of each union, by tensor-parallel mode; see Mesh."""
+"""The axes of each union, by tensor-parallel mode; see Mesh. Unions of the same ranks share a group
+and the name of the first of them."""
 
 CALLS: dict[str, Calls] = {}
 """By name, of each axis of several ranks, each channel and each control group that was used."""
@@ -249,7 +250,7 @@ class Mesh:
     output: Axis = Axis("output")
 
     tensor: Axis = Axis("tensor")
-    """Its ranks share a layer; in 1D an axis."""
+    """Those that --tensor-model-parallel-size counts: in 1D an axis, in 2.5D the depth, too."""
     copies: Axis = Axis("copies")
     """Its ranks belong to copies of the model that compute apart."""
     batch: Axis = Axis("batch")
@@ -441,7 +442,6 @@ def build_mesh(
         for name in sizes
     }
     unions = {}
-    # Unions of the same ranks share a group.
     known: dict[tuple[Axis, ...], Axis] = {(axis,): axis for axis in axes.values()}
     for name, members in UNIONS[tensor_parallel_mode].items():
         used = tuple(axes[member] for member in members if axes[member].size > 1)

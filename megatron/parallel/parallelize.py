@@ -80,6 +80,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     ranks hold whole inside what is cut, over the tensor axis: without them `.grad` is this rank's
     term of the sum.
     """
+    if mesh.tensor_parallel_mode != "1d":
+        raise ValueError(f"a plan cuts along one axis: 1d, not {mesh.tensor_parallel_mode}")
     entrance, tensor = Entrance(mesh.tensor), mesh.tensor
     modules = dict(model.named_modules())
     styles = _styles(model, plan)

@@ -69,13 +69,20 @@ def non_finite(
         if found.micro_batch < 0:
             where += f"before {step} were read"
         else:
-            own = micro_batch_numbers(
-                state.samples,
-                global_batch_size=total,
-                micro_batch_size=size,
-                data_rank=found.data_rank,
-                data_size=data_size,
-            )[found.micro_batch]
+            # In 3D those of several ranks, between which the parallel region moves samples.
+            readers = state.mesh.input.size
+            first = found.data_rank // readers * readers
+            own = [
+                number
+                for data_rank in range(first, first + readers)
+                for number in micro_batch_numbers(
+                    state.samples,
+                    global_batch_size=total,
+                    micro_batch_size=size,
+                    data_rank=data_rank,
+                    data_size=data_size,
+                )[found.micro_batch]
+            ]
             where += f"in samples {own[0]} to {own[-1]} (the step reads {step})"
     scale, cures = "", "a lower --lr, a longer --lr-warmup-iters"
     if scaler.is_scaling:

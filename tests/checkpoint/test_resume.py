@@ -380,6 +380,13 @@ def test_what_has_changed_is_said(
     assert [line.split()[1] for line in lines] == changed
 
 
+@pytest.mark.parametrize(("ranks", "changed"), [(2, []), (1, ["--global-batch-size"])])
+def test_ranks_of_one_model_may_read_different_samples(ranks: int, changed: list[str]) -> None:
+    facts, saved = {"config": asdict(settings()), **IDENTITY}, manifest()
+    saved["environment"]["layout"] = {"data": 1, "row": 2, "column": 2}
+    assert [line.split()[1] for line in changes(facts, saved, ranks)] == changed
+
+
 @pytest.mark.parametrize(("p", "lines"), [(0.1, 1), (0.0, 0)])
 def test_other_masks_of_dropout_are_said_once(p: float, lines: int) -> None:
     """Where the checkpoint is of the time when each rank drew them."""

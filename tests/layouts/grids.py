@@ -72,10 +72,12 @@ class Sender:
             self.send(product.y, n * fan_out * x.w, forwards + times)  # y; dy
 
     def norm(self, n: int, times: int, again: int = 0) -> None:
-        """Means and squares of each rank's columns; in the backward one or two sums."""
+        """Squares of each rank's columns, and their mean but for RMSNorm; in the backward as many
+        sums."""
         x = self.x
-        self.send(self.hidden, x.c * 2 * n * x.wide, times + again)
-        self.send(self.hidden, (1 if x.is_llama else 2) * n * x.wide, times, passes=2)
+        whole = (1 if x.is_llama else 2) * n * x.wide
+        self.send(self.hidden, x.c * whole, times + again)
+        self.send(self.hidden, whole, times, passes=2)
 
     def cut_columns(self, n: int, times: int) -> None:
         """x [n, h] gathered, or summed and scattered, over its columns."""

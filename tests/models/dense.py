@@ -98,7 +98,7 @@ DENSE_FACTORY = LayerFactory(
     checkpoint=recompute,
     gather=nn.Identity,
     whole=lambda: DENSE_FACTORY,
-    stream=lambda n, h: (n, h),
+    stream_shape=lambda n, h: (n, h),
     exchange=lambda x: x,
 )
 

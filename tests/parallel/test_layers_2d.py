@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.api import (
+    ColumnParallelLinear,
     GroupedQueryLinear2D,
     InputLinear2D,
+    LayerNorm,
     LayerNorm2D,
     LayerNorm3D,
     Linear2D,
@@ -21,6 +23,8 @@ from megatron.api import (
     Mesh,
     OutputLinear2D,
     RMSNorm3D,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     VocabParallelEmbedding2D,
     VocabParallelHead2D,
     build_mesh,
@@ -303,7 +307,9 @@ def test_layers_equal_those_of_torch(name: str) -> None:
 
 
 def on_real_ranks() -> None:
-    check_all(build_mesh({"row": 2, "column": 2}, "cpu", tensor_parallel_mode="2d"))
+    mesh = build_mesh({"row": 2, "column": 2}, "cpu", tensor_parallel_mode="2d")
+    check_all(mesh)
+    check_summa(mesh)
 
 
 def test_layers_equal_those_of_torch_on_processes(gloo: Pool) -> None:
@@ -328,7 +334,8 @@ def check_summa(mesh: Mesh) -> None:
     for each in (place, gathered):
         layer = build(lambda each=each: Linear2D(mesh, HIDDEN, OUT, parts=2, place=each))
         random_weights(layer)
-        x = STREAM.own(random(10, TOKENS * mesh.batch.size, HIDDEN), mesh).requires_grad_()
+        x = STREAM.own(random(10, TOKENS * mesh.batch.size, HIDDEN), mesh)
+        x = x.T.contiguous().T.requires_grad_()  # what is sent has other strides
         y = layer(x)
         y.square().sum().backward()
         found.append([y, x.grad, *(each.grad for each in layer.parameters())])
@@ -429,6 +436,23 @@ REFUSED: dict[str, Callable[[Mesh], Any]] = {
 def test_sizes_that_cannot_be_cut_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"\b[378]\b"):
         threads.run(*MESHES["2d"], REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("2d", ColumnParallelLinear),
+        ("2.5d", RowParallelLinear),
+        ("3d", VocabParallelEmbedding),
+        ("3d", LayerNorm),
+        ("2d", Linear3D),
+        ("1d", Linear2D),
+    ],
+)
+def test_layers_of_another_mode_are_refused(name: str, make: Callable[..., Any]) -> None:
+    sizes = (8,) if make is LayerNorm else (8, 8)
+    with pytest.raises(ValueError, match=make.__name__):
+        threads.run(*MESHES[name], lambda mesh: make(mesh, *sizes))
 
 
 def under_autocast(mesh: Mesh) -> None:
