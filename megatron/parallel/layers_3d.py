@@ -69,9 +69,9 @@ class Linear3D(Linear2D):
 
 
 class GroupedQueryLinear3D(GroupedQueryLinear2D):
-    modes: ClassVar[Modes] = ("3d",)
-
     """x [n, h/l] outside the parallel region to queries, keys and values inside."""
+
+    modes: ClassVar[Modes] = ("3d",)
 
     def make_place(self, mesh: Mesh) -> Place:
         return entering(mesh)
