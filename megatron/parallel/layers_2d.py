@@ -492,49 +492,33 @@ class _Normalise(torch.autograd.Function):
         return dx.mul_(scale[:, None]).to(x.dtype), dw, db, None, None
 
 
-def _norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
-    if is_inside:
-        return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
-    return mesh.hidden, mesh.of_stream
-
-
-class LayerNorm2D(LayerNorm):
-    """Layer norm of the stream [n, h/c]: ranks exchange the mean and the squares of each row."""
+class _CutNorm(ShardedModule):
+    """What norms have in common whose rows are cut by columns."""
 
     modes: ClassVar[Modes] = None
+    weight: nn.Parameter
 
     def __init__(
         self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
     ) -> None:
         """is_inside: whether x lies in the parallel region, where 1D and 3D cut other columns."""
-        self.is_inside = is_inside
-        super().__init__(mesh, hidden_size, epsilon=epsilon)
+        self.is_inside, sizes = is_inside, dict[str, Any](hidden_size=hidden_size, epsilon=epsilon)
+        super().__init__(mesh, **sizes)
 
     def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
-        return _norm_axes(mesh, self.is_inside)
+        if self.is_inside:
+            return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
+        return mesh.hidden, mesh.of_stream
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[0])
-        y = _Normalise.apply(rows, self.weight, self.bias, self.epsilon, self.hidden)
+        rows, bias = as_rows(self, x, self.weight.shape[0]), self._parameters.get("bias")
+        y = _Normalise.apply(rows, self.weight, bias, self.epsilon, self.hidden)
         return as_before(y, x.shape[:-1])
 
 
-class RMSNorm2D(RMSNorm):
+class LayerNorm2D(_CutNorm, LayerNorm):
+    """Layer norm of the stream [n, h/c]: ranks exchange the mean and the squares of each row."""
+
+
+class RMSNorm2D(_CutNorm, RMSNorm):
     """RMSNorm of the stream [n, h/c]."""
-
-    modes: ClassVar[Modes] = None
-
-    def __init__(
-        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
-    ) -> None:
-        """is_inside: as of LayerNorm2D."""
-        self.is_inside = is_inside
-        super().__init__(mesh, hidden_size, epsilon=epsilon)
-
-    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
-        return _norm_axes(mesh, self.is_inside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[0])
-        y = _Normalise.apply(rows, self.weight, None, self.epsilon, self.hidden)
-        return as_before(y, x.shape[:-1])
