@@ -27,14 +27,16 @@ from .parallel.collectives import (
 from .parallel.layers import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
-    Linear as Linear,
-    InputLinear as InputLinear,
-    OutputLinear as OutputLinear,
     VocabParallelEmbedding as VocabParallelEmbedding,
     PositionEmbedding as PositionEmbedding,
     LayerNorm as LayerNorm,
     AttentionCore as AttentionCore,
     VocabParallelHead as VocabParallelHead,
+)
+from .parallel.layers_whole import (
+    Linear as Linear,
+    InputLinear as InputLinear,
+    OutputLinear as OutputLinear,
 )
 from .parallel.layers_llama import (
     GroupedQueryLinear as GroupedQueryLinear,

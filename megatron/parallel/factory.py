@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.parallel import layers, layers_2d, layers_3d, layers_llama
+from megatron.parallel import layers, layers_2d, layers_3d, layers_llama, layers_whole
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parallelize import parallelize
@@ -93,10 +93,10 @@ def factory_1d(
         column=partial(layers.ColumnParallelLinear, mesh),
         grouped_query=partial(layers_llama.GroupedQueryLinear, mesh),
         row=partial(layers.RowParallelLinear, mesh),
-        linear=partial(layers.Linear, mesh),
-        gather=partial(layers.Gather, mesh),
-        input=partial(layers.InputLinear, mesh),
-        output=partial(layers.OutputLinear, mesh),
+        linear=partial(layers_whole.Linear, mesh),
+        gather=partial(layers_whole.Gather, mesh),
+        input=partial(layers_whole.InputLinear, mesh),
+        output=partial(layers_whole.OutputLinear, mesh),
         word_embedding=partial(layers.VocabParallelEmbedding, mesh),
         position_embedding=partial(layers.PositionEmbedding, mesh),
         rotary=layers_llama.RotaryEmbedding,

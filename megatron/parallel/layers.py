@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import block_attention
 from megatron.parallel.collectives import (
-    gather_with_gradient,
     own_rows,
     reduce_from,
     start_gather,
@@ -306,70 +305,6 @@ class RowParallelLinear(ShardedModule):
         y = linear(rows, self.weight, None, view=self.gradient_views.get("weight"))
         y = reduce_from(y, self.mesh.tensor, self.mesh.stream)
         return as_before(y if self.bias is None else y.add_(self.bias), x.shape[:-1])
-
-
-class Linear(ShardedModule):
-    """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer."""
-
-    modes: ClassVar[Modes] = ("1d",)
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        std: float = STD,
-    ) -> None:
-        super().__init__(mesh)
-        shape, partial = (out_features, in_features), mesh.of_stream
-        shards = self.shards(mesh)
-        of_bias = [each for each in shards if each[0] == 0]
-        self.add_parameter("weight", shape, shards, std=std, partial=partial)
-        self.add_bias(bias, (out_features,), tuple(of_bias), partial=partial)
-
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        """Of the weight: none, as x is whole."""
-        return ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[1])
-        return as_before(F.linear(rows, self.weight, self.bias), x.shape[:-1])
-
-
-class InputLinear(Linear):
-    """x [n, in], whole on every rank, to the stream [n, out]."""
-
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        return over(0, mesh.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(own_rows(x, self.mesh.stream))
-
-
-class OutputLinear(Linear):
-    """The stream [n, in] to [n, out], whole on every rank."""
-
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        return over(1, mesh.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_with_gradient(super().forward(x), 0, self.mesh.stream)
-
-
-class Gather(nn.Module):
-    """The stream [n, h] whole on every rank, for layers that all ranks compute alike."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_with_gradient(x, 0, self.mesh.stream)
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:

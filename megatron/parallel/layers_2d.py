@@ -47,9 +47,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.layers import (
     STD,
-    InputLinear,
     LayerNorm,
-    OutputLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     as_before,
@@ -60,6 +58,7 @@ from megatron.parallel.layers import (
     usable_views,
 )
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
+from megatron.parallel.layers_whole import InputLinear, OutputLinear
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.sharding import GradientView, Modes, ShardedModule
 
@@ -362,11 +361,9 @@ class Linear2D(ShardedModule):
         parts: int = 1,
         bias: bool = True,
         std: float = STD,
-        place: Place | None = None,
     ) -> None:
-        """place: where the layer lies, if not outside the parallel region of 3D."""
         super().__init__(mesh)
-        self.place = place = place or outside(mesh)
+        self.place = place = self.make_place(mesh)
         self.width = own_width(in_features, place.x_hidden)
         rows = (parts, out_features) if parts > 1 else (out_features,)
         last = len(rows) - 1
@@ -374,6 +371,9 @@ class Linear2D(ShardedModule):
         shards = of_rows + over(last + 1, *place.inputs)
         self.add_parameter("weight", (*rows, in_features), shards, std=std)
         self.add_bias(bias, rows, of_rows, partial=(mesh.replicas, place.y_tokens))
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return outside(mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")

@@ -62,10 +62,11 @@ class Linear3D(Linear2D):
         std: float = STD,
     ) -> None:
         """is_inside: whether x is inside. parts: as of ColumnParallelLinear."""
-        place = leaving(mesh) if is_inside else entering(mesh)
-        super().__init__(
-            mesh, in_features, out_features, parts=parts, bias=bias, std=std, place=place
-        )
+        self.is_inside = is_inside
+        super().__init__(mesh, in_features, out_features, parts=parts, bias=bias, std=std)
+
+    def make_place(self, mesh: Mesh) -> Place:
+        return leaving(mesh) if self.is_inside else entering(mesh)
 
 
 class GroupedQueryLinear3D(GroupedQueryLinear2D):

@@ -17,10 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    InputLinear,
     LayerNorm,
-    Linear,
-    OutputLinear,
     PositionEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -36,6 +33,7 @@ from megatron.parallel.layers_llama import (
     gated,
     rotate,
 )
+from megatron.parallel.layers_whole import InputLinear, Linear, OutputLinear
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 from tests.dist import Pool
