@@ -234,7 +234,7 @@ def build_state(
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(gathers=zero_stage == 3)
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     values = getattr(model, "initial_values", None)
     is_lasting = zero_stage < 3  # whether this rank has memory for all of the model
@@ -279,16 +279,21 @@ def build_state(
     return state
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, gathers: bool = False) -> None:
     """Let the C library keep what this process frees, up to 2 GB: given back to the system after
-    each step, it would come back page by page, for one to two per cent of a step's time."""
+    each step, it would come back page by page, for one to two per cent of a step's time.
+
+    gathers: whether weights are gathered layer by layer. Then what is larger than 4 MB goes back:
+    glibc 2.36 finds no place for an aligned block where one of its size was freed, so that each
+    gather, and its copy in gloo, would lie in new memory.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # not glibc
         return
     trim_threshold, mmap_threshold = -1, -3  # of malloc.h
     mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, 2**25)  # the most that it takes
+    mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # which is the most that it takes
 
 
 def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:
