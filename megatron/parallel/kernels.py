@@ -56,6 +56,8 @@ def padded_rows(rows: int) -> int:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
     if _by_cpu_kernels(x):
+        if x.dtype in onednn.EMULATED:
+            return onednn.matmul_widened(x, weight, bias)
         if onednn.is_faster(x, weight):
             return onednn.matmul(x, weight, bias)
         if bias is None and onednn.has_few_rows(x, weight):
@@ -65,7 +67,10 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """Add dy' x to `out`, or overwrite it; dy [n, out] and x [n, in], all of one dtype."""
-    if _by_cpu_kernels(x) and onednn.is_faster(dy.T, x.T):
+    if _by_cpu_kernels(x) and x.dtype in onednn.EMULATED:
+        product = dy.float().T @ x.float()
+        out.copy_(product.add_(out) if accumulate else product)
+    elif _by_cpu_kernels(x) and onednn.is_faster(dy.T, x.T):
         onednn.add_matmul_(out, dy, x, accumulate=accumulate)
     elif accumulate:
         out.addmm_(dy.T, x)

@@ -229,7 +229,7 @@ class GradientView:
     def add_matmul(self, dy: Tensor, x: Tensor) -> None:
         """Add dy' x, with dy [n, out] and x [n, in]."""
         if dy.dtype != self.dtype:
-            self.add(dy.T @ x)
+            self.add(kernels.matmul(dy.T, x.T))
             return
         own = self.gradient.view(-1, x.shape[1])
         kernels.add_matmul_(own, dy, x, accumulate=self.is_filled)

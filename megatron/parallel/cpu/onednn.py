@@ -2,7 +2,8 @@
 
 torch multiplies fp32 by MKL, which uses AVX-512 on Intel's processors only; oneDNN, which torch
 uses for narrow dtypes, uses it on all that have it. AMD's Zen 5 computes 512 bits at once, so that
-oneDNN is twice as fast there (docs/results/kernels.md); Zen 4 computes them in halves.
+oneDNN is twice as fast there (docs/results/kernels.md); Zen 4 computes them in halves. On a
+processor that oneDNN cannot multiply a narrow dtype on, torch does it number by number.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ZEN_5 = 26  # cpu family in /proc/cpuinfo
@@ -20,6 +22,15 @@ ROW_MULTIPLE = 16  # oneDNN compiles and keeps a megabyte of code for each size 
 FEW_ROWS, TALL = 8, 8192  # rows of x; of a weight, as that of an output layer
 TRANSPOSED_BYTES = 2**22  # of dy that are transposed at once; more are transposed chunk by chunk
 CHUNK_BYTES = 2**20  # of a weight's gradient, on its way to the buffer
+EMULATED = {
+    dtype
+    for dtype, is_supported in (
+        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
+        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
+    )
+    if not is_supported()
+}
+"""The narrow dtypes of which fp32 is multiplied ten times as fast on this processor."""
 
 
 def padded_rows(rows: int) -> int:
@@ -68,6 +79,12 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
+
+
+def matmul_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As kernels.matmul, in fp32, and rounded once."""
+    wide = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), wide).to(x.dtype)
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:

@@ -60,6 +60,24 @@ def test_a_matmul_is_torchs(by_columns: bool, turned: bool, biased: bool) -> Non
     torch.testing.assert_close(matmul(x, weight, bias).double(), exact, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_the_processor_cannot_multiply_is_exact_but_for_one_rounding(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, accumulate: bool
+) -> None:
+    monkeypatch.setattr(onednn, "EMULATED", {dtype})
+    x, weight, bias, out = (
+        draw(*shape, dtype=dtype) for shape in ((N, IN), (OUT, IN), (OUT,), (N, OUT))
+    )
+    exact = torch.nn.functional.linear(x.double(), weight.double())
+    half_a_step = {"rtol": 0.501 * torch.finfo(dtype).eps, "atol": 1e-5}
+    found = matmul(x, weight, bias).double()
+    torch.testing.assert_close(found, exact + bias.double(), **half_a_step)
+    exact = exact + out.double() if accumulate else exact
+    add_matmul_(out, x.T, weight.T, accumulate=accumulate)
+    torch.testing.assert_close(out.double(), exact, **half_a_step)
+
+
 def test_what_onednn_would_be_slow_at_stays_with_torch() -> None:
     x, weight = draw(N, IN), draw(OUT, IN)
     assert ONEDNN not in operators(x, draw(OUT, 2 * IN)[:, :IN])  # neither by rows nor by columns
