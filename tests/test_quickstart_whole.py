@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,6 +20,7 @@ from tools.inspect_data import Settings as InspectSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+FEW = 48  # documents, of which an example reads a whole epoch
 LENGTHS = {  # of the quickstart, which takes them from its preset
     "train_iters": 30,
     "lr_warmup_iters": 5,
@@ -79,6 +81,8 @@ def quickstart(folder: Path) -> Path:
     shell(command)
     assert shell(command).count("reused") == 8
     (out / "corpus" / "raw.jsonl").symlink_to(folder / "mine.jsonl")
+    with (out / "corpus" / "split" / "train" / "part-00000.jsonl").open() as documents:
+        (folder / "few.jsonl").write_text("".join(islice(documents, FEW)))
     return out
 
 
@@ -113,10 +117,13 @@ def shortened(command: str, folder: Path) -> str:
     """With lengths cut, and runs/ and data/ in the folder."""
 
     def iterations(found: re.Match[str]) -> str:
-        if "--lr-warmup-iters" in command:  # of 50 steps, which leaves little to cut
-            return f"--train-iters {int(found[1]) // 9} --eval-iters 1"
-        return f"--train-iters {int(found[1]) // 100} --lr-warmup-iters 1 --eval-iters 1"
+        steps = max(2, int(found[1]) // 100)
+        return f"--train-iters {steps} --lr-warmup-iters 1 --eval-iters 1"
 
+    if "--train-iters" in command:
+        command = re.sub(r"--lr-warmup-iters \d+", "", command)
+    if "--epochs 1" in command:
+        command = re.sub(r"--data-path \S+", f"--data-path {folder}/few.jsonl", command)
     command = re.sub(r"(?<![\w/.-])(runs|data)/", rf"{folder}/\1/", command)
     command = re.sub(r"--train-iters (\d+)", iterations, command)
     command = command.replace("--save-interval 100", "--save-interval 1")

@@ -43,12 +43,9 @@ CUBES = {2: "tensor=8:3d", 3: "tensor=27:3d", 4: "tensor=64:3d"}  # by side
 PAPER = {4: 3e9, 16: 12e9}  # parameters of the largest model by GPUs, of batch 16
 LAYERS = 14  # of the model whose memory is shown: 3.0 billion parameters of hidden size 4096
 PRECISION = "fp16"
+# Precision, what is recomputed, and tokens of a sample, in those asked for.
 TRIED: tuple[tuple[str, RecomputeGranularity, float], ...] = (
-    (
-        "fp16",
-        "none",
-        1,
-    ),  # precision, what is recomputed, and tokens of a sample, in those asked for
+    ("fp16", "none", 1),
     ("fp16", "full", 1),
     ("fp16", "full", 0.5),
     ("fp32", "full", 1),
