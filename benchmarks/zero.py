@@ -5,7 +5,8 @@ GPT-2 of hidden 768 and 12 layers, vocabulary 50,257, on two ranks that read dif
 and the rest a unit of its own; at stage 2 the same with reshard_after_forward=False, which keeps
 weights from the forward on; at stage 1 DistributedDataParallel with ZeroRedundancyOptimizer. This
 project keeps what it frees for later (glibc's mallopt), and so does fully_shard in a second row of
-stage 3. All begin with the same weights, read the same random tokens and update by AdamW with
+stage 3. Beside stage 3 stands this project's stage 0, on the same samples, too: what stage 3 takes
+longer is communication that no computation hides. All begin with the same weights, read the same random tokens and update by AdamW with
 clipping; a turn is one update, and losses of two are compared. In bf16 weights are bf16 when they
 are used, masters, moments and sums of gradients fp32: fully_shard by MixedPrecisionPolicy,
 DistributedDataParallel under autocast. Memory is the peak from the first turn on, the mean of the
@@ -42,7 +43,8 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.state import keep_freed_memory
 from tools.layouts.job import open_samples
 
-OURS, FULLY_SHARD, KEEPING = "this project", "fully_shard", "fully_shard, freed memory kept"
+OURS, WHOLE = "this project", "this project, stage 0"
+FULLY_SHARD, KEEPING = "fully_shard", "fully_shard, freed memory kept"
 REDUNDANCY = "ZeroRedundancyOptimizer"
 WORDS = (
     "--preset gpt2_124m --seq-length 256 --vocab-size 50257 --micro-batch-size 1 "
@@ -56,6 +58,10 @@ def ours(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
     turn = steps.ours(rank, [*flags, "--zero-stage", str(stage)])
     forget_peak(rank.device_type)
     return turn
+
+
+def without(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
+    return ours(rank, flags, 0)
 
 
 def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
@@ -149,7 +155,7 @@ class Redundancy(peers.Training):
 PEERS: dict[int, dict[str, Callable[..., Turn]]] = {
     1: {REDUNDANCY: redundancy},
     2: {FULLY_SHARD: sharded},
-    3: {FULLY_SHARD: sharded, KEEPING: partial(sharded, keeps=True)},
+    3: {FULLY_SHARD: sharded, KEEPING: partial(sharded, keeps=True), WHOLE: without},
 }
 
 
@@ -190,7 +196,7 @@ def result(found: Results) -> str:
             )
             texts.append(f"{text} of {name} ({group})")
     listed = "; ".join(texts) or "(not measured)"
-    return f"Tokens/s and peak memory of this project, over those of torch: {listed}."
+    return f"Tokens/s and peak memory of this project, over those of others: {listed}."
 
 
 SPEED, MEMORY = "speed of ours / its", "memory of ours / its"

@@ -22,9 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.linalg import vector_norm
 
 from megatron.parallel.bucket import ALIGNMENT, Bucket, Named, gradient_dtype, nothing
-from megatron.parallel.collectives import (
-    all_reduce,
-)
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import check_gradients, check_weights
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.sharding import (

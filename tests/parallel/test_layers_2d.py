@@ -332,7 +332,8 @@ def check_summa(mesh: Mesh) -> None:
     gathered = replace(place, division=Gathered((1, mesh.hidden), (1, mesh.tokens)))
     found = []
     for each in (place, gathered):
-        layer = build(lambda each=each: Linear2D(mesh, HIDDEN, OUT, parts=2, place=each))
+        layer = build(lambda: Linear2D(mesh, HIDDEN, OUT, parts=2))
+        layer.place = each
         random_weights(layer)
         x = STREAM.own(random(10, TOKENS * mesh.batch.size, HIDDEN), mesh)
         x = x.T.contiguous().T.requires_grad_()  # what is sent has other strides

@@ -1,4 +1,5 @@
-"""What ZeRO divides is divided: bytes of live tensors between steps, and most of them in a step."""
+"""What ZeRO divides is divided: bytes of live tensors between steps, and most of them in a step. In
+stage 3 the weights of a layer are gathered while the one before it computes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import IN_FLIGHT, GradientBuckets
@@ -140,6 +142,40 @@ def hold(precision: str, stage: int, fault: str | None = None) -> Held:
 def step(state: TrainState) -> None:
     batch = samples(state.mesh.data.size)
     train_step(state, [rows(batch, slice(state.mesh.data.rank, state.mesh.data.rank + 1))], 1e-3)
+
+
+class Behind(TorchDispatchMode):
+    """Matrix products that come behind each gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name.startswith(("allgather", "_allgather")):
+            self.gathers.append(0)
+        elif name in ("mm", "addmm", "addmm_", "_linear_pointwise"):
+            self.gathers = [1 + behind for behind in self.gathers]
+        return function(*args, **(kwargs or {}))
+
+
+def products_behind_gathers(prefetches: bool) -> list[int]:
+    section = tiny_section(num_layers=LAYERS, hidden_dropout=0.0, attention_dropout=0.0)
+    state = tiny_state(mesh_of_ranks(1), section, zero_stage=3)
+    alone = nullcontext() if prefetches else patch.object(Unit, "start", lambda unit: None)
+    with alone, Behind() as behind:
+        step(state)
+    return behind.gathers
+
+
+def test_a_layer_is_gathered_before_the_one_in_front_of_it_computes(gloo: Pool) -> None:
+    both = (gloo.run(2, products_behind_gathers, each)[0] for each in (True, False))
+    earlier = [one - other for one, other in zip(*both, strict=True) if one != other]
+    of_layer, others = earlier[0], LAYERS - 1  # products of a forward; layers behind another one
+    assert earlier == [of_layer] * others + [2 * of_layer] * others
 
 
 _reduce, _start = Bucket.reduce, Unit.start
