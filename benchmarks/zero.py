@@ -6,11 +6,11 @@ and the rest a unit of its own; at stage 2 the same with reshard_after_forward=F
 weights from the forward on; at stage 1 DistributedDataParallel with ZeroRedundancyOptimizer. This
 project keeps what it frees for later (glibc's mallopt), and so does fully_shard in a second row of
 stage 3. Beside stage 3 stands this project's stage 0, on the same samples, too: what stage 3 takes
-longer is communication that no computation hides. All begin with the same weights, read the same random tokens and update by AdamW with
-clipping; a turn is one update, and losses of two are compared. In bf16 weights are bf16 when they
-are used, masters, moments and sums of gradients fp32: fully_shard by MixedPrecisionPolicy,
-DistributedDataParallel under autocast. Memory is the peak from the first turn on, the mean of the
-ranks, above what modules take.
+longer is communication that no computation hides. All begin with the same weights, read the same
+random tokens and update by AdamW with clipping; a turn is one update, and losses of two are
+compared. In bf16 weights are bf16 when they are used, masters, moments and sums of gradients fp32:
+fully_shard by MixedPrecisionPolicy, DistributedDataParallel under autocast. Memory is the peak from
+the first turn on, the mean of the ranks, above what modules take.
 """
 
 from __future__ import annotations
