@@ -105,8 +105,8 @@ class Bucket:
         self.size = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
         share = self.size // self.shared.size
         self.part = slice(self.shared.rank * share, (self.shared.rank + 1) * share)
-        self.has_part = False  # whether gradients of this step were added to `own`
-        self.summed: Axis | None = None  # of a step before ZeRO 2 the axis that `reduce` sums over
+        self.has_sum = False  # whether gradients of this step were added to `own`
+        self.summed: Axis | None = None  # below ZeRO stage 2: the axis that `reduce` sums over
         if zero_stage < 2:
             self.summed = next((axis for axis in self.axes if not axis.is_of_stages), None)
             self.gradients: Tensor | None = self.zeros(self.size)
@@ -133,7 +133,7 @@ class Bucket:
         return self.gradients
 
     def reduce(self) -> None:
-        """Start the sum of this rank's gradients over the ranks that share the bucket out; before
+        """Start the sum of this rank's gradients over the ranks that share the bucket out; below
         ZeRO stage 2 over the first of the axes."""
         self.wait()
         flat = self.flat
@@ -153,11 +153,11 @@ class Bucket:
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:
         """The sum of one micro-batch, of the own part."""
-        if self.has_part:
+        if self.has_sum:
             self.own.add_(arrived())
         else:
             self.own.copy_(arrived())
-        self.has_part = True
+        self.has_sum = True
 
     def add_up(self, *, is_of_stages: bool) -> None:
         """Start the sums over the other axes: those that join pipeline stages, or the others."""
@@ -198,7 +198,7 @@ class Bucket:
 
     @torch.no_grad()
     def hold_weights(self, *, on_host: bool = False) -> Tensor:
-        """From now on the parameters are views of `weights`; from ZeRO stage 3 on, while these are
+        """From now on the parameters are views of `weights`; in ZeRO stage 3, while these are
         there. Returns the masters. on_host: these lie on the host, apart; whoever changes them
         calls `round_masters`."""
         share = self.part.stop - self.part.start
@@ -264,7 +264,7 @@ class Bucket:
                 view.parameter.data = view.view(self.weights)
 
     def release(self) -> None:
-        """From ZeRO stage 3 on: the weights go; who reads a parameter sees NaN."""
+        """In ZeRO stage 3 the weights go; who reads a parameter sees NaN."""
         if self.zero_stage < 3:
             return
         if self.coming is not None:

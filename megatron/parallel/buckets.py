@@ -45,10 +45,13 @@ IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
 Deferred = tuple[GradientView, Callable[[], object]]
 
 
-def _memory(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """Of one that is on meta: in ZeRO stage 3 none of what is trained, as parts become masters."""
+def untrained_memory(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Of a parameter that is on meta, for ZeRO stage 3: none of what is trained, as weights are
+    gathered from the masters."""
     make = absent if parameter.requires_grad else torch.empty
-    return make(parameter.shape, dtype=parameter.dtype, device=device)
+    return make(parameter.shape, dtype=dtype or parameter.dtype, device=device)
 
 
 def _assemble(
@@ -147,7 +150,7 @@ class GradientBuckets:
         self.mesh, self.zero_stage = mesh, zero_stage
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
         if is_on_meta and zero_stage == 3 and mesh.device.type != "meta":
-            give_memory(model, partial(_memory, device=mesh.device))
+            give_memory(model, partial(untrained_memory, device=mesh.device))
         self.deferral = Deferral()
         self.units = Units(model, units) if units is not None or zero_stage == 3 else None
         self.buckets = _assemble(
@@ -214,7 +217,7 @@ class GradientBuckets:
             self.units.end_backward()  # of a step that was given up
         for bucket in self.buckets:
             bucket.wait()  # of a step that was given up
-            bucket.missing, bucket.has_part = len(bucket.views), False
+            bucket.missing, bucket.has_sum = len(bucket.views), False
             for view in bucket.views:
                 view.is_filled = False
 

@@ -185,8 +185,8 @@ class Units:
             if owners[id(p)] == 1
         }
         self.of_parameters: dict[str, int] = {}
-        """By name the number of the unit; of the root, negative: one more for each unit before, as
-        what comes before a unit has its gradients later than what comes behind."""
+        """By name the number of the unit. Of the root's a negative one: -1 - k of what comes behind
+        k units, as its gradients come before theirs."""
         behind = 0
         for name, parameter in model.named_parameters():
             place = number.get(id(parameter))

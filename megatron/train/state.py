@@ -7,7 +7,7 @@ import platform
 import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_on_meta
 from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
-from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.buckets import GradientBuckets, untrained_memory
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import (
     ShardingSpec,
     TensorSlice,
-    absent,
     give_memory,
     materialize,
     set_values,
@@ -242,13 +241,7 @@ def build_state(
         given = seed if draws else None
         materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
     else:
-
-        def make(parameter: nn.Parameter) -> Tensor:
-            """What is not trained has no master that its weights are gathered from."""
-            given = absent if parameter.requires_grad else torch.empty
-            return given(parameter.shape, dtype=dtype, device=mesh.device)
-
-        give_memory(model, make)
+        give_memory(model, partial(untrained_memory, device=mesh.device, dtype=dtype))
     if compiled:
         compile_layers(model)
     gradients = GradientBuckets(

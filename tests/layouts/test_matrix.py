@@ -258,7 +258,7 @@ def reduce_twice(bucket: Bucket) -> None:
 def forget(bucket: Bucket) -> None:
     """The sum of the micro-batches before."""
     bucket.wait()
-    bucket.has_part = False
+    bucket.has_sum = False
     reduce(bucket)
 
 
