@@ -1,7 +1,7 @@
 """The parallel region in 3D (Bian et al., 2021, arXiv:2105.14450), on l x l x l ranks.
 
              rank (i, j, k) holds                 gathered       summed
-    x        tokens of (i, j), [n, h/l by k]      over j: (i)
+    x        tokens of (i, j), [n, h/l by k]      over j, to those of i
     A        [out/l by j, in/l by k and i]        over i
     X A      tokens of (i, k), [n, out/l by j]                   over k
     B        [out/l by k, in/l by j and i]        over i

@@ -458,6 +458,9 @@ FAULTS: dict[str, tuple[Any, str, Any, Case, str]] = {
         Layout, "mesh", without_copies,
         Case("tensor=8:2.5d:2", "gpt2", samples=8), "gradients",
     ),
+    "no exchange of j and k between the two layers of a pair": (
+        layers_3d, "leaving", layers_3d.entering, Case("tensor=8:3d", "gpt2", samples=8), "loss",
+    ),
     **{
         f"the {what} of the samples that are read, not of those that attention holds": (
             layers_3d, "exchange", lambda mesh, x: x,
