@@ -65,10 +65,9 @@ def test_what_lasts_and_what_a_step_adds_are_divided(gloo: Pool) -> None:
                 where = f"{precision}, {ranks} ranks, stage {stage}"
                 each = found.lasting / found.elements
                 assert each == pytest.approx(bytes_each(precision, stage, ranks), rel=0.05), where
-                flying = in_flight(found, precision, stage, ranks)
-                # When most gradients are there, some activations are gone.
-                least = flying or activations
-                assert 0.95 * least < found.more < 1.05 * (activations + flying), where
+                wanted = activations + in_flight(found, precision, stage, ranks)
+                # When most gradients are there some activations are gone, up to 5.1 % of it all.
+                assert 0.94 * wanted < found.more < 1.05 * wanted, where
                 assert stage < 2 or found.sums == IN_FLIGHT, where
 
 
