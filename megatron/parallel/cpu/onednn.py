@@ -24,11 +24,9 @@ TRANSPOSED_BYTES = 2**22  # of dy that are transposed at once; more are transpos
 CHUNK_BYTES = 2**20  # of a weight's gradient, on its way to the buffer
 EMULATED = {
     dtype
-    for dtype, is_supported in (
-        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
-        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
-    )
-    if not is_supported()
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
+    if torch.backends.mkldnn.is_available()
+    and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
 }
 """The narrow dtypes of which fp32 is multiplied ten times as fast on this processor."""
 
