@@ -14,7 +14,7 @@ of the stream, and at the same places the pair is
     g      own rows of the sum of x  the rows of all ranks of dx
 
 `stream` is the axis that the rows are cut over; of size 1, the first pair holds. The law of both:
-<f(x), y> = <x, g(y)>, inner products taken over all ranks.
+<f(x), y> = <x, g(y)>, inner products taken over all ranks. Strides may differ by rank.
 """
 
 from __future__ import annotations
@@ -44,21 +44,42 @@ def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) ->
     axis.calls.wait_for(axis.calls.start(name, x.shape), collective)
 
 
+def _block(x: Tensor) -> Tensor:
+    """`x`, or a contiguous copy: backends read as many elements as it has from its address on."""
+    has_gaps = x.layout == torch.strided and not x.is_contiguous()
+    return x.detach().contiguous() if has_gaps else x
+
+
+def _stored(block: Tensor, x: Tensor) -> Tensor:
+    """`x`, which gets the values of the block; the block where elements of `x` share memory."""
+    if block is x:
+        return x
+    once = tuple(slice(0, None if stride else 1) for stride in x.stride())
+    x.detach()[once].copy_(block[once])
+    dims = [*zip(x.stride(), x.shape, strict=True)]
+    # Whether the dims of smaller strides reach as far as the stride of one.
+    shares = any(n > 1 and n * s <= sum((m - 1) * t for t, m in dims if t <= s) for s, n in dims)
+    return block if shares else x
+
+
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
-    """Reduce `x` in place over `axis` and return it; no gradient is recorded."""
-    if axis.size > 1:
-        _call("all_reduce", x, axis, lambda: dist.all_reduce(x, op=op, group=axis.group))
-    return x
+    """Reduce `x` in place over `axis` and return it; no gradient is recorded. After expand, where
+    elements share memory, a new tensor is returned, and `x` holds it if these have one result."""
+    if axis.size == 1:
+        return x
+    block = _block(x)
+    _call("all_reduce", x, axis, lambda: dist.all_reduce(block, op=op, group=axis.group))
+    return _stored(block, x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum.
-    Except under torch.compile the sum is also in `x`."""
+    Except under torch.compile the sum is also in `x`, as after all_reduce."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
         return _traced("all_reduce", x, "sum", axis=axis)
-    return _started("all_reduce", x, axis, partial(dist.all_reduce, x), x)
+    return _started("all_reduce", x, axis, dist.all_reduce, x)
 
 
 def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[], Tensor]:
@@ -69,8 +90,7 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[
     if torch.compiler.is_compiling():
         return _traced("all_gather_into_tensor", x, axis.size, axis=axis)
     whole = x.new_empty(axis.size * len(x), *x.shape[1:]) if out is None else out
-    call = partial(_ALL_GATHER, whole, x.contiguous())
-    return _started("all_gather", x, axis, call, whole)
+    return _started("all_gather", x, axis, _ALL_GATHER, whole, x.contiguous())
 
 
 def start_sum(
@@ -84,9 +104,8 @@ def start_sum(
     assert stream is axis
     if torch.compiler.is_compiling():
         return _traced("reduce_scatter_tensor", x, "sum", axis.size, axis=axis)
-    own = torch.empty_like(own_rows(x, axis)) if out is None else out
-    call = partial(_REDUCE_SCATTER, own, x.contiguous())
-    return _started("reduce_scatter", x, axis, call, own)
+    own = x.new_empty(own_rows(x, axis).shape) if out is None else out
+    return _started("reduce_scatter", x, axis, _REDUCE_SCATTER, own, x.contiguous())
 
 
 def start_gather_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
@@ -109,10 +128,8 @@ def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
     start_all_reduce."""
     if axis.size == 1:
         return lambda: x
-    layout = torch.contiguous_format  # in which bytes are sent
-    own = x.contiguous() if axis.rank == source else torch.empty_like(x, memory_format=layout)
-    call = partial(dist.broadcast, own, group_src=source)
-    return _started("broadcast", x, axis, call, own)
+    own = x.contiguous() if axis.rank == source else x.new_empty(x.shape)
+    return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), own)
 
 
 def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
@@ -120,26 +137,26 @@ def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
     others' x then is undefined: as start_all_reduce."""
     if axis.size == 1:
         return lambda: x
-    return _started("reduce", x, axis, partial(dist.reduce, x, group_dst=receiver), x)
+    return _started("reduce", x, axis, partial(dist.reduce, group_dst=receiver), x)
 
 
 def _started(
-    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], result: Tensor
+    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], out: Tensor, *given: Tensor
 ) -> Callable[[], Tensor]:
-    call = axis.calls.start(name, x.shape)
-    work = collective(group=axis.group, async_op=True)
-
-    def wait() -> Tensor:
-        axis.calls.wait_for(call, work.wait)
-        return result
-
-    return wait
+    block, call = _block(out), axis.calls.start(name, x.shape)
+    work = collective(block, *given, group=axis.group, async_op=True)
+    return partial(_wait, axis.calls, call, work, block, out)
 
 
-def _traced(name: str, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
+def _wait(calls: Calls, call: Any, work: Any, block: Tensor, x: Tensor) -> Tensor:
+    calls.wait_for(call, work.wait)
+    return _stored(block, x)
+
+
+def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
     """For a compiler: torch has no public function that it keeps asynchronous (2.11 to 2.13)."""
     functional = torch.ops._c10d_functional
-    result = getattr(functional, name)(*arguments, axis.group.group_name)
+    result = getattr(functional, name)(x.contiguous(), *arguments, axis.group.group_name)
     return lambda: functional.wait_tensor(result)
 
 
@@ -149,26 +166,16 @@ def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], 
     own, calls = x.contiguous(), axis.channels[axis.rank, receiver]
     call = calls.start(f"send of {what}", x.shape)
     work = dist.isend(own, group=axis.group, group_dst=receiver)
-    return _message(own, calls, call, work)
+    return partial(_wait, calls, call, work, own, own)
 
 
 def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[], Tensor]:
     """Receive a message of the shape and dtype of `x` into it, from a rank of `axis`; what is
     returned waits, and returns `x`."""
-    calls = axis.channels[sender, axis.rank]
+    block, calls = _block(x), axis.channels[sender, axis.rank]
     call = calls.start(f"receive of {what}", x.shape)
-    work = dist.irecv(x, group=axis.group, group_src=sender)
-    return _message(x, calls, call, work)
-
-
-def _message(
-    x: Tensor, calls: Calls, call: tuple[int, str, object], work: Any
-) -> Callable[[], Tensor]:
-    def wait() -> Tensor:
-        calls.wait_for(call, work.wait)
-        return x
-
-    return wait
+    work = dist.irecv(block, group=axis.group, group_src=sender)
+    return partial(_wait, calls, call, work, block, x)
 
 
 def own_rows(x: Tensor, axis: Axis) -> Tensor:
@@ -183,7 +190,7 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`; no gradient is recorded."""
     if axis.size == 1:
         return x
-    shards = [torch.empty_like(x) for _ in range(axis.size)]
+    shards = [x.new_empty(x.shape) for _ in range(axis.size)]
     own = x.detach().contiguous()
     _call("all_gather", x, axis, lambda: dist.all_gather(shards, own, group=axis.group))
     return torch.cat(shards, dim)
@@ -205,24 +212,8 @@ class _ReduceFrom(torch.autograd.Function):
 
 def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """g: leave the parallel region by summing the ranks' partial `x`, where it is not cut in
-    place."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis, stream)
-
-
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, stream: Axis) -> Tensor:
-        ctx.axes = axis, stream
-        return x.view_as(x) if stream.size == 1 else start_gather(x, stream)()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return start_sum(dy.contiguous().clone(), *ctx.axes)(), None, None
-
-
-def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
-    """f: enter the parallel region where several matmuls share `x`."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis, stream)
+    place; of an `x` that is not contiguous the sum is a new tensor."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x.contiguous(), axis, stream)
 
 
 class _Pair(torch.autograd.Function):
@@ -236,6 +227,18 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(dy), None, None
+
+
+def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
+    """f: enter the parallel region where several matmuls share `x`."""
+
+    def there(x: Tensor) -> Tensor:
+        return x.view_as(x) if stream.size == 1 else start_gather(x, stream)()
+
+    def back(dy: Tensor) -> Tensor:
+        return start_sum(dy.clone(memory_format=torch.contiguous_format), axis, stream)()
+
+    return x if axis.size == 1 else _Pair.apply(x, there, back)
 
 
 def _own_shard(x: Tensor, dim: int, axis: Axis) -> Tensor:

@@ -421,20 +421,20 @@ def build_mesh(
 ) -> Mesh:
     """Cut the initialised process group into the axes (every rank calls this).
 
-    sizes: of some axes; the data axis takes the ranks that are left, the others have size 1.
+    sizes: of some axes; the others have size 1, but the data axis takes the ranks that are left.
     timeout: after which torch gives up a collective; None for torch's default. control: the first
     ranks of the process group, which alone are cut; None for all. Raises ValueError for an axis
-    that there is not, and sizes that do not divide the ranks.
+    that there is not, and sizes whose product is not the number of ranks.
     """
     control, device = control or connect_control(timeout), torch.device(device)
     names = (*OUTER, *INNER[tensor_parallel_mode])
     if unknown := sizes.keys() - set(names):
         raise ValueError(f"a mesh has no axis {min(unknown)!r}, but {', '.join(names)}")
-    world, sizes = control.size, dict.fromkeys(names, 1) | dict(sizes)
-    rest = prod(size for name, size in sizes.items() if name != "data")
-    if world % rest or sizes["data"] not in (1, world // rest):
-        raise ValueError(f"axes {sizes} in a world of {world} ranks")
-    sizes["data"] = world // rest
+    world, given = control.size, dict(sizes)
+    rest = prod(size for name, size in given.items() if name != "data")
+    sizes = dict.fromkeys(names, 1) | {"data": world // max(rest, 1)} | given
+    if min(sizes.values()) < 1 or prod(sizes.values()) != world:
+        raise ValueError(f"axes {given} in a world of {world} ranks, which is not their product")
     groups_along = partial(_groups_along, sizes)
     connect = partial(_connect, control, timeout)
     axes = {

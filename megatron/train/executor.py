@@ -179,9 +179,9 @@ class Messages:
         sending.append([start_send(each, self.axis, receiver, what) for each in tensors])
 
     def receive(self, message: Message, like: Tensors, device: torch.device) -> None:
-        """like: tensors on meta of the shapes and dtypes that come."""
+        """like: tensors on meta of the shapes and dtypes that come, whatever their strides."""
         what, sender = describe(message), message.sender
-        buffers = [torch.empty_like(each, device=device) for each in like]
+        buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in like]
         waits = [start_receive(each, self.axis, sender, what) for each in buffers]
         self.coming[message[:3]] = waits
 

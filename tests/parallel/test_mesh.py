@@ -64,10 +64,20 @@ def test_a_size_that_does_not_divide_is_an_error(gloo: Pool) -> None:
         gloo.run(3, grid, 2)
 
 
-@pytest.mark.parametrize("sizes", [{"tensr": 2}, {"tensor": 3}, {"data": 3, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tensr": 2}, {"tensor": 3}, {"tensor": 0}, {"tensor": 8}]
+    + [{"data": size, "tensor": 2} for size in (1, 3, 4)],
+)
 def test_axes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"tens"), rank_of(4, 0, **sizes):
         pass
+
+
+def test_the_data_axis_takes_the_size_that_it_is_given_or_what_is_left() -> None:
+    for sizes in ({"data": 2, "tensor": 2}, {"tensor": 2}, {"data": 4}, {}):
+        with rank_of(4, 0, **sizes) as mesh:
+            assert mesh.sizes == {"data": 4 // sizes.get("tensor", 1), "tensor": mesh.tensor.size}
 
 
 @contextmanager

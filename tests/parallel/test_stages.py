@@ -404,6 +404,84 @@ def test_a_model_in_bf16_passes_bf16(gloo: Pool) -> None:
         assert loss == pytest.approx(one, rel=1e-6)
 
 
+class Look(PipelineStage):
+    """Returns x [s, b, width], whose strides are those of [b, s, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        return self.embedding(batch.tokens).transpose(0, 1)
+
+
+class Attend(PipelineStage):
+    """Notes whether x that comes, and the gradient of what is returned, are contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.are_contiguous: list[bool] = []
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        (x,) = inputs
+        own = x.transpose(0, 1)
+        y, _ = self.attention(own, own, own, need_weights=False)
+        y = y.transpose(1, 2)  # [b, width, s], in another order than memory has it
+        assert not y.is_contiguous()
+        self.are_contiguous.append(x.is_contiguous())
+        if y.requires_grad:
+            y.register_hook(lambda dy: self.are_contiguous.append(dy.is_contiguous()))
+        return y
+
+
+class Predict(PipelineStage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, batch: Any, *inputs: Tensor) -> Any:
+        x = inputs[0].transpose(1, 2).flatten(0, 1)
+        return self.logits(x), x
+
+
+class Transposed(NamedTuple):
+    loss: float
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    are_contiguous: list[bool]
+
+
+def train_what_is_transposed(case: Case) -> Transposed:
+    model = build(case, makers=lambda mesh: [Look, Attend, Predict], ties=[])
+    gradients = GradientBuckets(model)
+    loss = run_pipeline(model, gradients, [micro_batch(0), micro_batch(1)])
+    noted = [each for stage in model.modules() for each in getattr(stage, "are_contiguous", [])]
+    return Transposed(float(loss), whole_weights(model), whole_gradients(model), noted)
+
+
+def test_stages_may_return_transposed_tensors(gloo: Pool) -> None:
+    for case in (Case(3, 3), Case(3, 3, schedule="zb-h1")):
+        ranks = gloo.run(3, train_what_is_transposed, case)
+        assert [each.are_contiguous for each in ranks] == [[], [True] * 4, []]
+        stages = nn.ModuleList([look := Look(), attend := Attend(), predict := Predict()]).double()
+        weights = {name: each for rank in ranks for name, each in rank.weights.items()}
+        stages.load_state_dict({name.removeprefix("stages."): w for name, w in weights.items()})
+        batches = [micro_batch(0), micro_batch(1)]
+        total = torch.zeros(())
+        for each in batches:
+            tokens, weight = torch.from_numpy(each.tokens), torch.from_numpy(each.counted)
+            batch = Sentences(tokens=tokens, counted=weight)
+            total = total + loss(predict(batch, attend(batch, look(batch))), batch)
+        total = total / sum(map(counted, batches))
+        total.backward()
+        gradients = {name: each for rank in ranks for name, each in rank.gradients.items()}
+        close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+        for name, parameter in stages.named_parameters():
+            close(gradients[f"stages.{name}"], parameter.grad)
+        assert [each.loss for each in ranks] == pytest.approx([total.item()] * 3, rel=1e-12)
+
+
 class Add(PipelineStage):
     """Has no parameter."""
 

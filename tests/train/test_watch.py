@@ -248,16 +248,26 @@ def test_torchruns_summary_names_the_first_failure_and_a_restart_starts_anew(
 
 def test_collectives_are_compiled_whole(tmp_path: Path) -> None:
     body = """
-from megatron.parallel.collectives import reduce_from
+from megatron.parallel.collectives import reduce_from, start_all_reduce, start_gather
 if last:
-    def both(x): return reduce_from(x * 2, mesh.tensor)
-    x = torch.ones(3, requires_grad=True)
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(x)
-    compiled.sum().backward()
-    print(compiled.tolist(), x.grad.tolist())
+    def both(x): return reduce_from((x * 2)[:, 1], mesh.tensor)
+    def of_slices(x):
+        all_reduce(x[:, 1], mesh.tensor)
+        each = start_gather(x.T, mesh.tensor), start_all_reduce(x[:, 1:], mesh.tensor)
+        return [wait() for wait in each]
+    both, of_slices = (
+        torch.compile(each, fullgraph=True, backend="aot_eager") for each in (both, of_slices)
+    )
+    x = torch.ones(3, 2, requires_grad=True)
+    y = both(x)
+    y.sum().backward()
+    x, table = x.grad, torch.tensor([[1, 10, 100], [2, 20, 200]])
+    print(*(each.tolist() for each in (y, x, *of_slices(table), table)))
 """
     ended = run_ranks(write_program(tmp_path, body), 2)
-    assert ended == [Ended(0, "[4.0, 4.0, 4.0] [2.0, 2.0, 2.0]\n")] * 2
+    column, rows = [[0.0, 2.0]] * 3, [[1, 2], [20, 40], [100, 200]] * 2
+    twice, table = [[40, 200], [80, 400]], [[1, 20, 100], [2, 40, 200]]
+    assert ended == [Ended(0, f"{[4.0] * 3} {column} {rows} {twice} {table}\n")] * 2
 
 
 # Who is behind, from where each rank stands: t = 2, d = 2.
