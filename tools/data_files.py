@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.data.files import (
     flush_directory,
     flush_to_disk,
+    sampled_sha256,
     sha256,
     temporary,
     tokenizer_folder,
@@ -28,6 +29,7 @@ from megatron.data.indexed import (
     IndexedShard,
     ShardFacts,
     check_highest_id,
+    check_sum,
     sum_shards,
 )
 
@@ -126,6 +128,8 @@ class IndexedDatasetWriter:
             tokens=self.tokens,
             bin_sha256=self._sha256.hexdigest(),
             idx_sha256=sha256(temporary(index)),
+            bin_sample_sha256=sampled_sha256(temporary(binary)),
+            idx_sample_sha256=sampled_sha256(temporary(index)),
             shuffled=shuffled,
         )
         # Without its index a data set is absent: at no moment do files of two of them mix.
@@ -247,12 +251,12 @@ def verify(prefix: str) -> Report:
     for shard, facts in zip(data.shards, pairs, strict=True):
         if facts is not None:
             index = with_suffix(shard.prefix, ".idx")
-            _check_sum(str(index), sha256(index), facts.idx_sha256)
+            check_sum(str(index), sha256(index), facts.idx_sha256)
         highest_of_shard, checksum = _read_tokens(shard)
         highest = max(highest, highest_of_shard)
         if facts is not None and description is not None:
             check_highest_id(shard.prefix, highest_of_shard, description.vocab_size)
-            _check_sum(f"{shard.prefix}.bin", checksum, facts.bin_sha256)
+            check_sum(f"{shard.prefix}.bin", checksum, facts.bin_sha256)
     return Report(
         documents=data.num_documents,
         sequences=data.num_sequences,
@@ -298,11 +302,3 @@ def _read_tokens(shard: IndexedShard) -> tuple[int, str]:
         highest = max(highest, int(tokens.max()))
         checksum.update(tokens.data)
     return highest, checksum.hexdigest()
-
-
-def _check_sum(file: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise ValueError(
-            f"{file} has changed: its SHA-256 is {found}, and was {expected}; "
-            "tools/preprocess_data.py makes it anew"
-        )

@@ -34,7 +34,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import with_suffix, write_atomically
+from megatron.data.files import SAMPLE, DataError, sampled_sha256, with_suffix, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -59,6 +59,8 @@ class ShardFacts:
     tokens: int
     bin_sha256: str
     idx_sha256: str
+    bin_sample_sha256: str | None = None
+    idx_sample_sha256: str | None = None
     sentences: int | None = None
     one_sentence: int | None = None
     unknown_tokens: int | None = None
@@ -78,6 +80,9 @@ class Description:
     bin_sha256: str
     """Of a data set of several shards: of their checksums, one a line; so is idx_sha256."""
     idx_sha256: str
+    bin_sample_sha256: str | None = None
+    """As of sampled_sha256(), which every opening compares; None in an older file."""
+    idx_sample_sha256: str | None = None
     shards: tuple[ShardFacts, ...] = ()
     """In order; none where the data set is one pair of its own name."""
     shuffled: bool | None = None
@@ -128,17 +133,23 @@ def sum_shards(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     for name in ("documents", "tokens", *OPTIONAL_COUNTS):
         known = [count for shard in shards if (count := getattr(shard, name)) is not None]
         totals[name] = sum(known) if known else None
-    for name in ("bin_sha256", "idx_sha256"):
-        lines = "\n".join(getattr(shard, name) for shard in shards)
-        totals[name] = hashlib.sha256(lines.encode()).hexdigest()
+    for kind in ("sha256", "sample_sha256"):
+        for name in (f"bin_{kind}", f"idx_{kind}"):
+            found = [getattr(shard, name) for shard in shards]
+            totals[name] = None if None in found else _digest(found)
     return totals
 
 
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 class IndexedShard:
-    """A .bin and its .idx; opening it reads its header only.
+    """A .bin and its .idx; opening it reads its header and samples only.
 
     sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
-    [documents + 1], in sequences. All three are memory-mapped and read-only.
+    [documents + 1], in sequences. All three are memory-mapped and read-only. samples: of the .bin
+    and of the .idx, as of sampled_sha256().
     """
 
     def __init__(self, prefix: str) -> None:
@@ -158,6 +169,7 @@ class IndexedShard:
         num_bytes = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
         _check_length(binary, num_bytes)
         self.num_tokens = num_bytes // self.dtype.itemsize
+        self.samples = sampled_sha256(binary), sampled_sha256(index)
         self._stream = binary.open("rb", buffering=0)
 
     def __del__(self) -> None:
@@ -166,6 +178,8 @@ class IndexedShard:
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), uint16 or int32, the caller's own; safe in any thread.
+
+        Raises DataError, naming the file, where it has become shorter.
 
         Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as
         much around it, in vain where samples lie in random order; the pages count as this process's
@@ -176,7 +190,10 @@ class IndexedShard:
         while left:
             count = os.preadv(self._stream.fileno(), [left], offset)
             if not count:
-                raise OSError(f"{self.prefix}.bin has become shorter since it was opened")
+                raise DataError(
+                    f"{self.prefix}.bin has become shorter since it was opened; a file that stays "
+                    "as it is works"
+                )
             left, offset = left[count:], offset + count
         return tokens
 
@@ -223,7 +240,7 @@ def _check_length(file: Path, expected: int) -> None:
 
 
 class IndexedDataset:
-    """A data set of one shard or of several; opening it reads their headers and the sidecar.
+    """A data set of one shard or of several; opening it reads headers, sidecar and samples.
 
     Documents, sequences and tokens are numbered through all shards.
     """
@@ -240,7 +257,7 @@ class IndexedDataset:
             raise ValueError(f"{prefix}.json lists shards of different token types")
         for shard, facts in zip(self.shards, pairs.values(), strict=True):
             if facts is not None:
-                _check_counts(shard, facts, f"{prefix}.json")
+                _check_facts(shard, facts, f"{prefix}.json")
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
         self._first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
@@ -250,12 +267,15 @@ class IndexedDataset:
 
     @property
     def content(self) -> str:
-        """What is in the data set; where the index says where sentences end, that too."""
+        """What is in the data set, as its sidecar says; where the index says where sentences end,
+        that too. Behind it a digest of the samples of all files, which are read anew."""
         if self.description is None:
-            return f"{self.num_tokens * self.dtype.itemsize} bytes"
-        has_index = self.description.sentences is not None
-        index = f", index {self.description.idx_sha256}" if has_index else ""
-        return f"SHA-256 {self.description.bin_sha256}{index}"
+            said = f"{self.num_tokens * self.dtype.itemsize} bytes"
+        else:
+            has_index = self.description.sentences is not None
+            index = f", index {self.description.idx_sha256}" if has_index else ""
+            said = f"SHA-256 {self.description.bin_sha256}{index}"
+        return f"{said}{SAMPLE}{_digest([each for shard in self.shards for each in shard.samples])}"
 
     @property
     def has_sentences(self) -> bool:
@@ -268,7 +288,7 @@ class IndexedDataset:
         """The tokens of some consecutive documents."""
         start, stop = self.first_token(documents.start), self.first_token(documents.stop)
         if start > stop:
-            raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
+            raise DataError(f"{self.prefix}.idx is damaged: its documents are not in order")
         return range(start, stop)
 
     def first_token(self, document: int) -> int:
@@ -278,7 +298,7 @@ class IndexedDataset:
         if sequence < len(shard.sizes):
             start = int(shard.pointers[sequence]) // shard.dtype.itemsize
         if not 0 <= start <= shard.num_tokens:
-            raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
+            raise DataError(f"{shard.prefix}.idx is damaged: its documents are not in order")
         return first_token + start
 
     def sequence_sizes(self, document: int) -> NDArray[np.int32]:
@@ -312,7 +332,7 @@ class IndexedDataset:
                 break
 
 
-def _check_counts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
+def _check_facts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
     counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
     if facts.sentences is not None:
         counts["sentences"] = len(shard.sizes)
@@ -321,14 +341,29 @@ def _check_counts(shard: IndexedShard, facts: Description | ShardFacts, sidecar:
         if count != expected:
             raise ValueError(
                 f"{shard.prefix} holds {count} {name}, but {sidecar} says {expected}: the files do "
-                "not belong together; tools/preprocess_data.py makes them anew"
+                "not belong together; tools/preprocess_data.py makes them anew, and without "
+                f"{sidecar} they are read as they are"
             )
+    _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * shard.dtype.itemsize)
+    expected_samples = facts.bin_sample_sha256, facts.idx_sample_sha256
+    for suffix, found, was in zip((".bin", ".idx"), shard.samples, expected_samples, strict=True):
+        if was is not None:
+            check_sum(f"{shard.prefix}{suffix}", found, was, "the SHA-256 of a sample of it")
+
+
+def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:
+    """ValueError where a file is not what its sidecar says."""
+    if found != expected:
+        raise ValueError(
+            f"{file} has changed: {what} is {found}, and was {expected}; tools/preprocess_data.py "
+            "makes it anew, and without the .json it is read as it is"
+        )
 
 
 def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
-    """ValueError where the highest id found is outside the vocabulary."""
+    """DataError where the highest id found is outside the vocabulary."""
     if highest >= vocab_size:
-        raise ValueError(
+        raise DataError(
             f"{prefix} holds the id {highest}, outside a vocabulary of {vocab_size}; the "
             "--vocab-file and --merge-file that it was made with would work, if it is not damaged"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.files import DataError
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import Description, IndexedDataset, token_dtype
 from megatron.data.sources import open_corpus
@@ -112,7 +113,7 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
     assert f"{prefix}.bin" not in maps
     os.truncate(f"{prefix}.bin", 10)  # under a run
     assert data.read(0, 5).tolist() == [5, 6, 7, 0, 8]
-    with pytest.raises(OSError, match=r"p\.bin"):
+    with pytest.raises(DataError, match=r"p\.bin"):
         data.read(4, 6)
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron.data.indexed import IndexedDataset, token_dtype
 from tests.data.samples import (
     change,
+    forget_samples,
     stage_shards,
     write_data,
     write_index,
@@ -103,10 +104,17 @@ def test_verify_reports_what_is_there(tmp_path: Path) -> None:
 def test_verify_finds_damage(
     tmp_path: Path, suffix: str, position: int, content: bytes, message: str
 ) -> None:
+    """A sidecar that has samples of the files refuses all of it when the data set is opened."""
     write_data(tmp_path / "p", DOCUMENTS)
+    sidecar = (tmp_path / "p.json").read_bytes()
+    forget_samples(tmp_path / "p")
     change(tmp_path / "p", suffix, position, content)
     with pytest.raises(ValueError, match=message):
         verify(str(tmp_path / "p"))
+    if suffix != ".json":
+        (tmp_path / "p.json").write_bytes(sidecar)
+        with pytest.raises(ValueError, match=rf"p\{suffix}|p holds"):
+            IndexedDataset(str(tmp_path / "p"))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +130,7 @@ def test_verify_finds_damaged_sentences(
     tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]], message: str
 ) -> None:
     write_sentences(tmp_path / "p", SENTENCES)
+    forget_samples(tmp_path / "p")
     for position, form, numbers in changes:
         change(tmp_path / "p", ".idx", position, struct.pack(form, *numbers))
     with pytest.raises(ValueError, match=message):
@@ -131,6 +140,10 @@ def test_verify_finds_damaged_sentences(
 def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -> None:
     prefix = write_shards(tmp_path / "p", SHARDS)
     change(Path(f"{prefix}_00002"), ".bin", 18, b"\x01\x00")
+    with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
+        IndexedDataset(prefix)
+    forget_samples(tmp_path / "p")
+    assert IndexedDataset(prefix).num_documents == 6
     with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
         verify(prefix)
     os.truncate(f"{prefix}_00002.bin", 18)
