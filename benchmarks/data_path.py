@@ -28,6 +28,7 @@ from benchmarks.processes import peak_memory
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.batch import Samples, TextBatch
+from megatron.data.files import sampled_sha256
 from megatron.data.indexed import HEADER, Description
 from megatron.data.order import split_documents
 from megatron.train.loader import prefetch
@@ -70,7 +71,11 @@ def write_sparse(prefix: Path, documents: int) -> None:
     binary.touch()
     os.truncate(binary, documents * DOCUMENT * TYPE.itemsize)
     counts: Figures = {"documents": documents, "tokens": documents * DOCUMENT}
-    Description(**FACTS, **counts, bin_sha256="", idx_sha256="").write(str(prefix))
+    samples = {
+        "bin_sample_sha256": sampled_sha256(binary),
+        "idx_sample_sha256": sampled_sha256(index),
+    }
+    Description(**FACTS, **counts, **samples, bin_sha256="", idx_sha256="").write(str(prefix))
 
 
 def configure(*words: str) -> PretrainGPT2Config:

@@ -10,7 +10,13 @@ import pytest
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.train.trained import open_trained
-from tests.data.samples import write_data, write_data_of_tokenizer, write_tokenizer
+from tests.data.samples import (
+    change,
+    forget_samples,
+    write_data,
+    write_data_of_tokenizer,
+    write_tokenizer,
+)
 
 # Takes seconds to import, and a training step needs none of it.
 HEAVY = (
@@ -171,6 +177,12 @@ def test_trains_in_this_process_and_resumes_only_what_fits(data: Path, tmp_path:
     assert "--fp16" in message
     message = refusal(data, f"--save {save}")
     assert f"--save {save}" in message
+    forget_samples(data)
+    change(data, ".bin", 0, b"\x09")
+    (kept,) = json.loads((save / "step_00000002" / "manifest.json").read_text())["data"]
+    message = refusal(data, f"--load {save}")  # under a .json that knows no more than the counts
+    assert kept.rpartition(" ")[2] in message
+    assert "--override-data" in message
     used = json.loads(data.with_name(f"{data.name}.json").read_text())["bin_sha256"]
     other = write_data(data, [[*range(2, 41), 0]] * 4).bin_sha256
     message = refusal(data, f"--load {save}")

@@ -14,7 +14,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train import loader
 from megatron.train.inputs import open_gpt2_inputs
-from tests.data.samples import write_tokenizer, write_wordpiece
+from tests.data.samples import write_data, write_tokenizer, write_wordpiece
 from tests.programs import SHAPE, pretrain
 
 REFERENCE = "--train-iters 6 --eval-iters 2 --lr-decay-iters 6 --log-interval 1"
@@ -183,15 +183,15 @@ def test_epochs_of_a_blend_are_those_of_its_first_data_set(folder: Path) -> None
     assert inputs.samples_in(10) == 400 * 16 // 15 > 420
 
 
-def spoil(path: Path, rank: str) -> None:
-    """Let the file change on this rank when the run is ready to train."""
+def spoil(path: Path, rank: str, length: int | None = None) -> None:
+    """Let the file change on this rank when the run is ready to train, to so many bytes."""
     from megatron.train import pretrain as program
 
     open_loop = program.open_loop
 
     def spoiled(*given: Any) -> Any:
         if os.environ.get("RANK", "0") == rank:
-            path.write_bytes(b" " * path.stat().st_size)
+            path.write_bytes(b" " * (path.stat().st_size if length is None else length))
         return open_loop(*given)
 
     program.open_loop = spoiled
@@ -201,16 +201,19 @@ def spoil(path: Path, rank: str) -> None:
 def test_a_file_that_changes_under_a_run_ends_it_in_one_line(
     folder: Path, tmp_path: Path, world: int, rank: str
 ) -> None:
-    path = tmp_path / "a.jsonl"
+    """One process reads packed tokens, two read JSON lines."""
+    path, expected = tmp_path / "a.jsonl", f"error: --data-path {tmp_path}/a.jsonl"
     path.write_bytes((folder / "a.jsonl").read_bytes())
     files = f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
-    words, before = f"--pad {files} {REFERENCE}", partial(spoil, path, rank)
-    with pretrain(words, world=world, folder=tmp_path, data=path, before=before) as started:
+    words, changes = f"--pad {files} {REFERENCE}", partial(spoil, path, rank)
+    if world == 1:
+        write_data(tmp_path / "p", [[*range(1, 99), 0]] * 4)
+        path, expected, words = tmp_path / "p", f"error: {tmp_path}/p.bin", REFERENCE
+        changes = partial(spoil, tmp_path / "p.bin", rank, length=3)
+    with pretrain(words, world=world, folder=tmp_path, data=path, before=changes) as started:
         assert started.wait() == [2] * world, started.text()
     errors = [line for line in started.text().splitlines() if "error" in line]
-    assert [line[: len(f"error: --data-path {path}")] for line in errors] == [
-        f"error: --data-path {path}"
-    ]
+    assert [line[: len(expected)] for line in errors] == [expected]
     assert "Traceback" not in started.text()
 
 

@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.data.files import (
     flush_directory,
     flush_to_disk,
+    sampled_sha256,
     sha256,
     temporary,
     tokenizer_folder,
@@ -28,6 +29,7 @@ from megatron.data.indexed import (
     IndexedShard,
     ShardFacts,
     check_highest_id,
+    check_sum,
     sum_shards,
 )
 
@@ -126,6 +128,8 @@ class IndexedDatasetWriter:
             tokens=self.tokens,
             bin_sha256=self._sha256.hexdigest(),
             idx_sha256=sha256(temporary(index)),
+            bin_sample_sha256=sampled_sha256(temporary(binary)),
+            idx_sample_sha256=sampled_sha256(temporary(index)),
             shuffled=shuffled,
         )
         # Without its index a data set is absent: at no moment do files of two of them mix.
@@ -235,24 +239,26 @@ class Report:
 def verify(prefix: str) -> Report:
     """Read the whole data set and check all that can be; the structure, which is quick, first.
 
-    Raises ValueError, naming file and fault, where it is cut short, reordered or overflowing, has
-    ids outside its vocabulary, or differs from its sidecar; FileNotFoundError where it is not.
+    Raises ValueError, naming file and fault, where it is cut short or overflowing, has ids outside
+    its vocabulary, or differs from its sidecar; FileNotFoundError where it is not. An index without
+    a sidecar may select, repeat and reorder sequences; then these are read.
     """
     data = IndexedDataset(prefix)
     description = data.description
-    for shard in data.shards:
-        _check_index(shard, sentences=description is not None and data.has_sentences)
     pairs = description.pairs.values() if description is not None else [None]
+    for shard in data.shards:
+        described = description is not None
+        _check_index(shard, in_order=described, sentences=described and data.has_sentences)
     highest = 0
     for shard, facts in zip(data.shards, pairs, strict=True):
         if facts is not None:
             index = with_suffix(shard.prefix, ".idx")
-            _check_sum(str(index), sha256(index), facts.idx_sha256)
+            check_sum(str(index), sha256(index), facts.idx_sha256)
         highest_of_shard, checksum = _read_tokens(shard)
         highest = max(highest, highest_of_shard)
         if facts is not None and description is not None:
             check_highest_id(shard.prefix, highest_of_shard, description.vocab_size)
-            _check_sum(f"{shard.prefix}.bin", checksum, facts.bin_sha256)
+            check_sum(f"{shard.prefix}.bin", checksum, facts.bin_sha256)
     return Report(
         documents=data.num_documents,
         sequences=data.num_sequences,
@@ -262,24 +268,19 @@ def verify(prefix: str) -> Report:
     )
 
 
-def _check_index(shard: IndexedShard, *, sentences: bool) -> None:
-    """That each sequence starts where the one before it ends, and documents are in order.
+def _check_index(shard: IndexedShard, *, in_order: bool, sentences: bool) -> None:
+    """That each sequence lies in the .bin, and documents are in order.
 
-    sentences: that each document has a sentence, too, and each sentence a token.
+    in_order: that each sequence starts where the one before it ends, too. sentences: that each
+    document has a sentence, and each sentence a token.
     """
-    damaged, expected = f"{shard.prefix}.idx is damaged", 0
-    for start in range(0, len(shard.sizes), CHUNK):
-        sizes, pointers = (each[start : start + CHUNK] for each in (shard.sizes, shard.pointers))
-        if sizes.min() < 0 or pointers.min() < 0:
-            raise ValueError(f"{damaged}: a size or pointer overflowed below 0")
-        ends = expected + np.cumsum(sizes, dtype=np.int64) * shard.dtype.itemsize
-        wrong = np.flatnonzero(pointers != np.concatenate([[expected], ends[:-1]]))
-        if len(wrong):
-            where = start + wrong[0]
-            raise ValueError(f"{damaged}: sequence {where} does not start where the last one ends")
-        if sentences and not sizes.all():
+    damaged, runs = f"{shard.prefix}.idx is damaged", shard.find_runs()
+    if in_order and (len(runs) > 1 or shard.pointers[0]):
+        where = 0 if shard.pointers[0] else runs[1]
+        raise ValueError(f"{damaged}: sequence {where} does not start where the last one ends")
+    for start in range(0, len(shard.sizes) if sentences else 0, CHUNK):
+        if not shard.sizes[start : start + CHUNK].all():
             raise ValueError(f"{damaged}: it has a sentence without a token")
-        expected = int(ends[-1])
     for start in range(0, len(shard.documents), CHUNK):
         counts = np.diff(shard.documents[start : start + CHUNK + 1])
         if np.any(counts < 0):
@@ -298,11 +299,3 @@ def _read_tokens(shard: IndexedShard) -> tuple[int, str]:
         highest = max(highest, int(tokens.max()))
         checksum.update(tokens.data)
     return highest, checksum.hexdigest()
-
-
-def _check_sum(file: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise ValueError(
-            f"{file} has changed: its SHA-256 is {found}, and was {expected}; "
-            "tools/preprocess_data.py makes it anew"
-        )

@@ -24,6 +24,7 @@ from megatron.config.checks import UsageError, flag, switch
 from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.parallel import OF_BATCH
 from megatron.config.pretrain import PretrainConfig
+from megatron.data.files import SAMPLE
 from megatron.models.registry import config_of, find_kind
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
@@ -362,8 +363,12 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     found["vocabulary"] = facts["vocab_size"]
     if not is_imported:
         found["data sets"] = len(facts["data"])
-    texts = (text.removeprefix("1 of ") for text in facts["data"])
-    return found | {f"data sets: {number}": text for number, text in enumerate(texts, start=1)}
+    for number, text in enumerate(facts["data"], start=1):
+        content, _, sample = text.removeprefix("1 of ").partition(SAMPLE)
+        found[f"data sets: {number}"] = content
+        if sample:  # apart, as an older checkpoint has none
+            found[f"data sets: {number}, sample"] = sample
+    return found
 
 
 def _masks(facts: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+# What is read of a file to tell it from another: 128 KiB, and few enough seeks for a slow disk.
+PIECES, PIECE = 8, 16 << 10
+SAMPLE = "; sample "  # in the content of a data set, before what older programs did not record
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
@@ -76,6 +81,22 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sampled_sha256(file: Path) -> str:
+    """In hex, of the file's length and of pieces of it at places that the length decides: in
+    milliseconds, another file is told from this one. Of a short file all is read."""
+    with file.open("rb", buffering=0) as stream:
+        length = os.fstat(stream.fileno()).st_size
+        digest, last = hashlib.sha256(str(length).encode()), max(0, length - PIECE)
+        pieces = min(PIECES, -(-length // PIECE))
+        places = [last * number // max(1, pieces - 1) for number in range(pieces)]
+        if sys.platform == "linux":
+            for place in places:
+                os.posix_fadvise(stream.fileno(), place, PIECE, os.POSIX_FADV_WILLNEED)
+        for place in places:
+            digest.update(os.pread(stream.fileno(), PIECE, place))
+    return digest.hexdigest()
+
+
 @contextmanager
 def alone(file: Path) -> Iterator[None]:
     """One process of a host at a time makes this file, but for folders that allow no locks."""
@@ -97,7 +118,7 @@ def alone(file: Path) -> Iterator[None]:
 
 class DataError(ValueError):
     """Data of a run that cannot be read, are no longer what they were, or teach nothing: the user
-    is told of it in one line, naming the flag."""
+    is told of it in one line, naming the flag or the file."""
 
 
 class ScanCache:

@@ -15,6 +15,9 @@ padding:
 A sequence is a document, or in a data set for BERT a sentence of one. P.json, which other programs
 neither write nor read, is a Description of the two.
 
+The pointers decide what is read: an index may select, repeat or reorder sequences of P.bin. Tokens
+are numbered in the order of the index, and everything but IndexedShard counts in these numbers.
+
 A large data set is several such pairs, P_00000, P_00001 and so on, each of which is whole by
 itself; P.json then lists them, and they are read as one.
 """
@@ -34,13 +37,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import with_suffix, write_atomically
+from megatron.data.files import SAMPLE, DataError, sampled_sha256, with_suffix, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 
+CHUNK = 1 << 16  # sequences whose pointers are looked at together
 OPTIONAL_COUNTS = ("sentences", "one_sentence", "unknown_tokens")  # of a Description
 
 
@@ -59,6 +63,8 @@ class ShardFacts:
     tokens: int
     bin_sha256: str
     idx_sha256: str
+    bin_sample_sha256: str | None = None
+    idx_sample_sha256: str | None = None
     sentences: int | None = None
     one_sentence: int | None = None
     unknown_tokens: int | None = None
@@ -78,6 +84,9 @@ class Description:
     bin_sha256: str
     """Of a data set of several shards: of their checksums, one a line; so is idx_sha256."""
     idx_sha256: str
+    bin_sample_sha256: str | None = None
+    """As of sampled_sha256(), which every opening compares; None in an older file."""
+    idx_sample_sha256: str | None = None
     shards: tuple[ShardFacts, ...] = ()
     """In order; none where the data set is one pair of its own name."""
     shuffled: bool | None = None
@@ -128,21 +137,33 @@ def sum_shards(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     for name in ("documents", "tokens", *OPTIONAL_COUNTS):
         known = [count for shard in shards if (count := getattr(shard, name)) is not None]
         totals[name] = sum(known) if known else None
-    for name in ("bin_sha256", "idx_sha256"):
-        lines = "\n".join(getattr(shard, name) for shard in shards)
-        totals[name] = hashlib.sha256(lines.encode()).hexdigest()
+    for kind in ("sha256", "sample_sha256"):
+        for name in (f"bin_{kind}", f"idx_{kind}"):
+            found = [getattr(shard, name) for shard in shards]
+            totals[name] = None if None in found else _digest(found)
     return totals
 
 
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 class IndexedShard:
-    """A .bin and its .idx; opening it reads its header only.
+    """A .bin and its .idx.
 
     sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
-    [documents + 1], in sequences. All three are memory-mapped and read-only.
+    [documents + 1], in sequences. All three are memory-mapped and read-only. samples: of the .bin
+    and of the .idx, as of sampled_sha256().
+
+    The tokens are runs of sequences that lie one after another in the .bin: a single run where
+    nothing was selected or reordered.
     """
 
-    def __init__(self, prefix: str) -> None:
-        """Raises FileNotFoundError, or ValueError where the files are damaged or cut short."""
+    def __init__(self, prefix: str, *, in_order: bool = False) -> None:
+        """in_order: the pointers are known to make one run, and are not looked at.
+
+        Raises FileNotFoundError, or ValueError where the files are damaged or cut short.
+        """
         self.prefix = prefix
         index, binary = _existing(prefix, ".idx"), _existing(prefix, ".bin")
         self.dtype, sequences, documents = _read_header(index)
@@ -155,37 +176,90 @@ class IndexedShard:
         self.documents = whole[ends[2] : ends[3]].view("<i8")
         if self.documents[0] != 0 or self.documents[-1] != sequences:
             raise ValueError(f"{index} is damaged: its documents do not cover its sequences")
-        num_bytes = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        _check_length(binary, num_bytes)
-        self.num_tokens = num_bytes // self.dtype.itemsize
+        firsts = np.zeros(1, np.int64) if in_order else self.find_runs()
+        lasts = np.append(firsts[1:], sequences) - 1
+        size = self.dtype.itemsize
+        starts = self.pointers[firsts] // size
+        stops = self.pointers[lasts] // size + self.sizes[lasts]
+        tokens = np.concatenate([[0], np.cumsum(stops - starts)])
+        # Of each run: its first sequence, its first token, and how far that is from its place in
+        # the .bin. As memoryviews, whose elements are ints, and read faster than an array's.
+        self._sequences, self._tokens, self._shifts = (
+            each.data for each in (firsts, tokens, tokens[:-1] - starts)
+        )
+        self.num_tokens = int(tokens[-1])
+        self.samples = sampled_sha256(binary), sampled_sha256(index)
         self._stream = binary.open("rb", buffering=0)
 
     def __del__(self) -> None:
         if hasattr(self, "_stream"):  # else it did not open
             self._stream.close()
 
+    def find_runs(self) -> NDArray[np.int64]:
+        """The first sequence of each: int64 [runs]; ValueError where one is not in the .bin."""
+        binary, size = with_suffix(self.prefix, ".bin"), self.dtype.itemsize
+        length, firsts = binary.stat().st_size, [np.zeros(1, np.int64)]
+        for start in range(0, len(self.sizes), CHUNK):
+            sizes, pointers = (each[start : start + CHUNK] for each in (self.sizes, self.pointers))
+            ends = pointers + np.multiply(sizes, size, dtype=np.int64)
+            bits = int(np.bitwise_or.reduce(pointers))  # of all, for one pass in place of three
+            is_far = not 0 <= bits < 2**62 or ends.max() > length
+            if is_far or bits % size or sizes.min() < 0:
+                inside = (pointers >= 0) & (ends <= length) & (ends >= 0)
+                where = int((inside & (pointers % size == 0) & (sizes >= 0)).argmin())
+                raise ValueError(
+                    f"{binary} is cut short, or its index is damaged: sequence {start + where} has "
+                    f"{sizes[where]} tokens from byte {pointers[where]} on, and the file {length} "
+                    f"bytes, {size} a token"
+                )
+            after = self.pointers[start + 1 : start + CHUNK + 1]
+            firsts.append(start + 1 + np.flatnonzero(after != ends[: len(after)]))
+        return np.concatenate(firsts)
+
+    def first_token(self, sequence: int) -> int:
+        """Offset of its first token; num_tokens for the end of the last sequence."""
+        if sequence >= len(self.sizes):
+            return self.num_tokens
+        shift = self._shifts[bisect_right(self._sequences, sequence) - 1]
+        return int(self.pointers[sequence]) // self.dtype.itemsize + shift
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes) in the .bin of the parts of tokens [start, stop)."""
+        size = self.dtype.itemsize
+        while start < stop:
+            run = bisect_right(self._tokens, start) - 1
+            end = min(stop, self._tokens[run + 1])
+            yield (start - self._shifts[run]) * size, (end - start) * size
+            start = end
+
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), uint16 or int32, the caller's own; safe in any thread.
+
+        Raises DataError, naming the file, where it has become shorter.
 
         Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as
         much around it, in vain where samples lie in random order; the pages count as this process's
         memory; and a disk that fails ends the process by a signal where reading raises OSError.
         """
         tokens = np.empty(stop - start, self.dtype)
-        left, offset = tokens.view(np.uint8).data, start * self.dtype.itemsize
-        while left:
-            count = os.preadv(self._stream.fileno(), [left], offset)
-            if not count:
-                raise OSError(f"{self.prefix}.bin has become shorter since it was opened")
-            left, offset = left[count:], offset + count
+        left = tokens.view(np.uint8).data
+        for offset, length in self._pieces(start, stop):
+            part, left = left[:length], left[length:]
+            while part:
+                count = os.preadv(self._stream.fileno(), [part], offset)
+                if not count:
+                    raise DataError(
+                        f"{self.prefix}.bin has become shorter since it was opened; a file that "
+                        "stays as it is works"
+                    )
+                part, offset = part[count:], offset + count
         return tokens
 
     def will_read(self, start: int, stop: int) -> None:
         """Announces a read: a disk finds many together sooner than in turn."""
         if sys.platform == "linux":
-            size = self.dtype.itemsize
-            where = start * size, (stop - start) * size
-            os.posix_fadvise(self._stream.fileno(), *where, os.POSIX_FADV_WILLNEED)
+            for where in self._pieces(start, stop):
+                os.posix_fadvise(self._stream.fileno(), *where, os.POSIX_FADV_WILLNEED)
 
 
 def _existing(prefix: str, suffix: str) -> Path:
@@ -223,9 +297,11 @@ def _check_length(file: Path, expected: int) -> None:
 
 
 class IndexedDataset:
-    """A data set of one shard or of several; opening it reads their headers and the sidecar.
+    """A data set of one shard or of several.
 
-    Documents, sequences and tokens are numbered through all shards.
+    Documents, sequences and tokens are numbered through all shards. Opening reads headers, the
+    sidecar and a sample of each file; where the sidecar has no sample of the index, or there is no
+    sidecar, all sizes and pointers, too.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -234,13 +310,18 @@ class IndexedDataset:
         self.description = Description.read(prefix)
         """None for a data set without sidecar: one that Megatron's own tools wrote."""
         pairs = self.description.pairs if self.description is not None else {"": None}
-        self.shards = tuple(IndexedShard(prefix + name) for name in pairs)
+        self.shards = tuple(
+            IndexedShard(
+                prefix + name, in_order=facts is not None and facts.idx_sample_sha256 is not None
+            )
+            for name, facts in pairs.items()
+        )
         self.dtype = self.shards[0].dtype
         if any(shard.dtype != self.dtype for shard in self.shards):
             raise ValueError(f"{prefix}.json lists shards of different token types")
         for shard, facts in zip(self.shards, pairs.values(), strict=True):
             if facts is not None:
-                _check_counts(shard, facts, f"{prefix}.json")
+                _check_facts(shard, facts, f"{prefix}.json")
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
         self._first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
@@ -250,12 +331,15 @@ class IndexedDataset:
 
     @property
     def content(self) -> str:
-        """What is in the data set; where the index says where sentences end, that too."""
+        """What is in the data set, as its sidecar says; where the index says where sentences end,
+        that too. Behind it a digest of the samples of all files, which are read anew."""
         if self.description is None:
-            return f"{self.num_tokens * self.dtype.itemsize} bytes"
-        has_index = self.description.sentences is not None
-        index = f", index {self.description.idx_sha256}" if has_index else ""
-        return f"SHA-256 {self.description.bin_sha256}{index}"
+            said = f"{self.num_tokens * self.dtype.itemsize} bytes"
+        else:
+            has_index = self.description.sentences is not None
+            index = f", index {self.description.idx_sha256}" if has_index else ""
+            said = f"SHA-256 {self.description.bin_sha256}{index}"
+        return f"{said}{SAMPLE}{_digest([each for shard in self.shards for each in shard.samples])}"
 
     @property
     def has_sentences(self) -> bool:
@@ -268,17 +352,15 @@ class IndexedDataset:
         """The tokens of some consecutive documents."""
         start, stop = self.first_token(documents.start), self.first_token(documents.stop)
         if start > stop:
-            raise ValueError(f"{self.prefix}.idx is damaged: its documents are not in order")
+            raise DataError(f"{self.prefix}.idx is damaged: its documents are not in order")
         return range(start, stop)
 
     def first_token(self, document: int) -> int:
         """Offset of its first token; num_tokens for document num_documents."""
         shard, first_token, number = self._find_document(document)
-        sequence, start = int(shard.documents[number]), shard.num_tokens
-        if sequence < len(shard.sizes):
-            start = int(shard.pointers[sequence]) // shard.dtype.itemsize
+        start = shard.first_token(int(shard.documents[number]))
         if not 0 <= start <= shard.num_tokens:
-            raise ValueError(f"{shard.prefix}.idx is damaged: its documents are not in order")
+            raise DataError(f"{shard.prefix}.idx is damaged: its documents are not in order")
         return first_token + start
 
     def sequence_sizes(self, document: int) -> NDArray[np.int32]:
@@ -312,7 +394,7 @@ class IndexedDataset:
                 break
 
 
-def _check_counts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
+def _check_facts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
     counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
     if facts.sentences is not None:
         counts["sentences"] = len(shard.sizes)
@@ -321,14 +403,29 @@ def _check_counts(shard: IndexedShard, facts: Description | ShardFacts, sidecar:
         if count != expected:
             raise ValueError(
                 f"{shard.prefix} holds {count} {name}, but {sidecar} says {expected}: the files do "
-                "not belong together; tools/preprocess_data.py makes them anew"
+                "not belong together; tools/preprocess_data.py makes them anew, and without "
+                f"{sidecar} they are read as they are"
             )
+    _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * shard.dtype.itemsize)
+    expected_samples = facts.bin_sample_sha256, facts.idx_sample_sha256
+    for suffix, found, was in zip((".bin", ".idx"), shard.samples, expected_samples, strict=True):
+        if was is not None:
+            check_sum(f"{shard.prefix}{suffix}", found, was, "the SHA-256 of a sample of it")
+
+
+def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:
+    """ValueError where a file is not what its sidecar says."""
+    if found != expected:
+        raise ValueError(
+            f"{file} has changed: {what} is {found}, and was {expected}; tools/preprocess_data.py "
+            "makes it anew, and without the .json it is read as it is"
+        )
 
 
 def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
-    """ValueError where the highest id found is outside the vocabulary."""
+    """DataError where the highest id found is outside the vocabulary."""
     if highest >= vocab_size:
-        raise ValueError(
+        raise DataError(
             f"{prefix} holds the id {highest}, outside a vocabulary of {vocab_size}; the "
             "--vocab-file and --merge-file that it was made with would work, if it is not damaged"
         )

@@ -94,9 +94,9 @@ class TokenCache:
         self._stream: BinaryIO = file.open("rb", buffering=0)
         weakref.finalize(self, self._stream.close)
         size, tail = os.fstat(self._stream.fileno()).st_size, 8 * documents
-        ends = np.frombuffer(os.pread(self._stream.fileno(), tail, max(0, size - tail)), np.int64)
-        starts = np.concatenate([[0], ends]) * dtype.itemsize
-        if size < tail or int(starts[-1]) + tail != size or (np.diff(starts) < 0).any():
+        found = os.pread(self._stream.fileno(), tail, size - tail) if size >= tail else b""
+        starts = np.concatenate([[0], np.frombuffer(found, np.int64)]) * dtype.itemsize
+        if int(starts[-1]) + tail != size or (np.diff(starts) < 0).any():
             raise DataError(f"--cache-tokens: {file} is damaged; without this file it is made anew")
         self._starts = starts
 

@@ -204,6 +204,18 @@ def test_what_may_not_change(changes: dict[str, Any], flag: str, works: tuple[st
         check(**changes, override_data=True)
 
 
+def test_samples_of_files_are_compared_where_the_checkpoint_has_them() -> None:
+    """An older one has none."""
+    first, second = IDENTITY["data"]
+    saved, other = (IDENTITY | {"data": [first, f"{second}; sample {each}"]} for each in "xy")
+    check_start(settings(), PATH, manifest(), identity=saved)
+    check_start(settings(), PATH, manifest() | saved, identity=saved)
+    check_start(settings(override_data=True), PATH, manifest() | saved, identity=other)
+    with pytest.raises(UsageError, match=r"\bx \(not y\)") as error:
+        check_start(settings(), PATH, manifest() | saved, identity=other)
+    assert (error.value.flag, error.value.works) == ("--data-path", OVERRIDE)
+
+
 @pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True)])
 def test_bf16_with_masters_and_without_are_two_precisions(saved: bool, now: bool) -> None:
     """Both are bf16 of the computation; what is not given is as the checkpoint has it."""

@@ -170,9 +170,25 @@ def write_data_of_tokenizer(
     return tokenizer
 
 
-def write_index(prefix: Path, sizes: Sequence[int], documents: Sequence[int]) -> None:
-    """An index alone, of uint16 tokens: sizes of the sequences, first sequences of documents."""
-    pointers = [2 * start for start in accumulate(sizes, initial=0)][:-1]
+def forget_samples(prefix: Path) -> None:
+    """Leave a sidecar as an older program wrote it, without samples of the files."""
+    sidecar = Path(f"{prefix}.json")
+    content = json.loads(sidecar.read_text())
+    for part in (content, *content["shards"]):
+        del part["bin_sample_sha256"], part["idx_sample_sha256"]
+    sidecar.write_text(json.dumps(content))
+
+
+def write_index(
+    prefix: Path,
+    sizes: Sequence[int],
+    documents: Sequence[int],
+    pointers: Sequence[int] | None = None,
+) -> None:
+    """An index alone, of uint16 tokens: sizes of the sequences, first sequences of documents, and
+    where the sequences are in the .bin; by default one after another."""
+    if pointers is None:
+        pointers = [2 * start for start in accumulate(sizes, initial=0)][:-1]
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(sizes), len(documents))
     for letter, numbers in (("i", sizes), ("q", pointers), ("q", documents)):
         index += struct.pack(f"<{len(numbers)}{letter}", *numbers)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron.data.bert import BertBatch, BertDataset, Masking, open_bert_splits
 from megatron.data.sources import open_corpus, require_sequences
-from tests.data.samples import write_data, write_sentences
+from tests.data.samples import write_data, write_index, write_sentences
 
 PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4
 VOCABULARY = 20_000
@@ -210,6 +210,23 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> N
         stream.write(np.full(40, VOCABULARY, "<u2").tobytes())
     with pytest.raises(ValueError, match="p .*id 20000"):
         training.batch(range(training.samples_per_epoch))
+
+
+def test_an_index_selects_and_reorders_documents_of_sentences(tmp_path: Path) -> None:
+    """Of eight documents of 4 sentences of 10 tokens, all different ids."""
+    first_ids = [FIRST + 40 * number for number in range(8)]
+    np.arange(FIRST, FIRST + 320, dtype="<u2").tofile(tmp_path / "p.bin")
+    chosen = (6, 0, 2, 7, 4, 2)
+    pointers = [80 * number + 20 * sentence for number in chosen for sentence in range(4)]
+    write_index(tmp_path / "p", [10] * len(pointers), range(0, len(pointers) + 1, 4), pointers)
+    with pytest.warns(UserWarning, match="p.json"):
+        training = opened(str(tmp_path / "p"), split="1,0,0", seq_length=43, short_seq_prob=0.0)[0]
+    read = set()
+    for one, other in segments(training.batch(range(training.samples_per_epoch))):
+        document = [*min(one, other), *max(one, other)]
+        assert document == [*range(document[0], document[0] + 40)]
+        read.add(document[0])
+    assert read == {first_ids[number] for number in chosen}
 
 
 def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) -> None:

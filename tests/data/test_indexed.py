@@ -10,13 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.files import DataError
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import Description, IndexedDataset, token_dtype
 from megatron.data.sources import open_corpus
+from tasks.heldout import training_tokens
 from tests.data.samples import (
     PlainTokenizer,
     change,
+    forget_samples,
     write_data,
+    write_index,
     write_sentences,
     write_shards,
     write_sparse,
@@ -112,8 +116,81 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
     assert f"{prefix}.bin" not in maps
     os.truncate(f"{prefix}.bin", 10)  # under a run
     assert data.read(0, 5).tolist() == [5, 6, 7, 0, 8]
-    with pytest.raises(OSError, match=r"p\.bin"):
+    with pytest.raises(DataError, match=r"p\.bin"):
         data.read(4, 6)
+
+
+@pytest.mark.parametrize(
+    "chosen", [(0, 2, 4, 6, 7), (7, 2, 2, 3, 0), (0, 1, 2), (5, None, 6, 7, None)], ids=str
+)
+def test_an_index_selects_repeats_and_reorders_documents(
+    tmp_path: Path, chosen: tuple[int | None, ...]
+) -> None:
+    """Of eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
+    prefix, number = str(tmp_path / "p"), len(chosen)
+    np.arange(1, 321, dtype="<u2").tofile(f"{prefix}.bin")
+    sizes = [0 if each is None else 40 for each in chosen]
+    pointers = [638 if each is None else 80 * each for each in chosen]
+    write_index(tmp_path / "p", sizes, range(number + 1), pointers)
+    documents = [[] if n is None else [40 * n + i for i in range(1, 41)] for n in chosen]
+    tokens = [*chain(*documents)]
+
+    data = IndexedDataset(prefix)
+    assert (data.num_documents, data.num_tokens) == (number, len(tokens))
+    for start, stop in itertools.combinations_with_replacement(range(0, len(tokens) + 1, 13), 2):
+        assert data.read(start, stop).tolist() == tokens[start:stop]
+    for start, stop in itertools.combinations_with_replacement(range(number + 1), 2):
+        found = data.token_range(range(start, stop))
+        assert data.read(found.start, found.stop).tolist() == [*chain(*documents[start:stop])]
+    report = verify(prefix)
+    counts = report.documents, report.tokens, report.highest_id
+    assert counts == (number, len(tokens), max(tokens))
+    manifest = {"tokenizer": "", "config": {"data": {"split": f"3,{number - 3},0"}}}
+    assert training_tokens(prefix, manifest).tolist() == [*chain(*documents[:3])]
+
+    ones = [1] * 37  # of another data set
+    write_data(tmp_path / "q", [ones], vocab_size=400)
+    with pytest.warns(UserWarning, match=r"p\.json"):
+        corpus = open_corpus(["1", prefix, "1", str(tmp_path / "q")], PlainTokenizer("test", 400))
+    training, _, _ = open_splits(corpus, split="1,0,0", seq_length=9, seed=1, shuffle=False)
+    batch = training.batch(range(8))
+    samples = [tokens[9 * k : 9 * k + 10] for k in range(4)]
+    found = np.column_stack([batch.tokens, batch.labels[:, -1]]).tolist()
+    assert [each for each in found if each != ones[:10]] == samples
+
+
+def test_another_index_is_another_data_set(tmp_path: Path) -> None:
+    """Also one of as many tokens; a sidecar without samples does not hide it, nor its order."""
+    documents = [[1, 2, 0], [3, 4, 0], [5, 6, 0]]
+    write_data(tmp_path / "p", documents)
+    forget_samples(tmp_path / "p")
+    identities = []
+    for order in ((0, 1, 2), (1, 0, 2)):
+        write_index(tmp_path / "p", [3] * 3, range(4), [6 * number for number in order])
+        assert whole(tmp_path / "p") == [*chain(*(documents[number] for number in order))]
+        identities.append(open_corpus([str(tmp_path / "p")], PlainTokenizer()).identity)
+    assert identities[0] != identities[1]
+    with pytest.raises(ValueError, match=r"p\.idx"):
+        verify(str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [("pointers", 18), ("pointers", 3), ("pointers", -2), ("pointers", 2**63 - 2), ("sizes", -1)],
+)
+def test_an_index_that_points_outside_its_bin_is_damaged(
+    tmp_path: Path, part: str, content: int
+) -> None:
+    """Of 12 tokens, in which the last document has 6."""
+    write_data(tmp_path / "p", DOCUMENTS)
+    (tmp_path / "p.json").unlink()
+    form, place = ("<q", 34 + 12 + 16) if part == "pointers" else ("<i", 34 + 8)
+    change(tmp_path / "p", ".idx", place, struct.pack(form, content))
+    with pytest.raises(ValueError, match="sequence 2"):
+        verify(str(tmp_path / "p"))
+    fits = 12 if part == "pointers" else 1
+    change(tmp_path / "p", ".idx", place, struct.pack(form, fits))
+    assert verify(str(tmp_path / "p")).documents == 3
 
 
 def test_threads_read_the_same_tokens(tmp_path: Path) -> None:
@@ -217,6 +294,6 @@ def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
     change(prefix, ".idx", 34 + 12 + 24 + 8, struct.pack("<2q", 2, 1))
     with pytest.raises(ValueError, match="documents are not in order"):
         verify(str(prefix))
-    change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", 2 * first - 2**32))
-    with pytest.raises(ValueError, match=r"p\.bin is too long"):
+    change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", -(2**31)))
+    with pytest.raises(ValueError, match="sequence 2"):
         verify(str(prefix))

@@ -207,9 +207,11 @@ def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokeniz
     path = write(tmp_path / "web.jsonl", ["a", "bc"])
     open_training([path], tokenizer, cache_tokens=True)
     (cache,) = tmp_path.glob(".*.tokens")
-    cache.write_bytes(cache.read_bytes()[:-1])
-    with pytest.raises(DataError, match=cache.name):
-        open_training([path], tokenizer, cache_tokens=True)
+    content = cache.read_bytes()
+    for length in range(len(content)):
+        cache.write_bytes(content[:length])
+        with pytest.raises(DataError, match=cache.name):
+            open_training([path], tokenizer, cache_tokens=True)
 
 
 def test_without_a_place_for_a_cache_documents_are_tokenised_when_read(

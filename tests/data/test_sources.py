@@ -1,15 +1,24 @@
 """--data-path: what it names, and what does not fit together."""
 
+import hashlib
 import json
 import warnings
 from fractions import Fraction
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
+from megatron.data.files import PIECE, PIECES, sampled_sha256
 from megatron.data.sources import SAMPLED_CHUNK, SAMPLED_CHUNKS, find_tokenizer, open_corpus
-from tests.data.samples import PlainTokenizer, write_data, write_data_of_tokenizer
+from tests.data.samples import (
+    PlainTokenizer,
+    change,
+    forget_samples,
+    write_data,
+    write_data_of_tokenizer,
+)
 
 
 @pytest.fixture
@@ -39,6 +48,57 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
     assert open_corpus(["0.25", same, "0.75", other], PlainTokenizer()).identity == first
     for paths in (["2", prefix, "3", other], ["1", other, "3", other], [prefix]):
         assert open_corpus(paths, PlainTokenizer()).identity["data"] != first["data"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.filterwarnings("ignore:.*json is not there")
+def test_a_file_exchanged_under_its_sidecar(tmp_path: Path, suffix: str) -> None:
+    """With samples in the sidecar it is refused, with both values, as a program without this
+    project counts them; with an older sidecar, or none, the data set is another one."""
+    prefix, documents = str(tmp_path / "p"), [[1, 2, 0], [3, 0]]
+    file = Path(f"{prefix}{suffix}")
+
+    def sample() -> str:
+        content = file.read_bytes()
+        return hashlib.sha256(str(len(content)).encode() + content).hexdigest()
+
+    def identity() -> str:
+        (found,) = open_corpus([prefix], PlainTokenizer()).identity["data"]
+        return str(found)
+
+    for kind in ("new", "older", "none"):
+        write_data(Path(prefix), documents)
+        if kind == "older":
+            forget_samples(Path(prefix))
+        elif kind == "none":
+            Path(f"{prefix}.json").unlink()
+        before, was = identity(), sample()
+        assert identity() == before
+        # Another token, or two documents that are cut elsewhere.
+        changed = (0, b"\x05\0") if suffix == ".bin" else (34 + 8 + 8, b"\x04\0")
+        sizes = (34, b"\x02\0\0\0\x03\0\0\0")
+        for place, content in (changed, sizes)[: 1 if suffix == ".bin" else 2]:
+            change(Path(prefix), suffix, place, content)
+        if kind == "new":
+            with pytest.raises(ValueError, match=f"--data-path: {file} .*{sample()}.*{was}"):
+                identity()
+        else:
+            assert identity() != before
+            assert identity().partition("; ")[0] == before.partition("; ")[0]
+
+
+def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
+    file, count = tmp_path / "large", 3 * PIECES * PIECE + 5
+    content = Random(0).randbytes(count)
+    places = [(count - PIECE) * number // (PIECES - 1) for number in range(PIECES)]
+    read = b"".join(content[place : place + PIECE] for place in places)
+    assert read.endswith(content[-1:])
+    file.write_bytes(content)
+    expected = hashlib.sha256(str(count).encode() + read).hexdigest()
+    assert sampled_sha256(file) == expected
+    with file.open("r+b") as stream:
+        stream.truncate(2**40)  # so long that reading all of it would never end
+    assert sampled_sha256(file) != expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +138,7 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
         corpus = open_corpus([prefix], PlainTokenizer())
     assert len(caught) == 1
     assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
-    assert corpus.identity["data"] == ["1 of 8 bytes"]
+    assert [each.partition("; ")[0] for each in corpus.identity["data"]] == ["1 of 8 bytes"]
     with pytest.raises(ValueError, match="--vocab-size"):
         open_corpus([prefix], None)
 

@@ -11,6 +11,7 @@ import pytest
 from megatron.data.indexed import IndexedDataset, token_dtype
 from tests.data.samples import (
     change,
+    forget_samples,
     stage_shards,
     write_data,
     write_index,
@@ -90,9 +91,9 @@ def test_verify_reports_what_is_there(tmp_path: Path) -> None:
         (".idx", 17, b"\x07", "token type 7"),
         (".idx", 18, struct.pack("<Q", 2**63), "cut short"),
         (".idx", 34, struct.pack("<2i", 2, 4), "sequence 1"),
-        (".idx", 34, struct.pack("<i", -(2**31)), "overflowed"),
+        (".idx", 34, struct.pack("<i", -(2**31)), "sequence 0 has -2147483648"),
         (".idx", 46, struct.pack("<3q", 8, 0, 12), "sequence 0"),
-        (".idx", 54, struct.pack("<q", -(2**31)), "overflowed"),
+        (".idx", 54, struct.pack("<q", -(2**31)), "sequence 1 .* byte -2147483648"),
         (".idx", 70 + 8, struct.pack("<2q", 2, 1), "not in order"),
         (".idx", 70 + 8, struct.pack("<q", 0), r"p\.idx has changed"),
         (".bin", 0, struct.pack("<2H", 6, 5), r"p\.bin has changed"),
@@ -103,10 +104,17 @@ def test_verify_reports_what_is_there(tmp_path: Path) -> None:
 def test_verify_finds_damage(
     tmp_path: Path, suffix: str, position: int, content: bytes, message: str
 ) -> None:
+    """A sidecar that has samples of the files refuses all of it when the data set is opened."""
     write_data(tmp_path / "p", DOCUMENTS)
+    sidecar = (tmp_path / "p.json").read_bytes()
+    forget_samples(tmp_path / "p")
     change(tmp_path / "p", suffix, position, content)
     with pytest.raises(ValueError, match=message):
         verify(str(tmp_path / "p"))
+    if suffix != ".json":
+        (tmp_path / "p.json").write_bytes(sidecar)
+        with pytest.raises(ValueError, match=rf"p\{suffix}|p holds"):
+            IndexedDataset(str(tmp_path / "p"))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +130,7 @@ def test_verify_finds_damaged_sentences(
     tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]], message: str
 ) -> None:
     write_sentences(tmp_path / "p", SENTENCES)
+    forget_samples(tmp_path / "p")
     for position, form, numbers in changes:
         change(tmp_path / "p", ".idx", position, struct.pack(form, *numbers))
     with pytest.raises(ValueError, match=message):
@@ -131,6 +140,10 @@ def test_verify_finds_damaged_sentences(
 def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -> None:
     prefix = write_shards(tmp_path / "p", SHARDS)
     change(Path(f"{prefix}_00002"), ".bin", 18, b"\x01\x00")
+    with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
+        IndexedDataset(prefix)
+    forget_samples(tmp_path / "p")
+    assert IndexedDataset(prefix).num_documents == 6
     with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
         verify(prefix)
     os.truncate(f"{prefix}_00002.bin", 18)
