@@ -140,7 +140,7 @@ def import_checkpoint(
         tokenizer,
         f"torch.distributed.checkpoint {source}",
         lambda staged: check_weights(staged, weights, str(source)),
-        progress,
+        progress=progress,
     )
     settings = saved.settings | {
         "global_batch_size": global_batch_size,

@@ -301,6 +301,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         facts["forms"] = forms_of(state.model)
         if found is not None:
             refuse_alike(mesh, partial(check_forms, own, facts["forms"], found))
+    saved = None if found is None else found.path
+    if found is not None and not isinstance(own, HuggingFaceConfig):
+        tokenizers = {found.manifest["tokenizer"], inputs.corpus.fingerprint} - {""}
+        saved = None if len(tokenizers) > 1 else saved  # what lies beside is of the former
     evaluate_first = False
     if weights is not None:
         refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))
@@ -348,7 +352,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
-        files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
+        files=config.model.files(saved) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )

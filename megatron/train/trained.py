@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
+from megatron.config.model import KEPT, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
@@ -26,7 +28,8 @@ def open_trained(
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
     kinds: of model that the program can use; if not given, those that write text. given: the flag
-    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own.
+    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own; its
+    `ends` are those of the model.
     Warns of checkpoints that are passed over. Raises ValueError where no checkpoint is whole, its
     model is of another kind or cannot be sharded over the processes, or the tokenizer is another
     one or missing.
@@ -60,7 +63,18 @@ def open_trained(
     if expected != found:
         allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
         raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
+    tokenizer.more_ends = tuple(sorted({*ends_beside(path, manifest)} - {tokenizer.eod}))
     return start.folders[start.folders.index(path) :], tokenizer, manifest
+
+
+def ends_beside(path: Path, manifest: Mapping[str, Any]) -> list[int]:
+    """The eos_token_id, one or several, of the generation_config.json that was beside the weights
+    of the checkpoint at `path`, or else of their config.json."""
+    kept = beside(path, KEPT, ("generation_config.json", "config.json"))
+    of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
+    found = (json.loads(each).get("eos_token_id") for each in (*kept.values(), of_model))
+    ids: Any = next((each for each in found if each is not None), [])
+    return ids if isinstance(ids, list) else [ids]
 
 
 def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:

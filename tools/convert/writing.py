@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.checkpoint.load import verify
 from megatron.checkpoint.resume import arguments_of
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checks import flag
-from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
+from megatron.config.model import KEPT, BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.build import build_on_meta
@@ -54,6 +55,7 @@ def write_checkpoint(
     tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
+    kept: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Path:
     """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights alone at step 0, or with
@@ -62,6 +64,7 @@ def write_checkpoint(
     weights: every parameter whole, by its name in this project; one dtype of DTYPES, which is
     kept. imported_from: kept in the manifest for whoever reads it. check: is called with the folder
     of the staged checkpoint, and raises where it should not come to be; then nothing of it is left.
+    kept: files that were beside the weights, by their names, of which an export is made, too.
     Raises FileExistsError where `to` is there, OSError where it cannot be written.
     """
     table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
@@ -85,7 +88,9 @@ def write_checkpoint(
         for key, tensor in progress.tensors.items():
             pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
     with staged(to) as staging:
-        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), tokenizer.files).path
+        files = {f"{KEPT}{name}": content for name, content in kept.items()}
+        attached = {**files, **tokenizer.files}
+        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), attached).path
         check(path)
     return to / path.name
 

@@ -35,8 +35,6 @@ both_orders = pytest.mark.parametrize("order", NAMES)
 def same_json(one: Path, other: Path, *names: str) -> None:
     for name in names:
         contents = [json.loads((folder / name).read_bytes()) for folder in (one, other)]
-        for content in contents:
-            content.pop("model_max_length", None)
         assert contents[0] == contents[1]
 
 
@@ -272,7 +270,7 @@ def test_both_casings_are_kept_and_the_marks_stand_around_the_ids(
     theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
     ids = theirs.encode("The THING, the inn.")
     assert ids == [theirs.cls_token_id, *ours.encode("The THING, the inn."), theirs.sep_token_id]
-    assert theirs.model_max_length == 16
+    assert theirs.model_max_length == AutoTokenizer.from_pretrained(folder).model_max_length
     (tmp_path / "back" / "tokenizer.json").unlink()  # as older versions read it
     assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("The THING, the inn.") == ids
 
