@@ -154,17 +154,17 @@ def import_checkpoint(
 def find_tokenizer(
     vocab_file: str | None, no_tokenizer: bool, vocab_size: int
 ) -> Tokenizer | NoTokenizer:
-    """That of the flags, of as many ids as the model has."""
+    """That of the flags, of no more ids than the model has rows in its word embedding."""
     if no_tokenizer and vocab_file is not None:
         works = ("--vocab-file", vocab_file)
         raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
     if no_tokenizer:
-        return NoTokenizer(kind=HuggingFaceTokenizer.kind, vocab_size=vocab_size)
+        return NoTokenizer(kind=HuggingFaceTokenizer.kind)
     if vocab_file is None:
         raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
     tokenizer = HuggingFaceTokenizer(vocab_file)
-    if tokenizer.vocab_size != vocab_size:
-        allowed = f"a tokenizer of the model's {vocab_size} ids, not {tokenizer.vocab_size}"
+    if tokenizer.vocab_size > vocab_size:
+        allowed = f"a tokenizer of at most the model's {vocab_size} ids, not {tokenizer.vocab_size}"
         raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
     return tokenizer
 

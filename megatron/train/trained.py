@@ -56,12 +56,13 @@ def open_trained(
         tokenizer = read_tokenizer(kind, path)
     else:
         raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
-    if manifest["tokenizer"]:
-        what, expected, found = "fingerprint", manifest["tokenizer"], tokenizer.fingerprint
-    else:  # imported without one
-        what, expected, found = "ids", str(manifest["vocab_size"]), str(tokenizer.vocab_size)
-    if expected != found:
-        allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
+    expected, found, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
+    if expected not in ("", found):
+        wrong = f"fingerprint {expected[:12]}, not {found[:12]}"
+    if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # imported without one
+        wrong = f"at most {manifest['vocab_size']} ids, not {tokenizer.vocab_size}"
+    if wrong:
+        allowed = f"that of the model in {path}: {wrong}"
         raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
     tokenizer.more_ends = tuple(sorted({*ends_beside(path, manifest)} - {tokenizer.eod}))
     return start.folders[start.folders.index(path) :], tokenizer, manifest

@@ -18,10 +18,14 @@ from transformers import (
     GenerationConfig,
 )
 
+from megatron.checkpoint.load import verify
+from megatron.models.hf_layers import Wide
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.evaluate import load_model, score, whole_logits
 from tests.tools.convert.berts import write_bert
 from tests.tools.convert.llamas import write_llama
-from tests.tools.convert.models import assert_same_weights, change_json, write_model
-from tests.tools.texts import texts_of
+from tests.tools.convert.models import assert_same_weights, change_json, weights_of, write_model
+from tests.tools.texts import generated
 from tools.convert_hf import export_model, import_model
 
 WRITERS: dict[str, Callable[..., Path]] = {
@@ -29,6 +33,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "bert": write_bert,
     "llama": write_llama,
 }
+ROWS = {"gpt2": 268, "bert": 100, "llama": 270}  # 7 more than the tokenizers have ids
 KINDS = pytest.mark.parametrize("kind", WRITERS)
 POSITIONS = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -47,8 +52,10 @@ def json_of(file: Path) -> Any:
 
 
 def write_complete(folder: Path, kind: str) -> Path:
-    """Of a model that writes text the fourth token of a greedy text is an end id, too."""
-    WRITERS[kind](folder, **{POSITIONS.get(kind, "max_position_embeddings"): 32})
+    """Of a model that writes text the fifth token of a greedy text is an end id, too, and one
+    before it has no token."""
+    sizes = {POSITIONS.get(kind, "max_position_embeddings"): 32, "vocab_size": ROWS[kind]}
+    WRITERS[kind](folder, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = 24
     tokenizer.chat_template = TEMPLATE
@@ -58,8 +65,12 @@ def write_complete(folder: Path, kind: str) -> Path:
     if kind != "bert":
         ids = tokenizer.encode(PROMPT, return_tensors="pt")
         model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():  # so that one of these rows is the most probable
+            model.get_output_embeddings().weight[ROWS[kind] - 7 :] *= 3
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.save_pretrained(folder)
         whole = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-        ends = [tokenizer.eos_token_id, whole[0, ids.shape[1] + 3].item()]
+        ends = [tokenizer.eos_token_id, whole[0, ids.shape[1] + 4].item()]
         change_json(folder / "config.json", eos_token_id=ends)
         settings = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7}
         GenerationConfig(**settings).save_pretrained(folder)
@@ -109,6 +120,7 @@ def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str)
     made = imported(kind)
     export_model(str(made.ours), tmp_path / "back")
     assert_same_weights(made.folder, tmp_path / "back")
+    assert ROWS[kind] in {len(each) for each in weights_of(tmp_path / "back").values()}
     assert_complete(made.folder, tmp_path / "back")
     assert [line for line in made.said.splitlines() if "README.md" in line]
     assert not (tmp_path / "back" / "README.md").exists()
@@ -116,12 +128,37 @@ def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_text_ends_at_every_end_id(imported: Find, kind: str) -> None:
+def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
+    imported: Find, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = imported(kind)
     model = AutoModelForCausalLM.from_pretrained(made.folder)
-    ids = AutoTokenizer.from_pretrained(made.folder).encode(PROMPT, return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    ids = tokenizer.encode(PROMPT, return_tensors="pt")
     whole = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
-    words = ["--load", str(made.ours), "--prompt", PROMPT, "--greedy"]
-    (new,) = texts_of(1, [*words, "--max-new-tokens", str(NEW)])
-    assert new == whole[:-1]
+    words = ["--prompt", PROMPT, "--greedy", "--max-new-tokens", str(NEW)]
+    (record,) = generated(capsys, made.ours, *words)
+    assert record["tokens"] == whole[:-1]
     assert whole[-1] in json_of(made.folder / "config.json")["eos_token_id"]
+    assert max(whole[:-1]) >= len(tokenizer)
+    assert record["text"] == tokenizer.decode(whole[:-1])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@torch.no_grad()
+def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> None:
+    """Of evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
+    made, mesh = imported(kind), serial_mesh()
+    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
+    ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
+    with Wide():
+        expected = model.eval().double()(ids).logits
+    ours = load_model(verify(made.ours / "step_00000000", mesh), mesh, torch.float64)
+    logits = whole_logits(ours, mesh, ids)
+    assert logits.shape == expected.shape == (1, 32, ROWS[kind])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
+    labels = ids.roll(-1)
+    found, hits = score(ours, mesh, ids, labels, torch.ones_like(ids, dtype=torch.bool))
+    wanted = expected[0].log_softmax(-1).gather(1, labels.T)[:, 0]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert hits.equal(expected[0].argmax(-1) == labels[0])
