@@ -54,7 +54,16 @@ Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
 # What else the tutorial reads.
-DATA = "--pad --no-shuffle --begin-token '[BOT]' --end-token '[EOT]' --split 1,0,0"
+DATA = [
+    "--pad",
+    "--no-shuffle",
+    "--begin-token",
+    "[BOT]",
+    "--end-token",
+    "[EOT]",
+    "--split",
+    "1,0,0",
+]
 # The tutorial's, where neither a flag nor the checkpoint says it.
 TUTORIAL = {
     "lr": 1e-3,
@@ -147,7 +156,7 @@ def import_checkpoint(
         "seq_length": min(512, section.max_position_embeddings),
     }
     given = [word for name, value in settings.items() for word in arguments_of(flag(name), value)]
-    tell(source, path, section, [*given, DATA])
+    tell(source, path, section, [*given, *DATA])
     print(f"it is behind {saved.updates} updates and {progress.samples} samples")
 
 

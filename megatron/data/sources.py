@@ -70,11 +70,15 @@ class Corpus(Generic[Data]):
 
 
 def open_corpus(
-    data_path: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int | None = None
+    data_path: Sequence[str],
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None = None,
+    undescribed: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Corpus[IndexedDataset]:
     """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
 
-    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
+    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed, and
+    `undescribed` finds a tokenizer for data without them.
     vocab_size: what --vocab-size says, at least the ids of the tokenizer; as many if None. Raises
     ValueError, naming the flag and both values, where they do not fit together. Warns of data sets
     that were not shuffled, and of those without sidecar, of whose ids some 2^22, spread over them,
@@ -97,6 +101,8 @@ def open_corpus(
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
         except (ValueError, OSError) as error:
             raise ValueError(f"--data-path: {error}") from error
+    if tokenizer is None and not any(source.data.description for source in sources):
+        tokenizer = undescribed()
     # {where it is said: (kind, vocabulary, fingerprint)} of the tokenizer
     tokenizers: dict[str, tuple[str, int, str]] = {}
     if tokenizer is not None:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from megatron.checkpoint.resume import find_start, newest_readable
+from megatron.checkpoint.format import Checkpoint
+from megatron.checkpoint.resume import find_start, newest_readable, require_kind
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
-from megatron.config.model import KEPT, beside
+from megatron.config.huggingface import HuggingFaceConfig
+from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import parse_part
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of, find_kind, text_kinds
+
+# Fields of a model that a checkpoint does not provide, as they are of the run at hand.
+OF_A_RUN = {
+    *("attention_dropout_rng", "cpu_offload_activations", "layernorm_impl"),
+    *("make_vocab_size_divisible_by", "recompute_granularity"),
+    *("hf_config", "plan", "plan_text", "random_weights"),
+}
 
 
 def open_trained(
@@ -52,8 +64,8 @@ def open_trained(
     files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
     if files:
         tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
-    elif set(file_names(kind)) <= manifest["files"].keys():
-        tokenizer = read_tokenizer(kind, path)
+    elif (found_in := tokenizer_in(path, manifest, kind)) is not None:
+        tokenizer = found_in
     else:
         raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
     expected, found, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
@@ -66,6 +78,61 @@ def open_trained(
         raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
     tokenizer.more_ends = tuple(sorted({*ends_beside(path, manifest)} - {tokenizer.eod}))
     return start.folders[start.folders.index(path) :], tokenizer, manifest
+
+
+def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenizer | None:
+    """That of this kind in the checkpoint at `path`; None where it holds none."""
+    has_files = set(file_names(kind)) <= manifest["files"].keys()
+    return read_tokenizer(kind, path) if has_files else None
+
+
+def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
+    """{key: value} of what the newest checkpoint that --load of these words provides says of its
+    model, and of the kind of its tokenizer: what no flag has to say.
+
+    kind: of the model. Raises UsageError for a checkpoint of another kind, and as of find_start.
+    """
+    if not any(word.partition("=")[0] == "--load" for word in words):
+        return {}
+    if not (folders := find_start(parse_part(CheckpointConfig, words, environ)).folders):
+        return {}
+    checkpoint = newest_readable(folders)[0]
+    manifest = checkpoint.manifest
+    require_kind(checkpoint.path, manifest, kind)
+    own = [each.name for each in fields(resolve_name(find_kind(kind).config))]
+    found = {name: manifest["config"]["model"].get(name) for name in own if name not in OF_A_RUN}
+    if "vocab_size" in own:
+        found["vocab_size"] = manifest["vocab_size"]
+    if [word for word in words if word.endswith("mock-data")][-1:] != ["--mock-data"]:
+        found["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
+    return {key: each for key, each in found.items() if each is not None}
+
+
+def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
+    """That of the newest checkpoint that a run may start from; None without one. Raises UsageError
+    as of find_start."""
+    folders = find_start(config).folders if config.load is not None else ()
+    if not folders:
+        return None
+    newest = newest_readable(folders)[0]
+    kind = newest.manifest["config"].get("data", {}).get("tokenizer_type")
+    return None if kind is None else tokenizer_in(newest.path, newest.manifest, kind)
+
+
+def files_beside(
+    model: KindConfig, checkpoint: Checkpoint | None, identity: Mapping[str, Any]
+) -> Mapping[str, bytes]:
+    """{name: content} of what the checkpoints of a run keep beside its model.
+
+    checkpoint: that which the run goes on from. identity: of the run's data, as for check_start;
+    what lies beside the model of another tokenizer is left, but for models of transformers, which
+    have their own.
+    """
+    if checkpoint is None:
+        return model.files(None)
+    tokenizers = {checkpoint.manifest["tokenizer"], identity["tokenizer"]} - {""}
+    is_kept = len(tokenizers) < 2 or isinstance(model, HuggingFaceConfig)
+    return model.files(checkpoint.path if is_kept else None)
 
 
 def ends_beside(path: Path, manifest: Mapping[str, Any]) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -13,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.checkpoint.resume import arguments_of
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.checks import flag
 from megatron.config.model import KEPT, BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer_base import Tokenizer
@@ -112,28 +110,26 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> Non
         raise ValueError(f"the model of {source} computes logits that are not finite")
 
 
-SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-FORM = (  # told where they are not the default
-    "ffn_hidden_size",
-    "activation",
-    "untie_embeddings_and_output_weights",
-    "layernorm_epsilon",
-    "residual_order",
-    "num_query_groups",
-    "rotary_base",
-    "rope_scaling",
-)
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
 
 
 def tell(
     source: str | Path, path: Path, section: ModelConfig, given: Sequence[str] = ("--finetune",)
 ) -> None:
-    """Say what was imported, and how to go on from it. given: flags beside those of the model."""
+    """Say what was imported, and how to go on from it. given: flags beside --load, which provides
+    model and tokenizer."""
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
-        program, flags = f"pretrain.py --model {section.kind}", " ".join(_flags(path, section))
-        print(f"to train on from it: {program} {' '.join(given)} --load {path.parent} {flags} ...")
+        data = resolve_name(KINDS[section.kind].data)()
+        words = ["python", "pretrain.py", "--model", section.kind, *given, "--load", path.parent]
+        for name, value in (
+            ("--data-path", "documents.jsonl" if "--pad" in given else "P_text_document"),
+            ("--seq-length", min(data.seq_length, section.max_position_embeddings)),
+            ("--train-iters", 1000),
+            ("--save", f"{path.parent}_trained"),
+        ):
+            words += [] if name in given else [name, value]
+        print(f"to train on from it: {shlex.join(map(str, words))}")
     if isinstance(section, BertConfig):
         print(f"{_use(section)} --load {path.parent} ...")
 
@@ -145,17 +141,6 @@ def _use(section: BertConfig) -> str:
         return f"to evaluate it: tasks/main.py --task {TASKS[section.head]}"
     labels = ", ".join(section.labels)
     return f"to evaluate it: tasks/main.py --task NAME, one with the labels {labels}, with"
-
-
-def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
-    """What the pretraining program has to be told, so that its model is this one."""
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if field.name in SHAPE or (field.name in FORM and value != field.default):
-            yield from arguments_of(flag(field.name), value)
-    kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
-    if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
-        yield f"--tokenizer-type {kind}"
 
 
 def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:

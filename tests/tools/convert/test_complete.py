@@ -4,11 +4,13 @@ lies in it counts."""
 import contextlib
 import io
 import json
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -18,10 +20,17 @@ from transformers import (
     GenerationConfig,
 )
 
+import pretrain
+from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.models.hf_layers import Wide
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, score, whole_logits
+from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece
+from tests.programs import newest
 from tests.tools.convert.berts import write_bert
 from tests.tools.convert.llamas import write_llama
 from tests.tools.convert.models import assert_same_weights, change_json, weights_of, write_model
@@ -34,6 +43,11 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
 }
 ROWS = {"gpt2": 268, "bert": 100, "llama": 270}  # 7 more than the tokenizers have ids
+DROPOUTS = {  # what --hidden-dropout is there
+    "gpt2": {"resid_pdrop", "embd_pdrop"},
+    "bert": {"hidden_dropout_prob"},
+    "llama": set[str](),  # transformers' has none
+}
 KINDS = pytest.mark.parametrize("kind", WRITERS)
 POSITIONS = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -162,3 +176,90 @@ def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> N
     wanted = expected[0].log_softmax(-1).gather(1, labels.T)[:, 0]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
     assert hits.equal(expected[0].argmax(-1) == labels[0])
+
+
+def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
+    """Data that the folder's tokenizer is said to have made, without the tokenizer beside them; of
+    the Llama nothing says it."""
+    numbers, size = np.random.default_rng(0), ROWS[kind] - 7
+    if kind == "bert":
+        known = BertWordPieceLowerCase(write_wordpiece(prefix.parent))
+        sentences = [[list(numbers.integers(7, size, 9)) for _ in range(4)] for _ in range(20)]
+        write_sentences(prefix, sentences, fingerprint=known.fingerprint, vocab_size=size)
+        return
+    made: Tokenizer = HuggingFaceTokenizer(str(folder))
+    if kind == "gpt2":
+        made = GPT2BPETokenizer(*write_tokenizer(prefix.parent))
+    documents = [[*numbers.integers(3, size - 1, 60), made.eod] for _ in range(20)]
+    described = write_data(prefix, documents, vocab_size=size, eod=made.eod)
+    facts = {"tokenizer_type": made.kind, "tokenizer_fingerprint": made.fingerprint}
+    replace(described, **facts).write(str(prefix))
+    if kind == "llama":
+        prefix.with_name(f"{prefix.name}.json").unlink()
+
+
+@KINDS
+def test_the_printed_command_trains(
+    imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
+    made = imported(kind)
+    monkeypatch.chdir(tmp_path)
+    write_text_of(made.folder, kind, tmp_path / "P_text_document")
+    (line,) = (each for each in made.said.splitlines() if "pretrain.py" in each)
+    python, program, *words = shlex.split(line[line.index("python") :])
+    assert (python, program) == ("python", "pretrain.py")
+    fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
+    agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
+    pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
+    before, after = (
+        read_manifest(made.ours / "step_00000000"),
+        read_manifest(newest(Path("trained"))),
+    )
+    model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
+    assert after["config"]["model"] == model
+    assert after["tokenizer"] == before["tokenizer"] != ""
+    export_model("trained", tmp_path / "back")
+    theirs, ours = (json_of(each / "config.json") for each in (made.folder, tmp_path / "back"))
+    dropouts = {name for name in theirs if theirs[name] != ours[name]}
+    assert dropouts == DROPOUTS[kind]
+    assert theirs.keys() == ours.keys()
+    for name in dropouts:
+        assert ours.pop(name) == 0.25
+    change_json(tmp_path / "back" / "config.json", **{name: theirs[name] for name in dropouts})
+    assert_complete(made.folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "saved"),
+    [
+        ("gpt2", "--num-layers 3", "2"),
+        ("gpt2", "--vocab-size 269", "268"),
+        ("gpt2", "--activation gelu", "gelu_tanh"),
+        ("gpt2", "--tokenizer-type HuggingFaceTokenizer", "GPT2BPETokenizer"),
+        ("llama", "--num-query-groups 4", "3"),
+        ("llama", "--rotary-base 5000.0 --preset llama.toml", "2"),
+        ("bert", "--residual-order pre-ln", "post-ln"),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(
+    imported: Find,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    flags: str,
+    saved: str,
+) -> None:
+    """A preset's value is one; that of --rotary-base is none, as fine-tuning may change it."""
+    made = imported(kind)
+    monkeypatch.chdir(tmp_path)
+    write_text_of(made.folder, kind, tmp_path / "data")
+    (tmp_path / "llama.toml").write_text("num_layers = 4")
+    words = f"--model {kind} --finetune --load {made.ours} --data-path data --seq-length 16"
+    with pytest.raises(SystemExit) as refused:
+        pretrain.main([*words.split(), "--train-iters", "1", *flags.split()], {})
+    assert refused.value.code == 2
+    named = "--num-layers 4" if "--preset" in flags else flags
+    assert f"error: {named}: must be " in (said := capsys.readouterr().err)
+    assert saved in said.partition(named)[2]
