@@ -41,7 +41,7 @@ def ours(rank: Rank, lengths: list[int]) -> Turn:
     model = build_model(CONFIG, mesh, VOCABULARY, seed=SEED, dtype=torch.float32).eval()
 
     def turn() -> Figures:
-        texts = generate(model, mesh, prompts, Sampling(NEW, temperature=0.0), eod=None)
+        texts = generate(model, mesh, prompts, Sampling(NEW, temperature=0.0), ends=())
         return {"tokens": NEW * len(prompts), "texts": texts}
 
     return turn

@@ -117,7 +117,7 @@ class Prompts:
     tokens: Sequence[Tokens]
     is_done: Callable[[Sequence[int]], bool]  # whether these new tokens are enough
     most: int  # new tokens of one prompt
-    end: int | None  # a token that ends a text and is left out
+    ends: Sequence[int]  # tokens that end a text and are left out
 
 
 class Task(ABC):
@@ -251,7 +251,7 @@ def continue_prompts(
         mesh,
         [[*map(int, each)] for each in prompts.tokens],
         Sampling(max_new_tokens=prompts.most, temperature=0.0),
-        eod=prompts.end,
+        ends=prompts.ends,
         micro_batch_size=micro_batch_size,
         name=name,
         is_done=prompts.is_done,

@@ -314,7 +314,8 @@ class Epochs:
             },
         }
         # Without the optimizer's state: an epoch is not resumed.
-        slices, files = state.weights(), run.plan.tokenizer.files
+        slices, beside = state.weights(), run.config.files(run.pretrained.path)
+        files = {**beside, **run.plan.tokenizer.files}
         path = save_checkpoint(directory, state.step, slices, facts, run.mesh, files).path
         former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
         self.done[-1]["checkpoint"] = str(path)

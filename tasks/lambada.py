@@ -86,7 +86,7 @@ class Lambada(Task):
         self.tokenizer = tokenizer
         longest = min(LONGEST_WORD, positions - 1)
         contexts = [each.tokens[: each.context][longest - positions :] for each in passages]
-        self.prompts = Prompts(contexts, self.ends_word, longest, tokenizer.eod)
+        self.prompts = Prompts(contexts, self.ends_word, longest, tokenizer.ends)
 
     def __len__(self) -> int:
         return len(self.passages)

@@ -75,7 +75,7 @@ def refusal(data: Path | str, words: str, environ: str = "") -> str:
         ("", "RANK=0 WORLD_SIZE=two", "WORLD_SIZE"),
         ("--seq-length 17", "", "--seq-length"),
         ("--seq-length 17", "RANK=1 WORLD_SIZE=2", "rank 1: error: --seq-length"),
-        ("--vocab-size 101", "", "--vocab-size"),
+        ("--vocab-size 99", "", "--vocab-size"),
         ("--split 1,9999,0", "", "--split"),
         ("--split 0,1,0", "", "--split"),
         ("--loss-scale 8", "", "--loss-scale"),

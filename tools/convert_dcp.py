@@ -54,7 +54,16 @@ Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
 # What else the tutorial reads.
-DATA = "--pad --no-shuffle --begin-token '[BOT]' --end-token '[EOT]' --split 1,0,0"
+DATA = [
+    "--pad",
+    "--no-shuffle",
+    "--begin-token",
+    "[BOT]",
+    "--end-token",
+    "[EOT]",
+    "--split",
+    "1,0,0",
+]
 # The tutorial's, where neither a flag nor the checkpoint says it.
 TUTORIAL = {
     "lr": 1e-3,
@@ -140,31 +149,31 @@ def import_checkpoint(
         tokenizer,
         f"torch.distributed.checkpoint {source}",
         lambda staged: check_weights(staged, weights, str(source)),
-        progress,
+        progress=progress,
     )
     settings = saved.settings | {
         "global_batch_size": global_batch_size,
         "seq_length": min(512, section.max_position_embeddings),
     }
     given = [word for name, value in settings.items() for word in arguments_of(flag(name), value)]
-    tell(source, path, section, [*given, DATA])
+    tell(source, path, section, [*given, *DATA])
     print(f"it is behind {saved.updates} updates and {progress.samples} samples")
 
 
 def find_tokenizer(
     vocab_file: str | None, no_tokenizer: bool, vocab_size: int
 ) -> Tokenizer | NoTokenizer:
-    """That of the flags, of as many ids as the model has."""
+    """That of the flags, of no more ids than the model has rows in its word embedding."""
     if no_tokenizer and vocab_file is not None:
         works = ("--vocab-file", vocab_file)
         raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
     if no_tokenizer:
-        return NoTokenizer(kind=HuggingFaceTokenizer.kind, vocab_size=vocab_size)
+        return NoTokenizer(kind=HuggingFaceTokenizer.kind)
     if vocab_file is None:
         raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
     tokenizer = HuggingFaceTokenizer(vocab_file)
-    if tokenizer.vocab_size != vocab_size:
-        allowed = f"a tokenizer of the model's {vocab_size} ids, not {tokenizer.vocab_size}"
+    if tokenizer.vocab_size > vocab_size:
+        allowed = f"a tokenizer of at most the model's {vocab_size} ids, not {tokenizer.vocab_size}"
         raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
     return tokenizer
 

@@ -27,12 +27,13 @@ from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
 from megatron.config.launch import interruptible
+from megatron.config.model import KEPT, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
-from tools.convert.folder import find_folder, read_description
+from tools.convert.folder import files_beside, find_folder, read_description
 from tools.convert.staging import refuse_existing, staged
 from tools.convert.vocabulary import Given, NoTokenizer, find_tokenizer, has_tokenizer
 
@@ -87,6 +88,7 @@ def import_model(
         ) from error
     if not isinstance(tokenizer, NoTokenizer) and has_tokenizer(folder, tokenizing):
         compare_ids(tokenizer, folder, tokenizing)
+    kept, others = files_beside(folder, not isinstance(tokenizer, NoTokenizer))
     path = write_checkpoint(
         to,
         model.section,
@@ -95,7 +97,10 @@ def import_model(
         tokenizer,
         f"HuggingFace {source}",
         lambda path: print(compare_logits(path, folder, model.family)),
+        kept,
     )
+    if others:
+        print(f"not kept, and missing in an export: {' '.join(others)}")
     tell(source, path, model.section)
 
 
@@ -147,6 +152,8 @@ def export_model(
         write_model(staging, checkpoint, family, tokenizer)
         positions = checkpoint.manifest["config"]["model"]["max_position_embeddings"]
         family.tokenizing.write(staging, tokenizer, positions)
+        for name, content in beside(checkpoint.path, KEPT).items():
+            (staging / name).write_bytes(content)
         compare_ids(tokenizer, staging, family.tokenizing)
         print(compare_logits(checkpoint.path, staging, family))
     print(f"exported {checkpoint.path} as {to}")

@@ -155,8 +155,8 @@ def converse(
             if mesh.is_first:
                 print(f"error: {error}", file=sys.stderr)
             continue
-        eod, tokens = reader.tokenizer.eod, [prompt.tokens]
-        new = generate(model, mesh, tokens, settings.sampling, eod=eod, numbers=[count])
+        ends, tokens = reader.tokenizer.ends, [prompt.tokens]
+        new = generate(model, mesh, tokens, settings.sampling, ends=ends, numbers=[count])
         if mesh.is_first:
             print(reader.continuation(prompt, new[0]), flush=True)
         yield prompt, new[0]
@@ -177,7 +177,7 @@ def answer(
             mesh,
             [prompt.tokens for prompt in prompts],
             settings.sampling,
-            eod=reader.tokenizer.eod,
+            ends=reader.tokenizer.ends,
             micro_batch_size=settings.micro_batch_size,
             name="generate",
         )

@@ -134,6 +134,13 @@ def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
     return found
 
 
+def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
+    """Raise UsageError where the checkpoint at `path` is of another kind of model."""
+    if manifest["kind"] != kind:
+        allowed = f"a model of the kind {kind}, not {manifest['kind']}"
+        raise UsageError("--load", path, allowed)
+
+
 def _nothing_to_load(load: str, given: str) -> UsageError:
     allowed = "a directory with a checkpoint, such as that of an earlier --save"
     for file, program in FOREIGN.items():
@@ -199,8 +206,7 @@ def check_start(
     finetune: the run takes the weights alone; then it may have other data, but not another
     tokenizer.
     """
-    if (kind := manifest["kind"]) != config.model.kind:
-        raise UsageError("--load", path, f"a model of the kind {config.model.kind}, not {kind}")
+    require_kind(path, manifest, config.model.kind)
     if "imported_from" in manifest and not finetune and not _has_moments(manifest):
         raise UsageError(
             "--load",
@@ -233,7 +239,8 @@ def check_start(
     if config.data.mock_data and any(name.startswith("data sets") for name in wrong):
         works = ("--mock-data", "--override-data") if unless else ("--no-mock-data",)
         raise UsageError("--mock-data", None, f"left out, as in {path}{unless}", works=works)
-    if wrong[0] == "vocabulary" and config.data.mock_data:
+    is_given = config.data.mock_data or now == vars(config.model).get("vocab_size")
+    if wrong[0] == "vocabulary" and is_given:
         works = ("--vocab-size", str(saved))
         raise UsageError("--vocab-size", now, f"{saved}, as in {path}", works=works)
     if wrong[0].startswith(CONFIG_JSON):
@@ -247,6 +254,8 @@ def check_start(
     else:  # not a setting, but what is at --data-path
         name = getattr(config.data, "dataset_name", None)
         words = ("--dataset-name", name) if name else ("--data-path", *config.data.data_path)
+        if wrong[0] == "tokenizer" and config.data.vocab_file is not None:
+            words = ("--vocab-file", config.data.vocab_file)
         must = f"of {wrong[0]} {saved} (not {now})"
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None

@@ -14,22 +14,9 @@ from typing import Annotated, Any, ClassVar, Self
 import tyro
 
 from megatron.config.checks import UsageError
-from megatron.config.model import KindConfig, RecomputeGranularity
+from megatron.config.model import BESIDE, KEPT, KindConfig, RecomputeGranularity, beside
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-# What a folder has beside the model, and a folder that is made of a checkpoint, too.
-BESIDE = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
 # What is fetched of a name on the hub: no pickle, no code, and no weights in other formats.
 FETCHED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *BESIDE)
 
@@ -69,17 +56,10 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
         raise UsageError("--hf-model", name, allowed) from error
 
 
-def beside(folder: Path, prefix: str = "") -> dict[str, bytes]:
-    """{name: content} of the folder's files of BESIDE, which have this prefix there."""
-    files = {name: folder / f"{prefix}{name}" for name in BESIDE}
-    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
-
-
 # By which config.json lets layers differ, beside lists with an entry for each.
 OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")
 Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
 """Of a setting that checkpoints keep and no command line has."""
-KEPT = "hf_"  # of names of files in a checkpoint that were in the folder of --hf-model
 # What config.json calls the sizes of a model.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),

@@ -1,6 +1,6 @@
 """The models: shape, dropout and initialisation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -13,6 +13,26 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
 TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
+# What a folder of transformers has beside the model, and so has one that an export makes.
+BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+KEPT = "hf_"  # of names of files in a checkpoint that were in such a folder
+
+
+def beside(folder: Path, prefix: str = "", names: Iterable[str] = BESIDE) -> dict[str, bytes]:
+    """{name: content} of the folder's files of these names, which have this prefix there."""
+    files = {name: folder / f"{prefix}{name}" for name in names}
+    return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +81,8 @@ class KindConfig:
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         """{name: content} of what checkpoints keep beside the model. saved: the checkpoint that
         the run goes on from, or whose weights it takes."""
-        return {}
+        found = {} if saved is None else beside(saved, KEPT, ("config.json", *BESIDE))
+        return {f"{KEPT}{name}": content for name, content in found.items()}
 
     @property
     def widths(self) -> dict[str, int]:
@@ -181,7 +202,8 @@ class TextModelConfig(ModelConfig):
     """Rows of the position embedding: the longest sequence that the model can read."""
 
     vocab_size: int | None = None
-    """True size of the vocabulary; that of the data set's tokenizer if not given."""
+    """Rows of the word embedding, which all are in the softmax: at least the ids of the data set's
+    tokenizer, and as many if not given."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""

@@ -118,12 +118,14 @@ def parse(
     *,
     prog: str | None = None,
     description: str = _PRESET_HELP,
+    saved: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
 ) -> Program:
     """The program's settings from its arguments (those after the program's name).
 
     program: a dataclass of settings and of configs, which are dataclasses too; a field's metadata
     {"alias": name} is a second name; {"replaces": name} is a setting of presets that the flag
-    stands in for. prog, description: the program's name and story in --help.
+    stands in for. prog, description: the program's name and story in --help. saved: {key: value} of
+    what presets and the command line may leave out, from the words of both.
     Raises UsageError for what a config refuses, and for presets and flags that are missing, unknown
     or malformed. For --help prints (on rank 0) and raises SystemExit with status 0.
     """
@@ -156,6 +158,9 @@ def parse(
             words.append(word)
     presets = [each for each in presets if names[each[1]] not in replaced]
     first = [word for _, key, value in presets for word in _arguments(names[key], value)]
+    if saved is not None and not {"-h", "--help"} & set(words):
+        kept = saved([*first, *words]).items()
+        first = [*(word for each in kept for word in _arguments(*each)), *first]
     call = functools.partial(tyro.cli, program, description=description)
     try:
         return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
@@ -171,6 +176,15 @@ def parse(
                 given = f"{file}: {key} = {value!r}"
                 raise UsageError("--preset", given, error.allowed) from None
         raise
+
+
+def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:
+    """The settings of one config among the arguments of a program. Raises as `parse`."""
+    import tyro
+
+    call = functools.partial(tyro.cli, part, return_unknown_args=True)
+    found: Program = _run_tyro(call, argv, environ, [name for name, *_ in _fields(part)])[0]
+    return found
 
 
 def parse_call(

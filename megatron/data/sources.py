@@ -49,7 +49,8 @@ class Corpus(Generic[Data]):
 
     sources: tuple[Source[Data], ...]
     vocab_size: int
-    """True vocabulary of the model: padding comes on top."""
+    """Rows of the model's word embedding, at least the ids of the tokenizer; what is padded for the
+    layout comes on top."""
     eod: int | None
     """The id that documents end with; None where it is not in the data, or not known."""
     fingerprint: str
@@ -69,14 +70,19 @@ class Corpus(Generic[Data]):
 
 
 def open_corpus(
-    data_path: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int | None = None
+    data_path: Sequence[str],
+    tokenizer: Tokenizer | None,
+    vocab_size: int | None = None,
+    undescribed: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Corpus[IndexedDataset]:
     """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
 
-    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed.
-    vocab_size: what --vocab-size says, None where it was not given. Raises ValueError, naming the
-    flag and both values, where they do not fit together. Warns of data sets that were not shuffled,
-    and of those without sidecar, of whose ids some 2^22, spread over them, are checked.
+    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed, and
+    `undescribed` finds a tokenizer for data without them.
+    vocab_size: what --vocab-size says, at least the ids of the tokenizer; as many if None. Raises
+    ValueError, naming the flag and both values, where they do not fit together. Warns of data sets
+    that were not shuffled, and of those without sidecar, of whose ids some 2^22, spread over them,
+    are checked.
     """
     sources = []
     for weight, prefix in _parse(data_path):
@@ -95,6 +101,8 @@ def open_corpus(
             sources.append(Source(weight=weight, data=IndexedDataset(prefix)))
         except (ValueError, OSError) as error:
             raise ValueError(f"--data-path: {error}") from error
+    if tokenizer is None and not any(source.data.description for source in sources):
+        tokenizer = undescribed()
     # {where it is said: (kind, vocabulary, fingerprint)} of the tokenizer
     tokenizers: dict[str, tuple[str, int, str]] = {}
     if tokenizer is not None:
@@ -154,7 +162,8 @@ def _parse(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
 def _agreed_tokenizer(
     tokenizers: Mapping[str, tuple[str, int, str]], vocab_size: int | None
 ) -> tuple[int, str]:
-    """(vocabulary, fingerprint) that all sources and --vocab-size agree on; else ValueError."""
+    """(vocabulary, fingerprint) that all sources agree on and --vocab-size allows; else
+    ValueError."""
     if not tokenizers:
         if vocab_size is None:
             raise ValueError(
@@ -171,11 +180,12 @@ def _agreed_tokenizer(
                     f"by {other}; the tokenizer that the data was made with would work"
                 )
     _, size, fingerprint = expected
-    if vocab_size not in (None, size):
+    if vocab_size is not None and vocab_size < size:
         raise ValueError(
-            f"--vocab-size {vocab_size} is not the tokenizer's; --vocab-size {size} would work"
+            f"--vocab-size {vocab_size} is below the {size} ids of the tokenizer; a tokenizer of "
+            f"at most {vocab_size}, or of a new model --vocab-size {size}, would work"
         )
-    return size, fingerprint
+    return vocab_size or size, fingerprint
 
 
 def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:

@@ -34,12 +34,19 @@ class Tokenizer:
     None where the tokenizer names none."""
     pad_id: int | None = None
     """Id of the mark that pads a sample; None where the tokenizer has none."""
+    more_ends: tuple[int, ...] = ()
+    """Other ids that end a text where a model writes one, by the files beside its weights."""
     fingerprint: str
     """SHA-256, in hex, of what decides the ids: equal ids for every text."""
     files: Mapping[str, bytes]
     """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
     library: Any
     """A tokenizers.Tokenizer."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Every id that ends a text where a model writes one, eod first."""
+        return (self.eod, *self.more_ends)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]

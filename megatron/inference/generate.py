@@ -97,14 +97,15 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    eod: int | None,
+    ends: Sequence[int],
     numbers: Sequence[int] | None = None,
     is_done: Callable[[Sequence[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
     """The new tokens of each prompt, one batch; the same on every rank of the tensor axis.
 
-    A row ends at the end mark eod, which is left out, after max_new_tokens, or where
-    is_done(its new tokens so far). An empty prompt begins with eod. numbers: of the prompts, which
+    A row ends at one of the ids of `ends`, which is left out, after max_new_tokens, or where
+    is_done(its new tokens so far). An empty prompt begins with the first of `ends`. numbers: of the
+    prompts, which
     with the seed say what they draw; 0, 1, 2, ... if not given. The model is in evaluation mode;
     prompt and new tokens fit its positions. Raises DivergedError where logits are not numbers, and
     ValueError for a model in ZeRO stage 3, whose ranks would have to read as many tokens.
@@ -113,7 +114,7 @@ def generate(
     assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"
     if not prompts:
         return []
-    texts = [list(prompt) or ([] if eod is None else [eod]) for prompt in prompts]
+    texts = [list(prompt) or list(ends[:1]) for prompt in prompts]
     assert all(texts), "an empty prompt begins with the end mark"
     longest = max(len(text) for text in texts) + sampling.max_new_tokens
     assert longest <= model.positions, f"{longest} tokens for {model.positions} positions"
@@ -121,7 +122,7 @@ def generate(
     sources = [random.Random(derive_seed(sampling.seed, "generate", each)) for each in numbers]
 
     def is_over(tokens: Sequence[int]) -> bool:
-        return tokens[-1] == eod or len(tokens) == sampling.max_new_tokens or is_done(tokens)
+        return tokens[-1] in ends or len(tokens) == sampling.max_new_tokens or is_done(tokens)
 
     new: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(prompts)))
@@ -148,7 +149,7 @@ def generate(
         if len(kept) < len(running):
             running = [running[index] for index in kept]
             reader.keep(kept)
-    return [tokens[:-1] if tokens[-1] == eod else tokens for tokens in new]
+    return [tokens[:-1] if tokens[-1] in ends else tokens for tokens in new]
 
 
 def generate_all(
@@ -157,7 +158,7 @@ def generate_all(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    eod: int | None,
+    ends: Sequence[int],
     micro_batch_size: int,
     name: str,
     is_done: Callable[[Sequence[int]], bool] = lambda new: False,
@@ -172,7 +173,9 @@ def generate_all(
     try:
         for numbers in shard([len(each) for each in prompts], micro_batch_size, mesh, name):
             texts = [prompts[number] for number in numbers]
-            new = generate(model, mesh, texts, sampling, eod=eod, numbers=numbers, is_done=is_done)
+            new = generate(
+                model, mesh, texts, sampling, ends=ends, numbers=numbers, is_done=is_done
+            )
             found |= zip(numbers, new, strict=True)
     except DivergedError as error:
         failure = error

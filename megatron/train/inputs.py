@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import UsageError
 from megatron.config.pretrain import (
     PretrainBertConfig,
@@ -36,7 +37,9 @@ from megatron.data.sources import (
 )
 from megatron.data.tokenizer import BertTokenizer, build_tokenizer, file_flags
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.train.trained import saved_tokenizer
 
+NO_CHECKPOINT = CheckpointConfig()
 GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
 
 
@@ -83,7 +86,7 @@ def open_huggingface_inputs(config: PretrainHuggingFaceConfig) -> Inputs:
 
 def open_huggingface_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> Inputs:
     """As open_bert_inputs; the model's vocabulary may be larger than the tokenizer's."""
-    _, inputs = open_bert_data(config.data, config.training.seed)
+    _, inputs = open_bert_data(config.data, config.training.seed, load=config.checkpoint)
     _require_vocabulary(config, inputs)
     return inputs
 
@@ -100,8 +103,8 @@ def _open_text(
 ) -> Inputs:
     data = config.data
     if data.pad:
-        return _open_padded(data, config.training.seed, vocab_size)
-    corpus, tokenizer = _open_corpus(data, vocab_size, sentences=False)
+        return _open_padded(data, config.training.seed, vocab_size, config.checkpoint)
+    corpus, tokenizer = _open_corpus(data, vocab_size, config.checkpoint, sentences=False)
     if tokenizer is None and config.checkpoint.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
@@ -121,8 +124,13 @@ def _open_text(
     return _inputs(data, corpus, tokenizer, splits)
 
 
-def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inputs:
-    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+def _open_padded(
+    data: GPT2DataConfig, seed: int, vocab_size: int | None, load: CheckpointConfig
+) -> Inputs:
+    tokenizer = _given(data) or saved_tokenizer(load)
+    if tokenizer is None:  # of which the missing flags are named
+        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    _require_kind(data, tokenizer)
     paths, key = data.data_path, data.json_key
     split, config = data.dataset_split, data.dataset_config
     read: Callable[[str], Documents]
@@ -148,14 +156,17 @@ def _open_padded(data: GPT2DataConfig, seed: int, vocab_size: int | None) -> Inp
 
 def open_bert_inputs(config: PretrainBertConfig) -> Inputs:
     """As open_gpt2_inputs; the tokenizer has to be known, since its marks go into every sample."""
-    _, inputs = open_bert_data(config.data, config.training.seed, config.model.vocab_size)
-    return inputs
+    data, vocab_size = config.data, config.model.vocab_size
+    return open_bert_data(data, config.training.seed, vocab_size, config.checkpoint)[1]
 
 
 def open_bert_data(
-    data: BertDataConfig, seed: int, vocab_size: int | None = None
+    data: BertDataConfig,
+    seed: int,
+    vocab_size: int | None = None,
+    load: CheckpointConfig = NO_CHECKPOINT,
 ) -> tuple[BertTokenizer, Inputs]:
-    corpus, tokenizer = _open_corpus(data, vocab_size, sentences=True)
+    corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=True)
     if not isinstance(tokenizer, BertTokenizer):
         found = "one of another kind" if tokenizer is not None else "none"
         raise UsageError(
@@ -180,24 +191,37 @@ def open_bert_data(
 
 
 def _open_corpus(
-    data: DataConfig, vocab_size: int | None, *, sentences: bool
+    data: DataConfig, vocab_size: int | None, load: CheckpointConfig, *, sentences: bool
 ) -> tuple[Corpus[IndexedDataset], Tokenizer | None]:
-    """The data sets and the tokenizer of the flags, or else the one that was found beside them.
+    """The data sets and the tokenizer of the flags, or else the one that was found beside them, or
+    else that of --load if it made them.
 
     sentences: whether the data has to be cut into such.
     """
-    kind, given = data.tokenizer_type, None
-    if data.vocab_file or data.merge_file:
-        given = build_tokenizer(kind, data.vocab_file, data.merge_file)
-    corpus = open_corpus(data.data_path, given, vocab_size)
+    given, saved = _given(data), cache(partial(saved_tokenizer, load))
+    corpus = open_corpus(data.data_path, given, vocab_size, saved)
     # Before the kinds of tokenizer: the message names the program that reads this data set.
     require_sequences(corpus, sentences=sentences)
     tokenizer = given or find_tokenizer(corpus)
-    if tokenizer is not None and tokenizer.kind != kind:
-        allowed = "the kind that made the data of --data-path"
+    if tokenizer is None and (own := saved()) is not None and own.fingerprint == corpus.fingerprint:
+        tokenizer = own
+    if tokenizer is not None:
+        _require_kind(data, tokenizer)
+    return corpus, tokenizer
+
+
+def _given(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer of the flags."""
+    if not (data.vocab_file or data.merge_file):
+        return None
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+
+
+def _require_kind(data: DataConfig, tokenizer: Tokenizer) -> None:
+    if (kind := data.tokenizer_type) != tokenizer.kind:
+        allowed = f"that of the tokenizer of the data, {tokenizer.kind}"
         works = ("--tokenizer-type", tokenizer.kind)
         raise UsageError("--tokenizer-type", kind, allowed, works=works)
-    return corpus, tokenizer
 
 
 def _inputs(

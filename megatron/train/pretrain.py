@@ -38,6 +38,7 @@ from megatron.parallel.pipeline import PipelinePlan
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.pipelining import plan_of_run
 from megatron.train.signals import StopSignals, exit_code
+from megatron.train.trained import files_beside, saved_settings
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
@@ -69,7 +70,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             entry = find_kind(kind)
             if entry.program is None or entry.inputs is None:
                 raise UsageError("--model", kind, "a kind of model that is pretrained")
-            config: PretrainConfig = parse(resolve_name(entry.program), arguments, environ)
+            program, saved = resolve_name(entry.program), partial(saved_settings, kind, environ)
+            config: PretrainConfig = parse(program, arguments, environ, saved=saved)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
             config = replace(
@@ -348,7 +350,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
-        files=config.model.files(None if found is None else found.path) if mesh.is_first else {},
+        files=files_beside(own, found, inputs.corpus.identity) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from megatron.checkpoint.resume import find_start, newest_readable
+from megatron.checkpoint.format import Checkpoint
+from megatron.checkpoint.resume import find_start, newest_readable, require_kind
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.checks import UsageError
+from megatron.config.huggingface import HuggingFaceConfig
+from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import parse_part
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of, find_kind, text_kinds
+
+# Fields of a model that a checkpoint does not provide, as they are of the run at hand.
+OF_A_RUN = {
+    *("attention_dropout_rng", "cpu_offload_activations", "layernorm_impl"),
+    *("make_vocab_size_divisible_by", "recompute_granularity"),
+    *("hf_config", "plan", "plan_text", "random_weights"),
+}
 
 
 def open_trained(
@@ -26,7 +40,8 @@ def open_trained(
     """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
 
     kinds: of model that the program can use; if not given, those that write text. given: the flag
-    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own.
+    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own; its
+    `ends` are those of the model.
     Warns of checkpoints that are passed over. Raises ValueError where no checkpoint is whole, its
     model is of another kind or cannot be sharded over the processes, or the tokenizer is another
     one or missing.
@@ -49,18 +64,85 @@ def open_trained(
     files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
     if files:
         tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
-    elif set(file_names(kind)) <= manifest["files"].keys():
-        tokenizer = read_tokenizer(kind, path)
+    elif (found_in := tokenizer_in(path, manifest, kind)) is not None:
+        tokenizer = found_in
     else:
         raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
-    if manifest["tokenizer"]:
-        what, expected, found = "fingerprint", manifest["tokenizer"], tokenizer.fingerprint
-    else:  # imported without one
-        what, expected, found = "ids", str(manifest["vocab_size"]), str(tokenizer.vocab_size)
-    if expected != found:
-        allowed = f"that of the model in {path}: {what} {expected[:12]}, not {found[:12]}"
+    expected, found, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
+    if expected not in ("", found):
+        wrong = f"fingerprint {expected[:12]}, not {found[:12]}"
+    if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # imported without one
+        wrong = f"at most {manifest['vocab_size']} ids, not {tokenizer.vocab_size}"
+    if wrong:
+        allowed = f"that of the model in {path}: {wrong}"
         raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
+    tokenizer.more_ends = tuple(sorted({*ends_beside(path, manifest)} - {tokenizer.eod}))
     return start.folders[start.folders.index(path) :], tokenizer, manifest
+
+
+def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenizer | None:
+    """That of this kind in the checkpoint at `path`; None where it holds none."""
+    has_files = set(file_names(kind)) <= manifest["files"].keys()
+    return read_tokenizer(kind, path) if has_files else None
+
+
+def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
+    """{key: value} of what the newest checkpoint that --load of these words provides says of its
+    model, and of the kind of its tokenizer: what no flag has to say.
+
+    kind: of the model. Raises UsageError for a checkpoint of another kind, and as of find_start.
+    """
+    if not any(word.partition("=")[0] == "--load" for word in words):
+        return {}
+    if not (folders := find_start(parse_part(CheckpointConfig, words, environ)).folders):
+        return {}
+    checkpoint = newest_readable(folders)[0]
+    manifest = checkpoint.manifest
+    require_kind(checkpoint.path, manifest, kind)
+    own = [each.name for each in fields(resolve_name(find_kind(kind).config))]
+    found = {name: manifest["config"]["model"].get(name) for name in own if name not in OF_A_RUN}
+    if "vocab_size" in own:
+        found["vocab_size"] = manifest["vocab_size"]
+    if [word for word in words if word.endswith("mock-data")][-1:] != ["--mock-data"]:
+        found["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
+    return {key: each for key, each in found.items() if each is not None}
+
+
+def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
+    """That of the newest checkpoint that a run may start from; None without one. Raises UsageError
+    as of find_start."""
+    folders = find_start(config).folders if config.load is not None else ()
+    if not folders:
+        return None
+    newest = newest_readable(folders)[0]
+    kind = newest.manifest["config"].get("data", {}).get("tokenizer_type")
+    return None if kind is None else tokenizer_in(newest.path, newest.manifest, kind)
+
+
+def files_beside(
+    model: KindConfig, checkpoint: Checkpoint | None, identity: Mapping[str, Any]
+) -> Mapping[str, bytes]:
+    """{name: content} of what the checkpoints of a run keep beside its model.
+
+    checkpoint: that which the run goes on from. identity: of the run's data, as for check_start;
+    what lies beside the model of another tokenizer is left, but for models of transformers, which
+    have their own.
+    """
+    if checkpoint is None:
+        return model.files(None)
+    tokenizers = {checkpoint.manifest["tokenizer"], identity["tokenizer"]} - {""}
+    is_kept = len(tokenizers) < 2 or isinstance(model, HuggingFaceConfig)
+    return model.files(checkpoint.path if is_kept else None)
+
+
+def ends_beside(path: Path, manifest: Mapping[str, Any]) -> list[int]:
+    """The eos_token_id, one or several, of the generation_config.json that was beside the weights
+    of the checkpoint at `path`, or else of their config.json."""
+    kept = beside(path, KEPT, ("generation_config.json", "config.json"))
+    of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
+    found = (json.loads(each).get("eos_token_id") for each in (*kept.values(), of_model))
+    ids: Any = next((each for each in found if each is not None), [])
+    return ids if isinstance(ids, list) else [ids]
 
 
 def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:

@@ -178,7 +178,7 @@ def check_readers_of_a_model(stage: int) -> None:
         },
         "state_dict": lambda: {f"model.{n}": w for n, w in copied.state_dict().items()},
         "from_dtensors": lambda: read_back(copied, expected),
-        "generate": lambda: generate(copied.eval(), state.mesh, [[1]], Sampling(2), eod=0) and {},
+        "generate": lambda: generate(copied.eval(), state.mesh, [[1]], Sampling(2), ends=()) and {},
     }
     for name, read in readers.items():
         with pytest.raises(ValueError, match=name) if stage == 3 else nullcontext():

@@ -50,7 +50,7 @@ def continued(
     for start in range(0, len(PROMPTS), batch):
         numbers = range(len(PROMPTS))[start : start + batch]
         prompts = [PROMPTS[number] for number in numbers]
-        new += generate(model.eval(), mesh, prompts, sampling, eod=eod, numbers=numbers)
+        new += generate(model.eval(), mesh, prompts, sampling, ends=[eod], numbers=numbers)
     return new
 
 
@@ -137,7 +137,7 @@ FULL = [prompt for prompt in PROMPTS if prompt]  # none of them needs an end mar
 def new_tokens(sampling: Sampling, eod: int | None, **others: Any) -> list[list[int]]:
     mesh = mesh_of_ranks(1)
     model = tiny_model(mesh, tiny_section(max_position_embeddings=POSITIONS))
-    return generate(model.eval(), mesh, FULL, sampling, eod=eod, **others)
+    return generate(model.eval(), mesh, FULL, sampling, ends=() if eod is None else [eod], **others)
 
 
 def test_a_text_ends_at_its_mark_and_leaves_the_others() -> None:
@@ -169,7 +169,7 @@ def test_a_text_ends_where_it_is_said_to_be_done() -> None:
 
 def test_no_prompt_has_no_continuation() -> None:
     mesh = mesh_of_ranks(1)
-    assert generate(tiny_model(mesh).eval(), mesh, [], GREEDY, eod=0) == []
+    assert generate(tiny_model(mesh).eval(), mesh, [], GREEDY, ends=[0]) == []
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, Sampling(24, top_k=3)])
@@ -179,11 +179,11 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
     with torch.no_grad():
         model.position_embedding.weight[5] = torch.nan
     few = replace(sampling, max_new_tokens=6)
-    assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), eod=None)[0])
+    assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), ends=())[0])
     with pytest.raises(
         DivergedError, match="prompt 8: after 5 new tokens the logits are not numbers"
     ):
-        generate(model.eval(), mesh, [[1]], few, eod=None, numbers=[7])
+        generate(model.eval(), mesh, [[1]], few, ends=(), numbers=[7])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.01)])
@@ -195,7 +195,7 @@ def test_narrow_weights_generate_too(dtype: torch.dtype, tolerance: float) -> No
         logits = [BatchReader(model, FULL, 1).logits() for model in (narrow, wide)]
     assert logits[0].dtype == dtype
     torch.testing.assert_close(logits[0].double(), logits[1], rtol=0, atol=tolerance)
-    assert all(len(row) == 24 for row in generate(narrow, mesh, FULL, DRAWN, eod=None))
+    assert all(len(row) == 24 for row in generate(narrow, mesh, FULL, DRAWN, ends=()))
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -234,7 +234,7 @@ def test_the_texts_of_many_seeds_have_the_distribution_of_the_model() -> None:
     model = tiny_model(mesh)
     sampling = Sampling(1, top_k=4)
     prompts = [[5, 6]] * 2000
-    found = torch.tensor(generate(model.eval(), mesh, prompts, sampling, eod=None)).flatten()
+    found = torch.tensor(generate(model.eval(), mesh, prompts, sampling, ends=())).flatten()
     logits = whole_logits(model, mesh, torch.tensor([[5, 6]]))[0, -1:]
     expected = probabilities(logits, sampling)[0]
     assert (found.bincount(minlength=VOCABULARY) / 2000).tolist() == pytest.approx(

@@ -55,7 +55,7 @@ def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[l
         model, sampling = state.model.eval(), Sampling(max_new_tokens=NEW, temperature=0.0)
         batches = [PROMPTS, *([prompt] for prompt in PROMPTS)]
         together, *alone = [
-            generate(model, state.mesh, batch, sampling, eod=0) for batch in batches
+            generate(model, state.mesh, batch, sampling, ends=[0]) for batch in batches
         ]
         found[name] = [together, [text for (text,) in alone]]
     return found

@@ -271,14 +271,14 @@ def test_the_command_that_an_import_prints_goes_on_with_the_data(
     import_folder(folders["two ranks"].path, tmp_path / "ours", flags)
     data = tmp_path / "web.jsonl"
     data.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(40)))
-    said = capsys.readouterr().out.partition("pretrain.py ")[2].partition(" ...")[0]
+    said = capsys.readouterr().out.partition("pretrain.py ")[2].splitlines()[0]
     words = " ".join([
-        *shlex.split(said), f"--vocab-file {vocabulary} --train-iters 5 --log-interval 1",
+        *shlex.split(said), f"--data-path {data} --train-iters 5 --log-interval 1",
         f"--metrics-file {tmp_path / 'metrics.jsonl'} --eval-iters 0",
     ])  # fmt: skip
     for flag in ("--pad", "--no-shuffle", "--begin-token [BOT]", "--end-token [EOT]", "--lr 0.01"):
         assert flag in words
-    with pretrain(words, folder=tmp_path, program="pretrain", data=data) as run:
+    with pretrain(words, folder=tmp_path, program="pretrain", shape="") as run:
         assert run.wait(200) == [0], run.text()
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     found = [line for line in lines if "loss" in line]

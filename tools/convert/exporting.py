@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.checks import flag
-from megatron.config.model import ModelConfig
+from megatron.config.model import KEPT, ModelConfig, beside
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import KINDS, config_of
 from megatron.parallel.sharding import TensorSlice
+from tools.convert.folder import describe
 from tools.convert.table import Family
 from tools.convert.tokenizing import any_of
 from tools.convert.weights import Entry, Weights, resolve, to_theirs
@@ -42,28 +44,45 @@ def write_model(
     entries = resolve(family, section, manifest["vocab_size"])
     weights = _read_parameters(checkpoint, entries)
     (dtype,) = {weight.dtype for weight in weights.values()}
-    special = {name: getattr(tokenizer, attribute) for name, attribute in family.special.items()}
     if family.has_labels:
         labels = asdict(section)["labels"]
         values["id2label"] = dict(enumerate(labels))
         values["label2id"] = {label: number for number, label in enumerate(labels)}
-    config = transformers.AutoConfig.for_model(
-        family.model_type,
-        architectures=[family.architectures[0]],
-        vocab_size=manifest["vocab_size"],
-        dtype=dtype,
-        **values,
-        **special,
-    )
-    config.save_pretrained(folder)
-    if KINDS[section.kind].writes_text:
-        transformers.GenerationConfig(**special).save_pretrained(folder)
+    values |= {"architectures": [family.architectures[0]], "vocab_size": manifest["vocab_size"]}
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    if kept := beside(checkpoint.path, KEPT, ["config.json"]):
+        config = _changed(json.loads(kept["config.json"]), family, values, checkpoint.path)
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+    else:
+        special = {name: getattr(tokenizer, each) for name, each in family.special.items()}
+        described = transformers.AutoConfig.for_model(family.model_type, **values, **special)
+        described.save_pretrained(folder)
+        if KINDS[section.kind].writes_text:
+            transformers.GenerationConfig(**special).save_pretrained(folder)
     try:
         huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
     except SafetensorError as error:
         raise OSError(f"{folder}: {reason(error)}") from error
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # like every other file: the library leaves it to its owner
+
+
+def _changed(
+    config: dict[str, Any], family: Family, values: Mapping[str, Any], path: Path
+) -> dict[str, Any]:
+    """The config.json that was imported, with what of `values` it does not say already."""
+    then = _config_values(family, describe(config, path).section, path)
+    names = {"dtype": "torch_dtype"} if "dtype" not in config and "torch_dtype" in config else {}
+    said = {names.get(name, name): value for name, value in values.items()}
+    changes = {n: value for n, value in said.items() if then.get(n, config.get(n)) != value}
+    for option in family.options:
+        allowed = option.allowed(values)
+        if config.get(option.theirs, allowed[0]) not in allowed:
+            changes[option.theirs] = allowed[0]
+    if family.nested is not None and family.nested.theirs in changes:
+        config = {name: config[name] for name in config.keys() - family.nested.older}
+    return config | changes
 
 
 def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weights:

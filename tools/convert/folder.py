@@ -12,24 +12,12 @@ from typing import Any
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
 from megatron.config.checks import flag
-from megatron.config.model import ModelConfig
+from megatron.config.huggingface import FETCHED
+from megatron.config.model import BESIDE, ModelConfig, beside
 from tools.convert.families import FAMILIES
 from tools.convert.table import Choice, Family, Setting
 from tools.convert.tokenizing import any_of
 
-# What is fetched of a name on the hub: no pickle, and no weights in other formats.
-FILES = (
-    "config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 
 
@@ -57,7 +45,7 @@ def find_folder(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FETCHED)))
     except Exception as error:  # those of its HTTP client are of no kind that it exports
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise OSError(
@@ -66,11 +54,30 @@ def find_folder(name: str) -> Path:
         ) from error
 
 
+def files_beside(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
+    """({name: content} of what a checkpoint keeps of the folder beside its weights, names of what
+    it does not keep). has_tokenizer: whether the files of the tokenizer are kept."""
+    names = ("config.json", *(BESIDE if has_tokenizer else BESIDE[:1]))
+    kept = beside(folder, names=names)
+    # Those of weights, too, that are in another form, and not read.
+    read = [each for each in FETCHED if "safetensors" in each]
+    others = (
+        each.name
+        for each in folder.iterdir()
+        if each.name not in kept and not any(map(each.match, read)) and each.name[0] != "."
+    )
+    return kept, sorted(others)
+
+
 def read_description(folder: Path) -> Description:
     """What the folder's model is; ValueError or OSError, naming the file and the option, where
     this project has no such model."""
     file = folder / "config.json"
-    config = read_object(file)
+    return describe(read_object(file), file)
+
+
+def describe(config: Mapping[str, Any], file: Path) -> Description:
+    """As read_description; config: what the file says."""
     family = _family(config, file)
     numbers = {row.theirs: _number(config, row, file) for row in family.settings}
     _check_options(config, family, numbers, file)

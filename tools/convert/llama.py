@@ -176,6 +176,8 @@ LLAMA = Family(
     options=OPTIONS,
     choices=CHOICES,
     nested=Nested(
+        "rope_parameters",
+        frozenset(("rope_scaling", "rope_theta")),
         {"rotary_base": "rope_parameters.rope_theta", "rope_scaling": "rope_parameters"},
         _rope_to_ours,
         _rope_to_theirs,

@@ -94,12 +94,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Nested:
-    """Options of theirs inside another one, and the fields of ModelConfig that are the same.
+    """Options of theirs inside another one, `theirs`, and the fields of ModelConfig that are the
+    same.
 
-    names: of the fields, and what messages call them. to_ours: of the whole configuration, values
+    older: options that say the same, and go before. names: of the fields, and what messages call
+    them. to_ours: of the whole configuration, values
     of the fields; raises ValueError that names the option. to_theirs: of all fields, options.
     """
 
+    theirs: str
+    older: frozenset[str]
     names: Mapping[str, str]
     to_ours: Callable[[Mapping[str, Any]], dict[str, Any]]
     to_theirs: Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -21,7 +21,8 @@ from transformers import AutoConfig, GenerationConfig
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, verify
 from megatron.checkpoint.save import reason
-from megatron.config.huggingface import KEPT, HuggingFaceConfig, beside
+from megatron.config.huggingface import HuggingFaceConfig
+from megatron.config.model import KEPT, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
 from megatron.models.build import build_on_meta
 from megatron.models.hf_layers import Wide

@@ -38,13 +38,12 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class NoTokenizer:
-    """In place of a tokenizer that nobody has: of its kind and size, but without ids of any text.
+    """In place of a tokenizer that nobody has: of its kind, but without ids of any text.
 
-    Its fingerprint is empty, which agrees with that of every tokenizer of its size.
+    Its fingerprint is empty, which agrees with that of every tokenizer of at most the model's ids.
     """
 
     kind: str
-    vocab_size: int
     fingerprint: str = ""
 
     @property
@@ -58,8 +57,8 @@ def find_tokenizer(
     """The folder's tokenizer, or that of the given files; where there are both they have to agree.
     With --no-tokenizer the folder's is left alone.
 
-    vocab_size: of the model. Raises ValueError or OSError, naming the file, for a tokenizer that
-    is missing, of another kind, or of another size.
+    vocab_size: rows of the model's word embedding. Raises ValueError or OSError, naming the file,
+    for a tokenizer that is missing, of another kind, or of more ids.
     """
     kind = given.tokenizer_type or tokenizing.kind_of({})
     _check_kind(kind, tokenizing)
@@ -71,7 +70,7 @@ def find_tokenizer(
                 "left out beside --vocab-file and --merge-file",
                 works=("--no-no-tokenizer",),
             )
-        return NoTokenizer(kind=kind, vocab_size=vocab_size)
+        return NoTokenizer(kind=kind)
     found = dict(_tokenizers(folder, tokenizing, given))
     if not found:
         files = dict.fromkeys([" and ".join(file_names(kind)), JSON])
@@ -83,10 +82,10 @@ def find_tokenizer(
     for other, another in others:
         if another.fingerprint != tokenizer.fingerprint:
             raise ValueError(f"{name} and {other} are not the same tokenizer; one of them is wrong")
-    if tokenizer.vocab_size != vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{folder / 'config.json'}: vocab_size is {vocab_size}, but the tokenizer ({name}) has "
-            f"{tokenizer.vocab_size} ids; the model's own tokenizer would work"
+            f"{tokenizer.vocab_size} ids; a tokenizer of at most {vocab_size} would work"
         )
     return tokenizer
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.checkpoint.resume import arguments_of
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.checks import flag
-from megatron.config.model import BertConfig, FinetunedConfig, ModelConfig
+from megatron.config.model import KEPT, BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.build import build_on_meta
@@ -54,6 +53,7 @@ def write_checkpoint(
     tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
+    kept: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Path:
     """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights alone at step 0, or with
@@ -62,6 +62,7 @@ def write_checkpoint(
     weights: every parameter whole, by its name in this project; one dtype of DTYPES, which is
     kept. imported_from: kept in the manifest for whoever reads it. check: is called with the folder
     of the staged checkpoint, and raises where it should not come to be; then nothing of it is left.
+    kept: files that were beside the weights, by their names, of which an export is made, too.
     Raises FileExistsError where `to` is there, OSError where it cannot be written.
     """
     table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
@@ -85,7 +86,9 @@ def write_checkpoint(
         for key, tensor in progress.tensors.items():
             pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
     with staged(to) as staging:
-        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), tokenizer.files).path
+        files = {f"{KEPT}{name}": content for name, content in kept.items()}
+        attached = {**files, **tokenizer.files}
+        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), attached).path
         check(path)
     return to / path.name
 
@@ -107,28 +110,26 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> Non
         raise ValueError(f"the model of {source} computes logits that are not finite")
 
 
-SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-FORM = (  # told where they are not the default
-    "ffn_hidden_size",
-    "activation",
-    "untie_embeddings_and_output_weights",
-    "layernorm_epsilon",
-    "residual_order",
-    "num_query_groups",
-    "rotary_base",
-    "rope_scaling",
-)
 TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
 
 
 def tell(
     source: str | Path, path: Path, section: ModelConfig, given: Sequence[str] = ("--finetune",)
 ) -> None:
-    """Say what was imported, and how to go on from it. given: flags beside those of the model."""
+    """Say what was imported, and how to go on from it. given: flags beside --load, which provides
+    model and tokenizer."""
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
-        program, flags = f"pretrain.py --model {section.kind}", " ".join(_flags(path, section))
-        print(f"to train on from it: {program} {' '.join(given)} --load {path.parent} {flags} ...")
+        data = resolve_name(KINDS[section.kind].data)()
+        words = ["python", "pretrain.py", "--model", section.kind, *given, "--load", path.parent]
+        for name, value in (
+            ("--data-path", "documents.jsonl" if "--pad" in given else "P_text_document"),
+            ("--seq-length", min(data.seq_length, section.max_position_embeddings)),
+            ("--train-iters", 1000),
+            ("--save", f"{path.parent}_trained"),
+        ):
+            words += [] if name in given else [name, value]
+        print(f"to train on from it: {shlex.join(map(str, words))}")
     if isinstance(section, BertConfig):
         print(f"{_use(section)} --load {path.parent} ...")
 
@@ -140,17 +141,6 @@ def _use(section: BertConfig) -> str:
         return f"to evaluate it: tasks/main.py --task {TASKS[section.head]}"
     labels = ", ".join(section.labels)
     return f"to evaluate it: tasks/main.py --task NAME, one with the labels {labels}, with"
-
-
-def _flags(path: Path, section: ModelConfig) -> Iterator[str]:
-    """What the pretraining program has to be told, so that its model is this one."""
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if field.name in SHAPE or (field.name in FORM and value != field.default):
-            yield from arguments_of(flag(field.name), value)
-    kind = read_manifest(path)["config"]["data"]["tokenizer_type"]
-    if kind != resolve_name(KINDS[section.kind].data).tokenizer_type:
-        yield f"--tokenizer-type {kind}"
 
 
 def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class CheckpointLM(TemplateLM):
         written = continue_prompts(
             self._model,
             self._mesh,
-            Prompts(prompts, is_done, most, self.eot_token_id),
+            Prompts(prompts, is_done, most, self._tokenizer.ends),
             self._micro_batch_size,
             "texts",
         )

@@ -35,8 +35,6 @@ both_orders = pytest.mark.parametrize("order", NAMES)
 def same_json(one: Path, other: Path, *names: str) -> None:
     for name in names:
         contents = [json.loads((folder / name).read_bytes()) for folder in (one, other)]
-        for content in contents:
-            content.pop("model_max_length", None)
         assert contents[0] == contents[1]
 
 
@@ -121,11 +119,7 @@ def test_the_import_says_which_program_goes_on_from_it(
     folder = write_bert(tmp_path / "hf", order, do_lower_case=False, layer_norm_eps=1e-12)
     import_model(str(folder), tmp_path / "ours")
     said = capsys.readouterr().out
-    assert ("--residual-order post-ln" in said) == (order == "post-ln")
-    assert f"pretrain.py --model bert --finetune --load {tmp_path / 'ours'} --num-layers 2" in said
-    for flags in ("--max-position-embeddings 16", "--layernorm-epsilon 1e-12"):
-        assert flags in said
-    assert "--tokenizer-type BertWordPieceCase ..." in said
+    assert f"python pretrain.py --model bert --finetune --load {tmp_path / 'ours'} " in said
     assert f"--task MNLI, QQP, RACE or SQUAD --load {tmp_path / 'ours'}" in said
 
 
@@ -272,7 +266,7 @@ def test_both_casings_are_kept_and_the_marks_stand_around_the_ids(
     theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
     ids = theirs.encode("The THING, the inn.")
     assert ids == [theirs.cls_token_id, *ours.encode("The THING, the inn."), theirs.sep_token_id]
-    assert theirs.model_max_length == 16
+    assert theirs.model_max_length == AutoTokenizer.from_pretrained(folder).model_max_length
     (tmp_path / "back" / "tokenizer.json").unlink()  # as older versions read it
     assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("The THING, the inn.") == ids
 

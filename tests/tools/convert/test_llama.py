@@ -215,7 +215,8 @@ def test_what_transformers_cannot_say_is_not_exported(
 
 
 def test_gpt2s_tokenizer_is_a_llamas_if_the_flag_says_so(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path / "hf", vocab_size=261, bos_token_id=None, pad_token_id=None)
+    ids = {"bos_token_id": None, "eos_token_id": 260, "pad_token_id": None}
+    folder = write_llama(tmp_path / "hf", vocab_size=261, **ids)
     for file in folder.glob("*token*"):
         file.unlink()
     files = write_tokenizer(tmp_path)
@@ -236,7 +237,8 @@ def test_gpt2s_tokenizer_is_a_llamas_if_the_flag_says_so(tmp_path: Path) -> None
 
 
 def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
-    folder = write_llama(tmp_path / "hf", vocab_size=317, pad_token_id=None)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    folder = write_llama(tmp_path / "hf", vocab_size=317, **ids)
     write_sentencepiece(folder, 317)
     import_model(str(folder), tmp_path / "ours")
     export_model(str(tmp_path / "ours"), tmp_path / "back")
@@ -246,8 +248,10 @@ def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
     ours = read_tokenizer("HuggingFaceTokenizer", tmp_path / "ours" / "step_00000000")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert (ours.bos_id, theirs.bos_token_id) == (1, 1)
+    before = AutoTokenizer.from_pretrained(folder)
+    assert theirs.encode("the thing \u00fc") == [1, *ours.encode("the thing \u00fc")]
     for text in ("the thing \u00fc", "  in the inn", " "):
-        assert theirs.encode(text) == [1, *ours.encode(text)]
+        assert theirs.encode(text) == before.encode(text)
     change_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
     with pytest.raises(ValueError, match="other ids"):
         import_model(str(folder), tmp_path / "again")

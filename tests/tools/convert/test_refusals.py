@@ -112,7 +112,7 @@ def refuse(folder: Path, *named: str, **arguments: Any) -> None:
         ("llama", "tie_word_embeddings", True, "lm_head.weight"),
         ("llama", "tie_word_embeddings", None, "false"),
         ("llama", "rms_norm_eps", None, "number"),
-        ("llama", "vocab_size", 264, "263"),
+        ("llama", "vocab_size", 262, "263"),
         ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type"),
         ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "llama3"),
         ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),

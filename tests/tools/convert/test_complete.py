@@ -1,0 +1,265 @@
+"""A folder of transformers with everything that may lie in one: it comes back complete, and what
+lies in it counts."""
+
+import contextlib
+import io
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+import pretrain
+from megatron.checkpoint.format import read_manifest
+from megatron.checkpoint.load import verify
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.models.hf_layers import Wide
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.evaluate import load_model, score, whole_logits
+from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece
+from tests.programs import newest
+from tests.tools.convert.berts import write_bert
+from tests.tools.convert.llamas import write_llama
+from tests.tools.convert.models import assert_same_weights, change_json, weights_of, write_model
+from tests.tools.texts import generated
+from tools.convert_hf import export_model, import_model
+
+WRITERS: dict[str, Callable[..., Path]] = {
+    "gpt2": write_model,
+    "bert": write_bert,
+    "llama": write_llama,
+}
+ROWS = {"gpt2": 268, "bert": 100, "llama": 270}  # 7 more than the tokenizers have ids
+DROPOUTS = {  # what --hidden-dropout is there
+    "gpt2": {"resid_pdrop", "embd_pdrop"},
+    "bert": {"hidden_dropout_prob"},
+    "llama": set[str](),  # transformers' has none
+}
+KINDS = pytest.mark.parametrize("kind", WRITERS)
+POSITIONS = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+PROMPT, NEW = "the thing in", 12
+
+
+@dataclass(frozen=True)
+class Imported:
+    folder: Path
+    ours: Path
+    said: str
+
+
+def json_of(file: Path) -> Any:
+    return json.loads(file.read_bytes())
+
+
+def write_complete(folder: Path, kind: str) -> Path:
+    """Of a model that writes text the fifth token of a greedy text is an end id, too, and one
+    before it has no token."""
+    sizes = {POSITIONS.get(kind, "max_position_embeddings"): 32, "vocab_size": ROWS[kind]}
+    WRITERS[kind](folder, **sizes)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_max_length = 24
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokenizer.special_tokens_map))
+    (folder / "README.md").write_text("A model.")
+    if kind != "bert":
+        ids = tokenizer.encode(PROMPT, return_tensors="pt")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():  # so that one of these rows is the most probable
+            model.get_output_embeddings().weight[ROWS[kind] - 7 :] *= 3
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.save_pretrained(folder)
+        whole = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        ends = [tokenizer.eos_token_id, whole[0, ids.shape[1] + 4].item()]
+        change_json(folder / "config.json", eos_token_id=ends)
+        settings = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7}
+        GenerationConfig(**settings).save_pretrained(folder)
+    change_json(folder / "config.json", note={"of": "another program"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Imported]:
+    """That of a kind; made when it is first asked for."""
+    made: dict[str, Imported] = {}
+
+    def find(kind: str) -> Imported:
+        if kind not in made:
+            place = tmp_path_factory.mktemp(kind)
+            folder = write_complete(place / "hf", kind)
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                import_model(str(folder), place / "ours")
+            made[kind] = Imported(folder, place / "ours", said.getvalue())
+        return made[kind]
+
+    return find
+
+
+Find = Callable[[str], Imported]
+
+
+def assert_complete(folder: Path, back: Path) -> None:
+    """File by file, key by key, and as transformers reads it."""
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            assert json_of(back / file.name) == json_of(file), file.name
+        elif file.suffix == ".jinja":
+            assert (back / file.name).read_bytes() == file.read_bytes()
+    configs = [AutoConfig.from_pretrained(each).to_dict() for each in (folder, back)]
+    for config in configs:
+        del config["_name_or_path"]
+    assert configs[0] == configs[1]
+    one, other = (AutoTokenizer.from_pretrained(each) for each in (folder, back))
+    assert type(one) is type(other)
+    for name in ("model_max_length", "chat_template", "special_tokens_map"):
+        assert getattr(one, name) == getattr(other, name) != None, name  # noqa: E711
+
+
+@KINDS
+def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str) -> None:
+    made = imported(kind)
+    export_model(str(made.ours), tmp_path / "back")
+    assert_same_weights(made.folder, tmp_path / "back")
+    assert ROWS[kind] in {len(each) for each in weights_of(tmp_path / "back").values()}
+    assert_complete(made.folder, tmp_path / "back")
+    assert [line for line in made.said.splitlines() if "README.md" in line]
+    assert not (tmp_path / "back" / "README.md").exists()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
+    imported: Find, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = imported(kind)
+    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    ids = tokenizer.encode(PROMPT, return_tensors="pt")
+    whole = model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+    words = ["--prompt", PROMPT, "--greedy", "--max-new-tokens", str(NEW)]
+    (record,) = generated(capsys, made.ours, *words)
+    assert record["tokens"] == whole[:-1]
+    assert whole[-1] in json_of(made.folder / "config.json")["eos_token_id"]
+    assert max(whole[:-1]) >= len(tokenizer)
+    assert record["text"] == tokenizer.decode(whole[:-1])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@torch.no_grad()
+def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> None:
+    """Of evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
+    made, mesh = imported(kind), serial_mesh()
+    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
+    ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
+    with Wide():
+        expected = model.eval().double()(ids).logits
+    ours = load_model(verify(made.ours / "step_00000000", mesh), mesh, torch.float64)
+    logits = whole_logits(ours, mesh, ids)
+    assert logits.shape == expected.shape == (1, 32, ROWS[kind])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
+    labels = ids.roll(-1)
+    found, hits = score(ours, mesh, ids, labels, torch.ones_like(ids, dtype=torch.bool))
+    wanted = expected[0].log_softmax(-1).gather(1, labels.T)[:, 0]
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert hits.equal(expected[0].argmax(-1) == labels[0])
+
+
+def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
+    """Data that the folder's tokenizer is said to have made, without the tokenizer beside them; of
+    the Llama nothing says it."""
+    numbers, size = np.random.default_rng(0), ROWS[kind] - 7
+    if kind == "bert":
+        known = BertWordPieceLowerCase(write_wordpiece(prefix.parent))
+        sentences = [[list(numbers.integers(7, size, 9)) for _ in range(4)] for _ in range(20)]
+        write_sentences(prefix, sentences, fingerprint=known.fingerprint, vocab_size=size)
+        return
+    made: Tokenizer = HuggingFaceTokenizer(str(folder))
+    if kind == "gpt2":
+        made = GPT2BPETokenizer(*write_tokenizer(prefix.parent))
+    documents = [[*numbers.integers(3, size - 1, 60), made.eod] for _ in range(20)]
+    described = write_data(prefix, documents, vocab_size=size, eod=made.eod)
+    facts = {"tokenizer_type": made.kind, "tokenizer_fingerprint": made.fingerprint}
+    replace(described, **facts).write(str(prefix))
+    if kind == "llama":
+        prefix.with_name(f"{prefix.name}.json").unlink()
+
+
+@KINDS
+def test_the_printed_command_trains(
+    imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
+    made = imported(kind)
+    monkeypatch.chdir(tmp_path)
+    write_text_of(made.folder, kind, tmp_path / "P_text_document")
+    (line,) = (each for each in made.said.splitlines() if "pretrain.py" in each)
+    python, program, *words = shlex.split(line[line.index("python") :])
+    assert (python, program) == ("python", "pretrain.py")
+    fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
+    agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
+    pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
+    before, after = (
+        read_manifest(made.ours / "step_00000000"),
+        read_manifest(newest(Path("trained"))),
+    )
+    model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
+    assert after["config"]["model"] == model
+    assert after["tokenizer"] == before["tokenizer"] != ""
+    export_model("trained", tmp_path / "back")
+    theirs, ours = (json_of(each / "config.json") for each in (made.folder, tmp_path / "back"))
+    dropouts = {name for name in theirs if theirs[name] != ours[name]}
+    assert dropouts == DROPOUTS[kind]
+    assert theirs.keys() == ours.keys()
+    for name in dropouts:
+        assert ours.pop(name) == 0.25
+    change_json(tmp_path / "back" / "config.json", **{name: theirs[name] for name in dropouts})
+    assert_complete(made.folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "saved"),
+    [
+        ("gpt2", "--num-layers 3", "2"),
+        ("gpt2", "--vocab-size 269", "268"),
+        ("gpt2", "--activation gelu", "gelu_tanh"),
+        ("gpt2", "--tokenizer-type HuggingFaceTokenizer", "GPT2BPETokenizer"),
+        ("llama", "--num-query-groups 4", "3"),
+        ("llama", "--rotary-base 5000.0 --preset llama.toml", "2"),
+        ("bert", "--residual-order pre-ln", "post-ln"),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(
+    imported: Find,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    flags: str,
+    saved: str,
+) -> None:
+    """A preset's value is one; that of --rotary-base is none, as fine-tuning may change it."""
+    made = imported(kind)
+    monkeypatch.chdir(tmp_path)
+    write_text_of(made.folder, kind, tmp_path / "data")
+    (tmp_path / "llama.toml").write_text("num_layers = 4")
+    words = f"--model {kind} --finetune --load {made.ours} --data-path data --seq-length 16"
+    with pytest.raises(SystemExit) as refused:
+        pretrain.main([*words.split(), "--train-iters", "1", *flags.split()], {})
+    assert refused.value.code == 2
+    named = "--num-layers 4" if "--preset" in flags else flags
+    assert f"error: {named}: must be " in (said := capsys.readouterr().err)
+    assert saved in said.partition(named)[2]
