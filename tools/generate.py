@@ -158,7 +158,7 @@ def converse(
         eod, tokens = reader.tokenizer.eod, [prompt.tokens]
         new = generate(model, mesh, tokens, settings.sampling, eod=eod, numbers=[count])
         if mesh.is_first:
-            print(reader.continuation(prompt, new[0]), flush=True)
+            print(reader.tokenizer.decode_after(new[0]), flush=True)
         yield prompt, new[0]
         count += 1
 
@@ -185,7 +185,7 @@ def answer(
     return [
         {
             "prompt": prompt.text,
-            "text": reader.continuation(prompt, tokens),
+            "text": reader.tokenizer.decode_after(tokens),
             "tokens": tokens,
             "finished": "length" if len(tokens) == reader.max_new_tokens else "end of document",
             "number": number,

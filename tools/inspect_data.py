@@ -196,7 +196,7 @@ def shown_documents(number: int, batch: GPT2Batch, eod: int | None, tokenizer: T
             for run in runs
         ]  # fmt: skip
         lines += [f"  {facts}:", _wrapped("".join(texts))]
-    after = tokenizer.decode([int(batch.labels[0, -1])])
+    after = tokenizer.decode_after([int(batch.labels[0, -1])])
     return "\n".join([*lines, f"  and to be predicted after them: {after!r}", ""])
 
 
