@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
-from megatron.data.json_lines import find_shards, parse_line, read_lines
+from megatron.data.json_lines import find_shards, parse_line, read_shard
 from megatron.data.order import split_documents
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import begin_of
@@ -131,12 +131,12 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 
 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
-    """The documents of JSON lines, and how many lines hold none; each of those is named."""
+    """The documents of files, and how many lines hold none; each of those is named."""
     texts, bad_lines = [], 0
     for file in find_shards(paths):
         if not file.stat().st_size:
             continue
-        for line in read_lines(file):
+        for line in read_shard(file, key=key):
             try:
                 texts.append(parse_line(line, key)[key])
             except ValueError as error:

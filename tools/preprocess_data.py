@@ -1,4 +1,4 @@
-"""From JSON lines to a tokenised data set.
+"""From JSON lines, or text files, to a tokenised data set.
 
     python tools/preprocess_data.py --input FILE|FOLDER... --output-prefix P --workers N ...
     python tools/preprocess_data.py verify P_text_document
@@ -65,7 +65,8 @@ MARGIN = 2  # times --max-unknown that a sample may hold before all is read
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     input: tuple[Path, ...]
-    """Files of JSON lines, a document a line (plain, .gz or .zst), or folders of them."""
+    """Files of JSON lines, a document a line, and *.txt, each a document (plain, .gz or .zst), or
+    folders of them."""
 
     json_key: str = "text"
     """Key of a line's text; it is part of the name of what is written."""

@@ -218,6 +218,9 @@ def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
     file.write_text('{"text": "good"}\n{"txt": "bad"}\n{"text": "too"}\n')
     with pytest.warns(UserWarning, match=r"heldout.jsonl, byte 17"):
         assert read_texts([file], "text") == (["good", "too"], 1)
+    (tmp_path / "more.txt").write_text("all\nof it")
+    with pytest.warns(UserWarning, match="byte 17"):
+        assert read_texts([tmp_path], "text") == (["good", "too", "all\nof it"], 1)
     with pytest.warns(UserWarning, match="byte"), pytest.raises(ValueError, match="^--input "):
         read_texts([file], "body")
 

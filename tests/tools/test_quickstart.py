@@ -27,8 +27,10 @@ from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
 
 SETTINGS = Settings(
     corpus=None,
+    json_key="text",
     out=ROOT / "runs" / "quickstart",
     preset=ROOT / "scripts" / "presets" / "quickstart.toml",
+    train_iters=None,
     tensor_parallel=2,
     vocab_size=2048,
     vocab_file=None,
@@ -155,14 +157,17 @@ def test_gpus_are_used_where_one_model_fits(
 
 
 def test_the_training_command_fits_its_processes() -> None:
-    for gpus in (0, 2, 5, 8):
-        processes = choose_processes(SETTINGS, gpus, 16)
-        argv = pretrain_stage(SETTINGS, processes).commands[-1].argv
+    for gpus, steps in ((0, 1), (2, 2600), (5, None), (8, 50)):
+        settings = replace(SETTINGS, train_iters=steps)
+        processes = choose_processes(settings, gpus, 16)
+        argv = pretrain_stage(settings, processes).commands[-1].argv
         world = int(argv[argv.index("--nproc-per-node") + 1])
         config = parse(PretrainGPT2Config, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
         config.check(world)
         assert config.data_parallel_size(world) == processes.data_parallel
         assert config.global_batch_size(world) == 4
+        assert config.training.train_iters == (steps or 2600)
+        assert config.logging.log_interval <= config.training.train_iters
 
 
 def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
@@ -217,14 +222,15 @@ def test_a_corpus_too_small_for_a_sample_is_told_how_much_is_needed(tmp_path: Pa
 def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").touch()
-    (tmp_path / "mine.jsonl").write_text(
-        '{"text": "This text is English but far too short to be kept."}\n'
-    )
+    text = "This text is English but far too short to be kept"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.txt").write_text(text)
+    (tmp_path / "mine" / "b.jsonl").write_text(json.dumps({"body": text}))
     script = (ROOT / "scripts" / "quickstart.sh").read_text()
     flags = shlex.split(script.splitlines()[-1])
     flags = flags[flags.index("-P") : -1]
     ended = subprocess.run(
-        [sys.executable, *flags, "mine.jsonl", "--out", "out"],
+        [sys.executable, *flags, "mine", "--out", "out", "--json-key", "body"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -233,11 +239,12 @@ def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) ->
     )
     assert ended.returncode == 1
     assert "stage clean failed" in ended.stderr
-    assert "1 under 128 pieces" in ended.stderr
+    assert "2 under 128 pieces" in ended.stderr
     assert (tmp_path / "out" / "stages" / "corpus.json").exists()
 
 
 def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
     own = replace(
         SETTINGS, corpus=tmp_path / "c", vocab_file=tmp_path / "v", merge_file=tmp_path / "m"
     )
@@ -251,7 +258,7 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl:1")],
+    [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl, byte 0")],
 )
 def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     corpus = tmp_path / "c.jsonl"

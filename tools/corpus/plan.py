@@ -46,7 +46,7 @@ class Settings:
     """TOML file of a run (python -m tools.corpus run); without it --input and --output."""
 
     input: tuple[Path, ...] = ()
-    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
 
     output: Path | None = None
     """Folder that the run would fill."""

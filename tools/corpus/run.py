@@ -34,7 +34,7 @@ class Settings:
     """TOML file; scripts/corpus/ has two.  Without it --input and --output."""
 
     input: tuple[Path, ...] = ()
-    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
 
     output: Path | None = None
     """Folder to fill."""
