@@ -18,7 +18,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
 from tools.data_files import IndexedDatasetWriter
-from tools.processes import Processes
+from tools.processes import Processes, count_gpus, visible_gpus
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
 from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
@@ -154,6 +154,50 @@ def test_gpus_are_used_where_one_model_fits(
     assert choose_processes(SETTINGS, 8, 8) == Processes(2, 4, 1, "cuda", 1)
     with pytest.raises(ValueError, match="--tensor-model-parallel-size 3"):
         choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
+
+
+GPUS = {f"GPU-{name}": [] for name in ("8932f937", "8932aaaa", "5555", "7777")}
+SPLIT = {"GPU-11": ["MIG-31", "MIG-32"], "GPU-22": []}
+
+
+@pytest.mark.parametrize(
+    ("visible", "instances", "count"),
+    [
+        *((None, GPUS, 4), ("", GPUS, 0), ("-1", GPUS, 0), ("NoDevFiles", GPUS, 0)),
+        *(("0,-1,1", GPUS, 1), ("0,2,-1,1", GPUS, 2), ("2,1", GPUS, 2), (" 3 , 0", GPUS, 2)),
+        *(("0,1,2,3", GPUS, 4), ("0,4,1", GPUS, 1), ("7", GPUS, 0), ("0,1,0", GPUS, 0)),
+        *(("1,,2", GPUS, 1), ("0,-1,0", GPUS, 1), ("3gpu,0", GPUS, 2), ("all", GPUS, 0)),
+        *(("GPU-5555,GPU-7777", GPUS, 2), ("GPU-8932f,GPU-5", GPUS, 2), ("GPU-8932", GPUS, 0)),
+        *(("GPU-5,GPU-9,GPU-7", GPUS, 1), ("GPU-5,GPU-5555", GPUS, 0), ("GPU-5,0", GPUS, 1)),
+        *(("0,GPU-5", GPUS, 1), ("0", {}, 0), (None, {}, 0), ("MIG-31", GPUS, 0)),
+        *((None, SPLIT, 1), ("0,1", SPLIT, 1), ("1", SPLIT, 1), ("GPU-22", SPLIT, 1)),
+        *(("MIG-31", SPLIT, 1), ("MIG-31,MIG-32", SPLIT, 1), ("MIG-9", SPLIT, 0)),
+        *(("MIG-GPU-11/1/0", SPLIT, 1), ("MIG-GPU-22/1/0", SPLIT, 0), ("1,-1", SPLIT, 1)),
+    ],
+)
+def test_gpus_are_counted_as_cuda_shows_them(
+    visible: str | None, instances: dict[str, list[str]], count: int
+) -> None:
+    """By the rules of the CUDA programming guide and of NVIDIA's guide to MIG."""
+    assert visible_gpus(visible, instances) == count
+
+
+def test_the_gpus_of_this_machine_are_those_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = (
+        "GPU 0: NVIDIA H100 80GB (UUID: GPU-11)\nGPU 1: NVIDIA H100 80GB (UUID: GPU-22)\n"
+        "  MIG 1g.10gb     Device  0: (UUID: MIG-31)\nGPU 2: NVIDIA H100 (UUID: GPU-33)\n"
+    )
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{listing}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for visible, count in (("0,2,-1", 2), ("0,1", 1), ("-1", 0), ("MIG-31", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert count_gpus() == 0
 
 
 def test_the_training_command_fits_its_processes() -> None:
