@@ -15,11 +15,15 @@ With --output FOLDER instead of a prefix it is a step like those of tools.corpus
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import functools
 import importlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,12 @@ given special tokens as the first ids.  A WordPiece begins with [PAD], and a war
 much of its own text is [UNK].  Files that are there are replaced.
 """
 
-import json
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
