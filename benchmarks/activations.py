@@ -13,6 +13,10 @@ and votes together. On a CPU nothing waits, but the same is counted.
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -7,8 +7,12 @@ tools.prove_plan does. Those with few key/value heads have 2, so that 4 ranks sh
 
 from __future__ import annotations
 
-import json as json_library
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json as json_library
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

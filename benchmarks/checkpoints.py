@@ -7,10 +7,14 @@ MB/s are until all is on the disk. Files that are read are not in the page cache
 virtual machine has a cache of its own.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import atexit
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,10 +7,14 @@ step's loss is compared: without dropout they have to be the same bit for bit. D
 coordinates and that of before commit 681c802 drop different elements.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import product

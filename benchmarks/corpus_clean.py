@@ -9,6 +9,10 @@ the whole of tools/corpus/clean.py, from jsonl to jsonl. MB are 10^6 bytes of UT
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module

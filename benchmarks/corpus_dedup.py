@@ -11,6 +11,10 @@ documents.
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -8,6 +8,10 @@ above its modules.
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -9,10 +9,14 @@ stand those of the tasks alone, as run.json has them, and the power of the size 
 grow from the smallest corpus on. MB are 10^6 bytes of JSON lines.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 

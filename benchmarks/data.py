@@ -15,9 +15,13 @@ run's first step, which always waits, is left out. With --pad longer documents a
 the whole of them is tokenised.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import os
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -9,9 +9,13 @@ opening reads, its index and all its tokens are holes. Memory is what opening ta
 much more than after the first steps all further steps take.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator

@@ -7,6 +7,10 @@ rows, columns and places, and of bytes, are chi-squares less their mean, over th
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator
 from math import sqrt
 from pathlib import Path

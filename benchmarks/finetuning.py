@@ -5,8 +5,12 @@ pretraining begins with. Figures are those of the last epoch: the median over th
 and the highest, beside the share of the most frequent class.
 """
 
-import shlex
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -8,8 +8,12 @@ send takes no time. Memory is that of a rank's model at its peak, beyond what th
 model load and never give back; on paper it is that of tools/plan.py.
 """
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal

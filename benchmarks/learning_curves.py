@@ -16,6 +16,10 @@ after 1,000 steps: --steps 1000 --rounds 5 --contenders "torch's dropout" "dropo
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from pathlib import Path

@@ -9,6 +9,10 @@ hits to agree on: its figures say that the conventions are the same, and nothing
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -6,6 +6,11 @@ between host and device ran beside kernels, by torch.profiler. Not yet run on a 
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 from time import perf_counter
 

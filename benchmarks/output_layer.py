@@ -7,6 +7,10 @@ stream and the stream's gradient, on all ranks.
 """
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -18,8 +18,12 @@ m = 1, beside the number in flight that the schedule promises. Ranks are process
 one machine, over gloo; nothing is said of NCCL.
 """
 
-import shlex
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import shlex
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product

@@ -7,8 +7,12 @@ others on a plain process group, with a model so small (t = 2, fp32, 2 layers of
 tokens) that a step is little but its collectives: an upper bound. There a turn is 100 steps.
 """
 
-import atexit
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import atexit
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

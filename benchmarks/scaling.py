@@ -14,8 +14,12 @@ the vocabulary, on 2 copies; the paper's figures are of its own models. Ranks on
 bandwidth and caches, of which a rank alone has all: efficiency is lost that GPUs do not lose.
 """
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

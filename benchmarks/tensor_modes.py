@@ -22,6 +22,10 @@ beside matmuls, and a link is much slower than memory.
 from __future__ import annotations
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

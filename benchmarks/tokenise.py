@@ -8,8 +8,12 @@ bytes. MB are those of the JSON lines, CPU seconds those of all processes. The s
 line, is not part of the speed; the Pool's worker starts with its vocabulary.
 """
 
-import json
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json
 from collections.abc import Iterator
 from functools import cache, partial
 from hashlib import sha256

@@ -11,8 +11,12 @@ claim is made for hidden sizes of 768 and sequences of 512 tokens or more alone;
 shown beside. On gloo nothing is said of NCCL.
 """
 
-import shlex
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import shlex
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

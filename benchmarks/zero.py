@@ -15,8 +15,12 @@ the first turn on, the mean of the ranks, above what modules take.
 
 from __future__ import annotations
 
-import shlex
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product

@@ -7,6 +7,11 @@
 same at every layout and by both plans.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import os
 from collections.abc import Iterator

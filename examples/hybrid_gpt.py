@@ -7,6 +7,11 @@ Other processes are data parallelism. pretrain_gpt2.py --preset gpt2_xl_colossal
 with checkpoints, evaluation and resume.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import os
 import time

@@ -11,6 +11,11 @@ The same command goes on from the newest checkpoint in --save, on any number of 
 --model llama --preset llama_tutorial --zero-stage 3 is the same run.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import os
 from collections.abc import Callable, Iterator

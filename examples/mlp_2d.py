@@ -8,6 +8,11 @@ tensor parallelism, beside plain torch. (Of data x tensor parallelism: llama_2d.
 Of one mode alone, the layers have names: Linear2D(mesh, 1024, 8192), LayerNorm2D(mesh, 8192).
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import os
 from collections.abc import Iterator

@@ -6,6 +6,11 @@ A data set gives samples by their numbers. As each is a function of its number a
 reads the same, nothing is built at the start, and a resumed run goes on where it was.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

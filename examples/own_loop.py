@@ -6,6 +6,11 @@
 The second command goes on where the first ended, with a whole model on each of two ranks.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 from collections.abc import Iterator
 

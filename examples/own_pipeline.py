@@ -7,6 +7,11 @@ of words. With --pipeline 2 each rank has two stages, and two models read differ
 --pipeline 1 a rank has all: the numbers are the same.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import os
 from collections.abc import Iterator

@@ -6,6 +6,11 @@ Each rank holds half of the columns of one weight and half of the rows of the ot
 the paper). With --tensor 1 both hold all and read different samples: the numbers are the same.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 from collections.abc import Iterator
 

@@ -8,6 +8,11 @@ Ranks read different samples and share out moments and masters (stage 1), gradie
 (3); the numbers are the same. The second command goes on where the first ended.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 from collections.abc import Iterator
 

@@ -9,9 +9,10 @@ README.md adds one in 40 lines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
 from megatron.config.parallel import ParallelConfig
+from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.loader import shard
 
 if TYPE_CHECKING:
@@ -177,6 +180,25 @@ class Sliding:
         end = min(len(self.tokens) - 1, done + (self.stride if number else self.length))
         start = max(0, end - self.length) if self.reach_back else number * self.stride
         return Window(self.tokens[start:end], self.tokens[start + 1 : end + 1], done - start)
+
+
+def encode_targets(
+    tokenizer: Tokenizer, places: Sequence[str], contexts: Sequence[str], targets: Sequence[str]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids of the context, ids of the target behind it) of each pair: those of the whole, cut.
+
+    places: where each stands, for the ValueError where no id begins at the target.
+    """
+    wholes = list(map(add, contexts, targets))
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(wholes), strict=True)
+    for place, target, (start, ids) in zip(places, targets, pairs, strict=True):
+        if ids[: len(start)] != start or len(ids) == len(start):
+            raise ValueError(
+                f"{place}: no token of the model's tokenizer begins at {target!r}, so that it has "
+                "no tokens to score; a model with a byte-level BPE would work, such as "
+                f"--tokenizer-type {GPT2BPETokenizer.kind}"
+            )
+        yield start, ids[len(start) :]
 
 
 def score_windows(

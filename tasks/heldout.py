@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 
 from megatron.config.checks import positive
 from megatron.data.indexed import IndexedDataset
-from megatron.data.json_lines import find_shards, parse_line, read_lines
+from megatron.data.json_lines import find_shards, parse_line, read_shard
 from megatron.data.order import split_documents
-from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import begin_of
-from tasks.common import Scores, Sliding, Task, TaskSettings, Window
+from tasks.common import Scores, Sliding, Task, TaskSettings, Window, encode_targets
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 
 CONVENTIONS = {
@@ -132,12 +131,12 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 
 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
-    """The documents of JSON lines, and how many lines hold none; each of those is named."""
+    """The documents of files, and how many lines hold none; each of those is named."""
     texts, bad_lines = [], 0
     for file in find_shards(paths):
         if not file.stat().st_size:
             continue
-        for line in read_lines(file):
+        for line in read_shard(file, key=key):
             try:
                 texts.append(parse_line(line, key)[key])
             except ValueError as error:
@@ -190,13 +189,8 @@ def cloze_windows(
         and (found := LAST_WORD.match(paragraph.strip()))
     ]
     count = min(settings.cloze_passages, len(passages))
-    for found in (passages[number * len(passages) // count] for number in range(count)):
-        context, word = tokenizer.encode_batch([found["context"], found["word"]])
-        if tokenizer.encode(found["context"] + found["word"]) != [*context, *word]:
-            raise ValueError(
-                f"--input: the model's tokenizer encodes {found['word']!r} otherwise after its "
-                "passage than alone, so that no cloze can be made of it; a model with a byte-level "
-                f"BPE would work, as of --tokenizer-type {GPT2BPETokenizer.kind}"
-            )
+    chosen = [passages[number * len(passages) // count] for number in range(count)]
+    contexts, targets = ([found[part] for found in chosen] for part in ("context", "word"))
+    for context, word in encode_targets(tokenizer, ["--input"] * count, contexts, targets):
         tokens = [*first, *context, *word][-length - 1 :]
         yield Window(tokens[:-1], tokens[1:], len(tokens) - 1 - len(word))

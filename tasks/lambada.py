@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
-from tasks.common import Prompts, Scores, Task, TaskSettings, Window
+from tasks.common import Prompts, Scores, Task, TaskSettings, Window, encode_targets
 from tasks.reading import read_text
 from tasks.wikitext103 import TITLE
 
@@ -99,13 +98,13 @@ class Lambada(Task):
 
     def ends_word(self, new: Sequence[int]) -> bool:
         """Whether these tokens spell a word and more, or something else than a blank and a word."""
-        text = self.tokenizer.decode(new)
+        text = self.tokenizer.decode_after(new)
         return not text.startswith(" ") or any(map(str.isspace, text[1:]))
 
     def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         passages, count = self.passages, len(self)
         right = sum(
-            spells(self.tokenizer.decode(new), passage.target)
+            spells(self.tokenizer.decode_after(new), passage.target)
             for passage, new in zip(passages, continuations, strict=True)
         )
         return {
@@ -150,24 +149,16 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
     form, lines = read_passages(settings.valid_data)
     positions = positions_of(manifest)
-    texts, contexts = [text for _, text in lines], [_context_of(*line) for line in lines]
-    whole, before = tokenizer.encode_batch(texts), tokenizer.encode_batch(contexts)
+    contexts = [_context_of(*line) for line in lines]
+    places, texts = zip(*lines, strict=True)
+    targets = [text[len(context) :] for text, context in zip(texts, contexts, strict=True)]
     begin, passages = begin_of(manifest, tokenizer), []
-    for (place, text), context, ids, start in zip(lines, contexts, whole, before, strict=True):
-        # No token of a byte-level BPE spans the two: its pre-tokeniser starts a new piece at a
-        # blank that is followed by a word, and pieces are never merged. Others may do so, or drop
-        # the blank of a text that they decode.
-        target = text[len(context) :]
-        if ids[: len(start)] != start or tokenizer.decode(ids[len(start) :]) != target:
-            raise ValueError(
-                f"{place}: the tokens of {target!r} alone do not spell it; a model with a "
-                f"byte-level BPE would work, as of --tokenizer-type {GPT2BPETokenizer.kind}"
-            )
-        if len(ids) - len(start) > positions:
+    encoded = encode_targets(tokenizer, places, contexts, targets)
+    for place, text, target, (start, ids) in zip(places, texts, targets, encoded, strict=True):
+        if len(ids) > positions:
             raise ValueError(f"{place}: more tokens in its last word than the model has positions")
-        passages.append(
-            Passage(text, target, np.array([*begin, *ids], np.int32), len(begin + start))
-        )
+        tokens = np.array([*begin, *start, *ids], np.int32)
+        passages.append(Passage(text, target, tokens, len(begin + start)))
     return Lambada(passages, form, positions, tokenizer)
 
 

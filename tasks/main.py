@@ -7,9 +7,13 @@ taken, of which model and data, and last, to be seen on a screen, the figures.
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import ast
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec

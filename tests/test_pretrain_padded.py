@@ -300,8 +300,9 @@ def test_what_does_not_fit_ends_in_one_line(folder: Path, words: str, named: str
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_mock_data_train_and_resume_without_files(tmp_path: Path, kind: str) -> None:
     way = f"--mock-data --vocab-size 64 --eval-iters 1 --log-interval 1 --save {tmp_path}/save"
-    way += f" --load {tmp_path}/save --lr-decay-iters 4"
+    way += f" --load {tmp_path}/save --lr-decay-iters 4 --preset {tmp_path}/files.toml"
     logs = tmp_path
+    (logs / "files.toml").write_text('data_path = ["none"]\ntokenizer_type = "none"\nepochs = 2\n')
 
     def start(words: str, world: int = 1) -> None:
         program = f"pretrain_{kind}"

@@ -1,6 +1,8 @@
 """What an installation holds, and what a program loads of it only when asked."""
 
+import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -24,6 +26,31 @@ def test_the_package_depends_on_what_setup_installs() -> None:
     assert names == required("requirements.txt")
     assert {"wandb", "datasketch"} <= names
     assert not names & required("requirements-test.txt")
+
+
+def programs() -> list[Path]:
+    """Files that are run, or of `python -m` what Python reads first."""
+    files = [file for file in ROOT.glob("[!.]*/**/*.py") if "tests" not in file.parts]
+    starts = [file for file in (*ROOT.glob("*.py"), *files) if "__main__" in file.read_text()]
+    tools = ROOT / "tools"
+    is_inner = [tools in file.parents and file.parent != tools for file in starts]
+    return [tools / "__init__.py",
+            *(file for file, inner in zip(starts, is_inner, strict=True) if not inner)]  # fmt: skip
+
+
+def test_every_program_says_which_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before it imports anything; an older one can parse the whole file."""
+    started = programs()
+    assert len(started) > 50
+    before = set(sys.modules)
+    for file in started:
+        ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=(3, 8))
+        monkeypatch.setattr("sys.hexversion", 0x30A0DF0)
+        with pytest.raises(SystemExit) as refused:
+            runpy.run_path(str(file), run_name="__main__")
+        monkeypatch.undo()
+        assert re.fullmatch(r".*\b3\.11\b.*", str(refused.value.code)), file
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 python tools/api_page.py
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import ast
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass

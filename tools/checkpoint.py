@@ -7,10 +7,14 @@
 DIR is what was given to --save, or one step_XXXXXXXX in it. Torch is not needed.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from math import prod

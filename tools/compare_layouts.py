@@ -19,9 +19,13 @@ Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong ar
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, lcm

@@ -14,8 +14,12 @@ imported or run. An export is written by torch's own save, whose metadata is a p
 
 from __future__ import annotations
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from math import inf

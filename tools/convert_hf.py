@@ -11,8 +11,12 @@ these differ there is no result.
 
 from __future__ import annotations
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

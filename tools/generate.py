@@ -9,9 +9,13 @@ over the processes and the prompts are sharded over its copies; neither changes 
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -158,7 +162,7 @@ def converse(
         ends, tokens = reader.tokenizer.ends, [prompt.tokens]
         new = generate(model, mesh, tokens, settings.sampling, ends=ends, numbers=[count])
         if mesh.is_first:
-            print(reader.continuation(prompt, new[0]), flush=True)
+            print(reader.tokenizer.decode_after(new[0]), flush=True)
         yield prompt, new[0]
         count += 1
 
@@ -185,7 +189,7 @@ def answer(
     return [
         {
             "prompt": prompt.text,
-            "text": reader.continuation(prompt, tokens),
+            "text": reader.tokenizer.decode_after(tokens),
             "tokens": tokens,
             "finished": "length" if len(tokens) == reader.max_new_tokens else "end of document",
             "number": number,

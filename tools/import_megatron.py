@@ -9,8 +9,12 @@ computes finite logits, is checked before it gets its name.
 
 from __future__ import annotations
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -11,8 +11,12 @@ counts in no loss.
 
 from __future__ import annotations
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,7 +200,7 @@ def shown_documents(number: int, batch: GPT2Batch, eod: int | None, tokenizer: T
             for run in runs
         ]  # fmt: skip
         lines += [f"  {facts}:", _wrapped("".join(texts))]
-    after = tokenizer.decode([int(batch.labels[0, -1])])
+    after = tokenizer.decode_after([int(batch.labels[0, -1])])
     return "\n".join([*lines, f"  and to be predicted after them: {after!r}", ""])
 
 

@@ -4,8 +4,12 @@ python tools/plot.py runs/mine/own --output runs/mine/own/loss.png
 python tools/plot.py runs/small runs/large --term mlm_loss --output losses.svg
 """
 
-import os
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import os
 from pathlib import Path
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""From JSON lines to a tokenised data set.
+"""From JSON lines, or text files, to a tokenised data set.
 
     python tools/preprocess_data.py --input FILE|FOLDER... --output-prefix P --workers N ...
     python tools/preprocess_data.py verify P_text_document
@@ -15,11 +15,15 @@ With --output FOLDER instead of a prefix it is a step like those of tools.corpus
 text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import functools
 import importlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,7 +69,8 @@ MARGIN = 2  # times --max-unknown that a sample may hold before all is read
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     input: tuple[Path, ...]
-    """Files of JSON lines, a document a line (plain, .gz or .zst), or folders of them."""
+    """Files of JSON lines, a document a line, and *.txt, each a document (plain, .gz or .zst), or
+    folders of them."""
 
     json_key: str = "text"
     """Key of a line's text; it is part of the name of what is written."""

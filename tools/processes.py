@@ -3,10 +3,12 @@ else the CPU); and a function on several of them."""
 
 import logging
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import gcd
 from multiprocessing import set_forkserver_preload
 from typing import Any, TypeVar
@@ -37,9 +39,51 @@ def count_gpus() -> int:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return 0
-    present = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else min(present, len(visible.split(",")) if visible else 0)
+    instances: dict[str, list[str]] = {}
+    for uuid in re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", listed.stdout):
+        if uuid.startswith("GPU-"):
+            instances[uuid] = []
+        else:  # they follow their GPU
+            instances[next(reversed(instances))].append(uuid)
+    return visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), instances)
+
+
+def visible_gpus(visible: str | None, instances: Mapping[str, Sequence[str]]) -> int:
+    """Devices that CUDA shows a process.
+
+    visible: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs, or None where it is not set. The
+    list ends at the first entry that names no device, such as -1, and one that names a device twice
+    shows none. instances: {UUID of each GPU, by its number: UUIDs of its MIG instances}; where a
+    device that is named has such, CUDA shows one instance alone.
+    """
+    gpus = list(instances)
+    if visible is None:
+        return 1 if any(instances.values()) else len(gpus)
+    kind = visible.strip()[:4]
+    of_migs = kind == "MIG-"
+    is_uuid = kind in ("GPU-", "MIG-")
+    entry = re.compile(rf"{kind}\S+" if is_uuid else r"\+?\d+")  # a number ends as for strtoul
+    names = [each for uuids in instances.values() for each in uuids] if of_migs else gpus
+    found = takewhile(bool, (entry.match(each.strip()) for each in visible.split(",")))
+    keys = [match[0] if is_uuid else int(match[0]) for match in found if match]
+    if len(set(keys)) < len(keys):
+        return 0
+    devices: list[int] = []
+    for key in keys:
+        if isinstance(key, int):
+            named = [key] if key < len(gpus) else []
+        else:
+            named = [number for number, uuid in enumerate(names) if uuid.startswith(key)]
+            if key.startswith("MIG-GPU-"):  # of older drivers: MIG-GPU-UUID/INSTANCE/INSTANCE
+                owner = key.removeprefix("MIG-").partition("/")[0]
+                named = [n for n, uuid in enumerate(gpus) if uuid == owner and instances[uuid]]
+        if len(named) != 1:
+            break
+        if named[0] in devices and not of_migs:
+            return 0
+        devices += named
+    is_split = of_migs or any(instances[gpus[number]] for number in devices)
+    return min(len(devices), 1) if is_split else len(devices)
 
 
 def fit_processes(config: PretrainConfig, gpus: int, cores: int) -> Processes:

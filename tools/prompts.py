@@ -66,12 +66,6 @@ class Reader:
             )
         return Prompt(text, tokens)
 
-    def continuation(self, prompt: Prompt, new: Sequence[int]) -> str:
-        """The text of the new tokens. Decoded alone it would lack the blank that many tokenizers
-        take off the start of a text."""
-        decode = self.tokenizer.decode
-        return decode([*prompt.tokens, *new])[len(decode(prompt.tokens)) :]
-
 
 def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
     """{flag and number: content}; bytes that were no UTF-8 are themselves again."""

@@ -12,10 +12,14 @@ is wrong, 2 a wrong argument or no proof.
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,19 +209,16 @@ def sent(module: Any) -> str:
     """The communication of a module that is cut."""
     from megatron.parallel import planned
 
-    match module:
-        case planned.SharedHeads():
-            return "f, sum of the gradient"
-        case planned.ColumnLinear(style=style):
-            entering = "all-gather of tokens" if style.tokens else "f"
-            return f"{entering}, all-gather of the output" if style.gather else entering
-        case planned.RowLinear(style=style) | planned.VocabularyEmbedding(style=style):
-            return "reduce-scatter of tokens" if style.tokens else "g"
-        case planned.ChannelEmbedding(style=style):
-            return "all-gather of the output" if style.gather else ""
-        case planned.SummedParameters():
-            return "sum of the gradient"
-    return ""
+    if isinstance(module, planned.SharedHeads):
+        return "f, sum of the gradient"
+    if isinstance(module, planned.ColumnLinear):
+        entering = "all-gather of tokens" if module.style.tokens else "f"
+        return f"{entering}, all-gather of the output" if module.style.gather else entering
+    if isinstance(module, planned.RowLinear | planned.VocabularyEmbedding):
+        return "reduce-scatter of tokens" if module.style.tokens else "g"
+    if isinstance(module, planned.ChannelEmbedding):
+        return "all-gather of the output" if module.style.gather else ""
+    return "sum of the gradient" if isinstance(module, planned.SummedParameters) else ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

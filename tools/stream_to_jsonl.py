@@ -13,12 +13,17 @@ needs. The file appears under its name when it is whole; after a crash the same 
 again.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import glob
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,11 +70,8 @@ def stream_to_jsonl(
     stream = load_named(dataset_name, config=dataset_config, split=dataset_split, streaming=True)
     texts = read_texts(stream, text_column, name)
     bytes_written = without = too_long = 0
-    with (
-        alone(output),
-        placed(output) as file,
-        tqdm(unit=" documents", total=documents) as bar,
-    ):
+    progress = partial(tqdm, unit=" documents", total=documents)
+    with alone(output), placed(output) as file, progress() as bar:
         for text in texts:
             line = to_line(text)
             if line is None or len(line) > LONGEST_LINE:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
-from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_lines
+from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from tools.corpus.records import Count, Counts, Funnel, source_of
@@ -194,7 +194,7 @@ def _read_passages(
 
     other_keys: gets the characters of text under each key of the first lines that lack this one.
     """
-    for line in read_lines(unit.file, unit.start, unit.stop):
+    for line in read_shard(unit.file, unit.start, unit.stop, key=key):
         try:
             record = parse_line(line, key)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Train a tokenizer on JSON lines: a byte-level BPE like GPT-2's, or a WordPiece like BERT's.
+"""Train a tokenizer on text: a byte-level BPE like GPT-2's, or a WordPiece like BERT's.
 
     python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output-dir FOLDER
         [--tokenizer-type BertWordPieceLowerCase]
@@ -10,8 +10,12 @@ given special tokens as the first ids.  A WordPiece begins with [PAD], and a war
 much of its own text is [UNK].  Files that are there are replaced.
 """
 
-import json
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -61,11 +65,11 @@ def train_tokenizer(
     tokenizer_type: str = GPT2BPETokenizer.kind,
     special_tokens: tuple[str, ...] = (),
 ) -> None:
-    """Train a byte-level BPE, or a WordPiece, on the "text" of JSON lines.
+    """Train a byte-level BPE, or a WordPiece, on the "text" of JSON lines, or on text files.
 
     Args:
-        input: files of JSON lines (plain, .gz or .zst), or folders of them, with a "text" in each
-            line.
+        input: files of JSON lines with a "text" in each, and *.txt, each a document (plain, .gz or
+            .zst), or folders of them.
         vocab_size: ids in all: 256 bytes, the merges, and the end mark or the special tokens; or
             five marks, letters and pieces; fewer come out where the text has no more pairs to
             merge.

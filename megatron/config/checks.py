@@ -1,5 +1,6 @@
 """The error of every wrong setting, and the checks of one field that the configs share."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,6 +44,11 @@ def flag(field: str) -> str:
 def switch(field: str, on: bool) -> str:
     """The command line's spelling of a field that is true or false: --bf16, --no-bf16."""
     return flag(field if on else f"no_{field}")
+
+
+def setting(field: str, value: Any) -> str:
+    """The spelling of a field and its value in a TOML file: append_eod = false."""
+    return f"{field} = {json.dumps(value, default=str)}"
 
 
 def positive(config: Any, *fields: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from megatron.config.checks import UsageError, flag, switch
+from megatron.config.checks import UsageError, flag, setting, switch
 from megatron.config.launch import is_first, write_error_file
 
 Program = TypeVar("Program")
@@ -101,7 +101,7 @@ def user_errors(
                 # What is still buffered goes nowhere.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
-        text = f"error: {error}"
+        text = f"error: {error}{_presets_named(error)}"
         if not is_first(environ) and not agreed:
             time.sleep(PATIENCE)
             text = f"rank {environ['RANK']}: {text}"
@@ -109,6 +109,22 @@ def user_errors(
             print(text, file=sys.stderr, flush=True)
             write_error_file(environ.get("TORCHELASTIC_ERROR_FILE"), text)
         raise SystemExit(2) from error
+
+
+_in_force: list[tuple[set[str], Path, str]] = []
+"""(its flags, file, line) of each setting of a preset that no flag has overridden, as the last
+`parse` left them: an error of any part of the program may be about one."""
+
+
+def _presets_named(error: Exception) -> str:
+    """Where the values stand that the error is about and the command line did not give."""
+    about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
+    named = set(re.findall(r"--[a-z][\w-]*", about))
+    found: dict[Path, list[str]] = {}
+    for flags, file, line in _in_force:
+        if flags & named:
+            found.setdefault(file, []).append(line)
+    return "".join(f"; --preset {file} has {', '.join(lines)}" for file, lines in found.items())
 
 
 def parse(
@@ -123,7 +139,7 @@ def parse(
     """The program's settings from its arguments (those after the program's name).
 
     program: a dataclass of settings and of configs, which are dataclasses too; a field's metadata
-    {"alias": name} is a second name; {"replaces": name} is a setting of presets that the flag
+    {"alias": name} is a second name; {"replaces": names} are settings of presets that the flag
     stands in for. prog, description: the program's name and story in --help. saved: {key: value} of
     what presets and the command line may leave out, from the words of both.
     Raises UsageError for what a config refuses, and for presets and flags that are missing, unknown
@@ -133,7 +149,7 @@ def parse(
 
     known: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # the first of its names
-    replaces: dict[str, str] = {}  # by a flag on the command line: the key of a preset
+    replaces: dict[str, Collection[str]] = {}  # by a flag of the command line: keys of presets
     for name, kind, metadata in _fields(program):
         alias = metadata.get("alias")
         if "replaces" in metadata:
@@ -150,13 +166,19 @@ def parse(
         if name == "--preset" and "preset" not in known:
             value = value if equals else next(remaining, "")
             file = find_preset("" if value.startswith("--") else value, known)
-            presets += [(file, key, setting) for key, setting in _read_preset(file, known)]
+            presets += [(file, *each) for each in _read_preset(file, known)]
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
-            replaced.add(replaces.get(names[field], ""))
+            replaced.update(replaces.get(names[field], ()))
         else:
             words.append(word)
     presets = [each for each in presets if names[each[1]] not in replaced]
+    spelt = {word.partition("=")[0].replace("_", "-") for word in words}
+    _in_force[:] = [
+        (flags, file, setting(key, value))
+        for file, key, value in presets
+        if not spelt & (flags := {flag(names[key]), switch(names[key], False)})
+    ]
     first = [word for _, key, value in presets for word in _arguments(names[key], value)]
     if saved is not None and not {"-h", "--help"} & set(words):
         kept = saved([*first, *words]).items()
@@ -173,8 +195,10 @@ def parse(
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
             except UsageError as error:
-                given = f"{file}: {key} = {value!r}"
-                raise UsageError("--preset", given, error.allowed) from None
+                is_switch = bool in (known[key], *get_args(known[key]))
+                allowed = "true or false" if is_switch else error.allowed
+                given = f"{file}: {setting(key, value)}"
+                raise UsageError("--preset", given, allowed) from None
         raise
 
 
@@ -351,7 +375,7 @@ def _read_preset(file: Path, known: Collection[str]) -> Iterator[tuple[str, Any]
         if key not in known or isinstance(value, dict):
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
             allowed = f"a setting of this program such as {nearest[0]}"
-            raise UsageError("--preset", f"{file}: {key} = {value!r}", allowed)
+            raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed)
         yield key, value
 
 

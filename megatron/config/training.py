@@ -2,25 +2,29 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 from megatron.config.checks import UsageError, flag, fraction, non_negative, positive, switch
+
+OF_PACKED = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
+OF_PADDED |= {"dataset_name", "dataset_config", "dataset_split"}
+OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle", "pad"}
+OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
+"""Fields that decide nothing of mock data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What all pretraining programs read."""
 
-    of_files: ClassVar[frozenset[str]] = frozenset(
-        ("data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle")
+    data_path: tuple[str, ...] = field(
+        default=(), metadata={"replaces": {"mock_data", "dataset_name"}}
     )
-    """Fields that decide nothing of mock data."""
-
-    data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
     with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
 
-    mock_data: bool = False
+    mock_data: bool = field(default=False, metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}})
     """Random tokens in place of --data-path, to try a layout; the vocabulary is --vocab-size."""
 
     split: str = "29,1,0"
@@ -50,7 +54,7 @@ class DataConfig:
         given = [
             switch(each.name, value) if isinstance(value, bool) else flag(each.name)
             for each in fields(self)
-            if each.name in self.of_files and (value := getattr(self, each.name)) != each.default
+            if each.name in OF_FILES and (value := getattr(self, each.name)) != each.default
         ]
         if self.mock_data and given:
             allowed = f"given without {' and '.join(given)}"
@@ -59,10 +63,6 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2DataConfig(DataConfig):
-    of_files: ClassVar[frozenset[str]] = DataConfig.of_files | {
-        *("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    }
-
     reset_position_ids: bool = False
     """Count positions from 0 again after each end-of-document mark."""
 
@@ -76,7 +76,9 @@ class GPT2DataConfig(DataConfig):
     """Read documents, one a sample, tokenised on demand and padded on the right. Padding is not
     scored, and not counted in tokens/s."""
 
-    dataset_name: str | None = None
+    dataset_name: str | None = field(
+        default=None, metadata={"replaces": {"mock_data", "data_path"}}
+    )
     """With --pad, in place of --data-path: a data set on the hub, or a local folder or file of
     JSON, CSV, parquet or text, as datasets.load_dataset copies it to its cache."""
 
@@ -107,23 +109,18 @@ class GPT2DataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_padded = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
-        of_padded |= {"dataset_name", "dataset_config", "dataset_split"}
-        of_packed = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
         for each in fields(self):
             name, value = each.name, getattr(self, each.name)
             if value == each.default:
                 continue
-            if name in of_packed and self.pad:
+            if name in OF_PACKED and self.pad:
                 allowed = "given without --pad, with which a sample is one document"
                 raise UsageError(flag(name), None, allowed, works=(switch(name, False),))
-            if name in of_padded and not self.pad:
+            if name in OF_PADDED and not self.pad:
                 is_switch = isinstance(value, bool)
                 works = (flag(name),) if is_switch else (flag(name), str(value))
                 given = None if is_switch else value
                 raise UsageError(flag(name), given, "given with --pad", works=("--pad", *works))
-        if self.pad and self.mock_data:
-            raise UsageError("--pad", None, "given without --mock-data", works=("--no-pad",))
         if self.dataset_name is not None and self.data_path:
             works = ("--dataset-name", self.dataset_name)
             given = " ".join(self.data_path)
@@ -137,8 +134,6 @@ class LlamaDataConfig(GPT2DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BertDataConfig(DataConfig):
-    of_files: ClassVar[frozenset[str]] = DataConfig.of_files | {"short_seq_prob", "max_ngram_size"}
-
     seq_length: int = 512
     """Tokens of a sample, padding and marks included."""
 
@@ -241,10 +236,10 @@ class BertOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    train_iters: int | None = field(default=None, metadata={"replaces": "epochs"})
+    train_iters: int | None = field(default=None, metadata={"replaces": {"epochs"}})
     """Optimizer steps to train for, those before a resume included; it or --epochs is needed."""
 
-    epochs: int | None = field(default=None, metadata={"replaces": "train_iters"})
+    epochs: int | None = field(default=None, metadata={"replaces": {"train_iters"}})
     """Passes over the training split to train for, in place of --train-iters: the steps of whole
     global batches in them. Of a blend, until its first data set has been read that often."""
 
@@ -305,14 +300,14 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    bf16: bool | None = None
+    bf16: bool | None = field(default=None, metadata={"replaces": {"fp16"}})
     """Compute in bfloat16, with fp32 master weights and gradient accumulation. If neither this nor
     --fp16 is given: as the checkpoint that is resumed, else on where the device has it."""
 
-    fp16: bool = False
+    fp16: bool = field(default=False, metadata={"replaces": {"bf16", "pure_bf16"}})
     """Compute in float16 with loss scaling and fp32 master weights."""
 
-    pure_bf16: bool = False
+    pure_bf16: bool = field(default=False, metadata={"replaces": {"fp16"}})
     """Keep everything in bfloat16: weights, gradients and Adam's moments, without masters. A weight
     takes 8 bytes in place of 18; updates below its rounding, one part in 256, are lost."""
 

@@ -1,12 +1,17 @@
-"""JSON lines: finding files of them, reading them in bounded memory, one record a line."""
+"""Files of documents: finding them, and reading them in bounded memory.
+
+A file is JSON lines, one record a line, or a text file (*.txt), which is one document.
+"""
 
 import bz2
 import codecs
 import contextlib
+import functools
 import gzip
 import json
 import lzma
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +21,9 @@ import orjson
 from backports import zstd
 
 Record = dict[str, Any]
-LONGEST_LINE = 32 << 20  # bytes; a longer one is set aside without being held in memory
+LONGEST_LINE = 32 << 20  # bytes; a longer line, or text file, is set aside and not held in memory
+LINES, TEXT = (".jsonl", ".json"), ".txt"
+NAMED = 5  # files that a warning names
 MANIFEST = "manifest.json"
 WORK = ".work"
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
@@ -40,11 +47,12 @@ class Line(NamedTuple):
     """Why the line cannot be read as it stands."""
 
 
-def find_shards(paths: Sequence[Path], endings: Sequence[str] = (".jsonl", ".json")) -> list[Path]:
+def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) -> list[Path]:
     """The files among `paths` and the shards in the folders among them, in order.
 
-    endings: what a shard in a folder is called, before .gz or .zst.  Raises ValueError, naming
-    --input, where there is nothing, and for the output of a step that has not finished.
+    endings: what a shard in a folder is called, before .gz or .zst.  Warns of what else a folder
+    holds, as it is not read.  Raises ValueError, naming --input, where there is nothing, and for
+    the output of a step that has not finished.
     """
     shards: list[Path] = []
     for path in paths:
@@ -55,7 +63,7 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (".jsonl", ".jso
         else:
             raise ValueError(f"--input {path}: there is no such file or folder")
     if not shards:
-        raise ValueError("--input is to be followed by files of JSON lines, or folders of them")
+        raise ValueError("--input is to be followed by files of documents, or folders of them")
     return shards
 
 
@@ -66,17 +74,27 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
             "finishes it"
         )
     names = tuple(ending + more for ending in endings for more in ("", *OPENERS))
-    found = [
+    content = [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name.endswith(names) and path.name not in NOT_SHARDS
+        if path.name not in NOT_SHARDS and not path.name.startswith(".")
     ]
+    found = [path for path in content if path.is_file() and path.name.endswith(names)]
+    readable = f"named *{', *'.join(endings)}, with or without {', '.join(OPENERS)}"
     if not found:
-        raise ValueError(
-            f"--input {folder} holds no file named *{', *'.join(endings)}, with or without "
-            f"{', '.join(OPENERS)}{_below(folder, names)}"
+        raise ValueError(f"--input {folder} holds no file {readable}{_below(folder, names)}")
+    if others := [f"{path.name}{'/' * path.is_dir()}" for path in content if path not in found]:
+        more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
+        _warn(
+            f"--input {folder}: not read: {', '.join(others[:NAMED])}{more}; files {readable}, are"
         )
     return found
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once in a process, which may look for its input several times."""
+    warnings.warn(message, stacklevel=4)
 
 
 def _below(folder: Path, names: tuple[str, ...]) -> str:
@@ -127,6 +145,48 @@ def read_lines(
             if not compressed or getattr(error, "errno", None):  # the disk's, not the content's
                 raise
             yield Line(offset, b"", f"{DAMAGED}, the rest is lost ({error})")
+
+
+def bare_name(file: Path | str) -> str:
+    """The name without the ending of a compression."""
+    name = Path(file).name
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix in OPENERS else name
+
+
+def is_text(file: Path | str) -> bool:
+    """Whether the file is one document and no lines of them."""
+    return bare_name(file).endswith(TEXT)
+
+
+def is_whole(file: Path | str) -> bool:
+    """Whether the file is read from its start to its end alone: compressed, or a document."""
+    return Path(file).suffix in OPENERS or is_text(file)
+
+
+def read_shard(
+    file: Path | str, start: int = 0, stop: int = sys.maxsize, *, key: str = "text"
+) -> Iterator[Line]:
+    """As read_lines; of a text file one line, of a record that has its text under `key` and its
+    name as "id"."""
+    if not is_text(file):
+        yield from read_lines(file, start, stop)
+        return
+    content, fault = b"", None
+    try:
+        with open_shard(file) as stream:
+            content = stream.read(LONGEST_LINE + 1)
+        if len(content) > LONGEST_LINE:
+            fault = f"text file of over {LONGEST_LINE} bytes; several files, or lines, would work"
+        else:
+            record = {"id": bare_name(file), key: content.decode("utf-8-sig")}
+            content = orjson.dumps(record)
+    except UnicodeDecodeError as error:
+        fault = f"not UTF-8 ({error})"
+    except DAMAGE as error:
+        if Path(file).suffix not in OPENERS or getattr(error, "errno", None):
+            raise
+        fault = f"{DAMAGED} ({error})"
+    yield Line(0, content[:200] if fault else content, fault)
 
 
 def _skip_line(stream: IO[bytes], enough: int = sys.maxsize) -> int:

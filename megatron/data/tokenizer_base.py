@@ -62,6 +62,12 @@ class Tokenizer:
         """The text, its marks spelt out."""
         return str(self.library.decode(list(ids), skip_special_tokens=False))
 
+    def decode_after(self, ids: Sequence[int]) -> str:
+        """The text of ids that follow a text. Decoded alone they would lack the blank that many
+        tokenizers take off the start of a text."""
+        before = self.encode("a")
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
     def token_id(self, text: str) -> int:
         """The id of the token that is spelt so; ValueError, naming near ones, where there is none.
 

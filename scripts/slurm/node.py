@@ -7,9 +7,13 @@ torchrun dies of SIGUSR1, kills after 30 seconds of SIGTERM ranks that are still
 with 1 whatever their status is.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType

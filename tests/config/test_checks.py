@@ -78,7 +78,7 @@ LAST = """
 # The same, of one kind of model.
 LAST_OF_GPT2 = """
 --begin-token [BOT] | --end-token [EOT] | --json-key body | --too-long refuse | --cache-tokens
---dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --mock-data --pad
+--dataset-name x | --dataset-split test | --pad --dataset-name x --data-path y | --pad --mock-data
 --eod-mask-loss --mock-data | --pad --eod-mask-loss | --pad --reset-position-ids
 --pad --reset-attention-mask | --pad --too-long split
 """

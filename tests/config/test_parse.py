@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,50 @@ def test_bad_presets_name_file_and_key(tmp_path: Path, text: str, key: str) -> N
     assert refused.value.flag == "--preset"
     assert file in str(refused.value)
     assert key in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "lines"),
+    [
+        ("lr_warmup_iters = 4", "", ["lr_warmup_iters = 4"]),
+        ("lr_warmup_iters = 4", "--lr-warmup-iters=0 --seed -1", []),
+        ("shuffle = false", "--mock-data --no-shuffle", []),
+        ("model_parallel_size = 3\nseed = 1", "", ["model_parallel_size = 3"]),
+        ("fp16 = true\nloss_scale = 8", "--no-fp16", ["loss_scale = 8"]),
+        ("min_lr = 1.0\nlr = 0.5", "", ["min_lr = 1.0, lr = 0.5"]),
+    ],
+)
+def test_an_error_names_the_preset_that_the_value_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str, lines: list[str]
+) -> None:
+    """Whatever part of the program finds the fault; what the command line gives is not named."""
+    file = preset(tmp_path, text)
+    with pytest.raises(SystemExit), user_errors({}):
+        pretrain("--preset", file, *words.split()).check(1)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert [line for line in lines if f"--preset {file} has {line}" in said] == lines
+    assert (file in said) == bool(lines), said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('tokenizer_type = "x"\nshuffle = false\neod_mask_loss = true', "--mock-data"),
+        ('pad = true\njson_key = "x"\ntoo_long = "refuse"', "--mock-data"),
+        ('mock_data = true\ndata_path = ["x"]', "--pad --dataset-name x"),
+        ("bf16 = true\npure_bf16 = true", "--fp16"),
+        ("fp16 = true", "--bf16"),
+    ],
+)
+def test_a_flag_wins_over_what_it_excludes_in_a_preset(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    config = pretrain("--preset", preset(tmp_path, text), *words.split())
+    given = {word.removeprefix("--").replace("-", "_") for word in words.split()}
+    for part in (config.data, config.precision):
+        changed = {each.name for each in fields(part) if getattr(part, each.name) != each.default}
+        assert changed <= given
 
 
 def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ TABLES = {
 }
 
 
-def load(name: str) -> PretrainConfig:
+def load(name: str, *words: str) -> PretrainConfig:
     program: type[PretrainConfig] = PretrainGPT2Config
     for kind, other in (("bert", PretrainBertConfig), ("llama", PretrainLlamaConfig)):
         program = other if kind in name else program
-    return parse(program, ["--preset", name], {})
+    return parse(program, ["--preset", name, *words], {})
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in PRESETS.glob("*.toml")))
@@ -47,6 +47,13 @@ def test_presets_fit_their_own_parallel_size_and_leave_places_to_the_user(name: 
     config.check(prod(config.parallel.sizes.values()))
     assert config.data.data_path == ()
     assert (config.checkpoint.save, config.checkpoint.load) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["miniature_llama", "llama_tutorial"])
+def test_mock_data_stand_in_for_a_preset_s_files_and_epochs(name: str) -> None:
+    config = load(name, *["--mock-data", "--vocab-size", "2048", "--train-iters", "10000"])
+    config.check(prod(config.parallel.sizes.values()))
+    assert config.data.mock_data
 
 
 @pytest.mark.parametrize("name", TABLES)

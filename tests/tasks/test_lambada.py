@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
+from tasks.common import Scores
 from tasks.lambada import Settings, prepare, spells
 from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
 from tests.tasks.passages import COUNT, passages
@@ -89,8 +90,15 @@ def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> 
     dropping = build_tokenizer(
         "HuggingFaceTokenizer", write_dropping_tokenizer(tmp_path / "d"), None
     )
-    with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
-        prepare(settings, manifest, dropping)
+    task = prepare(settings, manifest, dropping)
+    own = [window.labels[window.first :].tolist() for window in map(task.__getitem__, range(2))]
+    assert [dropping.decode(ids) for ids in own] == ["thing", "in"]
+    assert [task.passages[number].target for number in range(2)] == [" thing", " in"]
+    one = np.ones(2, np.int64)
+    figures = task.score(Scores(-1.0 * one, one, one, one > 0), [own[0], [*own[1], own[0][1]]])
+    assert figures["greedy_accuracy"] == 0.5, "'int' is not 'in'"
+    next_word = dropping.encode("thing in")
+    assert [task.ends_word(next_word[:end]) for end in (1, 6, 7)] == [False, False, True]
 
 
 def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
@@ -20,6 +22,7 @@ from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import Peer
 from tests.tasks.program import figures_of, without_words
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
+from tests.tools.convert.llamas import write_sentencepiece
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 16, 17, 18, 40])
@@ -193,15 +196,21 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     assert found == [" zero", " one", " three", " five"], "spread evenly, where some are left out"
 
     file = Path(write_tokenizer_json(tmp_path / "json")) / "tokenizer.json"
-    content = json.loads(file.read_bytes())
     other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
     (window, _) = cloze_windows([text], other, [other.eod], 100, settings)
     assert other.decode(window.labels[window.first :]) == " end"
-    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-    file.write_text(json.dumps(content | {"normalizer": strip}))
-    stripping = build_tokenizer("HuggingFaceTokenizer", str(file), None)
+    write_sentencepiece(tmp_path / "json", 317)
+    llama = build_tokenizer("HuggingFaceTokenizer", str(file), None)
+    (window, _) = cloze_windows([text], llama, [llama.eod], 100, settings)
+    assert [*window.inputs[1:], window.labels[-1]] == llama.encode("One two three (the end")
+    assert window.labels[window.first :] == [llama.token_id(each) for each in "\u2581end"]
+    letters = {letter: number for number, letter in enumerate(["a", "b", " ", " b", "a b"])}
+    spanning = Tokenizer(BPE(letters, [(" ", "b"), ("a", " b")]))
+    spanning.add_special_tokens(["</s>", "<s>"])
+    spanning.save(str(file))
+    other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
     with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
-        list(cloze_windows([text], stripping, [stripping.eod], 100, settings))
+        list(cloze_windows(["b a a b"], other, [other.eod], 100, settings))
 
 
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
@@ -209,6 +218,9 @@ def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
     file.write_text('{"text": "good"}\n{"txt": "bad"}\n{"text": "too"}\n')
     with pytest.warns(UserWarning, match=r"heldout.jsonl, byte 17"):
         assert read_texts([file], "text") == (["good", "too"], 1)
+    (tmp_path / "more.txt").write_text("all\nof it")
+    with pytest.warns(UserWarning, match="byte 17"):
+        assert read_texts([tmp_path], "text") == (["good", "too", "all\nof it"], 1)
     with pytest.warns(UserWarning, match="byte"), pytest.raises(ValueError, match="^--input "):
         read_texts([file], "body")
 

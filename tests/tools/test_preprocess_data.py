@@ -102,6 +102,25 @@ def test_documents_in_order_with_end_marks(folder: Path) -> None:
     assert "sound, as its .json says; 200 documents" in done.stdout
 
 
+def test_text_files_are_documents_beside_lines(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = folder / "mixed"
+    mixed.mkdir()
+    (mixed / "a.txt").write_text(TEXTS[0] + "\n\n" + TEXTS[1])
+    (mixed / "b.jsonl").write_text(json.dumps({"body": TEXTS[2]}) + "\n")
+    (mixed / "c.txt.gz").write_bytes(gzip.compress(TEXTS[3].encode()))
+    (mixed / "page.md").write_text("not read")
+    (mixed / "d.txt").write_bytes(b"\xff\xfe")
+    words = ["--input", "mixed", "--json-key", "body", "--output-prefix", "p", "--append-eod"]
+    said = tokenise(capsys, *words)
+    assert [line for line in said.splitlines() if line.startswith("warning") and "page.md" in line]
+    expected = encoded([TEXTS[0] + "\n\n" + TEXTS[1], TEXTS[2], TEXTS[3]])
+    assert read("p_body_document") == [[*ids, 260] for ids in expected]
+    (bad,) = map(json.loads, (folder / "p_body_document.rejected.jsonl").read_text().splitlines())
+    assert bad["file"].endswith("d.txt")
+
+
 def test_the_encoder_can_be_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for encoder in ("tokenizers", "gigatoken"):

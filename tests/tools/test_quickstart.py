@@ -18,7 +18,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from tools.command import ROOT, Command, cause
 from tools.data_files import IndexedDatasetWriter
-from tools.processes import Processes
+from tools.processes import Processes, count_gpus, visible_gpus
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
 from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
@@ -27,8 +27,10 @@ from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
 
 SETTINGS = Settings(
     corpus=None,
+    json_key="text",
     out=ROOT / "runs" / "quickstart",
     preset=ROOT / "scripts" / "presets" / "quickstart.toml",
+    train_iters=None,
     tensor_parallel=2,
     vocab_size=2048,
     vocab_file=None,
@@ -154,15 +156,62 @@ def test_gpus_are_used_where_one_model_fits(
         choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
 
 
+GPUS = {f"GPU-{name}": [] for name in ("8932f937", "8932aaaa", "5555", "7777")}
+SPLIT = {"GPU-11": ["MIG-31", "MIG-32"], "GPU-22": []}
+
+
+@pytest.mark.parametrize(
+    ("visible", "instances", "count"),
+    [
+        *((None, GPUS, 4), ("", GPUS, 0), ("-1", GPUS, 0), ("NoDevFiles", GPUS, 0)),
+        *(("0,-1,1", GPUS, 1), ("0,2,-1,1", GPUS, 2), ("2,1", GPUS, 2), (" 3 , 0", GPUS, 2)),
+        *(("0,1,2,3", GPUS, 4), ("0,4,1", GPUS, 1), ("7", GPUS, 0), ("0,1,0", GPUS, 0)),
+        *(("1,,2", GPUS, 1), ("0,-1,0", GPUS, 1), ("3gpu,0", GPUS, 2), ("all", GPUS, 0)),
+        *(("GPU-5555,GPU-7777", GPUS, 2), ("GPU-8932f,GPU-5", GPUS, 2), ("GPU-8932", GPUS, 0)),
+        *(("GPU-5,GPU-9,GPU-7", GPUS, 1), ("GPU-5,GPU-5555", GPUS, 0), ("GPU-5,0", GPUS, 1)),
+        *(("0,GPU-5", GPUS, 1), ("0", {}, 0), (None, {}, 0), ("MIG-31", GPUS, 0)),
+        *((None, SPLIT, 1), ("0,1", SPLIT, 1), ("1", SPLIT, 1), ("GPU-22", SPLIT, 1)),
+        *(("MIG-31", SPLIT, 1), ("MIG-31,MIG-32", SPLIT, 1), ("MIG-9", SPLIT, 0)),
+        *(("MIG-GPU-11/1/0", SPLIT, 1), ("MIG-GPU-22/1/0", SPLIT, 0), ("1,-1", SPLIT, 1)),
+    ],
+)
+def test_gpus_are_counted_as_cuda_shows_them(
+    visible: str | None, instances: dict[str, list[str]], count: int
+) -> None:
+    """By the rules of the CUDA programming guide and of NVIDIA's guide to MIG."""
+    assert visible_gpus(visible, instances) == count
+
+
+def test_the_gpus_of_this_machine_are_those_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = (
+        "GPU 0: NVIDIA H100 80GB (UUID: GPU-11)\nGPU 1: NVIDIA H100 80GB (UUID: GPU-22)\n"
+        "  MIG 1g.10gb     Device  0: (UUID: MIG-31)\nGPU 2: NVIDIA H100 (UUID: GPU-33)\n"
+    )
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{listing}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for visible, count in (("0,2,-1", 2), ("0,1", 1), ("-1", 0), ("MIG-31", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert count_gpus() == 0
+
+
 def test_the_training_command_fits_its_processes() -> None:
-    for gpus in (0, 2, 5, 8):
-        processes = choose_processes(SETTINGS, gpus, 16)
-        argv = pretrain_stage(SETTINGS, processes).commands[-1].argv
+    for gpus, steps in ((0, 1), (2, 2600), (5, None), (8, 50)):
+        settings = replace(SETTINGS, train_iters=steps)
+        processes = choose_processes(settings, gpus, 16)
+        argv = pretrain_stage(settings, processes).commands[-1].argv
         world = int(argv[argv.index("--nproc-per-node") + 1])
         config = parse(PretrainGPT2Config, argv[argv.index("pretrain_gpt2.py") + 1 :], {})
         config.check(world)
         assert config.data_parallel_size(world) == processes.data_parallel
         assert config.global_batch_size(world) == 4
+        assert config.training.train_iters == (steps or 2600)
+        assert config.logging.log_interval <= config.training.train_iters
 
 
 def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
@@ -217,14 +266,15 @@ def test_a_corpus_too_small_for_a_sample_is_told_how_much_is_needed(tmp_path: Pa
 def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").touch()
-    (tmp_path / "mine.jsonl").write_text(
-        '{"text": "This text is English but far too short to be kept."}\n'
-    )
+    text = "This text is English but far too short to be kept"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.txt").write_text(text)
+    (tmp_path / "mine" / "b.jsonl").write_text(json.dumps({"body": text}))
     script = (ROOT / "scripts" / "quickstart.sh").read_text()
     flags = shlex.split(script.splitlines()[-1])
     flags = flags[flags.index("-P") : -1]
     ended = subprocess.run(
-        [sys.executable, *flags, "mine.jsonl", "--out", "out"],
+        [sys.executable, *flags, "mine", "--out", "out", "--json-key", "body"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -233,11 +283,12 @@ def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) ->
     )
     assert ended.returncode == 1
     assert "stage clean failed" in ended.stderr
-    assert "1 under 128 pieces" in ended.stderr
+    assert "2 under 128 pieces" in ended.stderr
     assert (tmp_path / "out" / "stages" / "corpus.json").exists()
 
 
 def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
+    (tmp_path / "c").touch()
     own = replace(
         SETTINGS, corpus=tmp_path / "c", vocab_file=tmp_path / "v", merge_file=tmp_path / "m"
     )
@@ -251,7 +302,7 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl:1")],
+    [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl, byte 0")],
 )
 def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     corpus = tmp_path / "c.jsonl"

@@ -30,6 +30,13 @@ def test_the_tokenizer_has_the_shape_of_gpt2s(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
+def test_a_folder_of_lines_and_texts(tmp_path: Path) -> None:
+    folder = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "aa ab"}]).parent
+    (folder / "b.txt").write_text("zyx\n" * 9)
+    train_tokenizer((folder,), 280, tmp_path)
+    assert {"aa", "zyx"} <= json.loads((tmp_path / "vocab.json").read_text()).keys()
+
+
 def test_a_small_corpus_gives_a_smaller_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

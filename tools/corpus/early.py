@@ -33,7 +33,7 @@ def check_early(description: Description, jobs: Sequence[Job]) -> None:
             if check is not None:
                 check(job.settings)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{job.where} {as_keys(str(error), job.settings)}") from error
+            raise ValueError(f"{job.where} {as_keys(error, job.settings)}") from error
 
 
 def named_paths(job: Job) -> Iterator[tuple[str, Path]]:

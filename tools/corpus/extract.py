@@ -1,6 +1,6 @@
 """Step 1: published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
 
-    jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4
+    jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4; and *.txt
     wikiextractor  what WikiExtractor writes with --json: files wiki_00 in folders AA, AB, ...
     openwebtext    archives of text files, also archives of such archives, as published; the same
                    as text
@@ -60,8 +60,8 @@ PROBED_ITEMS = 100
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepSettings):
     input: tuple[Path, ...]
-    """Files in the --format, or folders that hold them at any depth; of jsonl, *.jsonl and *.json
-    right in the folder."""
+    """Files in the --format, or folders that hold them at any depth; of jsonl, *.jsonl, *.json
+    and *.txt right in the folder."""
 
     format: Format
     """What the input is."""

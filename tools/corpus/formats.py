@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from megatron.data.json_lines import DAMAGE, LONGEST_LINE, open_shard, parse_json, read_lines
-from tools.corpus.parts import PACKED, TAR_ENDINGS, Part, is_packed
+from megatron.data.json_lines import (
+    DAMAGE,
+    LONGEST_LINE,
+    open_shard,
+    parse_json,
+    read_lines,
+    read_shard,
+)
+from tools.corpus.parts import PACKED, TAR_ENDINGS, Part, is_lines, is_packed
 from tools.corpus.records import Record
 
 BUFFER = 1 << 20  # bytes that are decompressed at a time
@@ -60,8 +67,8 @@ def parse_fields(line: bytes, key: str) -> Record:
 
 
 def read_json_lines(part: Part, key: str) -> Iterator[Item]:
-    """Lines of JSON with their text under `key`, of a range of a file."""
-    for line in read_lines(part.unit.file, part.unit.start, part.unit.stop):
+    """Lines of JSON with their text under `key`, of a range of a file, or a text file."""
+    for line in read_shard(part.unit.file, part.unit.start, part.unit.stop, key=key):
         try:
             if line.fault:
                 raise ValueError(line.fault)
@@ -71,6 +78,8 @@ def read_json_lines(part: Part, key: str) -> Iterator[Item]:
 
 
 def parse_text(content: bytes, name: str) -> Record:
+    if is_lines(name):
+        raise ValueError("JSON lines, which --format jsonl reads")
     return {"text": content.decode("utf-8-sig"), "id": name}
 
 

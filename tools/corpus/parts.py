@@ -14,12 +14,13 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import OPENERS, find_shards
+from megatron.data.json_lines import OPENERS, bare_name, find_shards
 from tools.corpus.program import say
 from tools.corpus.shards import Unit, cut, placed
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
 LINES = ("jsonl", "wikiextractor")  # formats of which a file can be cut
+TEXTS = ("text", "openwebtext")
 PATTERNS = {"wikiextractor": "wiki_*", "wet": "*.wet*"}
 TAR_ENDINGS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".tar": lambda raw: raw,
@@ -54,6 +55,11 @@ def is_packed(name: str) -> bool:
     return PurePosixPath(name).suffix in PACKED
 
 
+def is_lines(name: str) -> bool:
+    """Whether the name is that of a file of JSON lines, and so of no text."""
+    return bare_name(name).endswith(".jsonl")
+
+
 def find_parts(
     paths: Sequence[Path], format: Format, unit_bytes: int
 ) -> tuple[list[Part], list[Loose]]:
@@ -68,6 +74,11 @@ def find_parts(
         files += _fitting(path, format)
         if format not in PATTERNS and (single := _loose(path)):
             loose.append(single)
+        names = [path.name] if path.is_file() else (name for name, _ in walk(path))
+        if format in TEXTS and (lines := next(filter(is_lines, names), None)):
+            file = path / lines if path.is_dir() else path
+            allowed = f"jsonl for {file}, which is no text but JSON lines"
+            raise UsageError("--format", format, allowed, works=("--format", "jsonl"))
     parts = _parts(files, unit_bytes if format in LINES else sys.maxsize)
     if not parts and not loose:
         names = ", ".join(map(str, paths))

@@ -18,14 +18,15 @@ from the folder that it is given in.
 
 import difflib
 import importlib
+import json
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-from megatron.config.checks import UsageError
+from megatron.config.checks import UsageError, setting
 from tools.corpus.program import parse_settings
 
 STEPS = {
@@ -39,10 +40,11 @@ STEPS = {
 }
 COMMON = ("workers", "scheduler", "memory", "compress", "unit")
 """Keys before the first table, given to the steps that have them."""
-NOT_OF_THE_FILE = {"output", "shard", "overwrite"}
+OF_THE_COMMAND = {"shard", "overwrite"}
+NOT_OF_THE_FILE = {"output", *OF_THE_COMMAND}
 USUAL = ("clean", "dedup", "split")
 """Steps of a run that no file describes."""
-FLAG = re.compile(r"--(?:no-)?([a-z]+(?:-[a-z]+)*)")
+FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
 
 Table = Mapping[str, Any]
 
@@ -242,15 +244,44 @@ def parse(step: str, argv: Sequence[str], where: str) -> Any:
         return parse_settings(STEPS[step], argv)
     except ValueError as error:
         kind = importlib.import_module(STEPS[step]).Settings
-        raise ValueError(f"{where} {as_keys(str(error), kind)}") from None
+        raise ValueError(f"{where} {as_keys(error, kind)}") from None
 
 
-def as_keys(message: str, settings: Any) -> str:
-    """A step's message with the keys of a file in place of its flags."""
-    known = {field.name for field in fields(settings)}
+def as_keys(error: Exception, settings: Any) -> str:
+    """What a step's error says, with the lines of a file in place of flags: append_eod = false in
+    place of --no-append-eod.  settings: the step's, or their class."""
+    known = {each.name: each for each in fields(settings) if each.name not in OF_THE_COMMAND}
 
-    def key(flag: re.Match[str]) -> str:
-        name = flag[1].replace("-", "_")
-        return name if name in known else flag[0]
+    def line(flag: str, *values: str) -> str:
+        """Of a flag that is no key, the flag as it is."""
+        key = flag.removeprefix("--").replace("-", "_")
+        key, is_on = (key, True) if key in known else (key.removeprefix("no_"), False)
+        if key not in known:
+            return " ".join([flag, *values])
+        if known[key].type is bool:
+            return setting(key, is_on)
+        if get_origin(known[key].type) is tuple and values:
+            return setting(key, [*map(as_value, values)])
+        return setting(key, as_value(" ".join(values))) if values else key
 
-    return FLAG.sub(key, message)
+    def in_prose(text: str) -> str:
+        return FLAG.sub(lambda flag: line(flag[0]), text)
+
+    if not isinstance(error, UsageError):
+        return in_prose(str(error))
+    given = [] if error.value is None else [str(error.value)]
+    cures: list[list[str]] = []
+    for word in error.works:
+        if word.startswith("--"):
+            cures.append([])
+        cures[-1].append(word)
+    cure = f"; {', '.join(line(*words) for words in cures)} works" if cures else ""
+    return f"{line(error.flag, *given)}: must be {in_prose(error.allowed)}{cure}"
+
+
+def as_value(text: str) -> Any:
+    """A number is one in a file, too; all else is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

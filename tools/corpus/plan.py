@@ -9,13 +9,14 @@ say what dedup will hardly exceed, for --expected-removal, if it is not too smal
 is estimated as if it removed no more than it does there.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 import tyro
@@ -36,8 +37,10 @@ from tools.corpus.settings import parse_size
 from tools.corpus.shards import placed
 
 UNPLANNED = ("report",)  # takes next to nothing
-CGROUP = Path("/sys/fs/cgroup")
-MEMINFO = Path("/proc/meminfo")
+CGROUP = {  # by the kind of the mount: a group's limit, its use, and the cache in its memory.stat
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Settings:
     """TOML file of a run (python -m tools.corpus run); without it --input and --output."""
 
     input: tuple[Path, ...] = ()
-    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
 
     output: Path | None = None
     """Folder that the run would fill."""
@@ -169,19 +172,42 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def free_memory() -> int:
-    """Bytes that this machine, or the group of processes that this one is in, has left.
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this machine, and every group that this process is in, has left.
 
-    Of the group's, the file cache that is not in use counts as free.
+    A group's file cache that is not in use counts as free.  root: where /proc and /sys are.
     """
-    lines = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = CGROUP / "memory.max"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return available
-    facts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    used = int((CGROUP / "memory.current").read_text()) - int(facts["inactive_file"])
-    return max(0, min(available, int(limit.read_text()) - used))
+    meminfo = (root / "proc" / "meminfo").read_text()
+    lines = dict(line.split(":") for line in meminfo.splitlines())
+    left = [int(lines["MemAvailable"].split()[0]) * 1024]
+    for group, (most, used, cache) in memory_groups(root):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if (limit := (group / most).read_text().strip()) != "max":
+                stat = (group / "memory.stat").read_text()
+                facts = dict(line.split() for line in stat.splitlines())
+                left.append(int(limit) - int((group / used).read_text()) + int(facts[cache]))
+    return max(0, min(left))
+
+
+def memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """(folder, names of limit, use and cache in it) of each group that may limit this process: its
+    own and those above, of cgroup v2 and of v1's memory controller."""
+    own = [
+        line.split(":", 2) for line in (root / "proc" / "self" / "cgroup").read_text().splitlines()
+    ]
+    for line in (root / "proc" / "self" / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        top, place = before.split()[3:5]  # the group that is mounted, and where
+        kind, _, options = after.split(" ", 2)
+        if kind not in CGROUP or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        controller = "memory" if kind == "cgroup" else ""  # v2 has one line, which names none
+        for path in [path for _, names, path in own if controller in names.split(",")]:
+            # In a container the mounted group may be the one that the process is in.
+            inside = PurePosixPath(path)
+            below = inside.relative_to(top) if inside.is_relative_to(top) else PurePosixPath()
+            for group in (below, *below.parents):
+                yield root / place.lstrip("/") / group, CGROUP[kind]
 
 
 COLUMNS = ("step", "documents in", "out", "text out", "disk", "temporary", "memory at most",

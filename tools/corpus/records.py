@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import orjson
 
-from megatron.data.json_lines import DAMAGED, Record, parse_line, read_lines
+from megatron.data.json_lines import DAMAGED, Record, parse_line, read_shard
 from tools.corpus.shards import Unit
 
 NO_SOURCE = "unnamed"
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
     """The documents of a unit, counted in the funnel; lines without one are set aside there."""
-    for line in read_lines(unit.file, unit.start, unit.stop):
+    for line in read_shard(unit.file, unit.start, unit.stop):
         try:
             record = parse_line(line)
         except ValueError as error:

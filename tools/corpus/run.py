@@ -23,7 +23,7 @@ import tyro
 from megatron.config.checks import UsageError
 from tools.corpus import plan
 from tools.corpus.early import check_early
-from tools.corpus.pipeline import Job, check_given, describe_given
+from tools.corpus.pipeline import Job, as_keys, check_given, describe_given
 from tools.corpus.program import program, say
 from tools.corpus.shards import Compression
 
@@ -34,7 +34,7 @@ class Settings:
     """TOML file; scripts/corpus/ has two.  Without it --input and --output."""
 
     input: tuple[Path, ...] = ()
-    """Files of JSON lines, or folders of them, to clean, de-duplicate and split."""
+    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
 
     output: Path | None = None
     """Folder to fill."""
@@ -89,7 +89,8 @@ def run(settings: Settings) -> None:
             job.run()
         except (ValueError, OSError) as error:
             kind = OSError if isinstance(error, OSError) else ValueError
-            raise kind(f"[{job.name}] {error}{advice(settings, error)}") from error
+            said = as_keys(error, job.settings) if settings.config else error
+            raise kind(f"[{job.name}] {said}{advice(settings, error)}") from error
 
 
 def plan_settings(settings: Settings) -> plan.Settings:

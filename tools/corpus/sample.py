@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.json_lines import find_shards, read_lines
+from megatron.data.json_lines import LONGEST_LINE, find_shards, is_text, read_lines
 from tools.corpus.parts import find_parts, is_packed, walk_loose
 
 PLACES = 16
@@ -22,11 +22,11 @@ def input_files(settings: Any) -> Iterator[File]:
     """What a step of these settings reads, as far as there is something in it."""
     if not hasattr(settings, "format"):
         sizes = {path: path.stat().st_size for path in find_shards(settings.input)}
-        yield from (File(path, size, False) for path, size in sizes.items() if size)
+        yield from (File(path, size, is_text(path)) for path, size in sizes.items() if size)
         return
     parts, loose = find_parts(settings.input, settings.format, settings.unit_bytes)
     units = {part.unit.file: part.unit.size for part in parts}
-    yield from (File(Path(name), size, False) for name, size in units.items())
+    yield from (File(Path(name), size, is_text(name)) for name, size in units.items())
     for each in loose:
         folder = each.root if each.root.is_dir() else each.root.parent
         for name, status in walk_loose(each.root):
@@ -54,7 +54,7 @@ def draw(files: Iterable[File], total: int, budget: int, seed: int, folder: Path
         begin += file.size
         for start, stop in inside:
             if file.whole or is_packed(file.path.name):
-                more = file.size if file.whole else stop - start
+                more = LONGEST_LINE + 1 if file.whole else stop - start
                 starts[file.path] = min(file.size, starts.get(file.path, 0) + more)
             else:
                 lines = read_lines(file.path, start, stop)

@@ -23,7 +23,8 @@ NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     input: tuple[Path, ...]
-    """Files of JSON lines (plain, .gz or .zst), or folders of them, such as other steps write."""
+    """Files of JSON lines, and *.txt, each a document (plain, .gz or .zst), or folders of them,
+    such as other steps write."""
 
     output: Path
     """Folder to fill."""

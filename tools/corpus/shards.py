@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 
 from backports import zstd
 
-from megatron.data.json_lines import OPENERS
+from megatron.data.json_lines import is_whole
 
 Compression = Literal["none", "gzip", "zstd"]
 ENDINGS: dict[Compression, str] = {"none": "", "gzip": ".gz", "zstd": ".zst"}
@@ -22,7 +22,8 @@ ENDINGS: dict[Compression, str] = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 @dataclass(frozen=True)
 class Unit:
-    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed.
+    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed,
+    or one document.
 
     size and modified tell whether the file is still the one that was looked at.
     """
@@ -46,7 +47,7 @@ def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
         status = path.stat()
         size = status.st_size
         ranges = [(0, size)] if size else []
-        if path.suffix not in OPENERS:
+        if not is_whole(path):
             pieces = max(1, -(-size // unit_bytes))
             bounds = [size * k // pieces for k in range(pieces + 1)]
             ranges = [pair for pair in itertools.pairwise(bounds) if pair[0] < pair[1]]

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import tyro
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import find_preset
-from megatron.data.json_lines import DAMAGE, open_shard, parse_record
+from megatron.data.json_lines import find_shards, parse_line, read_shard
 from tools.command import ROOT
 from tools.processes import count_gpus
 from tools.quickstart.plan import Settings, choose_processes, plan
@@ -18,15 +19,16 @@ from tools.stages import own_folder, run_program, run_stages
 from tools.train_tokenizer import check_vocab_size
 
 LINES_TRIED = 1000
-LONGEST_LINE = 1 << 24  # bytes read of a file without line ends
 
 
 def quickstart(
     corpus: Annotated[Path | None, tyro.conf.Positional] = None,
+    json_key: str = "text",
     tensor_parallel: Annotated[int, tyro.conf.arg(aliases=("--tensor-model-parallel-size",))] = 2,
     out: Path = ROOT / "runs" / "quickstart",
     fresh: bool = False,
     preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml",
+    train_iters: int | None = None,
     vocab_size: int = 2048,
     vocab_file: Path | None = None,
     merge_file: Path | None = None,
@@ -34,24 +36,28 @@ def quickstart(
     """From raw text to an evaluated GPT-2; stages that are finished are reused.
 
     Args:
-        corpus: jsonl with a "text" in each line; without it, the English of this Python
-            installation.
+        corpus: a file of JSON lines, a document a line, or of text, which is one document (*.txt),
+            or a folder of such files; without it, the English of this Python installation.
+        json_key: the key of a line's text.
         tensor_parallel: processes over which the model is cut.
         out: the folder that everything is written to.
         fresh: start over instead of reusing finished stages.
         preset: settings of model and training (TOML).
+        train_iters: steps to train for, in place of the preset's.
         vocab_size: ids of the tokenizer that is trained.
         vocab_file: GPT-2's vocab.json or one like it, instead of training a tokenizer.
         merge_file: the merges.txt that goes with --vocab-file.
     """
     if corpus is not None:
-        check_corpus(corpus)
+        check_corpus(corpus, json_key)
     check_vocab_size(vocab_size)
     check_vocabulary(vocab_file, merge_file)
     settings = Settings(
         corpus=absolute(corpus),
+        json_key=json_key,
         out=out.absolute(),
         preset=find_preset(str(preset)).absolute(),
+        train_iters=train_iters,
         tensor_parallel=tensor_parallel,
         vocab_size=vocab_size,
         vocab_file=absolute(vocab_file),
@@ -70,29 +76,23 @@ def absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def check_corpus(path: Path) -> None:
-    """ValueError unless a document stands among the first lines of the file."""
-    if not path.is_file():
-        raise ValueError(f"corpus {path}: no such file; name a jsonl file")
-    reason = "the file is empty"
-    try:
-        with open_shard(path) as file:
-            for number in range(1, LINES_TRIED + 1):
-                line = file.readline(LONGEST_LINE)
-                if not line:
-                    break
-                try:
-                    parse_record(line)
-                except ValueError as error:
-                    if reason == "the file is empty":
-                        reason = f"{path}:{number}: {error}"
-                    continue
+def check_corpus(path: Path, key: str) -> None:
+    """ValueError unless a document stands among the first lines of one of the files."""
+    if not path.exists():
+        raise ValueError(f"corpus {path}: no such file or folder")
+    reason = "it is empty"
+    for file in find_shards([path]):
+        for line in islice(read_shard(file, key=key), LINES_TRIED):
+            try:
+                parse_line(line, key)
+            except ValueError as error:
+                if reason == "it is empty":
+                    reason = f"{file}, byte {line.offset}: {error}"
+            else:
                 return
-    except DAMAGE as error:
-        reason = f"it is damaged ({error})"
     raise ValueError(
-        f"corpus {path} has no document in its first lines: {reason}; each line has to be "
-        '{"text": "..."}'
+        f"corpus {path} has no document in its first lines: {reason}; lines of "
+        f'{{"{key}": "..."}}, or a *.txt, work, or another --json-key'
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.files import tokenizer_folder
+from megatron.data.json_lines import find_shards
 from tools.command import on_all, python, shown
 from tools.processes import Processes, fit_processes
 from tools.stages import Stage
@@ -26,8 +27,10 @@ class Settings:
     """What the user chose; files that exist, as absolute paths."""
 
     corpus: Path | None
+    json_key: str
     out: Path
     preset: Path
+    train_iters: int | None
     tensor_parallel: int
     vocab_size: int
     vocab_file: Path | None
@@ -40,8 +43,18 @@ def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
 
 
 def training_flags(settings: Settings, preset: str) -> list[str]:
-    size = str(settings.tensor_parallel)
-    return ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
+    size, steps = str(settings.tensor_parallel), settings.train_iters
+    flags = ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
+    if steps is None:
+        return flags
+    # The preset's warm-up, and its lines of metrics, are for its own number of steps.
+    own = parse(PretrainGPT2Config, ["--preset", str(settings.preset)], {})
+    shortened = {
+        "--train-iters": steps,
+        "--lr-warmup-iters": min(own.optimizer.lr_warmup_iters, steps // 10),
+        "--log-interval": max(1, min(own.logging.log_interval, steps // 2)),
+    }
+    return flags + [str(word) for pair in shortened.items() for word in pair]
 
 
 def training_config(settings: Settings) -> PretrainGPT2Config:
@@ -70,9 +83,13 @@ def corpus_stages(settings: Settings, cores: int) -> list[Stage]:
         ),
         outputs=(raw, folder / "harvest.json"),
     )  # fmt: skip
-    given = Stage(name="corpus", commands=(), inputs=(raw,))
+    files = find_shards([raw]) if settings.corpus else []
+    given = Stage(name="corpus", commands=(), inputs=tuple(files))
     steps = [("clean", raw, []), ("dedup", folder / "clean", []),
              ("split", folder / "dedup", ["--ratio", TRAIN_TO_HELDOUT])]  # fmt: skip
+    if (key := settings.json_key) != "text":  # as all steps behind this one call it
+        extract = ["--format", "jsonl", "--key", key, "--source", raw.name]
+        steps[:1] = [("extract", raw, extract), ("clean", folder / "extract", [])]
     clean = Stage(
         name="clean",
         commands=tuple(

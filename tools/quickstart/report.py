@@ -37,6 +37,8 @@ def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
     """The numbers of the run by the names of the contract."""
     stamps = finished_stamps(out, STAGES, "--out", "run the quickstart")
     manifests = {step: out / "corpus" / step / MANIFEST for step in CORPUS_STEPS}
+    if (extracted := out / "corpus" / "extract" / MANIFEST).exists():
+        manifests = {"extract": extracted, **manifests}
     if stamps["corpus"]["commands"]:
         manifests = {"harvest": out / "corpus" / "harvest.json", **manifests}
     described = read_json(out / "run.json")

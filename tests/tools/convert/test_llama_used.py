@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.tools.texts import POSITIONS, TEXTS, texts_of
 from tools import preprocess_data
 from tools.convert_hf import export_model, import_model
 from tools.generate import Settings, main
-from tools.prompts import Reader
 
 NEW = 12
 PASSAGES = ["in the inn, the thing", "the thing in", "then the wind is thin, in the inn"]
@@ -232,8 +232,7 @@ def test_a_text_begins_with_the_mark_of_its_tokenizer_and_keeps_its_first_blank(
         whole = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0].tolist()
         assert record["tokens"] == [each for each in whole[len(ids) :] if each != 2]
         assert record["begin_token"] == "<s>"
-    reader = Reader(tokenizer, POSITIONS, 6, "<s>")
-    assert reader.continuation(reader.prompt("", b"the"), tokenizer.encode("the")) == " the"
+    assert tokenizer.decode_after(tokenizer.encode("the")) == " the"
 
 
 @torch.no_grad()
@@ -247,6 +246,27 @@ def test_the_harness_scores_what_transformers_scores_behind_the_begin_mark(begun
         rows = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
         places = range(first + 1, len(ids))
         assert found == pytest.approx(sum(rows[n - 1, ids[n]].item() for n in places), rel=1e-5)
+
+
+def test_lambada_scores_what_the_harness_scores_of_transformers(begun: Llama) -> None:
+    """Its tokenizer gives the last word other tokens alone than behind its passage."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    file = begun.trained.parent / "passages"
+    file.write_text("\n".join([*PASSAGES, "then  the\u00e9 th\u00efn", ""]))
+    words = file.read_text().splitlines()
+    pairs = [(text[: text.rindex(" ")], text[text.rindex(" ") :]) for text in words]
+    model = AutoModelForCausalLM.from_pretrained(begun.exported).eval()
+    tokenizer = AutoTokenizer.from_pretrained(begun.exported)
+    harness = huggingface.HFLM(model, tokenizer=tokenizer, batch_size=2)
+    answers = harness.loglikelihood(
+        [Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True
+    )
+    figures = figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(begun.trained))
+    mean = -sum(found for found, _ in answers) / len(answers)
+    assert figures["last_word_perplexity"] == pytest.approx(exp(mean), rel=1e-5)
+    assert figures["strict_accuracy"] == sum(right for _, right in answers) / len(answers)
 
 
 def test_a_begin_token_of_training_goes_before_that_of_the_tokenizer(begun: Llama) -> None:

@@ -422,3 +422,20 @@ def test_the_web_sample_holds_no_duplicates(test_data: Path, tmp_path: Path) -> 
     sample = test_data / "neardup" / "c4_sample.jsonl.gz"
     run(Settings(input=(sample,), output=tmp_path / "out", workers=1))
     assert manifest(tmp_path / "out")["dropped"] == {}
+
+
+def test_a_text_file_is_a_document_that_goes_or_stays(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    one, other = text_of(draw), text_of(draw)
+    write_jsonl(tmp_path / "in" / "b.jsonl", [{"text": one}, {"text": text_of(draw)}])
+    (tmp_path / "in" / "a.txt").write_text(one)
+    (tmp_path / "in" / "c.txt").write_text(edited(draw, other, 0.02))
+    (tmp_path / "in" / "d.txt").write_text(other)
+    run(Settings(input=(tmp_path / "in",), output=tmp_path / "out", workers=1))
+    kept = [record["text"] for record in read_jsonl(tmp_path / "out")]
+    assert len(kept) == 3
+    assert (
+        sum(text in kept for text in (one, other))
+        + ((tmp_path / "in" / "c.txt").read_text() in kept)
+        == 2
+    )

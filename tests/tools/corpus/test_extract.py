@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.checks import UsageError
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
 from tools.corpus import formats
@@ -230,6 +231,23 @@ def test_a_folder_of_texts_is_read_in_groups_that_no_worker_count_changes(tmp_pa
         "bad.txt",
         "gone.txt",
     ]
+
+
+def test_json_lines_are_no_text(tmp_path: Path) -> None:
+    """Nor is a text no document among lines."""
+    folder = folder_of_texts(tmp_path / "in", 3)
+    lines = write_jsonl(folder / "d0" / "lines.jsonl", [{"body": "a line"}])
+    for format in ("text", "openwebtext"):
+        for given in (folder, lines):
+            with pytest.raises(UsageError) as refused:
+                extract(tmp_path / "out", given, format=format)
+            assert refused.value.works == ("--format", "jsonl")
+    found = extract(tmp_path / "out", lines.parent, format="jsonl", key="body")
+    assert [each["text"] for each in found] == ["text 0 " * 20, "a line"]
+    (tmp_path / "a.tar").write_bytes(tar_of({"good": b"text", "b.jsonl": lines.read_bytes()}))
+    records = extract(tmp_path / "packed", tmp_path / "a.tar", format="text")
+    assert [each["text"] for each in records] == ["text"]
+    assert len(rejected(tmp_path / "packed")) == 1
 
 
 def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Path) -> None:

@@ -256,17 +256,80 @@ def test_the_command_ends_with_2_where_it_cannot_fit(
     assert "error: split: " in capsys.readouterr().err
 
 
-def test_free_space_is_that_of_the_place_to_be_and_memory_that_of_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write_machine(root: Path, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
+    """A /proc and /sys, where 9 KiB are free."""
+    for name, text in {
+        "proc/meminfo": "MemTotal: 20 kB\nMemAvailable:       9 kB\n",
+        "proc/self/cgroup": cgroup,
+        "proc/self/mountinfo": f"22 1 0:2 / /proc rw - proc proc rw\n{mounts}",
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def group(folder: str, version: int, limit: str, used: int, cache: int) -> dict[str, str]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    if version == 2:
+        names = ("memory.max", "memory.current", "inactive_file")
+    stat = f"anon 1\n{names[2]} {cache}\n"
+    texts = {names[0]: f"{limit}\n", names[1]: f"{used}\n", "memory.stat": stat}
+    return {f"{folder}/{name}": text for name, text in texts.items()}
+
+
+V1 = "35 31 0:32 {top} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+V2 = "41 31 0:38 / /sys/fs/cgroup{below} rw - cgroup2 cgroup2 rw\n"
+NONE = "9223372036854771712"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files", "left"),
+    [
+        # No group, no limit, and one above what the machine has.
+        ("0::/\n", V2.format(below=""), {"memory.stat": "anon 1\n"}, 9 * 1024),
+        ("0::/a\n", V2.format(below=""), group("a", 2, "max", 7, 1), 9 * 1024),
+        ("0::/a\n", V2.format(below=""), group("a", 2, "20000", 7, 1), 9 * 1024),
+        # Its own, less what is used, but for the cache of files; that of another group.
+        ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 3000, 1000), 3000),
+        ("0::/a\n", V2.format(below=""), group("b", 2, "5000", 3000, 1000), 9 * 1024),
+        ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 7000, 1000), 0),
+        # A Slurm job: the step has none, the job has.
+        (
+            "0::/slurm/job_7/step_0/task_0\n",
+            V2.format(below=""),
+            group("slurm/job_7/step_0", 2, "max", 9, 9) | group("slurm/job_7", 2, "6000", 2000, 500)
+            | group("slurm", 2, "8000", 3000, 0),
+            4500,
+        ),
+        # Both versions, where v2 has no controller; the same where a container mounts its group.
+        (
+            "5:cpu,cpuacct:/x\n4:memory:/slurm/job_7\n1:name=systemd:/\n0::/\n",
+            V1.format(top="/") + V2.format(below="/unified"),
+            group("memory/slurm/job_7", 1, NONE, 9, 0) | group("memory", 1, NONE, 9, 9)
+            | group("memory/slurm", 1, "7000", 3000, 1000),
+            5000,
+        ),
+        (
+            "4:memory:/docker/f00\n0::/\n",
+            V1.format(top="/docker/f00"),
+            group("memory", 1, "4000", 1500, 500),
+            3000,
+        ),
+        (
+            "4:memory:/docker/f00/in\n0::/\n",
+            V1.format(top="/docker/f00"),
+            group("memory/in", 1, "3000", 500, 0) | group("memory", 1, "4000", 1500, 500),
+            2500,
+        ),
+    ],
+)  # fmt: skip
+def test_free_memory_is_the_least_that_a_group_of_the_process_has_left(
+    tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], left: int
 ) -> None:
+    assert free_memory(write_machine(tmp_path, cgroup, mounts, files)) == left
+
+
+def test_free_space_is_that_of_the_place_to_be(tmp_path: Path) -> None:
     assert free_disk(tmp_path / "a" / "b") == pytest.approx(free_disk(tmp_path), rel=0.05)
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(module, "CGROUP", tmp_path)
-    free = free_memory()
-    (tmp_path / "memory.current").write_text("3000\n")
-    (tmp_path / "memory.stat").write_text("anon 1500\ninactive_file 1000\n")
-    assert 10**8 < free < 10**14
-    limit.write_text("5000\n")
-    assert free_memory() == 3000  # the cache of files can go
-    limit.write_text("max\n")
-    assert free_memory() == pytest.approx(free, rel=0.3)
+    assert 10**7 < free_memory() < 10**14

@@ -184,7 +184,7 @@ def test_both_sides_are_tokenised_and_the_report_reads_every_folder(tmp_path: Pa
     ("steps", "head", "message"),
     [
         ("[dedup]\njacard = 0.8\n", "", r"corpus.toml: \[dedup\] jacard .* did you mean jaccard"),
-        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] jaccard 1.8"),
+        ("[dedup]\njaccard = 1.8\n", "", r"corpus.toml: \[dedup\] jaccard = 1.8"),
         ("[dedup]\nseed = 'x'\n", "", r"corpus.toml: \[dedup\] seed"),
         ("[clean]\n[dedup]\nengine = 'x'\n", "", r"\[dedup\] engine"),
         ("[tokenise]\nappend_eod = 'true'\n", "", r"\[tokenise\] append_eod: true or false"),
@@ -215,6 +215,38 @@ def test_a_bad_description_is_refused_before_anything_starts(
     with pytest.raises(ValueError, match=message):
         go(file)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "lines", "wrong", "works"),
+    [
+        ("tokenise", ["split_sentences = true", "append_eod = true"], 1, "append_eod = false"),
+        ("dedup", ["jaccard = 1.8"], 0, "jaccard = 0.7"),
+        ("clean", ['memory = "500"'], 0, 'memory = "500MB"'),
+        ("clean", ['scheduler = "slrm"'], 0, 'scheduler = "local"'),
+        ("split", ['ratio = "x"'], 0, 'ratio = "29:1"'),
+        ("clean", ["min_tokens = 0"], 0, "min_tokens = 128"),
+        (
+            "extract.a",
+            ["format = 'wet'", "input = ['x']", "source = ''"],
+            2,
+            'source = "wikipedia"',
+        ),
+        ("dedup", ["workers = 0"], 0, f"workers = {len(os.sched_getaffinity(0))}"),
+    ],
+)
+def test_a_cure_is_a_line_of_the_file_and_works_there(
+    tmp_path: Path, step: str, lines: list[str], wrong: int, works: str
+) -> None:
+    def jobs(*lines: str) -> None:
+        head = "" if "extract" in step else "input = ['x']\n"
+        (tmp_path / "run.toml").write_text("\n".join([f"output = 'o'\n{head}[{step}]", *lines]))
+        read_description(tmp_path / "run.toml").jobs({})
+
+    with pytest.raises(ValueError, match=re.escape(works)) as refused:
+        jobs(*lines)
+    assert "--" not in str(refused.value)
+    jobs(*[works if number == wrong else line for number, line in enumerate(lines)])
 
 
 def test_a_description_that_is_not_there_is_named(tmp_path: Path) -> None:

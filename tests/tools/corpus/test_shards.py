@@ -26,6 +26,7 @@ from megatron.data.json_lines import (
     read_lines,
 )
 from tests.tools.corpus.lines import write_jsonl
+from tools.corpus.records import Funnel, read_documents
 from tools.corpus.shards import Compression, concatenate, cut, placed, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
@@ -201,14 +202,39 @@ def test_a_failing_disk_is_not_taken_for_a_damaged_file(
 
 def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
     names = ["b.jsonl", "a.jsonl.zst", "c.json", "d.jsonl.gz", "e.jsonl.xz"]
-    others = ["manifest.json", "run.json", "rejected.jsonl", "duplicates.jsonl", "notes.txt"]
-    for name in [*names, *others, "f.jsonl.123.part"]:
+    names += ["notes.txt", "more.txt.gz"]
+    others = ["manifest.json", "run.json", "rejected.jsonl", "duplicates.jsonl", ".hidden"]
+    for name in [*names, *others, "f.jsonl.123.part", "page.md"]:
         (tmp_path / name).touch()
     (tmp_path / "g.jsonl").mkdir()
-    assert [path.name for path in find_shards([tmp_path])] == sorted(names)
-    assert [path.name for path in find_shards([tmp_path], (".txt",))] == ["notes.txt"]
+    with pytest.warns(UserWarning, match=r"f.jsonl.123.part, g.jsonl/, page.md;"):
+        assert [path.name for path in find_shards([tmp_path])] == sorted(names)
+    texts = find_shards([tmp_path], (".txt",))
+    assert [path.name for path in texts] == ["more.txt.gz", "notes.txt"]
     named = [tmp_path / "notes.txt", tmp_path / "a.jsonl.zst"]
     assert find_shards(named) == named
+
+
+def test_a_text_file_is_one_document_whatever_its_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Two lines,\nof which é is one. " * 9
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode())[:-20])
+    (tmp_path / "d.txt").write_bytes(b"\xff")
+    (tmp_path / "e.txt").write_text("   \n")
+    (tmp_path / "f.txt").write_text("long " * 100)
+    monkeypatch.setattr("megatron.data.json_lines.LONGEST_LINE", len(text.encode()) + 3)
+    units = cut(find_shards([tmp_path]), 100)
+    assert [Path(unit.file).name for unit in units] == [f.name for f in sorted(tmp_path.iterdir())]
+    funnel = Funnel()
+    found = [each for unit in units for each in read_documents(unit, funnel)]
+    assert [each.text for each in found] == [text, text]
+    assert [each.record["id"] for each in found] == ["a.txt", "b.txt"]
+    assert [Path(bad["file"]).name for bad in funnel.rejected] == [
+        f"{name}.txt{'.gz' * (name == 'c')}" for name in "cdef"
+    ]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

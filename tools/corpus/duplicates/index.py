@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron.data.json_lines import OPENERS, open_shard, parse_record, read_lines
+from megatron.data.json_lines import is_whole, open_shard, parse_record, read_shard
 from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import Unit, placed
@@ -297,11 +297,11 @@ def ranges(numbers: Numbers, firsts: Numbers) -> Iterator[tuple[int, slice]]:
 
 def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
     """The lines that begin there, in order: read directly if the file is plain."""
-    if Path(unit.file).suffix in OPENERS:
+    if is_whole(unit.file):
         wanted = set(offsets.tolist())
         yield from (
             line.content
-            for line in read_lines(unit.file, unit.start, unit.stop)
+            for line in read_shard(unit.file, unit.start, unit.stop)
             if line.offset in wanted
         )
         return

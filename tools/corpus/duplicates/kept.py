@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.json_lines import read_lines
+from megatron.data.json_lines import read_shard
 from tools.corpus.duplicates.index import Index, mapped
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings
@@ -25,7 +25,7 @@ def write_unit(
     documents = index.rows(unit)
     document = next(documents, None)
     with write_shard(settings.output, f"part-{place.name}", settings.compress) as shard:
-        for line in read_lines(place.file, place.start, place.stop):
+        for line in read_shard(place.file, place.start, place.stop):
             if document is None or line.offset != document[1]:
                 continue  # it holds no document, as the index has noted
             number, _, size, source = document
