@@ -25,6 +25,7 @@ from torch.distributed import ReduceOp
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.compare import listed
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.state import TrainState
 
@@ -33,7 +34,6 @@ CHUNK = {"cpu": 2**18, "cuda": 2**22}
 # Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
-NAMED = 5  # tensors or ranks that a message names; of more it gives the number
 
 
 class ReplicaDrift(RuntimeError):  # noqa: N818
@@ -94,18 +94,13 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     if passed is not None:
         cure = f"all were equal at step {passed}: resume from the checkpoint of then"
     error = ReplicaDrift(
-        f"replica drift at step {state.step} in {_listed(drifted)}; in the first, along "
-        f"{' and '.join(along)}: {' against '.join(map(_listed, camps))}\n"
+        f"replica drift at step {state.step} in {listed(drifted)}; in the first, along "
+        f"{' and '.join(along)}: {' against '.join(map(listed, camps))}\n"
         "a rank has another processor, versions, threads or files behind --data-path, or a bit "
         f"flipped there; {cure}, without that host"
     )
     error.names, error.axes, error.camps = drifted, along, camps
     raise error
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shared(
