@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -150,6 +153,39 @@ class Metrics:
     def _close_all(self, exit_code: int) -> None:
         for sink in list(self.sinks):
             self._close(sink, exit_code)
+
+
+class Clock:
+    """Time spent since the start, and training throughput since it was last read."""
+
+    def __init__(self) -> None:
+        self.start = self.since = time.monotonic()
+        self.tokens = 0
+        self.documents = Counter[str]()
+        """Of this rank since the last line, by what befell them; without what cannot."""
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def count(self, kind: str, documents: Sequence[int | None]) -> None:
+        """documents: of each micro-batch, as of Batch.num_cut."""
+        known = [each for each in documents if each is not None]
+        if known:
+            self.documents[kind] += sum(known)
+
+    def tokens_per_second(self) -> float:
+        """Since the last call, without what ran under `paused`."""
+        now = time.monotonic()
+        rate = self.tokens / (now - self.since)
+        self.since, self.tokens = now, 0
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.monotonic()
+        yield
+        self.since += time.monotonic() - before
 
 
 def peak_memory(mesh: Mesh) -> int:
