@@ -155,6 +155,7 @@ from .train.evaluate import (
     mean_losses as mean_losses,
     whole_logits as whole_logits,
 )
+from .train.signals import Stopped as Stopped
 from .train.replicas import check_replicas as check_replicas
 from .train.metrics import (
     Metrics as Metrics,

@@ -44,16 +44,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
-def at_call(target: str, number: int, ranks: Sequence[int], action: Callable[[], None]) -> None:
-    """Let `action` happen on these ranks instead of a call of "module:function", the number-th one
-    (from 1); other calls are as they were."""
+def at_call(
+    target: str,
+    number: int,
+    ranks: Sequence[int],
+    action: Callable[[], None],
+    *,
+    instead: bool = True,
+) -> None:
+    """Let `action` happen on these ranks instead of a call of "module:function", or before it, the
+    number-th one (from 1); other calls are as they were."""
     module, name = target.split(":")
     owner = import_module(module)
     original, calls = getattr(owner, name), itertools.count(1)
 
     def patched(*arguments: Any, **more: Any) -> Any:
         if next(calls) == number and int(os.environ.get("RANK", "0")) in ranks:
-            return action()
+            result = action()
+            if instead:
+                return result
         return original(*arguments, **more)
 
     setattr(owner, name, patched)
@@ -131,22 +140,34 @@ def test_ctrl_c_saves_and_is_no_reason_to_requeue(folder: Path, tmp_path: Path) 
     assert list(tmp_path.glob("step_*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_saves_and_ends_all_with_75(
-    folder: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    save, more = tmp_path / "stopped", f"{PLAIN} --tensor-model-parallel-size 2 --log-interval 1"
-    with pretrain(flags(save, 100_000, more), world=2, folder=folder) as run:
-        run.wait_for(lambda: "step 3 |" in run.text(0))
-        run.signal(number, [1])
-        assert run.wait() == [75, 75], run.text()
+SIGNALLED = [  # (signal to rank 1, the call during which it comes, the step that is saved)
+    (signal.SIGUSR1, "megatron.train.step:count", 2, 2),
+    (signal.SIGTERM, "megatron.train.evaluate:Executor", 2, 3),
+    (signal.SIGTERM, "megatron.train.replicas:digest", 9, 4),
+]
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all_with_75(folder: Path, tmp_path: Path) -> None:
+    """In a step, in an evaluation of seven groups of micro-batches, in a check of replicas."""
+    save, calm = tmp_path / "stopped", tmp_path / "calm"
+    more = f"{DROPOUT} {SPLIT} --eval-iters 20 --eval-interval 3 --check-replicas-interval 4"
+    for number, target, call, step in SIGNALLED:
+        come = partial(signal.raise_signal, number)
+        before = partial(at_call, target, call, [1], come, instead=False)
+        with pretrain(flags(save, 6, more), world=2, folder=folder, before=before) as run:
+            assert run.wait() == [75, 75], run.text()
+        lines = read_metrics(save / "metrics.jsonl")
+        assert lines[-1] == {"step": step, "ended": number.name, "exit_code": 75}
+        assert newest(save).name == f"step_{step:08d}"
+    train(flags(save, 6, more), folder, world=2)
+    train(flags(calm, 6, more), folder, world=2)
+    assert_equal_bits(newest(save), newest(calm))
+    assert validation_losses(save) == validation_losses(calm)
+
+
+def validation_losses(save: Path) -> list[tuple[int, float]]:
     lines = read_metrics(save / "metrics.jsonl")
-    assert (lines[-1]["ended"], lines[-1]["exit_code"]) == (number.name, 75)
-    step = lines[-1]["step"]
-    assert newest(save).name == f"step_{step:08d}"
-    train(flags(save, step + 3, more), folder, world=2)
-    train(flags(tmp_path / "calm", step + 3, more), folder, world=2)
-    assert_equal_bits(newest(save), newest(tmp_path / "calm"))
+    return [(x["step"], x["validation_loss"]) for x in lines if "validation_loss" in x]
 
 
 def test_damage_is_passed_over_by_name_and_nothing_is_deleted(folder: Path, tmp_path: Path) -> None:

@@ -122,9 +122,9 @@ def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
     """
     one = one_step(directory)
     folders = [one] if one is not None else step_folders(directory)
-    return (
-        newest_whole(folders, mesh, str(directory))[0] if mesh.control.gather(folders)[0] else None
-    )
+    if not mesh.control.gather(folders)[0]:
+        return None
+    return newest_whole(folders, mesh, str(directory), any_loop=True)[0]
 
 
 def verify(path: Path, mesh: Mesh) -> Checkpoint:
@@ -151,14 +151,14 @@ def verify(path: Path, mesh: Mesh) -> Checkpoint:
 
 
 def newest_whole(
-    folders: Sequence[Path], mesh: Mesh, given: str = "--load"
+    folders: Sequence[Path], mesh: Mesh, given: str = "--load", *, any_loop: bool = False
 ) -> tuple[Checkpoint, list[str]]:
     """As `newest_readable`, but of the first whole one, of which every byte is read.
 
     Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
     """
     folders = mesh.control.gather(list(folders))[0]
-    return newest_readable(folders, given, lambda path: verify(path, mesh))
+    return newest_readable(folders, given, lambda path: verify(path, mesh), any_loop=any_loop)
 
 
 def load_checkpoint(

@@ -164,23 +164,39 @@ def newest_readable(
     folders: Sequence[Path],
     given: str = "--load",
     read: Callable[[Path], Checkpoint] = read_checkpoint,
+    *,
+    any_loop: bool = False,
 ) -> tuple[Checkpoint, list[str]]:
     """(the first that `read` finds nothing wrong with, why each one before it was passed over);
     by default one whose files are all there at their sizes.
 
-    given: the flag of these folders, for messages. Raises UsageError with every reason where there
-    is none.
+    given: the flag of these folders, for messages. any_loop: take one, too, that a training loop of
+    one's own saved, from which no program can build a model. Raises UsageError for such a one, and
+    with every reason where there is none.
     """
     reasons: list[str] = []
     for folder in folders:
         try:
-            return read(folder), reasons
+            found = read(folder)
         except (ValueError, OSError) as error:
             reasons.append(str(error))
+            continue
+        if not any_loop and _lacks_model(found.manifest):
+            allowed = "a checkpoint of one of the programs: this is of a training loop of one's own"
+            allowed += " and does not say which model it has; the script that saved it reads it"
+            raise UsageError(given, folder, allowed)
+        return found, reasons
     directories = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders))
     lines = "".join(f"\n  {reason}" for reason in reasons)
     see = f"`python tools/checkpoint.py ls {folders[0].parent}` shows what is there"
     raise UsageError(given, directories, f"a directory with a whole checkpoint; {see}{lines}")
+
+
+def _lacks_model(manifest: Mapping[str, Any]) -> bool:
+    """Whether facts are missing that the programs save, and need to build the model again."""
+    config = manifest.get("config")
+    parts = config if isinstance(config, dict) else {}
+    return not isinstance(parts.get("model"), dict) or "vocab_size" not in manifest
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:

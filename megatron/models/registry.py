@@ -153,4 +153,9 @@ def config_of(manifest: Mapping[str, Any]) -> Any:
     # What the first checkpoints called the full granularity.
     if settings.pop("checkpoint_activations", False):
         settings["recompute_granularity"] = "full"
-    return config(**settings)
+    try:
+        return config(**settings)
+    except TypeError as error:  # of a setting that is not known here, or one that is missing
+        raise ValueError(
+            f"the checkpoint's model is of another version of {config.kind}: {error}"
+        ) from error

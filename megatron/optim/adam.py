@@ -226,6 +226,7 @@ class MasterWeights:
         norm: finite, of all the model's gradients x `unscale`; left out, nothing is clipped here,
             as behind clip_grad_norm.
         """
+        self.gradients.name_unreached()
         limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         if not self.hosts:

@@ -138,6 +138,7 @@ class Bucket:
         self.wait()
         flat = self.flat
         for view in self.views:
+            view.is_reached |= view.is_filled
             if not view.is_filled:  # no gradient came
                 view.gradient.zero_()
         if self.zero_stage < 2:

@@ -23,7 +23,7 @@ from torch.linalg import vector_norm
 
 from megatron.parallel.bucket import ALIGNMENT, Bucket, Named, gradient_dtype, nothing
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.compare import check_gradients, check_weights
+from megatron.parallel.compare import check_gradients, check_weights, name_unreached
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.sharding import (
     Deferral,
@@ -188,6 +188,7 @@ class GradientBuckets:
                 known = {name: view for name, view in own.items() if direct and view is not None}
                 module.gradient_views = GradientViews(known)
         self.to_compare = list(self.views)  # those whose gradient was zero so far
+        self.checks_reach = True  # in the first step
         self.checks_weights = compares_weights and not is_on_meta
         if self.checks_weights and not sets_grad:  # then parts of them become masters
             check_weights(list(self.views), mesh)
@@ -348,11 +349,20 @@ class GradientBuckets:
         self.in_step, self.is_complete = False, True
         if not self.sets_grad:
             return
+        self.name_unreached()
         if self.to_compare:
             self.to_compare = check_gradients(self.to_compare, self.mesh)
         for view in self.views:
             if view.parameter.requires_grad:
                 view.parameter.grad = view.gradient.to(view.parameter.dtype)
+
+    def name_unreached(self) -> None:
+        """After the first step the first rank prints which parameters have no gradient on any rank
+        (every rank calls this)."""
+        if self.checks_reach:
+            self.checks_reach = False
+            if not all(self.mesh.control.gather(all(view.is_reached for view in self.views))):
+                name_unreached(list(self.views), self.mesh)
 
     def squares(self) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.

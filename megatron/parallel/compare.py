@@ -3,6 +3,7 @@ and loops of one's own are found before they train."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardingSpec
 
-NAMED = 5  # parameters that a message names; of more it gives the number
+NAMED = 5  # tensors or ranks that a message names; of more it gives the number
 
 
 def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
@@ -24,8 +25,9 @@ def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
     differing, _ = _compare(weights, specs, axes, mesh)
     if differing:
         raise RuntimeError(
-            f"the initial weights of {_listed(views, differing)} differ between ranks: on every "
-            "rank the same torch.manual_seed() before the model is built makes them equal"
+            f"the initial weights of {listed([views[each].name for each in differing])} differ "
+            "between ranks: on every rank the same torch.manual_seed() before the model is built "
+            "makes them equal"
         )
 
 
@@ -38,17 +40,34 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
     differing, zero = _compare(gradients, specs, axes, mesh)
     if differing:
         raise RuntimeError(
-            f"gradients of {_listed(views, differing)} differ between the ranks of one model: "
-            "between a column and a row layer stands a layer that every rank holds whole, or these "
-            'ranks read other samples (mesh.rank("batch") numbers those that may) or draw other '
-            "random numbers"
+            f"gradients of {listed([views[each].name for each in differing])} differ between the "
+            "ranks of one model: between a column and a row layer stands a layer that every rank "
+            'holds whole, or these ranks read other samples (mesh.rank("batch") numbers those that '
+            "may) or draw other random numbers"
         )
     return [views[number] for number in zero]
 
 
-def _listed(views: Sequence[GradientView], numbers: Sequence[int]) -> str:
-    names, more = [views[number].name for number in numbers[:NAMED]], len(numbers) - NAMED
-    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+def name_unreached(views: Sequence[GradientView], mesh: Mesh) -> None:
+    """The first rank prints which parameters no micro-batch of any rank has given a gradient so far
+    (every rank calls this)."""
+    own = {each.name: each.is_reached for each in views if each.parameter.requires_grad}
+    found = mesh.control.gather(own)
+    reached = {name for each in found for name in each if each[name]}
+    unreached = list(dict.fromkeys(name for each in found for name in each if name not in reached))
+    if unreached and mesh.is_first:
+        print(
+            f"warning: no gradient reaches {listed(unreached)} in the first step: the loss does "
+            "not depend on them, and weight decay alone changes them; requires_grad=False keeps "
+            "them as they are",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def listed(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _compare(

@@ -197,6 +197,7 @@ class GradientView:
     dtype: torch.dtype  # of the gradient
     flat: Callable[[], Tensor]  # the bucket's gradients, which have memory from now on
     is_filled: bool = False  # False: the elements are left over from an earlier step
+    is_reached: bool = False  # whether a gradient came in any step
     stage: int | None = None  # of several virtual stages here the lowest one of the step before
 
     @property

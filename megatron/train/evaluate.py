@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import gathered
 from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
+from megatron.train.signals import Stopped
 
 GROUP = 8  # micro-batches that are read at a time, of each pipeline stage
 SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
@@ -74,11 +75,13 @@ def mean_losses(
     micro_batch_size: int,
     mesh: Mesh,
     pipeline: PipelinePlan = UNCUT,
+    wants_stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """The mean of each term of the loss, over the first `samples` samples of a split.
 
     Does not depend on the micro-batch size or on the layout but for rounding. pipeline: whose
-    stages the model is.
+    stages the model is. wants_stop: asked before each group of micro-batches; every rank has to
+    give one, or none. Raises Stopped on all ranks where it is true on one.
     """
     was_training = model.training
     model.eval()
@@ -93,6 +96,10 @@ def mean_losses(
         calls.append((own[even:] or range(1), len(own) > even))
     with gathered(model):
         for numbers, counts in calls:
+            if wants_stop is not None:
+                stops = totals.new_full((1,), float(wants_stop()))
+                if all_reduce(all_reduce(stops, mesh.loss_sums), mesh.model_parallel).item():
+                    raise Stopped
             starts = range(0, len(numbers), micro_batch_size)
             batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
             executor = Executor(

@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from tempfile import gettempdir
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from megatron.config.checks import UsageError
 from megatron.config.launch import RankInfo, read_rank_info, world_size, write_error_file
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.train.watch import ROUNDS, Watch
+from megatron.train.watch import ROUNDS, Process, Watch, note, own_process
 
 PATIENCE = 120.0  # seconds within which all ranks have to arrive
 NOTICE = 5.0  # seconds of waiting after which the missing ranks are named
@@ -76,6 +77,8 @@ def launch(
         if not is_first:
             raise UsageError("RANK", info.rank, "the rank of one process; two were given it")
         arrivals = meet(store, info, watch, PATIENCE)
+        note("making process groups")
+        watch.all_arrived([Process(*each.process) for each in arrivals])
         check_interface(arrivals, environ)
         device = choose_device(info.rank, arrivals, environ)
         has_gpu = device.type == "cuda"
@@ -144,16 +147,18 @@ def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What the others should know of a rank; size: ranks of the run, as this one was told."""
+    """What the others should know of a rank; size: ranks of the run, as this one was told. process:
+    the fields of its Process."""
 
     host: str
     size: int
     gpus: int
+    process: Sequence[Any] = ()
 
 
 def _own_arrival(size: int) -> Arrival:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Arrival(socket.gethostname(), size, gpus)
+    return Arrival(socket.gethostname(), size, gpus, astuple(own_process()))
 
 
 def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> list[Arrival]:

@@ -6,7 +6,6 @@ another evaluation and another way to save.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -16,9 +15,9 @@ from typing import Any
 from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
-from megatron.train.metrics import Metrics, peak_memory
+from megatron.train.metrics import Clock, Metrics, peak_memory
 from megatron.train.replicas import check_replicas
-from megatron.train.signals import SIGNALS, StopSignals
+from megatron.train.signals import SIGNALS, Stopped, StopSignals
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from megatron.train.watch import note
@@ -34,7 +33,8 @@ class Loop:
     learning_rate: Callable[[int], float]
     """Of the update's number, counted from 1."""
     evaluate: Callable[[TrainState], float | None]
-    """Evaluates and records; returns the loss, or None where there is nothing to evaluate."""
+    """Evaluates and records; returns the loss, or None where there is nothing to evaluate. Raises
+    Stopped on all ranks where `signals.is_urgent()` on one."""
     save: Callable[[TrainState, float | None], None]
     """Saves the state with its validation loss; every rank calls it at the same steps."""
     saver: Saver | None = None
@@ -53,9 +53,11 @@ def train(state: TrainState, loop: Loop) -> str:
     """Train to `train_iters`, or to an exit that was asked for; return what ended it.
 
     At the end the state is evaluated and saved; after a signal it is only saved, since the
-    scheduler does not wait for an evaluation. A signal in the last step changes nothing.
+    scheduler does not wait for an evaluation or a check: one under way is cut short. A signal in
+    the last step changes nothing where nothing is left to evaluate.
     """
     training, saver, clock = loop.training, loop.saver, Clock()
+    end: str | None = None
     checked: int | None = None  # the step of the last check of replicas
 
     def wants_stop() -> bool:
@@ -69,10 +71,23 @@ def train(state: TrainState, loop: Loop) -> str:
         """What happens at every multiple of `interval` also happens at the end."""
         return end is not None or (interval is not None and state.step % interval == 0)
 
-    if loop.evaluate_first:
+    @contextmanager
+    def stoppable(phase: str) -> Iterator[None]:
+        """Around a phase that a signal to one rank cuts short on all; then that ends the run."""
+        nonlocal end
+        note(phase)
         with clock.paused():
+            try:
+                yield
+            except Stopped:
+                end = next(filter(SIGNALS.get, state.mesh.control.gather(loop.signals.received)))
+                loop.metrics.log(f"step {state.step} | {end} cut the {phase} short")
+
+    if loop.evaluate_first:
+        with stoppable("evaluation"):
             loop.evaluate(state)
-    end = "train_iters" if state.step >= training.steps else None
+    if end is None and state.step >= training.steps:
+        end = "train_iters"
     with closing(loop.batches):
         while end is None:
             batches = next(loop.batches)
@@ -95,22 +110,19 @@ def train(state: TrainState, loop: Loop) -> str:
             elif training.exit_interval and state.step % training.exit_interval == 0:
                 end = "exit_interval"
 
-            saves = is_due(loop.save_interval)
             interval = training.check_replicas_interval
-            if interval and (saves or state.step % interval == 0):
-                with clock.paused():
-                    check_replicas(
-                        state, batches, checked
-                    )  # before a save: what is kept is correct
-                checked = state.step
+            if interval and (is_due(loop.save_interval) or state.step % interval == 0):
+                with stoppable("replica check"):  # before a save: what is kept is correct
+                    check_replicas(state, batches, checked, loop.signals.is_urgent)
+                    checked = state.step
             if is_due(loop.log_interval):
                 log_step(state, loop, result, lr, clock)
-            with clock.paused():
-                validation_loss = None
-                if end not in SIGNALS and is_due(training.eval_interval):
-                    note("evaluation")
+            validation_loss = None
+            if end not in SIGNALS and is_due(training.eval_interval):
+                with stoppable("evaluation"):
                     validation_loss = loop.evaluate(state)
-                if saves:
+            with clock.paused():
+                if is_due(loop.save_interval):
                     note("save")
                     loop.save(state, validation_loss)
                 if saver is not None:
@@ -160,36 +172,3 @@ def in_words(terms: Mapping[str, float]) -> str:
     if len(terms) == 1:
         return ""
     return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"
-
-
-class Clock:
-    """Time spent since the start, and training throughput since it was last read."""
-
-    def __init__(self) -> None:
-        self.start = self.since = time.monotonic()
-        self.tokens = 0
-        self.documents = Counter[str]()
-        """Of this rank since the last line, by what befell them; without what cannot."""
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
-
-    def count(self, kind: str, documents: Sequence[int | None]) -> None:
-        """documents: of each micro-batch, as of Batch.num_cut."""
-        known = [each for each in documents if each is not None]
-        if known:
-            self.documents[kind] += sum(known)
-
-    def tokens_per_second(self) -> float:
-        """Since the last call, without what ran under `paused`."""
-        now = time.monotonic()
-        rate = self.tokens / (now - self.since)
-        self.since, self.tokens = now, 0
-        return rate
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before = time.monotonic()
-        yield
-        self.since += time.monotonic() - before

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -46,9 +49,10 @@ class Metrics:
         """path: appended to; None keeps no file. start: steps done before this process. stream: the
         console, standard output if not given.
 
-        Lines that a full disk does not take are reported once, kept in memory and tried again with
-        each new one: a run goes on to its next save. Raises OSError, naming the file, here, on all
-        ranks (each calls this), and at the end of a `with` where some are still not on disk.
+        Lines that a disk does not take, full or broken, are reported once, kept in memory and tried
+        again with each new one: a run goes on to its next save. Raises OSError, naming the file,
+        here, on all ranks (each calls this), and at the end of a `with` where some are still not on
+        disk.
         """
         from megatron.parallel.agree import refuse_alike
 
@@ -60,6 +64,7 @@ class Metrics:
         self.exit_code = 0
         self._step = start
         self._unwritten: list[str] = []
+        self._end: int | None = None  # bytes of the file before those lines
         refuse_alike(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
         # Not in a log file, where it would hide the lines between its own.
         is_shown = self.is_first and sys.stderr.isatty()
@@ -108,17 +113,22 @@ class Metrics:
 
     def _append(self, path: Path, text: str) -> None:
         self._unwritten.append(text)
-        size = path.stat().st_size if path.exists() else 0
         try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(self._unwritten))
+            with path.open("ab") as file:
+                if self._end is None:
+                    self._end = file.tell()
+                if file.tell() > self._end:  # no line is there in part, or twice
+                    file.truncate(self._end)
+                file.write("".join(self._unwritten).encode())
         except OSError as error:
-            if path.is_file():
-                os.truncate(path, size)  # no line is there in part, or twice
+            with suppress(OSError):  # which the next line then tries again
+                if self._end is not None:
+                    os.truncate(path, self._end)
             if len(self._unwritten) == 1:
                 self.log(f"warning: {path}: {error.strerror}; its lines are kept in memory")
         else:
             self._unwritten.clear()
+            self._end = None
 
     def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
         """Close a sink; `cause`, or else what it could not send, is reported."""
@@ -150,6 +160,39 @@ class Metrics:
     def _close_all(self, exit_code: int) -> None:
         for sink in list(self.sinks):
             self._close(sink, exit_code)
+
+
+class Clock:
+    """Time spent since the start, and training throughput since it was last read."""
+
+    def __init__(self) -> None:
+        self.start = self.since = time.monotonic()
+        self.tokens = 0
+        self.documents = Counter[str]()
+        """Of this rank since the last line, by what befell them; without what cannot."""
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def count(self, kind: str, documents: Sequence[int | None]) -> None:
+        """documents: of each micro-batch, as of Batch.num_cut."""
+        known = [each for each in documents if each is not None]
+        if known:
+            self.documents[kind] += sum(known)
+
+    def tokens_per_second(self) -> float:
+        """Since the last call, without what ran under `paused`."""
+        now = time.monotonic()
+        rate = self.tokens / (now - self.since)
+        self.since, self.tokens = now, 0
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.monotonic()
+        yield
+        self.since += time.monotonic() - before
 
 
 def peak_memory(mesh: Mesh) -> int:

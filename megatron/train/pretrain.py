@@ -343,7 +343,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
             messages.append(
                 f"nothing is trained: {found.path} is already at step {step}, and {end} continues"
             )
-        evaluation_is_due = step % config.training.eval_interval == 0
+        evaluation_is_due = step % config.training.eval_interval == 0 or step >= target
         evaluate_first = resumed["validation_loss"] is None and evaluation_is_due
     return Run(
         config=config,
@@ -385,7 +385,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             num_workers=config.data.num_workers,
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
-        evaluate=lambda state: validate(run, metrics),
+        evaluate=lambda state: validate(run, metrics, signals),
         save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
         saver=saver,
         metrics=metrics,
@@ -397,8 +397,9 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     )
 
 
-def validate(run: Run, metrics: Metrics) -> float | None:
-    """Records and returns the validation loss; None without a split or with --eval-iters 0."""
+def validate(run: Run, metrics: Metrics, signals: StopSignals) -> float | None:
+    """Records and returns the validation loss; None without a split or with --eval-iters 0. Raises
+    Stopped, on every rank, where a signal comes meanwhile."""
     from megatron.train.evaluate import mean_losses
     from megatron.train.loop import in_words
 
@@ -415,6 +416,7 @@ def validate(run: Run, metrics: Metrics) -> float | None:
         training.micro_batch_size,
         state.mesh,
         state.pipeline,
+        signals.is_urgent,
     )
     loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
     perplexity = inf if of_tokens > 700 else exp(of_tokens)  # of a run that diverges

@@ -15,7 +15,7 @@ import hashlib
 import json
 import socket
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 
@@ -25,7 +25,9 @@ from torch.distributed import ReduceOp
 
 from megatron.data.batch import Batch
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.compare import listed
 from megatron.parallel.mesh import Axis, Mesh
+from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 
 # Elements that are hashed at a time: at 8 bytes each they fit a processor's cache, or fill a GPU.
@@ -33,7 +35,6 @@ CHUNK = {"cpu": 2**18, "cuda": 2**22}
 # Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
-NAMED = 5  # tensors or ranks that a message names; of more it gives the number
 
 
 class ReplicaDrift(RuntimeError):  # noqa: N818
@@ -48,26 +49,35 @@ class ReplicaDrift(RuntimeError):  # noqa: N818
     camps: list[list[str]]
 
 
-def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | None = None) -> None:
+def check_replicas(
+    state: TrainState,
+    batches: Sequence[Batch],
+    passed: int | None = None,
+    wants_stop: Callable[[], bool] = lambda: False,
+) -> None:
     """Compare all that ranks hold in common; every rank calls this, after the same step.
 
     batches: this rank's micro-batches of the step. passed: the step of the last check that found
-    nothing, for the message. Raises ReplicaDrift, on every rank.
+    nothing, for the message. wants_stop: once it is true, this rank reads no more tensors; it stays
+    true. Raises on every rank ReplicaDrift, or Stopped where some rank wanted it.
     """
     mesh = state.mesh
     axes = [axis for axis in mesh.axes if axis.size > 1]
     if not axes:
         return
-    shared = list(_shared(state, batches))
-    differs = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    shared = list(_shared(state, batches, wants_stop))
+    found = torch.tensor([wants_stop(), 0], dtype=torch.int64, device=mesh.device)
     for axis in [*axes, *_ties(state)]:
         own = torch.stack([digest for _, along, digest in shared if axis.name in along])
         # The largest hash h, and the largest ~h, which is the complement of the smallest h.
         largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
-        differs |= (largest != ~smallest).any()
+        found[1] |= (largest != ~smallest).any()
     for axis in axes:  # ranks that share no axis with the odd one have to know as well
-        all_reduce(differs, axis, ReduceOp.MAX)
-    if not differs.item():
+        all_reduce(found, axis, ReduceOp.MAX)
+    stops, differs = found.tolist()
+    if stops:
+        raise Stopped
+    if not differs:
         return
 
     rank = f"({mesh.describe_rank()}) on {socket.gethostname()}"
@@ -94,8 +104,8 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     if passed is not None:
         cure = f"all were equal at step {passed}: resume from the checkpoint of then"
     error = ReplicaDrift(
-        f"replica drift at step {state.step} in {_listed(drifted)}; in the first, along "
-        f"{' and '.join(along)}: {' against '.join(map(_listed, camps))}\n"
+        f"replica drift at step {state.step} in {listed(drifted)}; in the first, along "
+        f"{' and '.join(along)}: {' against '.join(map(listed, camps))}\n"
         "a rank has another processor, versions, threads or files behind --data-path, or a bit "
         f"flipped there; {cure}, without that host"
     )
@@ -103,13 +113,8 @@ def check_replicas(state: TrainState, batches: Sequence[Batch], passed: int | No
     raise error
 
 
-def _listed(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _shared(
-    state: TrainState, batches: Sequence[Batch]
+    state: TrainState, batches: Sequence[Batch], wants_stop: Callable[[], bool]
 ) -> Iterator[tuple[str, tuple[str, ...], Tensor]]:
     """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
     included, of the batches and of the counters."""
@@ -118,7 +123,8 @@ def _shared(
     for each in state.slices():
         copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
         if along := tuple(name for name in axes + ties if name in copies):
-            yield each.key, along, digest(each.local).to(mesh.device)  # some are on the host
+            read = each.local.flatten()[:0] if wants_stop() else each.local
+            yield each.key, along, digest(read).to(mesh.device)  # some are on the host
     along = _several(mesh.of_one_batch)
     for field in fields(batches[0]) if batches and along else ():
         arrays = [getattr(batch, field.name) for batch in batches]

@@ -10,6 +10,10 @@ from types import FrameType
 SIGNALS = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 
 
+class Stopped(Exception):  # noqa: N818
+    """All ranks leave a long phase together, unfinished, since a signal came to one of them."""
+
+
 class StopSignals:
     """While entered, one of SIGNALS ends the process with its status: nothing is to be saved yet.
 
@@ -36,7 +40,12 @@ class StopSignals:
 
     def ask(self, reason: str) -> None:
         """Let the run end after this step for `reason`, as after a signal."""
-        self.received = self.received or reason
+        if self.received not in SIGNALS:  # which wait for less
+            self.received = reason
+
+    def is_urgent(self) -> bool:
+        """Whether a signal came: who sent it may not wait for more than a step and a save."""
+        return self.received in SIGNALS
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -8,6 +8,8 @@ It ends its process as soon as the store holds a *verdict*, which one rank write
                       alone (and the status is 2). An error that may be the echo of another rank's
                       death waits 5 s for a better cause; then ranks whose reports have stopped are
                       named.
+    a rank died     The process of the next rank on this host is gone, where nothing breaks by
+                    it, as while process groups are made.
     a rank left       while this one waits for it in a collective.
     a stall           A rank made no progress for the time limit: it reads all reports twice, 5 s
                       apart. The lowest rank that lives prints a table that names who is behind.
@@ -25,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +46,6 @@ BEAT = 1.0  # seconds between two reports
 ECHO = 5.0  # seconds without a report after which a rank is silent
 ENDING = 10.0  # seconds that ranks wait for each other while they end
 ROUNDS = 6  # limits that a rank may work while others wait for it
-_START = 240.0  # seconds before the mesh is built in which waiting for ranks is no stall
 _YIELD = 4.0  # seconds by which the rank that prints the cause ends first, for torchrun's summary
 
 
@@ -96,6 +98,8 @@ class Watch:
         self._rank, self._size, self._is_kept = info.rank, info.size, info.is_host
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._is_built = False
+        self._has_met = False
+        self._next: Process | None = None  # that of the next rank in the same place
         self._left: int | None = None
         self._number = self._beats = self._checks = 0
         self._seen: tuple[object, ...] = ()
@@ -109,6 +113,13 @@ class Watch:
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._run, "watch"), (self._guard, "guard of the watch"))
         ]
+
+    def all_arrived(self, processes: Sequence[Process]) -> None:
+        """From here on a rank that waits for another one is stalled. processes: of all ranks."""
+        own = processes[self._rank]
+        near = [each for each in processes if own.place and each.place == own.place]
+        self._next = near[(near.index(own) + 1) % len(near)] if near else None
+        self._has_met = True
 
     def add_mesh(self, mesh: Mesh) -> None:
         """From here on errors are failures of the run, and the rank has coordinates. Every rank
@@ -175,19 +186,20 @@ class Watch:
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         trace = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RuntimeError):  # as a broken connection is
-            reports, dead = self._read_twice()
-            if dead:
-                headline = (
-                    f"{name_ranks(reports, dead)} vanished: its process was killed or crashed"
-                )
-                last = [
-                    f"  {reports[rank].who} was last at {reports[rank].describe()}" for rank in dead
-                ]
-                echo = f"  {self._who} was at {self._report().describe()}:\n{trace}"
-                text = "\n".join([headline, *last, echo])
-                self._end(Verdict(headline, self._rank, text, absent=len(dead)))
+            self._name_dead(f":\n{trace}")
         text = f"{self._who} failed:\n{trace}"
         self._end(Verdict(f"{self._who} failed: {summary}", self._rank, text))
+
+    def _name_dead(self, trace: str = "") -> None:
+        """End the run if there are ranks whose reports have stopped."""
+        reports, dead = self._read_twice()
+        if not dead:
+            return
+        headline = f"{name_ranks(reports, dead)} vanished: its process was killed or crashed"
+        last = [f"  {reports[rank].who} was last at {reports[rank].describe()}" for rank in dead]
+        echo = f"  {self._who} was at {self._report().describe()}{trace}"
+        text = "\n".join([headline, *last, echo])
+        self._end(Verdict(headline, self._rank, text, absent=len(dead)))
 
     # How a run ends.
 
@@ -257,11 +269,14 @@ class Watch:
                 self._lose_store("vanished: its process was killed or crashed")
 
     def _beat(self) -> None:
+        has_met = self._has_met  # before: what was noted then is progress
         self._measure_progress()
         report = self._publish()
         self.follow()
-        if self._left is None:
+        if self._left is None and has_met:
             self._find_leaver(report)
+            if self._next is not None and began_at(self._next.pid) != self._next.began:
+                self._name_dead()
             self._find_stall()
         if self._first is not None:
             self._first = self._read(0)
@@ -334,12 +349,11 @@ class Watch:
 
     def _find_stall(self) -> None:
         """End the run where this rank has made no progress for the limit and others are behind."""
-        limit = self._limit if self._is_built else max(self._limit, _START)
         checks = self._store.add("checks", 0)
         # A rank that checks for a stall spares the others the check for one limit.
         self._unchecked = 0.0 if checks > self._checks else self._unchecked + BEAT
         self._checks = checks
-        if min(self._idle, self._unchecked) <= limit:
+        if min(self._idle, self._unchecked) <= self._limit:
             return
         if self._store.add("checks", 1) > checks + 1:
             return
@@ -389,6 +403,33 @@ def _exit_now(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@dataclass(frozen=True)
+class Process:
+    """place: in which `pid` names it, the boot of a host and the namespace; empty where the system
+    does not say. began: see `began_at`."""
+
+    place: str
+    pid: int
+    began: str | None
+
+
+def own_process() -> Process:
+    place, pid = "", os.getpid()
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        place = f"{boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
+    return Process(place, pid, began_at(pid))
+
+
+def began_at(pid: int) -> str | None:
+    """When a process here began, in ticks since the boot; None where it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]
 
 
 def _positions() -> tuple[tuple[int, int], ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -491,25 +494,34 @@ class Add(PipelineStage):
 
 
 class Sum(PipelineStage):
+    """Does not use `spare`, whose weight is that of the first stage."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.logits = nn.Linear(WIDTH, WORDS)
+        self.logits, self.spare = (nn.Linear(WIDTH, WORDS) for _ in range(2))
 
     def forward(self, batch: Any, *inputs: Tensor) -> Any:
         return self.logits(*inputs), *inputs
 
 
-def train_around_an_empty_stage(case: Case) -> tuple[float, float]:
-    model = build(case, makers=lambda mesh: [Words, Add, Sum], ties=[])
-    gradients = GradientBuckets(model)
-    loss = run_pipeline(model, gradients, [micro_batch(0), micro_batch(1)])
-    return float(loss), float(clip_grad_norm(gradients, CLIP))
+def train_around_an_empty_stage(case: Case) -> tuple[float, float, list[str]]:
+    """(loss, norm, parameters of the last stage that are named on standard error)."""
+    ties = [tie("spare", "0.embedding.weight", "2.spare.weight")]
+    model = build(case, makers=lambda mesh: [Words, Add, Sum], ties=ties)
+    gradients, printed = GradientBuckets(model), StringIO()
+    with redirect_stderr(printed):
+        for _ in range(2):
+            loss = run_pipeline(model, gradients, [micro_batch(0), micro_batch(1)])
+    named = re.findall(r"stages\.\w+\.\w+\.\w+", printed.getvalue())
+    return float(loss), float(clip_grad_norm(gradients, CLIP)), named
 
 
 def test_a_stage_without_parameters(gloo: Pool) -> None:
-    one = train_around_an_empty_stage(Case())
-    for found in gloo.run(3, train_around_an_empty_stage, Case(3, 3)):
-        assert found == pytest.approx(one, rel=1e-12)
+    *one, named = train_around_an_empty_stage(Case())
+    assert named == ["stages.2.spare.bias"]
+    for rank, found in enumerate(gloo.run(3, train_around_an_empty_stage, Case(3, 3))):
+        assert found[:2] == pytest.approx(one, rel=1e-12)
+        assert found[2] == named * (rank == 0)
 
 
 class Counts(PipelineStage):

@@ -2,6 +2,9 @@
 cut into parts."""
 
 import random
+import re
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from math import isfinite, prod
 from typing import Any
@@ -234,7 +237,10 @@ def own_alone() -> tuple[Weights, list[float], Tensor]:
 
 def check_own_model(stage: int) -> None:
     wanted, norms, wanted_logits = own_alone()
-    mesh, model = mesh_of_ranks(1), own_model()
+    mesh, model, plain, printed = mesh_of_ranks(1), own_model(), own_model(), StringIO()
+    own_loss(plain, batch_of(0)[:, 0], 0).backward()
+    trained = [(name, each) for name, each in plain.named_parameters() if each.requires_grad]
+    unreached = [name for name, each in trained if each.grad is None]
     gradients = GradientBuckets(model, 2048, mesh=mesh, sets_grad=False, zero_stage=stage)
     optimizer = MasterWeights(gradients, CONFIG)
     for step in range(STEPS):
@@ -244,7 +250,10 @@ def check_own_model(stage: int) -> None:
                 own_loss(model, own[:, number], step).backward()
         norm = all_reduce(gradients.squares(), mesh.model_parallel).sqrt().item()
         assert norm == pytest.approx(norms[step], rel=1e-12)
-        optimizer.step(LR, norm=norm)
+        with redirect_stderr(printed):
+            optimizer.step(LR, norm=norm)
+    named = [word for word in re.findall(r"[\w.]+", printed.getvalue()) if word in wanted]
+    assert sorted(named) == sorted(unreached) * mesh.is_first
     found = {each.key: gather_whole(each.local, each.spec) for each in optimizer.masters()}
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     assert len(frozen) == 2

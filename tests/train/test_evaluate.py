@@ -12,9 +12,11 @@ from megatron.config.model import GPT2Config
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import config_of
+from megatron.parallel.pipeline import PipelinePlan, partition
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
 from megatron.train.executor import on_device
+from megatron.train.signals import Stopped
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.parallel.test_mesh import rank_of
@@ -30,6 +32,7 @@ from tests.tiny import (
     tiny_state,
     whole_weights,
 )
+from tools.layouts.layout import parse_layout
 
 
 class Split:
@@ -72,6 +75,37 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
         results += gloo.run(world, losses_of_seven, tensor_size, 2)
     for each in results:
         assert each == pytest.approx(expected, rel=1e-12)
+
+
+class Recorded(Split):
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def batch(self, numbers: range) -> GPT2Batch:
+        self.asked += numbers
+        return super().batch(range(len(numbers)))
+
+
+def read_until_a_stop(layout: str) -> list[int]:
+    """Of 100 samples, where the last rank wants to stop before its third group."""
+    mesh = parse_layout(layout).mesh(torch.device("cpu"))
+    stages = mesh.pipeline.size
+    pipeline = PipelinePlan(stages, 1, "1f1b", partition(2, stages, head=0.0))
+    state, data = tiny_state(mesh, pipeline=pipeline), Recorded()
+    votes = iter([False, False, mesh.control.rank == mesh.size() - 1])
+    with pytest.raises(Stopped):
+        mean_losses(state.model, state.objective, data, 100, 2, mesh, pipeline, votes.__next__)
+    return data.asked
+
+
+def test_all_ranks_stop_before_the_group_at_which_one_wants_to(gloo: Pool) -> None:
+    for layout, world, copies, group in (
+        ("data=2", 2, 2, 16),
+        ("pipeline=2,tensor=2", 4, 1, 32),
+    ):
+        read = gloo.run(world, read_until_a_stop, layout)
+        assert {*map(len, read)} == {2 * group}
+        assert {number for each in read for number in each} == {*range(2 * group * copies)}
 
 
 def sent_by(rank: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,7 +1,9 @@
 """The loop: batches in order, metrics, evaluation, checks, saving and exits."""
 
 import json
+import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
+from megatron.train import evaluate
 from megatron.train import loop as loop_module
 from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
-from megatron.train.metrics import Metrics
-from megatron.train.signals import StopSignals
+from megatron.train.metrics import Metrics, read_metrics
+from megatron.train.signals import Stopped, StopSignals
 from pretrain_gpt2 import main
 from tests.data.samples import write_data
 from tests.dist import Pool
@@ -70,10 +73,12 @@ def run(
     tensor_size: int,
     directory: Path,
     signal_at: tuple[int, int] | None = None,
+    stops_at: int | None = None,
     precision: PrecisionConfig | None = None,
     **settings: Any,
 ) -> tuple[list[int], list[tuple[int, bool]], int, str]:
-    """(samples read for training, saves, steps done, what ended it)."""
+    """(samples read for training, saves, steps done, what ended it). stops_at: after this step a
+    signal comes to the last rank while the others evaluate."""
     mesh = mesh_of_ranks(tensor_size)
     state = tiny_state(mesh)
     if precision is not None:
@@ -91,6 +96,10 @@ def run(
     with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
 
         def evaluate(state: Any) -> float:
+            if state.step == stops_at:
+                if mesh.control.rank == mesh.size() - 1:
+                    signals.ask("SIGUSR1")
+                raise Stopped
             metrics.write({"step": state.step, "validation_loss": 1.0})
             return 1.0
 
@@ -106,6 +115,7 @@ def run(
             facts=lambda state: {"samples": state.samples},
             log_interval=2,
             save_interval=5,
+            evaluate_first=stops_at == 0,
         )
         end = train(state, loop)
     return data.asked, saves.asked, state.step, end
@@ -173,6 +183,15 @@ def test_a_signal_to_any_rank_ends_all_after_the_step_with_a_save_and_no_evaluat
         assert answer[1:] == ([(3, False)], 3, "SIGUSR1")
 
 
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 1)])
+def test_a_signal_in_an_evaluation_ends_all_with_a_save_of_the_step(
+    gloo: Pool, tmp_path: Path, world: int, tensor_size: int
+) -> None:
+    for step, saves in ((0, []), (4, [(4, False)]), (6, [(5, False), (6, False)])):
+        for answer in gloo.run(world, run, tensor_size, tmp_path, None, step):
+            assert answer[1:] == (saves, step, "SIGUSR1")
+
+
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert run(1, tmp_path, (6, 0))[1:] == ([(5, False), (6, True)], 6, "train_iters")
 
@@ -212,3 +231,36 @@ def test_only_a_run_that_saved_says_that_load_resumes_it(
         assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
         last = {"step": 1, "ended": "exit_interval", "exit_code": 0}
         assert json.loads(metrics.read_text().splitlines()[-1]) == last
+
+
+def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end, at the start of the second run, and not in the third one."""
+    write_data(tmp_path / "some_text_document", [[*range(1, 40), 0]] * 60)
+    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
+    words += " --seq-length 16 --train-iters 2 --split 1,1,0 --no-bf16 --global-batch-size 32"
+    words += f" --data-path {tmp_path}/some_text_document"
+    original, groups = evaluate.Executor, list[int]()
+
+    def second_group(**settings: Any) -> Any:
+        groups.append(len(settings["batches"]))
+        if len(groups) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return original(**settings)
+
+    found = []
+    for name, stops in (("cut", True), ("cut", True), ("cut", False), ("calm", False)):
+        groups.clear()
+        save = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            if stops:
+                patch.setattr(evaluate, "Executor", second_group)
+                stack.enter_context(pytest.raises(SystemExit, match="^75$"))
+            main([*words.split(), *save], {})
+        assert len(groups) == 2 * stops, "of eight groups"
+        found.append(read_metrics(tmp_path / name / "metrics.jsonl"))
+    losses = [[x["validation_loss"] for x in each if "validation_loss" in x] for each in found]
+    assert losses[:2] == [[], []]
+    assert losses[2] == losses[3]
+    assert len(losses[3]) == 1

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from errno import EIO
 from math import inf, nan
+from os import strerror
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,17 +142,30 @@ def fill(folder: Path) -> Path:
     return filler
 
 
+@pytest.mark.parametrize("broken", [(), ("stat",), ("truncate", "ftruncate")])
 def test_lines_that_a_full_disk_does_not_take_are_written_later(
-    small_disk: Path, capsys: pytest.CaptureFixture[str]
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: tuple[str, ...],
 ) -> None:
+    """broken: calls of the system that fail, too, while the disk is full."""
     path, steps = small_disk / "metrics.jsonl", list(range(1, 5000))
+
+    def fail(*_: object, **more: object) -> None:
+        raise OSError(EIO, strerror(EIO))
+
     with metrics(path) as file:
         filler = fill(small_disk)
-        for step in steps:
+        with monkeypatch.context() as patch:
+            for name in broken:
+                patch.setattr(f"os.{name}", fail)
+            for step in steps[:4000]:
+                file.write({"step": step})
+        assert len(read_metrics(path)) < 4000
+        filler.unlink()
+        for step in steps[4000:]:
             file.write({"step": step})
-            if step == 4000:
-                assert len(every_line(path)) < 4000
-                filler.unlink()
     assert [line["step"] for line in every_line(path)] == steps
     assert capsys.readouterr().out.count("its lines are kept in memory") == 1
 

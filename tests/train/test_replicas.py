@@ -1,6 +1,7 @@
 """The replica check: one flipped bit on one rank is found and named, and training alone is not."""
 
 from dataclasses import replace
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from megatron.data.gpt2 import GPT2Batch
 from megatron.train.replicas import ReplicaDrift, check_replicas, digest
+from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.dist import Pool
@@ -92,6 +94,19 @@ def test_training_keeps_replicas_equal(
     gloo: Pool, world: int, tensor_size: int, dtype: torch.dtype, dropout: float
 ) -> None:
     gloo.run(world, check_after_steps, tensor_size, dtype, dropout)
+
+
+def check_and_stop(tensor_size: int) -> None:
+    """The last rank wants to after a few tensors; the check of the others is of no use then."""
+    mesh = mesh_of_ranks(tensor_size)
+    votes = chain([False] * 3, repeat(mesh.control.rank == mesh.size() - 1))
+    with pytest.raises(Stopped):
+        check_replicas(tiny_state(mesh), [], None, votes.__next__)
+
+
+def test_all_ranks_stop_where_one_wants_to(gloo: Pool) -> None:
+    gloo.run(2, check_and_stop, 2)
+    gloo.run(4, check_and_stop, 2)
 
 
 Drift = tuple[list[str], tuple[str, ...], list[list[str]]]

@@ -19,12 +19,13 @@ from megatron.config.checks import UsageError
 from megatron.config.training import PrecisionConfig
 from megatron.train import pretrain
 from megatron.train import state as state_module
+from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs
 from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
-from tests.programs import assert_equal_bits, newest
+from tests.programs import SHAPE, assert_equal_bits, newest
 from tests.programs import pretrain as run_program
 from tests.tiny import VOCABULARY, mesh_of_ranks, save_state, tiny_section, tiny_state
 
@@ -50,6 +51,31 @@ def start(folders: tuple[Path, ...], *, finetune: bool = False, **changes: Any) 
     inputs = Inputs(corpus=corpus, tokenizer=None, train=train, validation=None)
     begin = Start(folders=folders, finetune=finetune)
     return build(replace(CONFIG, **changes), inputs, begin, mesh_of_ranks(1))
+
+
+@pytest.mark.parametrize("facts", [{}, {"config": "mine"}, {"config": {"lr": 1}, "vocab_size": 9}])
+def test_a_checkpoint_of_a_loop_of_ones_own_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], facts: dict[str, Any]
+) -> None:
+    mesh, folder = mesh_of_ranks(1), tmp_path / "step_00000000"
+    save_state(tiny_state(mesh), tmp_path, **facts)
+    words = f"{SHAPE} --seq-length 16 --mock-data --train-iters 1 --load {tmp_path}"
+    with pytest.raises(SystemExit, match="^2$"):
+        pretrain.pretrain(words.split(), {}, "gpt2")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--load {folder}" in line
+    with pytest.raises(UsageError):
+        load_newest([folder], mesh)
+    found = load.newest_checkpoint(tmp_path, mesh)
+    assert found is not None
+    assert found.path == folder
+
+
+def test_a_setting_of_the_model_that_is_not_known_is_named(tmp_path: Path) -> None:
+    model = asdict(CONFIG.model) | {"number_of_wheels": 4}
+    folders = save(tmp_path, 2, config={"model": model})
+    with pytest.raises(ValueError, match="number_of_wheels"):
+        load_newest(folders, mesh_of_ranks(1))
 
 
 def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -99,11 +125,13 @@ def test_pure_bf16_is_saved_and_resumed_to_the_bit(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("step", "loss", "is_due"), [(2, None, True), (2, 1.0, False), (3, None, False)]
+    ("step", "loss", "is_due"),
+    [(2, None, True), (2, 1.0, False), (1, None, False), (3, None, True), (3, 1.0, False)],
 )
 def test_an_evaluation_that_a_signal_kept_back_is_made_up_for(
     tmp_path: Path, step: int, loss: float | None, is_due: bool
 ) -> None:
+    """At multiples of 2, and at the last step, which is 3."""
     folders = save(tmp_path, step, validation_loss=loss)
     training = replace(CONFIG.training, eval_interval=2)
     assert start(folders, training=training).evaluate_first == is_due

@@ -43,8 +43,18 @@ class Fault:
     statuses: tuple[int, ...] = (1, 1)
     agent: bool = False
     stopped: tuple[int, ...] = ()
+    first: str = ""
 
 
+# Rank {1} gets the signal {2} when it begins to call {0}.
+IN_GROUPS = """
+from torch.distributed import distributed_c10d
+make = distributed_c10d.{0}
+def {0}(*given, **more):
+    if rank == {1}: os.kill(os.getpid(), signal.{2})
+    return make(*given, **more)
+distributed_c10d.{0} = torch.distributed.{0} = {0}
+"""
 SKIP = """
 all_reduce(torch.ones(4, 2), mesh.tensor)
 if (rank, step) != (3, 3): all_reduce(torch.ones(3), mesh.data)
@@ -132,6 +142,26 @@ FAULTS = {
         statuses=(1,),
         stopped=(0,),
     ),
+    "a rank is killed before it connects": Fault(
+        STEP,
+        (r"^rank 1 of 2 on \S+ vanished", r"rank 0 of 2 on \S+ was at step 0"),
+        statuses=(1, -9),
+        first=IN_GROUPS.format("init_process_group", 1, "SIGKILL"),
+    ),
+    "the rank that keeps the store is killed between two process groups": Fault(
+        STEP,
+        (r"(?m)^rank 0 .* vanished", r"rank 1 of 2 on \S+ was at step 0"),
+        statuses=(-9, 1),
+        first=IN_GROUPS.format("new_group", 0, "SIGKILL"),
+    ),
+    "a process is stopped between two process groups": Fault(
+        STEP,
+        (r"no progress for 6 s: rank 1 of 2 .* is behind\n", r"->  rank 1 .*does not answer"),
+        limit=HANG,
+        statuses=(1,),
+        stopped=(1,),
+        first=IN_GROUPS.format("new_group", 1, "SIGSTOP"),
+    ),
     "a rank leaves early": Fault(
         f"if last and rank == 1: sys.exit(0)\n{STEP}",
         (
@@ -167,14 +197,14 @@ def message(ended: list[Ended]) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_run_and_names_the_rank(tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
-    program = write_program(tmp_path, fault.body, limit=fault.limit)
+    program = write_program(tmp_path, fault.body, limit=fault.limit, first=fault.first)
     ended = run_ranks(program, fault.world, agent=fault.agent, stopped=fault.stopped)
     text = message(ended)
     for pattern in fault.says:
         assert re.search(pattern, text), (pattern, [each.text for each in ended])
     assert tuple(each.status for each in ended) == fault.statuses
     dumped = {path.stem.removeprefix(DUMP) for path in tmp_path.glob(f"{DUMP}*.json")}
-    stalled = range(fault.world) if text.startswith("no progress") else ()
+    stalled = range(fault.world) if text.startswith("no progress") and not fault.first else ()
     assert dumped == {str(rank) for rank in stalled if rank not in fault.stopped}
 
 
