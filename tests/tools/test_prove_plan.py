@@ -75,6 +75,7 @@ RIGHT: Mapping[str, Mapping[str, Any]] = {
     "phi3": PHI3,
     "gpt_bigcode": BIGCODE,
     "gemma3n_text": GEMMA3N,
+    "granite": LLAMA,
 }
 
 
@@ -241,14 +242,20 @@ def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
 PROVED, NOT_PROVED, REFUSED = "the", "warning:", "--plan"
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3}
 EIGHT_GROUPS = {"style": "local", "attributes": ["num_heads"], "split_size": 64}
-# By the size of the tensor axis, (model type, entries of its plan, sizes, what comes of it).
-REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], str]]] = {
+UNREACHED = HEADS | {"residual_multiplier": 1e-15}  # by a gradient: layers add next to nothing
+# By the size of the tensor axis, (model type, entries of its plan or None for auto, what its
+# config.json says, what comes of it).
+REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any] | None, Mapping[str, Any], str]]] = {
     2: [
         ("gpt_neox", {}, HEADS, PROVED),
         ("gpt_neox", {"*.query_key_value": {"style": "column", "parts": 3}}, HEADS, REFUSED),
         ("gpt_neox", {"*.x": "row"}, HEADS, REFUSED),
         # A tiny model has other numbers than the plan's.
         ("gpt2", {"*.attn": EIGHT_GROUPS}, {"n_embd": 128, "n_head": 4}, NOT_PROVED),
+        ("granite", {"*.input_layernorm": "summed"}, HEADS, REFUSED),
+        ("granite", {"*.input_layernorm": "summed"}, UNREACHED, NOT_PROVED),
+        ("phi", None, {"num_attention_heads": 4}, PROVED),
+        ("phi", None, {"num_attention_heads": 4, "qk_layernorm": True}, REFUSED),
     ],
     # 3 ranks can share what the whole model has, whatever the tiny one has of its own accord.
     3: [
@@ -265,7 +272,9 @@ def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool, size: int) ->
     common = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 192}
     configs = [
         config_of(
-            name, toml(RIGHT[name] | entries), **(sizes if name == "gpt2" else common | sizes)
+            name,
+            "auto" if entries is None else toml(RIGHT[name] | entries),
+            **(sizes if name == "gpt2" else common | sizes),
         )
         for name, entries, sizes, _ in REQUIRED[size]
     ]
