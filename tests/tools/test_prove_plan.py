@@ -286,19 +286,31 @@ def train(words: Sequence[str]) -> None:
     pretrain.main(words, os.environ)
 
 
-@pytest.mark.parametrize(("entries", "status"), [({}, 0), ({"*.input_layernorm": "summed"}, 2)])
-def test_a_training_proves_a_plan_of_the_users_first(
-    tmp_path: Path, entries: Mapping[str, Any], status: int
+@pytest.mark.parametrize(
+    ("model", "plan", "said", "status"),
+    [
+        ("llama", LLAMA, {}, 0),
+        ("llama", LLAMA | {"*.input_layernorm": "summed"}, {}, 2),
+        ("phi", None, {"qk_layernorm": True}, 2),  # whose norms of heads its plan forgets
+    ],
+    ids=["right", "wrong", "auto"],
+)
+def test_a_training_proves_its_plan_first(
+    tmp_path: Path,
+    model: str,
+    plan: Mapping[str, Any] | None,
+    said: Mapping[str, Any],
+    status: int,
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    words = write(tmp_path, "llama", LLAMA | entries, **sizes, num_attention_heads=4)
-    words[0] = "--hf-model"
+    words = write(tmp_path, model, plan or {}, **sizes, **said, num_attention_heads=4)
+    words = ["--hf-model", *words[1 : 2 if plan is None else 4]]
     words += ["--model", "huggingface", "--random-weights", "--mock-data", "--no-bf16"]
     words += ["--tensor-model-parallel-size", "2", "--seq-length", "8"]
     words += ["--micro-batch-size", "1", "--train-iters", "1"]
     with start_ranks(partial(train, words), range(2), 2, tmp_path) as started:
         assert started.wait() == [status] * 2, started.text()
-        assert ("--plan: " in started.text()) == (status == 2)
+        assert ("--plan" in started.text()) == (status == 2)
 
 
 def run(words: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
