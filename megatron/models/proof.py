@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import gcd, isfinite
+from math import isfinite, lcm
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,10 @@ NUMBERED = re.compile(r"(^|\.)[]\d?*[!-]*[\d?[][]\d?*[!-]*(\.|$)|\.\d")
 
 def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]:
     """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
-    type, 8 query heads or what so many ranks can share, as many key/value heads, 2 or 1, a small
+    kind, 8 query heads or what so many ranks can share, as many key/value heads, or few, a small
     vocabulary. What decides which modules there are and what they compute stays; so do all layers
-    where the plan has numbers of them, and whether ranks can share key/value heads and, where the
-    plan is the user's, the vocabulary."""
+    where the plan has numbers of them, and whether ranks share key/value heads or divide them and,
+    where the plan is the user's, the vocabulary."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**described)
@@ -87,20 +87,22 @@ def _shrunk(
         found.update({name: size for name in names if isinstance(given.get(name), int)})
 
     layers, hidden, heads = known("layers"), known("hidden"), known("heads")
-    types = given.get("layer_types") or []
-    places = sorted({types.index(each) for each in types})
+    lists = [name for name, value in given.items() if isinstance(value, list)]
+    lists = [name for name in lists if layers and len(given[name]) == layers]
+    said = [given[name] for name in lists if given[name] != [*range(layers)]]  # layers' numbers
+    kinds = [repr(each) for each in zip(*said, strict=True)]
+    places = sorted({kinds.index(each) for each in kinds})
     if keeps_layers:
         places = [*range(layers)]
     elif given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
         put(len(places), "num_kv_shared_layers")
         places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
-    for name, value in given.items():
-        if isinstance(value, list) and layers and len(value) == layers:
-            found[name] = [value[place] for place in places]
+    found |= {name: [given[name][place] for place in places] for name in lists}
     put(len(places), *NAMES["layers"])
-    divides = HEADS % tensor == 0
-    query_heads = HEADS if divides else _multiple(2 * tensor, HEADS)
+    shared = known("key_value_heads") or 2
+    few = tensor if shared % tensor == 0 else shared
+    query_heads = _multiple(lcm(2 * few, tensor), HEADS)
     width, mlp = query_heads * HEAD, _multiple(tensor, 160)
     put(width, *NAMES["hidden"], "word_embed_proj_dim")
     narrow = _multiple(tensor, 48)
@@ -108,8 +110,6 @@ def _shrunk(
     put(_multiple(tensor, 16), "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(query_heads, *NAMES["heads"])
-    shared = known("key_value_heads") or 2
-    few = min(2, shared) if divides else gcd(shared, tensor)
     put(query_heads if shared == heads else few, *NAMES["key_value_heads"])
     size = given.get("head_dim")
     if "qk_rope_head_dim" in given:  # latent attention's

@@ -14,7 +14,7 @@ import pytest
 import pretrain
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.models.proof import prove, require_proof
+from megatron.models.proof import prove, require_proof, tiny
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool
 from tests.huggingface import of_plan
@@ -176,7 +176,7 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
     configs = {name: config_of(name, toml(plan)) for name, plan in RIGHT.items()}
     configs |= {f"auto {name}": config_of(name) for name in AUTO}
     configs |= {
-        "shared heads": config_of("qwen3", toml(QWEN3), **HEADS),
+        "shared heads": config_of("qwen3", toml(QWEN3), **HEADS | {"num_key_value_heads": 2}),
         "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
         "untied": config_of("gpt2", toml(GPT2), tie_word_embeddings=False),
         "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
@@ -226,6 +226,23 @@ def test_corrupted_plans_are_caught(gloo: Pool) -> None:
             outcome, proof = found[name]
             assert outcome == each.caught, f"{name}: {proof}"
             assert each.where in str(proof), f"{name}: {proof}"
+
+
+NO_POSITIONS = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}  # of the last one
+
+
+def test_a_tiny_model_has_the_structure_of_the_whole_one() -> None:
+    """Ranks divide or share key/value heads as they do there, and there is a layer of each kind."""
+    for shared, size in [(8, 4), (8, 2), (2, 4), (1, 2), (3, 2), (12, 8), (6, 3)]:
+        given = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 24}
+        given["num_key_value_heads"] = shared
+        found = tiny(given, "auto", size)
+        heads, groups = found["num_attention_heads"], found["num_key_value_heads"]
+        assert (heads % size, heads % groups) == (0, 0)
+        assert heads > groups
+        assert groups == (size if shared % size == 0 else shared)
+    found = tiny({"model_type": "smollm3", **NO_POSITIONS}, "auto", 2)
+    assert {*found["no_rope_layers"]} == {0, 1}
 
 
 def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
