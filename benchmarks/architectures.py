@@ -105,7 +105,7 @@ def described(name: str) -> dict[str, Any]:
     if not (isinstance(heads, int) and isinstance(hidden, int)) or heads < 4:
         return found
     if "num_key_value_heads" in given and name not in UNGROUPED and "kv_lora_rank" not in given:
-        found["num_key_value_heads"] = heads // 4
+        found["num_key_value_heads"] = 2
     if given.get("head_dim", 0) is None:
         found["head_dim"] = hidden // heads
     if given.get("layer_types") and not given.get("rope_parameters"):

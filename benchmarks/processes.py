@@ -288,12 +288,15 @@ def is_number(value: object) -> bool:
 
 
 def is_close(one: Any, other: Any, tolerance: float) -> bool:
-    """Of numbers and lists of them; a tolerance of 0 asks for equality, of anything."""
+    """Of lists of numbers and lists, which say something: empty, or 0 or infinite alone, they are
+    equal whatever is done. A tolerance of 0 asks for equality, of anything."""
     if not tolerance:
-        return bool(one == other)
+        return bool(one) and bool(one == other)
     import numpy as np
 
-    return np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=tolerance, atol=0)
+    if np.shape(one) != np.shape(other) or not (np.any(one) and np.isfinite(one).all()):
+        return False
+    return np.allclose(one, other, rtol=tolerance, atol=0)
 
 
 class Running(NamedTuple):

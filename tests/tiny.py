@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 from zlib import crc32
@@ -193,9 +194,11 @@ def micro_batches(batch: AnyBatch, mesh: Mesh, size: int) -> list[AnyBatch]:
 
 
 def assert_relative(actual: Tensor, expected: Tensor, tolerance: float, name: str = "") -> None:
-    """The largest difference is within `tolerance` of the largest expected value."""
+    """The largest difference is within `tolerance` of the largest expected value, which is
+    above zero."""
     error = (actual - expected).abs().max().item()
     scale = expected.abs().max().item()
+    assert 0 < scale < inf, f"{name} is not compared: it reaches {scale}"
     assert error <= tolerance * scale, f"{name} differs by {error:.3g} where it reaches {scale:.3g}"
 
 

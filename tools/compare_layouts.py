@@ -14,7 +14,9 @@ config.json, the same at every layout).
 Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
 records and evaluation; what presets say of these does not hold.
 
-Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument or a failure.
+Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument, a failure,
+or equal numbers that say nothing (a norm that is zero or never finite, a loss or weights that do
+not move, a parameter without a gradient).
 """
 
 from __future__ import annotations
@@ -127,15 +129,18 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         )
         if asked.json is not None:
             write_atomically(asked.json, (json.dumps(rows, indent=1) + "\n").encode())
-        tolerance = asked.tolerance or TOLERANCES[precision]
+        tolerance, unseen = asked.tolerance or TOLERANCES[precision], reports[against][0].unseen
         beyond = [
             f"{each['layout']}: the difference in {name} is beyond {tolerance:g}"
             for each in rows
             for name in DIFFERENCES
             if not is_within(each[f"{name}_difference"], tolerance)
+            and not (unseen and each[f"{name}_difference"] is None)
         ]
-        print("\n".join(beyond) or f"All differences are within {tolerance:g}.")
-    return 1 if beyond else 0
+        silent = [f"{against}: not compared: {each}" for each in unseen]
+        lines = [*beyond, *silent] or [f"All differences are within {tolerance:g}."]
+        print("\n".join(lines))
+    return 1 if beyond else 2 if unseen else 0
 
 
 def is_within(value: float | None, tolerance: float) -> bool:

@@ -85,8 +85,8 @@ class HuggingFaceConfig(KindConfig):
 
     plan: str = "auto"
     """How the model is cut over tensor-parallel processes: auto, by the plan of the checkpoint that
-    a run goes on from, by transformers' own or one of this project's; or a TOML file of one's own,
-    which is proved by a small model first."""
+    a run goes on from, by transformers' own or one of this project's; or a TOML file of one's own.
+    A small model proves it first."""
 
     plan_text: Hidden = None
     """What the file of --plan says."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import gcd, isfinite
+from math import isfinite, lcm
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,11 @@ from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
+from megatron.parallel.compare import unseen
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
 from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
-from megatron.parallel.sharding import gather_whole, materialize
+from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 
 TOLERANCE = 1e-9  # of the norm of what is compared
 # Of the model's gradient: what is smaller, such as that of a key's bias, which is zero, is mostly
@@ -49,10 +50,10 @@ NUMBERED = re.compile(r"(^|\.)[]\d?*[!-]*[\d?[][]\d?*[!-]*(\.|$)|\.\d")
 
 def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]:
     """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
-    type, 8 query heads or what so many ranks can share, as many key/value heads, 2 or 1, a small
+    kind, 8 query heads or what so many ranks can share, as many key/value heads, or few, a small
     vocabulary. What decides which modules there are and what they compute stays; so do all layers
-    where the plan has numbers of them, and whether ranks can share key/value heads and, where the
-    plan is the user's, the vocabulary."""
+    where the plan has numbers of them, and whether ranks share key/value heads or divide them and,
+    where the plan is the user's, the vocabulary."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**described)
@@ -86,20 +87,22 @@ def _shrunk(
         found.update({name: size for name in names if isinstance(given.get(name), int)})
 
     layers, hidden, heads = known("layers"), known("hidden"), known("heads")
-    types = given.get("layer_types") or []
-    places = sorted({types.index(each) for each in types})
+    lists = [name for name, value in given.items() if isinstance(value, list)]
+    lists = [name for name in lists if layers and len(given[name]) == layers]
+    said = [given[name] for name in lists if given[name] != [*range(layers)]]  # layers' numbers
+    kinds = [repr(each) for each in zip(*said, strict=True)]
+    places = sorted({kinds.index(each) for each in kinds})
     if keeps_layers:
         places = [*range(layers)]
     elif given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
         put(len(places), "num_kv_shared_layers")
         places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
-    for name, value in given.items():
-        if isinstance(value, list) and layers and len(value) == layers:
-            found[name] = [value[place] for place in places]
+    found |= {name: [given[name][place] for place in places] for name in lists}
     put(len(places), *NAMES["layers"])
-    divides = HEADS % tensor == 0
-    query_heads = HEADS if divides else _multiple(2 * tensor, HEADS)
+    shared = known("key_value_heads") or 2
+    few = tensor if shared % tensor == 0 else shared
+    query_heads = _multiple(lcm(2 * few, tensor), HEADS)
     width, mlp = query_heads * HEAD, _multiple(tensor, 160)
     put(width, *NAMES["hidden"], "word_embed_proj_dim")
     narrow = _multiple(tensor, 48)
@@ -107,8 +110,6 @@ def _shrunk(
     put(_multiple(tensor, 16), "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(query_heads, *NAMES["heads"])
-    shared = known("key_value_heads") or 2
-    few = min(2, shared) if divides else gcd(shared, tensor)
     put(query_heads if shared == heads else few, *NAMES["key_value_heads"])
     size = given.get("head_dim")
     if "qk_rope_head_dim" in given:  # latent attention's
@@ -218,12 +219,12 @@ class Proof:
 
 
 class NoProofError(ValueError):
-    """There is no tiny model of the architecture, with or without a plan."""
+    """There is no tiny model of the architecture, or none that shows whether the plan is right."""
 
 
 def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
-    """Prove a plan of the user's before a training, and say so; every rank calls this. Raises
-    UsageError, on every rank alike, for a plan that does not fit the model or is wrong."""
+    """Prove a plan before a training, and say so; every rank calls this. Raises UsageError, on
+    every rank alike, for a plan that does not fit the model or is wrong."""
     build_on_meta(config, mesh, 1)  # what does not fit it is said of its own sizes
     try:
         proof = prove(config, mesh)
@@ -231,7 +232,8 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
         return f"warning: the plan is not proved by a tiny model: {error}"
     if proof.wrong:
         allowed = f"one that computes what the model computes: of a tiny model {proof}"
-        raise UsageError("--plan", None, allowed)
+        works = ("--tensor-model-parallel-size", "1")
+        raise UsageError("--plan", config.plan, allowed, works=works)
     return f"the plan is proved: of a tiny model {proof}"
 
 
@@ -259,6 +261,8 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
             raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
         raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
+    if missing := wanted.unseen(ours, mesh):
+        raise NoProofError(f"of it nothing is known of {' and '.join(missing)}")
     forms = {name: form_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
         (f"model.{name}", forms[name].held(each.detach()))
@@ -284,7 +288,8 @@ def _of_all_ranks(own: dict[str, Any], mesh: Mesh) -> Proof:
         return Proof(tensor=mesh.tensor.size, failure=failures[0], gradients={}, outputs={})
     largest: dict[str, Any] = {}
     for key in ("gradients", "outputs"):
-        largest[key] = {name: max(each[key][name] for each in ranks) for name in own[key]}
+        names = dict.fromkeys(name for each in ranks for name in each[key])
+        largest[key] = {name: max(each[key].get(name, 0.0) for each in ranks) for name in names}
     for key in ("loss", "logits"):
         largest[key] = max(each[key] for each in ranks)
     flops = max(each["flops"] for each in ranks)
@@ -370,6 +375,18 @@ class _Computed:
         with torch.no_grad(), Wide(), _watched(model, outputs):
             model(**same, use_cache=False)
         return cls(loss.detach(), logits.detach(), gradients, outputs, counter.get_total_flops())
+
+    def unseen(self, ours: nn.Module, mesh: Mesh) -> list[str]:
+        """As of compare.unseen, of what the plan cuts or sums: what it leaves whole may be of
+        pictures, which no text reaches."""
+        specs = sharding_specs(ours)
+        largest = {
+            name: float(each.abs().max())
+            for name, each in self.gradients.items()
+            if mesh.tensor in {*(spec := specs[f"model.{name}"]).shard_axes, *spec.partial}
+            and not spec.zero_gradient
+        }
+        return unseen(largest, _norm(self.gradients.values()), [float(self.loss)])
 
 
 def _counter() -> FlopCounterMode:
@@ -460,6 +477,7 @@ def _compare(
         "gradients": {
             name: _difference(gradients[name], each, norm)
             for name, each in wanted.gradients.items()
+            if each.any() or gradients[name].any()
         },
         "outputs": differences,
         "flops": (counter.get_total_flops(), wanted.flops),

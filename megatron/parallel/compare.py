@@ -1,10 +1,12 @@
 """Whether weights and gradients are equal on the ranks that hold them in common: mistakes of models
-and loops of one's own are found before they train."""
+and loops of one's own are found before they train. And what equal numbers say nothing of: two
+gradients that are zero agree, whatever computes them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -15,6 +17,24 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardingSpec
 
 NAMED = 5  # tensors or ranks that a message names; of more it gives the number
+SEEN = 1e-12  # of the gradient's norm: elements below it are zero or rounding
+
+
+def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -> list[str]:
+    """What a comparison with this reference cannot see, in phrases; empty where it sees all.
+
+    largest: of each parameter's gradient the largest magnitude, but for those that are zero in
+    theory (ShardingSpec.zero_gradient). norm: of all of the gradient. losses: of the steps; not
+    finite in one that is skipped.
+    """
+    found, still = [], [name for name, each in largest.items() if not SEEN * norm < each < inf]
+    if len({each for each in losses if isfinite(each)}) < min(2, len(losses)):
+        found.append("the loss, which is not finite or does not move")
+    if not 0 < norm < inf:
+        found.append(f"gradients, whose norm is {norm:g}")
+    elif still:
+        found.append(f"gradients that are zero or not finite, of {listed(still)}")
+    return found
 
 
 def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
@@ -22,12 +42,11 @@ def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
     naming the others."""
     weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
     axes = [axis for axis in mesh.axes if not axis.is_of_stages]
-    differing, _ = _compare(weights, specs, axes, mesh)
-    if differing:
+    numbers, _ = _compare(weights, specs, axes, mesh)
+    if differing := [views[number].name for number in numbers]:
         raise RuntimeError(
-            f"the initial weights of {listed([views[each].name for each in differing])} differ "
-            "between ranks: on every rank the same torch.manual_seed() before the model is built "
-            "makes them equal"
+            f"the initial weights of {listed(differing)} differ between ranks: on every "
+            "rank the same torch.manual_seed() before the model is built makes them equal"
         )
 
 
@@ -37,13 +56,13 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
     RuntimeError naming the others; returns those that are zero, of which nothing is known."""
     axes = [axis for axis in mesh.model_parallel.parts if not axis.is_of_stages]
     gradients, specs = [each.gradient for each in views], [each.spec for each in views]
-    differing, zero = _compare(gradients, specs, axes, mesh)
-    if differing:
+    numbers, zero = _compare(gradients, specs, axes, mesh)
+    if differing := [views[number].name for number in numbers]:
         raise RuntimeError(
-            f"gradients of {listed([views[each].name for each in differing])} differ between the "
-            "ranks of one model: between a column and a row layer stands a layer that every rank "
-            'holds whole, or these ranks read other samples (mesh.rank("batch") numbers those that '
-            "may) or draw other random numbers"
+            f"gradients of {listed(differing)} differ between the ranks of one model: "
+            "between a column and a row layer stands a layer that every rank holds whole, or these "
+            'ranks read other samples (mesh.rank("batch") numbers those that may) or draw other '
+            "random numbers"
         )
     return [views[number] for number in zero]
 
@@ -73,12 +92,14 @@ def listed(words: Sequence[str]) -> str:
 def _compare(
     tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis], mesh: Mesh
 ) -> tuple[list[int], list[int]]:
-    """(those that differ on ranks that hold the same shard along these axes, those that are zero),
-    by number, the same on every rank. What is noise beside the largest may differ."""
+    """(those that differ on ranks that hold the same shard along these axes, those that are zero
+    or on no rank finite), by number, the same on every rank. What is noise beside the largest may
+    differ."""
     if not tensors:  # of a pipeline stage without parameters
         return [], []
     wide = (each.double() for each in tensors)  # one at a time
     own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
+    own = own.nan_to_num(0, 0, 0)  # a maximum of what is no number says nothing
     differs, norm = torch.zeros_like(own[0]), own[1].clone()
     for axis in (axis for axis in axes if axis.size > 1):
         highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
@@ -90,6 +111,6 @@ def _compare(
     for axis in (each for each in mesh.axes if each.size > 1 and not each.is_of_stages):
         all_reduce(differs, axis, ReduceOp.MAX)
         all_reduce(norm, axis, ReduceOp.MAX)
-    found = torch.stack([differs, norm]).tolist()
-    of_differing = [number for number, each in enumerate(found[0]) if each]
-    return of_differing, [number for number, each in enumerate(found[1]) if not each]
+    found = torch.stack([differs, norm <= SEEN * norm.max()]).tolist()
+    of_differing, zero = ([number for number, each in enumerate(row) if each] for row in found)
+    return of_differing, zero

@@ -45,6 +45,7 @@ class Form:
 
 
 AS_IT_IS = Form()
+KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute keys alone
 VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
 
 
@@ -268,6 +269,7 @@ class Taken:
         full_name = f"{module.full_name}.{name}"
         whole = form.held(original.detach())
         fields = {"partial": (self.mesh.replicas,), "decay": original.dim() > 1} | fields
+        fields["zero_gradient"] = name == "bias" and module.full_name.split(".")[-1] in KEYS
         spec = ShardingSpec(shape=tuple(whole.shape), shards=shards, **fields)
         try:
             shape = spec.local_shape

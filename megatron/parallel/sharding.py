@@ -45,6 +45,8 @@ class ShardingSpec:
         on each rank of its tie's group, and partial over that, too.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
     decay: whether weight decay applies (not to biases and norms).
+    zero_gradient: whether its gradient may be zero in theory, and rounding in fact: a bias of keys
+        adds the same to all scores of a query, but where positions turn the keys.
     flat: what of the flattened shard this rank has; None for all, in its shape.
     """
 
@@ -55,6 +57,7 @@ class ShardingSpec:
     std: float | None = None
     fill: float = 0.0
     decay: bool = True
+    zero_gradient: bool = False
     flat: FlatRange | None = None
 
     def _extents(self) -> list[tuple[int, int]]:

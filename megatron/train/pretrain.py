@@ -271,7 +271,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
     own = config.model
-    if isinstance(own, HuggingFaceConfig) and own.plan != "auto" and mesh.tensor.size > 1:
+    if isinstance(own, HuggingFaceConfig) and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
         refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))

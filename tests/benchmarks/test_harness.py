@@ -114,11 +114,19 @@ def test_the_record_of_the_rounds_before_a_failure_is_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("number", "tolerance", "is_same"),
-    [(1.0, 0, True), (1.01, 0, False), (1.01, 0.1, True), (2.0, 0.1, False)],
+    ("first", "number", "tolerance", "is_same"),
+    [
+        (1.0, 1.0, 0, True),
+        (1.0, 1.01, 0, False),
+        (1.0, 1.01, 0.1, True),
+        (1.0, 2.0, 0.1, False),
+        (0.0, 0.0, 0.1, False),
+    ],
 )
-def test_contenders_do_the_same_job(number: float, tolerance: float, is_same: bool) -> None:
-    both = [contender("first"), contender("other", number, same={"told": tolerance})]
+def test_contenders_do_the_same_job(
+    first: float, number: float, tolerance: float, is_same: bool
+) -> None:
+    both = [contender("first", first), contender("other", number, same={"told": tolerance})]
     wrong = pytest.raises(SystemExit, match="first and other do not do the same job")
     with nullcontext() if is_same else wrong:
         assert "told" not in measured(both)[0]["rounds"][0]

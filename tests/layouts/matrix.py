@@ -18,6 +18,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.parallel.compare import unseen
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
 from megatron.parallel.pipeline import PipelinePlan
@@ -262,6 +263,12 @@ def distance(one: Tensor, other: Tensor, scale: float) -> float:
 def differences(found: Outcome, wanted: Outcome) -> dict[str, float]:
     """Of each kind the largest, normalised by the reference's norm."""
     worst = {"loss": 0.0, "norm": 0.0, "gradients": 0.0, "weights": 0.0}
+    largest = {
+        name: float(without_key_bias(name, each).abs().max())
+        for name, each in wanted.gradients.items()
+    }
+    norm = float(torch.nn.utils.get_total_norm(wanted.gradients.values()))
+    assert not unseen(largest, norm, [sum(each.values()) for each in wanted.terms])
     for own, other in zip(found.terms, wanted.terms, strict=True):
         for name, value in other.items():
             worst["loss"] = max(worst["loss"], abs(own[name] - value) / abs(value))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import nan
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -187,14 +188,14 @@ def own_norm(mesh: Mesh, width: int) -> nn.Module:
 
 
 def check_a_misplaced_module(make: Callable[[Mesh, int], nn.Module], steps: int) -> None:
-    """steps: the last of which is the first with a gradient."""
+    """steps: the last of which is the first with a gradient, after one without and one of NaN."""
     torch.manual_seed(SEED)
     model = Misplaced(mesh_of_ranks(2), make)
     weight = model.down.weight.detach().clone()
     buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
     for step in range(steps):
         with torch.no_grad():
-            model.down.weight.copy_(weight if step == steps - 1 else 0 * weight)
+            model.down.weight.copy_((nan, 0, 1)[step - steps] * weight)
         wrong = pytest.raises(RuntimeError, match=r"norm\.") if step == steps - 1 else nullcontext()
         with wrong, buckets.accumulate(is_last=True):
             model(x).backward()
@@ -204,7 +205,7 @@ def check_a_misplaced_module(make: Callable[[Mesh, int], nn.Module], steps: int)
 def test_a_whole_layer_between_column_and_row_is_found(
     gloo: Pool, make: Callable[[Mesh, int], nn.Module]
 ) -> None:
-    for steps in (1, 2):
+    for steps in (1, 2, 3):
         gloo.run(2, check_a_misplaced_module, make, steps)
 
 

@@ -94,7 +94,7 @@ def test_the_command_of_the_readme() -> None:
         ("--bf16",),
         ("--pure-bf16",),
         ("--fp16",),
-        ("--fp16", "--initial-loss-scale", "2**40"),  # whose first steps overflow
+        ("--fp16", "--initial-loss-scale", "2**23", "--steps", "8"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
         ("--kind", "llama", "--num-query-groups", "1"),
@@ -121,6 +121,19 @@ def test_layouts_that_differ_end_with_status_1(
     ended, (row,) = compare(preset, "tensor=2", *words, "--tokenizer-type", "test")
     assert ended.returncode == 1, ended
     assert row["gradient_difference"] > 0.1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--fp16", "--initial-loss-scale", "2**40"), ("--lr", "1e-300", "--steps", "1")],
+    ids=["every step overflows", "no weight moves"],
+)
+def test_equal_numbers_that_say_nothing_end_with_status_2(
+    preset: Path, arguments: tuple[str, ...]
+) -> None:
+    ended, (row,) = compare(preset, "serial", *arguments)
+    assert ended.returncode == 2, ended
+    assert row["loss_difference"] == 0
 
 
 @pytest.mark.parametrize("layout", ["serial", "tensor=2"])

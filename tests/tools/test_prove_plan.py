@@ -14,7 +14,7 @@ import pytest
 import pretrain
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.models.proof import prove, require_proof
+from megatron.models.proof import prove, require_proof, tiny
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool
 from tests.huggingface import of_plan
@@ -75,6 +75,7 @@ RIGHT: Mapping[str, Mapping[str, Any]] = {
     "phi3": PHI3,
     "gpt_bigcode": BIGCODE,
     "gemma3n_text": GEMMA3N,
+    "granite": LLAMA,
 }
 
 
@@ -175,7 +176,7 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
     configs = {name: config_of(name, toml(plan)) for name, plan in RIGHT.items()}
     configs |= {f"auto {name}": config_of(name) for name in AUTO}
     configs |= {
-        "shared heads": config_of("qwen3", toml(QWEN3), **HEADS),
+        "shared heads": config_of("qwen3", toml(QWEN3), **HEADS | {"num_key_value_heads": 2}),
         "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
         "untied": config_of("gpt2", toml(GPT2), tie_word_embeddings=False),
         "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
@@ -227,6 +228,23 @@ def test_corrupted_plans_are_caught(gloo: Pool) -> None:
             assert each.where in str(proof), f"{name}: {proof}"
 
 
+NO_POSITIONS = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}  # of the last one
+
+
+def test_a_tiny_model_has_the_structure_of_the_whole_one() -> None:
+    """Ranks divide or share key/value heads as they do there, and there is a layer of each kind."""
+    for shared, size in [(8, 4), (8, 2), (2, 4), (1, 2), (3, 2), (12, 8), (6, 3)]:
+        given = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 24}
+        given["num_key_value_heads"] = shared
+        found = tiny(given, "auto", size)
+        heads, groups = found["num_attention_heads"], found["num_key_value_heads"]
+        assert (heads % size, heads % groups) == (0, 0)
+        assert heads > groups
+        assert groups == (size if shared % size == 0 else shared)
+    found = tiny({"model_type": "smollm3", **NO_POSITIONS}, "auto", 2)
+    assert {*found["no_rope_layers"]} == {0, 1}
+
+
 def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
     """Of each the flag of the error that it raises, or the first word of what is said."""
     mesh, found = mesh_of_ranks(size), list[str]()
@@ -241,14 +259,20 @@ def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
 PROVED, NOT_PROVED, REFUSED = "the", "warning:", "--plan"
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3}
 EIGHT_GROUPS = {"style": "local", "attributes": ["num_heads"], "split_size": 64}
-# By the size of the tensor axis, (model type, entries of its plan, sizes, what comes of it).
-REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], str]]] = {
+UNREACHED = HEADS | {"residual_multiplier": 1e-15}  # by a gradient: layers add next to nothing
+# By the size of the tensor axis, (model type, entries of its plan or None for auto, what its
+# config.json says, what comes of it).
+REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any] | None, Mapping[str, Any], str]]] = {
     2: [
         ("gpt_neox", {}, HEADS, PROVED),
         ("gpt_neox", {"*.query_key_value": {"style": "column", "parts": 3}}, HEADS, REFUSED),
         ("gpt_neox", {"*.x": "row"}, HEADS, REFUSED),
         # A tiny model has other numbers than the plan's.
         ("gpt2", {"*.attn": EIGHT_GROUPS}, {"n_embd": 128, "n_head": 4}, NOT_PROVED),
+        ("granite", {"*.input_layernorm": "summed"}, HEADS, REFUSED),
+        ("granite", {"*.input_layernorm": "summed"}, UNREACHED, NOT_PROVED),
+        ("phi", None, {"num_attention_heads": 4}, PROVED),
+        ("phi", None, {"num_attention_heads": 4, "qk_layernorm": True}, REFUSED),
     ],
     # 3 ranks can share what the whole model has, whatever the tiny one has of its own accord.
     3: [
@@ -265,7 +289,9 @@ def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool, size: int) ->
     common = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 192}
     configs = [
         config_of(
-            name, toml(RIGHT[name] | entries), **(sizes if name == "gpt2" else common | sizes)
+            name,
+            "auto" if entries is None else toml(RIGHT[name] | entries),
+            **(sizes if name == "gpt2" else common | sizes),
         )
         for name, entries, sizes, _ in REQUIRED[size]
     ]
@@ -277,19 +303,31 @@ def train(words: Sequence[str]) -> None:
     pretrain.main(words, os.environ)
 
 
-@pytest.mark.parametrize(("entries", "status"), [({}, 0), ({"*.input_layernorm": "summed"}, 2)])
-def test_a_training_proves_a_plan_of_the_users_first(
-    tmp_path: Path, entries: Mapping[str, Any], status: int
+@pytest.mark.parametrize(
+    ("model", "plan", "said", "status"),
+    [
+        ("llama", LLAMA, {}, 0),
+        ("llama", LLAMA | {"*.input_layernorm": "summed"}, {}, 2),
+        ("phi", None, {"qk_layernorm": True}, 2),  # whose norms of heads its plan forgets
+    ],
+    ids=["right", "wrong", "auto"],
+)
+def test_a_training_proves_its_plan_first(
+    tmp_path: Path,
+    model: str,
+    plan: Mapping[str, Any] | None,
+    said: Mapping[str, Any],
+    status: int,
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    words = write(tmp_path, "llama", LLAMA | entries, **sizes, num_attention_heads=4)
-    words[0] = "--hf-model"
+    words = write(tmp_path, model, plan or {}, **sizes, **said, num_attention_heads=4)
+    words = ["--hf-model", *words[1 : 2 if plan is None else 4]]
     words += ["--model", "huggingface", "--random-weights", "--mock-data", "--no-bf16"]
     words += ["--tensor-model-parallel-size", "2", "--seq-length", "8"]
     words += ["--micro-batch-size", "1", "--train-iters", "1"]
     with start_ranks(partial(train, words), range(2), 2, tmp_path) as started:
         assert started.wait() == [status] * 2, started.text()
-        assert ("--plan: " in started.text()) == (status == 2)
+        assert ("--plan" in started.text()) == (status == 2)
 
 
 def run(words: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:

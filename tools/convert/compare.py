@@ -21,6 +21,7 @@ from megatron.checkpoint.load import verify
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.models.hf_layers import Wide
+from megatron.parallel.compare import SEEN
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model
 from tools.convert.outputs import OUTPUTS, Logits, Outputs, Prompt
@@ -34,15 +35,21 @@ LENGTHS = (1, 2, 17, 1024)  # of the prompts; the last bounds the time
 
 @dataclass(frozen=True)
 class Head:
-    """The largest difference of two logits of a head, and its largest logit."""
+    """The largest difference of two logits of a head, its largest logit, and the largest difference
+    of one logit between tokens: without it weights reach no logit, and equal ones say nothing."""
 
     name: str
     difference: float
     largest: float
+    spread: float
 
     @property
     def agrees(self) -> bool:
         return self.difference <= TOLERANCE * self.largest  # NaN does not, either
+
+    @property
+    def says_something(self) -> bool:
+        return self.spread > SEEN * self.largest
 
     def __str__(self) -> str:
         return (
@@ -89,17 +96,26 @@ def agreement(
     lengths: tuple[int, ...],
 ) -> Agreement:
     """logits: ours and theirs of each prompt, by the head. both: for the message, the models.
-    Raises ValueError with the figures where they differ by more than TOLERANCE of the largest."""
+    Raises ValueError with the figures where they differ by more than TOLERANCE of the largest, and
+    where a head has the same logits at every token."""
     heads = (_compare(name, *pair) for name, pair in logits.items())
     found = Agreement(tuple(heads), lengths)
     if not all(head.agrees for head in found.heads):
         raise ValueError(f"{both} are not the same model: {found}")
+    if constant := [head.name for head in found.heads if not head.says_something]:
+        what = f"the logits of {' and '.join(constant)} are the same at every token"
+        raise ValueError(f"{both} cannot be compared: {what}")
     return found
 
 
 def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Head:
     pairs = zip(ours, theirs, strict=True)
-    return Head(name, _largest([one - other for one, other in pairs]), _largest(theirs))
+    highest, lowest = (
+        torch.stack([getattr(each.flatten(0, -2), bound)(0) for each in theirs])
+        for bound in ("amax", "amin")
+    )
+    spread = float((highest.amax(0) - lowest.amin(0)).max())
+    return Head(name, _largest([one - other for one, other in pairs]), _largest(theirs), spread)
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
@@ -110,10 +126,10 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Prompt]:
     """Tokens from the first to the last of the vocabulary in a fixed disorder.
 
-    One sequence in each prompt; or, padded, two of two segments, of which the second ends halfway,
-    and other tokens of the vocabulary stand at its padding.
+    One sequence in each prompt, two where it is of one token; or, padded, two of two segments, of
+    which the second ends halfway, and other tokens of the vocabulary stand at its padding.
     """
-    rows = 2 if padded else 1
+    rows = 2 if padded or positions == 1 else 1
     lengths = sorted({min(length, positions) for length in LENGTHS})
     count = rows * sum(lengths)
     ids = torch.linspace(0, vocab_size - 1, count, dtype=torch.float64).long()

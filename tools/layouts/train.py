@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from math import sqrt
+from math import inf, isfinite, nan, sqrt
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron.config.parse import user_errors
 from megatron.data.batch import Samples
 from megatron.optim.schedule import learning_rate
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.compare import unseen
 from megatron.parallel.sharding import TensorSlice, gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.launch import launch
 from megatron.train.loader import prefetch
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
-from megatron.train.step import train_step
+from megatron.train.step import StepResult, train_step
 from tools.layouts.job import Job, open_samples
 from tools.layouts.meters import Counts, measure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says; differences are of the first step's gradients and the last weights,
-    counts of forward and backward of a step."""
+    """What one rank says; differences are of the gradients of the first step that does not overflow
+    (no number where all do) and of the last weights, counts of forward and backward of a step.
+    unseen: of the reference, what numbers that are equal to its own say nothing of."""
 
     device: str
     losses: list[float]
@@ -39,6 +43,7 @@ class Report:
     gradient_difference: float
     weight_difference: float
     counts: Counts
+    unseen: Sequence[str] = ()
 
 
 def train_layout(job: Job) -> Report:
@@ -82,25 +87,58 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
         data_size=mesh.batch.size,
     )
     lr = partial(learning_rate, job.config.optimizer, decay_iters=job.config.lr_decay_iters())
-    first = next(steps)
-    counts = measure(state, first)
-    gradients = compare(job, state, "gradients", state.gradients.slices())
-    results = [train_step(state, first, lr(1))]
-    results += [train_step(state, each, lr(state.updates + 1)) for each in steps]
+    if job.is_reference:
+        compare(job, state, "initial", state.optimizer.masters())
+    counts, results, norm, gradients = Counts(), list[StepResult](), inf, nan
+    for batches in steps:
+        if not isfinite(norm):  # nor in the step before, if there was one
+            found = measure(state, batches)
+            counts = counts if results else found
+            norm = sqrt(float(all_reduce(state.gradients.squares(), mesh.model_parallel)))
+            if isfinite(norm):
+                gradients = compare(job, state, "gradients", state.gradients.slices())
+        results.append(train_step(state, batches, lr(state.updates + 1)))
+    losses, weights = [each.loss for each in results], state.optimizer.masters()
     return Report(
         device=mesh.device.type,
-        losses=[each.loss for each in results],
+        losses=losses,
         norms=[each.grad_norm for each in results],
         gradient_difference=gradients,
-        weight_difference=compare(job, state, "weights", state.optimizer.masters()),
+        weight_difference=compare(job, state, "weights", weights),
         counts=counts,
+        unseen=unseen_of(job, state, norm, losses) if job.is_reference else (),
     )
+
+
+def unseen_of(job: Job, state: TrainState, norm: float, losses: Sequence[float]) -> list[str]:
+    """As of compare.unseen, of what the ranks of the reference have written."""
+    state.mesh.control.gather(None)  # all have
+    free = {each.key for each in state.gradients.slices() if each.spec.zero_gradient}
+    with ExitStack() as stack:
+        gradients, weights, initial = (
+            read(job, stack, name) for name in ("gradients", "weights", "initial")
+        )
+        largest = {
+            key: float(read_one().abs().max())
+            for key, read_one in gradients.items()
+            if key not in free
+        }
+        found = unseen(largest, norm, losses)
+        if all(torch.equal(initial[key](), read_one()) for key, read_one in weights.items()):
+            found.append("weights, which never move")
+    return found
+
+
+def read(job: Job, stack: ExitStack, name: str) -> dict[str, Callable[[], Tensor]]:
+    """Of the reference's whole tensors, of all pipeline stages, what reads each."""
+    files = job.folder.glob(f"{name}_*.safetensors")
+    opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
+    return {key: partial(file.get_tensor, key) for file in opened for key in file.keys()}  # noqa: SIM118
 
 
 def compare(job: Job, state: TrainState, name: str, slices: Iterable[TensorSlice]) -> float:
     """The norm of the difference of all whole tensors over the norm of the reference's; the
-    reference writes its own. Every rank calls this. What is not finite, as where fp16 overflows,
-    counts as 0.
+    reference writes its own. Every rank calls this.
 
     The first rank of each pipeline stage looks at the tensors of its stage.
     """
@@ -108,9 +146,7 @@ def compare(job: Job, state: TrainState, name: str, slices: Iterable[TensorSlice
     is_first = all(axis.rank == 0 for axis in mesh.axes if not axis.is_of_stages)
     whole = ((each, gather_whole(each.local, each.spec)) for each in slices)
     found = {
-        own.key: each.cpu().nan_to_num(0, 0, 0)
-        for own, each in whole
-        if is_first and own.spec.of_shard.is_owner()
+        own.key: each.cpu() for own, each in whole if is_first and own.spec.of_shard.is_owner()
     }
     if job.is_reference:
         if is_first:
@@ -118,11 +154,9 @@ def compare(job: Job, state: TrainState, name: str, slices: Iterable[TensorSlice
         return 0.0
     squares = total = 0.0
     with ExitStack() as stack:
-        files = job.folder.glob(f"{name}_*.safetensors")
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        reference = {key: file for file in opened for key in file.keys()}  # noqa: SIM118
+        reference = read(job, stack, name)
         for key, each in found.items():
-            other = reference[key].get_tensor(key).double()
+            other = reference[key]().double()
             squares += float((each.double() - other).square().sum())
             total += float(other.square().sum())
     sums = mesh.control.gather((squares, total))
