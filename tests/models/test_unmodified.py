@@ -105,7 +105,6 @@ CASES = {
     "gpt2, dropout, all heads": Case("gpt2", DROPOUT["gpt2"], plan=LITERAL),
     "phi3, dropout, all heads": Case("phi3", DROPOUT["phi3"]),
     "olmo2, dropout, all heads": Case("olmo2", DROPOUT["olmo2"]),
-    "bert, dropout": Case("bert", DROPOUT["bert"]),
 }
 WITHOUT_PLAN = {"bloom": Case("bloom"), "experts": Case("mixtral")}  # trained whole
 
