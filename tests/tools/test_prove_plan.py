@@ -194,6 +194,8 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
         "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
         "untied": config_of("gpt2", toml(GPT2), **STILL, tie_word_embeddings=False),
         "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
+        "a norm of each head": config_of("phi", qk_layernorm=True, num_key_value_heads=8),
+        "a norm of all heads": config_of("cohere", use_qk_norm=True),
         "dropout of all heads": config_of("olmo2", attention_dropout=0.1),
         "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
