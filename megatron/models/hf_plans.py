@@ -63,6 +63,8 @@ MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
     # Masks of all heads, which are computed of all values.
     "doge": {"*.self_attn.*_proj": Whole()},
+    # It reads a row of the embedding, to which the output layer is tied.
+    "gemma4": {"*.embed_tokens": Whole(), "lm_head": Whole()},
     "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
     "gemma3n": _WHOLE_GATES,
     "gemma3n_text": {
@@ -83,8 +85,8 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
     modules = dict(model.named_modules())
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= MENDED.get(config.model_type, {}) if plan else {}
-    plan |= _of_norms(plan, modules)
+    mended = dict(MENDED.get(config.model_type, {}) if plan else {})
+    mended = _of_norms(plan | mended, modules) | mended
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -93,7 +95,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
                 "--plan FILE.toml says how it is cut"
             )
         plan = dict(PLANS[config.model_type])
-    return plan | ends
+    return plan | ends | mended
 
 
 def plan_at(model: nn.Module, text: str, ranks: int) -> Plan:

@@ -102,9 +102,10 @@ def _shrunk(
     divides = HEADS % tensor == 0
     query_heads = HEADS if divides else _multiple(2 * tensor, HEADS)
     width, mlp = query_heads * HEAD, _multiple(tensor, 160)
-    put(width, *NAMES["hidden"], "word_embed_proj_dim")
+    put(width, *NAMES["hidden"])
     narrow = _multiple(tensor, 48)
-    put(width if given.get("embedding_size") == hidden else narrow, "embedding_size")
+    for name in ("embedding_size", "word_embed_proj_dim"):
+        put(width if given.get(name) == hidden else narrow, name)
     put(_multiple(tensor, 16), "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(query_heads, *NAMES["heads"])
