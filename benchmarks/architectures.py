@@ -14,8 +14,9 @@ if sys.hexversion < 0x30B0000:
 
 import json as json_library
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,158 @@ UNGROUPED = ("esmc",)  # whose keys and values have as many heads as queries
 NOTES = "\n## Notes\n"
 
 
+# What config.json says beside its defaults, twice for each dense architecture: fewer heads of keys
+# and values, biases, norms of heads, tied and untied output layers, scaling, windows, a part of
+# rotary positions, and what it alone has.
+Changes = Mapping[str, Any]
+ONE: Changes = {"num_key_value_heads": 1}
+BIASES: Changes = {"attention_bias": True, "mlp_bias": True}
+BIASED: Changes = {"attention_bias": True}
+TIED: Changes = {"tie_word_embeddings": True}
+UNTIED: Changes = {"tie_word_embeddings": False}
+WINDOW: Changes = {"sliding_window": 4096}
+NO_WINDOW: Changes = {"sliding_window": None}
+SHALLOW: Changes = {"num_layers_per_stack": 2}
+FULL: Changes = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+NO_CAPS: Changes = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+def _rope(kind: str = "default", **others: Any) -> Changes:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **others}}
+
+
+LINEAR = _rope("linear", factor=4.0)
+YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=2048)
+LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+QUARTER, ALL = (_rope(partial_rotary_factor=share) for share in (0.25, 1.0))
+MULTIPLIERS: Changes = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.02,
+}
+
+
+def _of_text(*changes: Changes) -> tuple[Changes, ...]:
+    return tuple({"text_config": each} for each in changes)
+
+
+_BERT: tuple[Changes, ...] = (
+    UNTIED | {"hidden_act": "relu"},
+    {"type_vocab_size": 1, "attention_probs_dropout_prob": 0.3},
+)
+_LLAMA: tuple[Changes, ...] = (ONE | BIASES, TIED | YARN)
+_GEMMA2: tuple[Changes, ...] = (ONE | BIASED, UNTIED | NO_CAPS | FULL)
+_GEMMA3: tuple[Changes, ...] = (
+    ONE | BIASED,
+    UNTIED | {"final_logit_softcapping": 30.0, "use_bidirectional_attention": False},
+)
+_GEMMA4: tuple[Changes, ...] = (
+    ONE | BIASED,
+    UNTIED | {"attention_k_eq_v": True, "final_logit_softcapping": 30.0},
+)
+_GLM: tuple[Changes, ...] = (ONE | {"attention_bias": False} | ALL, TIED | QUARTER)
+_PHI3: tuple[Changes, ...] = (ONE | _rope(partial_rotary_factor=0.5), TIED | WINDOW)
+_QWEN3_5: tuple[Changes, ...] = (ONE | BIASED, TIED | _rope(partial_rotary_factor=0.5))
+UNUSUAL: Mapping[str, tuple[Changes, ...]] = {
+    **dict.fromkeys(
+        (
+            *("bert", "camembert", "data2vec-text", "roberta", "roberta-prelayernorm"),
+            *("xlm-roberta", "xlm-roberta-xl"),
+        ),
+        _BERT,
+    ),
+    **dict.fromkeys(
+        (
+            *("arcee", "eurobert", "helium", "internlm3", "iquestcoder", "apertus"),
+            *("flint", "olmo2"),
+        ),
+        _LLAMA,
+    ),
+    **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA2),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA4),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _of_text(*_GEMMA4)),
+    **dict.fromkeys(("glm", "glm4"), _GLM),
+    **dict.fromkeys(("phi3", "phi4_multimodal"), _PHI3),
+    "cohere": (ONE | BIASED, UNTIED | {"use_qk_norm": True}),
+    "cohere2": (ONE | BIASED, UNTIED | FULL | {"logit_scale": 1.0}),
+    "cohere_compass_text": (ONE | BIASED, UNTIED | FULL),
+    "cwm": (ONE | {"mlp_bias": True}, TIED | LINEAR),
+    "doge": (ONE | BIASES, TIED | {"keep_window_size": 4}),
+    "electra": (UNTIED | {"embedding_size": 256}, _BERT[1]),
+    "ernie": (_BERT[0], {"use_task_id": True}),
+    "ernie4_5": (ONE | {"use_bias": True}, UNTIED | LINEAR),
+    "esmc": (BIASES, TIED),
+    "exaone4": (ONE | TIED, FULL | LINEAR),
+    "gemma": (ONE | BIASED, UNTIED | LINEAR),
+    "gemma3": _of_text(*_GEMMA3),
+    "gemma3_text": _GEMMA3,
+    "gemma3n_text": (ONE | BIASED, UNTIED | {"num_kv_shared_layers": 0, "laurel_rank": 32}),
+    "gpt2": (
+        {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False},
+        UNTIED | {"n_inner": 1024, "activation_function": "relu"},
+    ),
+    "gpt_neox": (
+        {"attention_bias": False, "use_parallel_residual": False, "attention_dropout": 0.1},
+        TIED | ALL,
+    ),
+    "granite": (ONE | BIASES, TIED | MULTIPLIERS),
+    "hrm_text": (BIASES | SHALLOW, TIED | SHALLOW | {"L_cycles": 2}),
+    "hyperclovax": (ONE | BIASES, TIED | MULTIPLIERS | {"use_post_norm": False}),
+    "jais2": (ONE | {"attention_bias": False, "mlp_bias": False}, TIED | LINEAR),
+    "llama": (ONE | BIASES | {"attention_dropout": 0.1}, TIED | LLAMA3 | {"head_dim": 64}),
+    "ministral": (ONE | FULL, TIED | LINEAR),
+    "ministral3": (ONE, TIED | WINDOW),
+    "mistral": (ONE | NO_WINDOW, TIED | LINEAR),
+    "nanochat": (ONE | BIASED, TIED | {"final_logit_softcapping": None}),
+    "nemotron": (ONE | BIASES, TIED | QUARTER),
+    "neomme": (ONE | BIASES, UNTIED | {"residual_multiplier": 1.0}),
+    "olmo": (ONE | BIASED, TIED | {"clip_qkv": 0.1}),
+    "olmo3": (ONE | BIASED, TIED | FULL),
+    "olmo_hybrid": (ONE | BIASED, TIED | {"linear_allow_neg_eigval": False}),
+    "opt": (
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 512},
+        UNTIED | {"enable_bias": False, "layer_norm_elementwise_affine": False},
+    ),
+    "phi": (ONE | {"qk_layernorm": True}, TIED | ALL | {"qk_layernorm": True}),
+    "qwen2": (
+        ONE | YARN,
+        TIED | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        ONE | BIASED | {"attention_dropout": 0.1},
+        TIED | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3_5": _of_text(*_QWEN3_5),
+    "qwen3_5_text": _QWEN3_5,
+    "seed_oss": (
+        ONE | {"mlp_bias": True, "attention_out_bias": True},
+        TIED | {"attention_bias": False},
+    ),
+    "smollm3": (ONE | BIASES, UNTIED | WINDOW | {"use_sliding_window": True}),
+    "starcoder2": (ONE | {"use_bias": False}, UNTIED | WINDOW),
+    "ultrabert": (ONE | BIASES, TIED | FULL),
+    "xmod": ({"default_language": "en_XX"}, {"default_language": "en_XX", "pre_norm": True}),
+    "youtu": ({"q_lora_rank": None}, UNTIED | BIASED | {"rope_interleave": False}),
+}
+
+
 METHOD = (
     "Hybrids of linear attention (olmo_hybrid, qwen3_5) leave it whole on every rank, as their "
     "plans say; in a model as tiny as this it is nearly all of the FLOPs. Where there are 2 "
     "key/value heads each of 4 ranks computes one, which is why its share is above 25 %.",
-    "Plans of transformers' that are wrong, and are mended here (MENDED in "
+    "Plans of transformers' that are wrong, and are mended here (MENDED and _of_norms in "
     "megatron/models/hf_plans.py): apertus (parameters of an activation between cut layers), "
     "gemma3n (the mean and the deviation of cut gates: logits off by 0.025 without an error), "
-    "doge, esmc and neomme (attention that needs all heads).",
+    "phi (norms of heads, whose gradients nobody adds up: off by twice their norm without an "
+    "error), doge, esmc, neomme and cohere with use_qk_norm (attention that needs all heads), "
+    "gemma4 (which reads a row of its embedding; that and its output layer are left whole).",
 )
 
 
@@ -54,10 +199,11 @@ class Row:
     reason: str = ""
     difference: float | None = None
     shares: tuple[float, ...] = ()  # of the busiest rank, by tensor size
+    changes: str = ""  # of config.json, where it is an unusual one
 
 
-def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
-    """({name: its config}, those without a plan)."""
+def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]]:
+    """({(name, changes of its config.json): its config}, those without a plan)."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -68,7 +214,7 @@ def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
     from megatron.models.hf_plans import PLANS
 
     set_verbosity_error()  # of defaults that do not fit together
-    found: dict[str, HuggingFaceConfig] = {}
+    found: dict[tuple[str, str], HuggingFaceConfig] = {}
     without = []
     for kind, names in (
         (HuggingFaceConfig, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -77,14 +223,16 @@ def architectures() -> tuple[dict[str, HuggingFaceConfig], list[str]]:
         is_masked = kind is HuggingFaceMaskedConfig
         for name in names:
             is_encoder = name in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-            if is_encoder != is_masked or f"{name}, {MASKED}" in found or name in found:
+            if is_encoder != is_masked or (f"{name}, {MASKED}", "") in found or (name, "") in found:
                 continue
             if not (words_of(CONFIG_MAPPING[name]) or name in PLANS):
                 without.append(name)
                 continue
-            text = json_library.dumps(described(name))
             full_name = f"{name}, {MASKED}" if is_masked else name
-            found[full_name] = kind(hf_model=name, hf_config=text)
+            for changes in ({}, *UNUSUAL.get(name, ())):
+                text = json_library.dumps(described(name) | dict(changes))
+                said = json_library.dumps(changes)[1:-1]
+                found[full_name, said] = kind(hf_model=name, hf_config=text)
     return found, without
 
 
@@ -123,23 +271,27 @@ def rows() -> Iterator[Row]:
 
     configs, _ = architectures()
     found, *_ = on_ranks(max(SIZES), prove_at, [*configs.values()], SIZES)
-    for (name, config), outcomes in zip(configs.items(), found, strict=True):
+    for ((name, changes), config), outcomes in zip(configs.items(), found, strict=True):
+        row = partial(Row, name, changes=changes)
         proofs = [each for each in outcomes if not isinstance(each, str)]
         reasons = [each for each in outcomes if isinstance(each, str)]
         words = words_of(CONFIG_MAPPING[config.described["model_type"]])
         refused = sorted({REFUSED[word] for word in words if word in REFUSED})
         if wrong := [each for each in proofs if each.wrong]:
-            yield Row(name, "wrong", wrong[0].wrong[0])
+            yield row("wrong", wrong[0].wrong[0])
         elif reasons and refused and "tiny model" in reasons[0]:
-            yield Row(name, "refused", f"{NO_LAYER}{' or '.join(refused)}")
+            yield row("refused", f"{NO_LAYER}{' or '.join(refused)}")
         elif reasons:
-            yield Row(name, "refused", reasons[0])
+            yield row("refused", reasons[0])
         else:
             shares = tuple(each.flops[0] / each.flops[1] for each in proofs)
-            yield Row(name, "exact", "", max(each.worst for each in proofs), shares)
+            worst = max(each.worst for each in proofs)
+            yield row("exact", difference=worst, shares=shares)
 
 
 def result(found: list[Row]) -> str:
+    unusual = [row for row in found if row.changes]
+    found = [row for row in found if not row.changes]
     exact = [row for row in found if row.outcome == "exact"]
     worst = max((row.difference or 0.0 for row in exact), default=0.0)
     refused = Counter(
@@ -155,7 +307,10 @@ def result(found: list[Row]) -> str:
     return (
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
         f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
-        f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}."
+        f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}.\n"
+        f"Of {len(unusual)} unusual configurations, two of each dense one, "
+        f"{sum(row.outcome == 'exact' for row in unusual)} are exact, and none is wrong without a "
+        "word."
     )
 
 
@@ -163,21 +318,25 @@ def page_of(found: list[Row], without: list[str], old: str) -> str:
     """old: the page so far, of which what stands below "## Notes" is kept."""
     from benchmarks.report import command, commit, markdown, processor
 
-    lines = [
-        [
-            row.name,
-            row.outcome,
-            "" if row.difference is None else f"{row.difference:.0e}",
-            *([f"{share:.0%}" for share in row.shares] or [""] * len(SIZES)),
-            row.reason.replace("|", "/"),
+    def table(rows: list[Row], first: Callable[[Row], list[str]], names: list[str]) -> str:
+        header = [*names, "outcome", "largest difference", *shares, "reason"]
+        lines = [
+            [
+                *first(row),
+                row.outcome,
+                "" if row.difference is None else f"{row.difference:.0e}",
+                *([f"{share:.0%}" for share in row.shares] or [""] * len(SIZES)),
+                row.reason.replace("|", "/"),
+            ]
+            for row in sorted(rows, key=lambda row: (row.outcome, row.name))
         ]
-        for row in sorted(found, key=lambda row: (row.outcome, row.name))
-    ]
+        return markdown(header, lines)
+
     import torch
     import transformers
 
     shares = [f"matmul FLOPs of a rank, t = {size}" for size in SIZES]
-    header = ["architecture", "outcome", "largest difference", *shares, "reason"]
+    plain, unusual = ([row for row in found if bool(row.changes) is each] for each in (False, True))
     parts = [
         "# Unmodified models of transformers, cut by their plans",
         result(found),
@@ -185,8 +344,10 @@ def page_of(found: list[Row], without: list[str], old: str) -> str:
         f"commit {commit()}, {processor()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
         " ".join((__doc__ or "").split()),
-        markdown(header, lines),
+        table(plain, lambda row: [row.name], ["architecture"]),
         *METHOD,
+        "Unusual configurations, by what config.json has in place of its defaults:",
+        table(unusual, lambda row: [row.name, row.changes], ["architecture", "config.json"]),
         f"Without a plan, where `--plan FILE.toml` says how they are cut: {', '.join(without)}.",
     ]
     notes = old.partition(NOTES)[2].strip()

@@ -50,6 +50,8 @@ DESCRIBED: dict[str, dict[str, Any]] = {
     "llama": _GROUPED | {"tie_word_embeddings": False},
     "qwen3": _GROUPED | {"head_dim": HIDDEN // HEADS, "tie_word_embeddings": True},
     "mistral": _GROUPED | {"head_dim": HIDDEN // HEADS, "sliding_window": WINDOW},
+    "phi3": _GROUPED,
+    "olmo2": _GROUPED,
     "gpt_neox": _SIZES | {"hidden_dropout": 0.0},
     "bert": _SIZES | _NO_DROPOUT | {"type_vocab_size": 2},
     "roberta": _SIZES | _NO_DROPOUT | {"max_position_embeddings": SEQUENCE + 1},
@@ -94,12 +96,21 @@ PLANS = {
 "*.fc2" = "row"
 """,
 }
+# Of GPT-2: every rank has all heads.
+LITERAL = """
+"*.attn.c_*" = { style = "column", gather = true }
+"*.mlp.c_fc" = "column"
+"*.mlp.c_proj" = "row"
+"*.w[tp]e" = { style = "column", gather = true }
+"""
 # What stands in config.json for all the dropout that a model has.
 DROPOUT: dict[str, dict[str, float]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1},
     "llama": {"attention_dropout": 0.1},
     "qwen3": {"attention_dropout": 0.1},
     "mistral": {"attention_dropout": 0.1},
+    "phi3": {"attention_dropout": 0.1, "resid_pdrop": 0.1},
+    "olmo2": {"attention_dropout": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
     "opt": {"dropout": 0.1, "attention_dropout": 0.1},

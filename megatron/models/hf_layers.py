@@ -82,12 +82,14 @@ class PlannedDropout(nn.Module):
         self.widths, self.ranks = widths, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.ranks > 1 and x.shape[-1] not in self.widths:
+        keys, is_known = self.rows.keys, self.ranks == 1 or x.shape[-1] in self.widths
+        is_known &= keys is None or len(keys) == x.shape[:-1].numel()
+        if self.training and not is_known:
             raise RuntimeError(
-                f"{self.dropout.name} drops {self.p} of {x.shape[-1]} channels, which may be a "
-                "part of those of all ranks: a config.json without this dropout works"
+                f"{self.dropout.name} drops {self.p} of {list(x.shape)}, which may be a part of "
+                "what all ranks hold: a config.json without this dropout works"
             )
-        dropped: Tensor = self.dropout(x, self.rows.keys)
+        dropped: Tensor = self.dropout(x, keys)
         return dropped
 
 
@@ -172,6 +174,12 @@ def run_attention(
     core: Any = getattr(module, "megatron_core", None)
     if core is None and dropout:
         raise NotImplementedError(f"{type(module).__name__}: attention dropout of such a class")
+    own = query.shape[1]
+    if dropout and core.heads not in (None, own, own * core.mesh.tensor.size):
+        raise RuntimeError(
+            f"{core.name} drops {dropout} of {own} heads on each rank, which are no share of "
+            f"{core.heads}: a config.json without this dropout works"
+        )
     if core is None:
         heads = attention(query, key, value, attention_mask, dropout, causal)
     else:

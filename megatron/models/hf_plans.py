@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -62,13 +63,15 @@ MENDED: Mapping[str, Mapping[str, Style]] = {
     "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
     # Masks of all heads, which are computed of all values.
     "doge": {"*.self_attn.*_proj": Whole()},
-    "esmc": {"*.self_attn.[qkv]_proj": Column(gather=True)},  # norms over all heads
+    # It reads a row of the embedding, to which the output layer is tied.
+    "gemma4": {"*.embed_tokens": Whole(), "lm_head": Whole()},
     "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
     "gemma3n": _WHOLE_GATES,
     "gemma3n_text": {
         each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
     },
 }
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # of queries and keys
 
 
 def plan_of(model: nn.Module, text: str = "auto") -> Plan:
@@ -82,7 +85,8 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
     modules = dict(model.named_modules())
     own = getattr(model, "_tp_plan", None) or {}
     plan = {each: read_style(each, value) for each, value in own.items() if _fits(each, modules)}
-    plan |= MENDED.get(config.model_type, {}) if plan else {}
+    mended = dict(MENDED.get(config.model_type, {}) if plan else {})
+    mended = _of_norms(plan | mended, modules) | mended
     ends = _of_ends(model, modules)
     if not plan.keys() - ends.keys():
         if config.model_type not in PLANS:
@@ -91,7 +95,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
                 "--plan FILE.toml says how it is cut"
             )
         plan = dict(PLANS[config.model_type])
-    return plan | ends
+    return plan | ends | mended
 
 
 def plan_at(model: nn.Module, text: str, ranks: int) -> Plan:
@@ -106,6 +110,27 @@ def plan_at(model: nn.Module, text: str, ranks: int) -> Plan:
 
 def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
     return any(fnmatchcase(name, pattern) for name in modules)
+
+
+def _of_norms(plan: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """Of norms of queries and keys that the plan does not name: each rank has its heads of one that
+    is alike for all, and all heads of another one."""
+    found: dict[str, Style] = {}
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        queries = _style_of(f"{parent}.q_proj", plan)
+        is_cut = isinstance(queries, Column) and not queries.gather
+        if last in NORMS and is_cut and _style_of(name, plan) is None and [*module.parameters()]:
+            size = getattr(modules[parent], "head_dim", None)
+            of_heads = all(each.shape == (size,) for each in module.parameters())
+            end, style = (last, Summed()) if of_heads else ("[qkv]_proj", Column(gather=True))
+            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", f"{parent}.{end}")] = style
+    return found
+
+
+def _style_of(name: str, plan: Mapping[str, Any]) -> Any:
+    fitting = [style for pattern, style in plan.items() if fnmatchcase(name, pattern)]
+    return fitting[-1] if fitting else None
 
 
 def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:

@@ -141,8 +141,11 @@ class HuggingFace(nn.Module):
             if "Attention" in type(module).__name__:
                 if not is_ours:
                     continue  # some of its dropout is of probabilities, as its own code has them
-                module.megatron_core = factory.attention_core(0.0, f"{name}.core")
-                module.megatron_core.rows = self.rows
+                core: Any = factory.attention_core(0.0, f"{name}.core")
+                core.rows, module.megatron_core = self.rows, core
+                if factory.tensor.size > 1:
+                    own = getattr(module, "config", text)
+                    core.heads = getattr(own, "num_attention_heads", 0)
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")

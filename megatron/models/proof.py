@@ -3,7 +3,8 @@ unmodified one of transformers computes.
 
 One forward and backward in fp64, where only the order of additions tells equal models apart: by
 1e-14. A plan that is wrong without an error (a fused projection cut through its parts, a norm of
-heads whose gradient nobody adds up) differs by 1e-3 and more.
+heads whose gradient nobody adds up) differs by 1e-3 and more. Where config.json has dropout, one
+more of each with it is compared with one process: the unmodified model draws another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, lcm
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron.models.hf_weights import form_of
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
 from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
@@ -104,9 +105,10 @@ def _shrunk(
     few = tensor if shared % tensor == 0 else shared
     query_heads = _multiple(lcm(2 * few, tensor), HEADS)
     width, mlp = query_heads * HEAD, _multiple(tensor, 160)
-    put(width, *NAMES["hidden"], "word_embed_proj_dim")
+    put(width, *NAMES["hidden"])
     narrow = _multiple(tensor, 48)
-    put(width if given.get("embedding_size") == hidden else narrow, "embedding_size")
+    for name in ("embedding_size", "word_embed_proj_dim"):
+        put(width if given.get(name) == hidden else narrow, name)
     put(_multiple(tensor, 16), "hidden_size_per_layer_input", "q_lora_rank", "kv_lora_rank")
     put(1, "first_k_dense_replace")  # so that there are layers of both kinds
     put(query_heads, *NAMES["heads"])
@@ -175,6 +177,9 @@ class Proof:
     """Of each parameter."""
     outputs: Mapping[str, float]
     """Of each module whose output can be compared, in the order in which they end."""
+    dropped: Mapping[str, float] = field(default_factory=dict)
+    """With dropout, of the loss and of each parameter's gradient, from those of one process; empty
+    where nothing drops, or torch draws it."""
     flops: tuple[int, int] = (0, 0)
     """Of the matmuls of the step: of the busiest rank, and of the unmodified model."""
 
@@ -190,11 +195,14 @@ class Proof:
         if self.failure is not None:
             return [self.failure]
         found = []
-        off = {name: value for name, value in self.gradients.items() if not value <= TOLERANCE}
-        if off:
-            most = sorted(off, key=lambda name: -off[name])[:3]
-            each = ", ".join(f"{name} by {off[name]:.2g}" for name in most)
-            found.append(f"{len(off)} of {len(self.gradients)} gradients are off, most: {each}")
+        for values, what in (
+            (self.gradients, "gradients are off"),
+            (self.dropped, "results with dropout are not those of one process"),
+        ):
+            if off := {name: value for name, value in values.items() if not value <= TOLERANCE}:
+                most = sorted(off, key=lambda name: -off[name])[:3]
+                each = ", ".join(f"{name} by {off[name]:.2g}" for name in most)
+                found.append(f"{len(off)} of {len(values)} {what}, most: {each}")
         for name in ("logits", "loss"):
             if not (value := getattr(self, name)) <= TOLERANCE:
                 found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
@@ -206,15 +214,16 @@ class Proof:
     @property
     def worst(self) -> float:
         """The largest difference of loss, logits and gradients."""
-        return max(self.loss, self.logits, *self.gradients.values())
+        return max(self.loss, self.logits, *self.gradients.values(), *self.dropped.values())
 
     def __str__(self) -> str:
         if self.wrong:
             return "; ".join(self.wrong)
         share = self.flops[0] / self.flops[1]
+        dropout = ", and with dropout those of one process," if self.dropped else ""
         return (
-            f"loss, logits and {len(self.gradients)} gradients are the unmodified model's within "
-            f"{self.worst:.1e}; a rank of {self.tensor} does {share:.0%} of its matmul FLOPs"
+            f"loss, logits and {len(self.gradients)} gradients are the unmodified model's{dropout} "
+            f"within {self.worst:.1e}; a rank of {self.tensor} does {share:.0%} of its matmul FLOPs"
         )
 
 
@@ -249,8 +258,16 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
             raise NoProofError("it sets numbers of the whole model, which a tiny one has not")
         text = json.loads(config.hf_config or "{}")
         described = tiny(text, config.stated_plan, mesh.tensor.size)
-        config = replace(config, hf_config=json.dumps(described), recompute_granularity="none")
+        config = replace(
+            config,
+            hf_config=json.dumps(described),
+            recompute_granularity="none",
+            attention_dropout_rng="coordinates",  # what a kernel draws depends on the layout
+        )
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
+        alone = None
+        if _has_dropout(described) and not ours.drawn:
+            alone = build_on_meta(config, serial_mesh(mesh.device), VOCABULARY)
         theirs = _unmodified(described, ours.auto_class, mesh.device)
         batch, arguments = _batch(ours, mesh.device)
         wanted = _Computed.of_theirs(theirs, batch, arguments)
@@ -268,12 +285,13 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         (f"model.{name}", forms[name].held(each.detach()))
         for name, each in theirs.named_parameters()
     ]
-    materialize(
-        ours, device=mesh.device, dtype=torch.float64, seed=0, values=lambda _: iter(values)
-    )
+    for model in filter(None, (ours, alone)):
+        materialize(
+            model, device=mesh.device, dtype=torch.float64, seed=0, values=lambda _: iter(values)
+        )
     found: dict[str, Any]
     try:
-        found = _compare(ours, batch, wanted, forms, mesh)
+        found = _compare(ours, alone, batch, wanted, forms, mesh)
     except Exception as error:  # of the code of the model, which the plan breaks
         found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if (place := wanted.place) is not None:
@@ -287,7 +305,7 @@ def _of_all_ranks(own: dict[str, Any], mesh: Mesh) -> Proof:
     if failures:
         return Proof(tensor=mesh.tensor.size, failure=failures[0], gradients={}, outputs={})
     largest: dict[str, Any] = {}
-    for key in ("gradients", "outputs"):
+    for key in ("gradients", "outputs", "dropped"):
         names = dict.fromkeys(name for each in ranks for name in each[key])
         largest[key] = {name: max(each[key].get(name, 0.0) for each in ranks) for name in names}
     for key in ("loss", "logits"):
@@ -314,6 +332,15 @@ def _unmodified(described: Mapping[str, Any], auto_class: str, device: torch.dev
     return model.to(device)
 
 
+def _has_dropout(described: Mapping[str, Any]) -> bool:
+    return any(
+        _has_dropout(value)
+        if isinstance(value, Mapping)
+        else "drop" in str(name) and isinstance(value, float) and value > 0
+        for name, value in described.items()
+    )
+
+
 def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     """(the batch that the model is trained on, what the unmodified one is called with). Sequences
     are padded at their end."""
@@ -329,6 +356,7 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
             is_real=is_real,
             labels=labels,
             loss_mask=(is_real & (draw.random(is_real.shape) < 0.5)).astype(np.float32),
+            numbers=np.arange(SAMPLES),
         )
     else:
         batch = GPT2Batch(
@@ -337,6 +365,7 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
             labels=labels,
             loss_mask=is_real.astype(np.float32),
             is_real=is_real,
+            numbers=np.arange(SAMPLES),
         )
     for name, value in vars(batch).items():
         if isinstance(value, np.ndarray):
@@ -434,9 +463,9 @@ def _watched(
 
 
 def _compare(
-    ours: Any, batch: Any, wanted: _Computed, forms: Mapping[str, Form], mesh: Mesh
+    ours: Any, alone: Any, batch: Any, wanted: _Computed, forms: Mapping[str, Form], mesh: Mesh
 ) -> dict[str, Any]:
-    """On this rank."""
+    """On this rank. alone: the same model in one process, where there is dropout to compare."""
 
     def enter(name: str | None) -> None:
         wanted.place = name
@@ -459,20 +488,22 @@ def _compare(
                 whole, expected = whole[batch.is_real], expected[batch.is_real]
             differences[name] = _difference(whole, expected)
     buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
-    # Ranks of `replicas` read the same samples here, and their gradients are added up.
-    count = float((batch.loss_mask != 0).sum())
-    scales = torch.full((1,), 1 / (count * mesh.replicas.size), dtype=torch.float64)
-    with _watched(ours.model, {}, enter), counter, buckets.accumulate(is_last=True):
-        loss = ours(batch, scales.to(mesh.device)).sum()
-        loss.backward()
-    gradients = {
-        view.name: forms[view.name].original(gather_whole(view.gradient, view.spec))
-        for view in buckets.views
-    }
+    with _watched(ours.model, {}, enter), counter:
+        loss, held = _step(ours, buckets, batch)
+    gradients = {name: forms[name].original(each) for name, each in held.items()}
+    dropped = {}
+    if alone is not None:
+        with _watched(ours.model, {}, enter):
+            own_loss, held = _step(ours.train(), buckets, batch)
+        of_one = GradientBuckets(alone.model, mesh=serial_mesh(mesh.device))
+        one_loss, one_process = _step(alone, of_one, batch)
+        norm = _norm(one_process.values())
+        dropped = {name: _difference(held[name], each, norm) for name, each in one_process.items()}
+        dropped["loss"] = _difference(own_loss, one_loss)
     norm = _norm(wanted.gradients.values())
     is_real = batch.is_real
     return {
-        "loss": _difference(loss.detach() * mesh.replicas.size, wanted.loss),
+        "loss": _difference(loss, wanted.loss),
         "logits": _difference(logits[is_real], wanted.logits[is_real]),
         "gradients": {
             name: _difference(gradients[name], each, norm)
@@ -480,8 +511,22 @@ def _compare(
             if each.any() or gradients[name].any()
         },
         "outputs": differences,
+        "dropped": dropped,
         "flops": (counter.get_total_flops(), wanted.flops),
     }
+
+
+def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(mean loss, gradients, whole, as they are held)."""
+    mesh = buckets.mesh
+    # Ranks of `replicas` read the same samples here, and their gradients are added up.
+    count = float((batch.loss_mask != 0).sum()) * mesh.replicas.size
+    scales = torch.full((1,), 1 / count, dtype=torch.float64, device=mesh.device)
+    with buckets.accumulate(is_last=True):
+        loss = model(batch, scales).sum()
+        loss.backward()
+    held = {each.name: gather_whole(each.gradient, each.spec).clone() for each in buckets.views}
+    return loss.detach() * mesh.replicas.size, held
 
 
 def _whole(found: Tensor, expected: Tensor, module: nn.Module, mesh: Mesh) -> Tensor | None:

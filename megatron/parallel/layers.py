@@ -488,6 +488,8 @@ class AttentionCore(nn.Module):
     """q [b, a/t, s, d], k and v [b, g, m, d] to [b, a/t, s, d], with dropout of the probabilities:
     by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share."""
 
+    heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
+
     def __init__(
         self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
     ) -> None:
@@ -516,8 +518,9 @@ class AttentionCore(nn.Module):
         if of_query is not None:
             k, v = k[:, of_query], v[:, of_query]
         p = self.dropout if self.training else 0.0
-        if p == 0.0 or self.draws_in_kernel:
+        is_whole = q.shape[1] == self.heads  # in the kernel each rank would draw another mask
+        if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
-        first, heads = self.mesh.inner_hidden.rank * q.shape[1], q.shape[1]
-        keys = head_keys(known(rows), self.key, range(first, first + heads), len(q))
+        first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
+        keys = head_keys(known(rows), self.key, range(first, first + q.shape[1]), len(q))
         return block_attention(q, k, v, mask, is_causal, p, keys)

@@ -10,7 +10,6 @@ from benchmarks.architectures import rows
 REFUSED = {
     "gemma3n": "timm",  # its vision tower is another library's, which the tests do not install
     "xmod, masked words": "language",  # which its config.json says, and its defaults do not
-    "gemma4": "embed_tokens.weight is cut",  # it reads a row of it by itself
 }
 EXACT = {  # some of which there must be
     *("gpt2", "llama", "qwen2", "qwen3", "mistral", "gpt_neox", "gemma", "gemma2", "phi3", "olmo2"),
@@ -20,15 +19,18 @@ EXACT = {  # some of which there must be
 
 @pytest.mark.sweep
 def test_dense_architectures_are_exact() -> None:
-    found = {row.name: row for row in rows()}
-    exact = {name for name, row in found.items() if row.outcome == "exact"}
-    assert exact >= EXACT
-    for name in exact:
-        assert found[name].difference < 1e-12, found[name]
-    for name, row in found.items():
-        if name in REFUSED:
+    """Two unusual configurations of each, too."""
+    found = {(row.name, row.changes): row for row in rows()}
+    exact = {key for key, row in found.items() if row.outcome == "exact"}
+    assert {name for name, changes in exact if not changes} >= EXACT
+    unusual = Counter(name for name, changes in exact if changes)
+    for key in exact:
+        assert found[key].difference < 1e-12, found[key]
+        assert key[0] in REFUSED or unusual[key[0]] == 2, key
+    for (name, changes), row in found.items():
+        if name in REFUSED and not changes:
             assert REFUSED[name] in row.reason, row
-        elif name not in exact:
+        elif (name, changes) not in exact:
             assert row.outcome == "refused", row
             assert "no layer here cuts" in row.reason, row
-    assert Counter(row.outcome for row in found.values())["exact"] > 50
+    assert len(exact) > 150

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
+from transformers.masking_utils import eager_mask
 
 from megatron.models.hf_layers import Wide, parameters_on_meta
 from megatron.models.huggingface import initial_values
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
+from megatron.parallel.dropout import STEPS, fold, head_keys, is_kept, layer_key, row_keys
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
@@ -27,6 +29,7 @@ from tests.bert import bert_samples
 from tests.dist import Pool
 from tests.huggingface import (
     DROPOUT,
+    LITERAL,
     MASKED,
     WINDOW,
     by_their_names,
@@ -58,10 +61,13 @@ class Case(NamedTuple):
     of_hf: Mapping[str, Any] = NOTHING  # changes of config.json
     has_documents: bool = False
     unused: str = ""  # of names of parameters that no loss reaches
+    plan: str = ""  # in place of its own
 
     @property
     def section(self) -> Any:
-        return hf_section(self.model, dict(self.of_hf))
+        # Dropout of attention is by coordinates, on GPUs, too.
+        plan = {"plan": self.plan} if self.plan else {}
+        return hf_section(self.model, dict(self.of_hf), attention_dropout_rng="coordinates", **plan)
 
     @property
     def batch(self) -> Any:
@@ -96,6 +102,11 @@ CASES = {
     "roberta": Case("roberta"),
     "data2vec": Case("data2vec-text"),
     "bert, untied": Case("bert", {"tie_word_embeddings": False}, unused="predictions.bias"),
+    # With attention's dropout; each rank has its heads, or all of them.
+    "gpt2, dropout": Case("gpt2", DROPOUT["gpt2"]),
+    "gpt2, dropout, all heads": Case("gpt2", DROPOUT["gpt2"], plan=LITERAL),
+    "phi3, dropout, all heads": Case("phi3", DROPOUT["phi3"]),
+    "olmo2, dropout, all heads": Case("olmo2", DROPOUT["olmo2"]),
 }
 WITHOUT_PLAN = {"bloom": Case("bloom"), "experts": Case("mixtral")}  # trained whole
 
@@ -131,6 +142,43 @@ def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return logits.detach(), (losses * counted).sum() / counted.sum()
 
 
+def drop_by_coordinates(model: Any, batch: Any) -> None:
+    """Let plain transformers drop what the hash says of whole tensors."""
+    rows = row_keys(torch.from_numpy(batch.numbers), torch.arange(batch.tokens.shape[1]))
+
+    def factors(keys: Tensor, columns: int, p: float) -> Tensor:
+        kept = is_kept(keys.flatten(), 0, columns, p, torch.float64)
+        return (kept / (1 - round(p * STEPS) / STEPS)).view(*keys.shape, columns)
+
+    def attention(
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = scores if mask is None else scores + mask
+        keys = head_keys(rows, module.key_of_layer, range(q.shape[1]), len(q))
+        probabilities = scores.softmax(-1) * factors(keys, k.shape[2], dropout)
+        return (probabilities @ v).transpose(1, 2), None
+
+    AttentionInterface.register("by_coordinates", attention)
+    AttentionMaskInterface.register("by_coordinates", eager_mask)
+    model.set_attn_implementation("by_coordinates")
+    for name, module in model.named_modules():
+        module.key_of_layer = layer_key(SEED, f"{name}.core")
+        if type(module) is nn.Dropout:
+            keys = fold(layer_key(SEED, name), rows)
+            module.forward = lambda x, keys=keys, p=module.p: (
+                x * factors(keys, x.shape[-1], p).view_as(x)
+            )
+
+
 def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
     """Relative to the norm of the other, or to `least`: the bias of keys has no gradient in
     theory."""
@@ -146,6 +194,8 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
         state, batch = tiny_state(mesh, case.section), case.batch
         plain = plain_model(case.section)
         load_plain(plain, by_their_names(state.model, whole_weights(state.model)))
+        if "dropout" in name:
+            drop_by_coordinates(plain, batch)
         with torch.no_grad():
             moved = on_device(batch, CPU)
             logits = gather_from(state.model(moved), -1, mesh.tensor)[:, :VOCABULARY]
@@ -161,7 +211,7 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
             if parameter.requires_grad
         }
         assert theirs.keys() == gradients.keys()
-        norm = float(torch.nn.utils.get_total_norm(theirs.values()))
+        norm = float(nn.utils.get_total_norm(theirs.values()))
         specs = sharding_specs(state.model)
         largest = {
             each: float(gradient.abs().max())
@@ -251,24 +301,35 @@ def test_a_mask_of_documents_in_place_of_a_window_is_refused() -> None:
         model.embed(on_device(of_documents(samples(2)), CPU))
 
 
-CUT_DROPOUT = """
+# What is dropped, by the plan whose dropout is of neither the whole nor a rank's share of it: the
+# output of a layer is cut, or heads are others than config.json has.
+CUT_DROPOUT = {
+    "transformer.h.0.mlp.dropout": """
 "*.mlp.c_fc" = { style = "column", gather = true }
 "*.mlp.c_proj" = "column"
-"""
+""",
+    "transformer.h.0.attn.core": f"""
+{LITERAL}
+"*.attn" = {{ style = "local", num_heads = 8, head_dim = 4 }}
+""",
+}
 
 
-def message_of_cut_dropout() -> str:
-    """Of a plan that leaves cut what a dropout behind a layer gets."""
-    section = hf_section("gpt2", {"resid_pdrop": 0.1}, plan=CUT_DROPOUT)
-    state = tiny_state(mesh_of_ranks(2), section)
-    with pytest.raises(RuntimeError) as raised:
-        train_step(state, [samples(2)], 0.0)
-    return str(raised.value)
+def messages_of_cut_dropout() -> list[str]:
+    found = []
+    for plan in CUT_DROPOUT.values():
+        section = hf_section("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, plan=plan)
+        state = tiny_state(mesh_of_ranks(2), section)
+        with pytest.raises(RuntimeError) as raised:
+            train_step(state, [samples(2)], 0.0)
+        found.append(str(raised.value))
+    return found
 
 
-def test_dropout_of_a_part_of_the_channels_is_refused(gloo: Pool) -> None:
-    for message in gloo.run(2, message_of_cut_dropout):
-        assert "transformer.h.0.mlp.dropout" in message
+def test_dropout_of_an_unknown_part_is_refused(gloo: Pool) -> None:
+    for messages in gloo.run(2, messages_of_cut_dropout):
+        for name, message in zip(CUT_DROPOUT, messages, strict=True):
+            assert name in message
 
 
 def frozen_weights(tensor_size: int, zero_stage: int) -> dict[str, float]:
@@ -385,7 +446,7 @@ def test_what_a_constructor_sets_is_an_initial_value() -> None:
 class WithTimes(GPT2LMHeadModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.times = torch.nn.Parameter(torch.arange(1.0, 5.0))
+        self.times = nn.Parameter(torch.arange(1.0, 5.0))
 
 
 def test_so_is_what_is_no_constant() -> None:

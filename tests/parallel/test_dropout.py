@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterable
 from functools import reduce
 from math import sqrt
+from typing import Any
 
 import pytest
 import torch
@@ -87,26 +88,38 @@ def test_a_rank_computes_its_part_alone(monkeypatch: pytest.MonkeyPatch, chunk: 
             assert torch.equal(found, whole[rows, part])
 
 
-def attention_masks(tensor_size: int) -> tuple[Tensor, Tensor]:
-    """(what this rank keeps of the stream, of the probabilities of its heads)."""
+def attention_masks(tensor_size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(what this rank keeps of the stream, of the probabilities of its heads, and of all heads
+    where it has them all, by coordinates and where the kernel would draw)."""
     mesh = mesh_of_ranks(tensor_size)
     torch.manual_seed(mesh.data.rank * 10 + mesh.tensor.rank)  # must not matter
     numbers, size, heads = torch.arange(2) + 2 * mesh.data.rank, 20, 4 // tensor_size
     rows = row_keys(numbers, torch.arange(size))
-    q, v = torch.zeros(2, heads, size, size), torch.eye(size).expand(2, heads, -1, -1)
-    core = AttentionCore(mesh, 5, 0.5, "core")
+
+    def kept(own: int, heads: int | None = None, **settings: Any) -> Tensor:
+        q, v = torch.zeros(2, own, size, size), torch.eye(size).expand(2, own, -1, -1)
+        core = AttentionCore(mesh, 5, 0.5, "core", **settings)
+        core.heads = heads
+        found: Tensor = core(q, q, v, None, False, rows)
+        return found
+
     stream = Dropout(5, 0.5, "stream")(torch.ones(len(rows), 8), rows)
-    return stream, core(q, q, v, None, False, rows)
+    own = kept(heads)
+    whole = [kept(4, 4, draws_in_kernel=each) for each in (False, True)]
+    assert tensor_size == 1 or torch.equal(own, kept(heads, 4))
+    return stream, own, whole
 
 
 def test_ranks_share_one_mask_of_the_stream_and_have_their_heads_of_attention(gloo: Pool) -> None:
-    (whole, scores), (other, other_scores) = gloo.run(2, attention_masks, 1)
+    (whole, scores, _), (other, other_scores, _) = gloo.run(2, attention_masks, 1)
     ranks = gloo.run(4, attention_masks, 2)
-    for rank, (stream, own) in enumerate(ranks):
+    for rank, (stream, own, of_all_heads) in enumerate(ranks):
         data, tensor = divmod(rank, 2)
         assert torch.equal(stream, (whole, other)[data])
         heads = slice(2 * tensor, 2 * tensor + 2)
         assert torch.equal(own, (scores, other_scores)[data][:, heads])
+        for each in of_all_heads:
+            assert torch.equal(each, (scores, other_scores)[data])
     assert not torch.equal(whole, other)
     assert not torch.equal(scores[:, 0], scores[:, 1])
 

@@ -56,6 +56,12 @@ PHI3 = {
 }
 # Whose activation takes a mean and a deviation over all gates.
 GEMMA3N = QWEN3 | {"*.mlp.[gu]*_proj": {"style": "column", "gather": True}}
+MODERNBERT = {
+    "*.[qkv]_proj": "column",
+    "*.attn.Wo": "row",
+    "*.mlp.Wi": {"style": "column", "parts": 2},
+    "*.mlp.Wo": "row",
+}
 APERTUS = {name: style for name, style in QWEN3.items() if "gate" not in name}
 BIGCODE = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
 # The literal plan of an issue that users know: nothing of attention is divided.
@@ -67,6 +73,7 @@ GATHERED = {
     "*.w[tp]e": {"style": "column", "gather": True},
 }
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
+STILL = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
 RIGHT: Mapping[str, Mapping[str, Any]] = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -76,11 +83,16 @@ RIGHT: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": BIGCODE,
     "gemma3n_text": GEMMA3N,
     "granite": LLAMA,
+    "modernbert-decoder": MODERNBERT,
 }
 
 
 # Among them those whose plan of transformers' is mended.
 AUTO = ("gpt2", "bert", "opt", "gemma2", "apertus", "doge", "gemma3n_text")
+
+
+# Among them some with dropout.
+DROPPING = ("gpt2", "auto gpt2", "auto bert", "gathered", "dropout of all heads")
 
 
 class Corrupted(NamedTuple):
@@ -130,6 +142,9 @@ CORRUPTED = {
         "gemma3n_text", {"*.mlp.[gu]*_proj": "column"}, "differs", "layers.0.mlp.act_fn"
     ),
     "parameters between cut layers": Corrupted("apertus", {}, "fails", "act_fn.alpha_p"),
+    "dropout of cut columns": Corrupted(
+        "modernbert-decoder", {}, "fails", "layers.0.mlp.drop", {"mlp_dropout": 0.1}
+    ),
     "a pattern that fits nothing": Corrupted("llama", {"*.w1": "column"}, "refused", "*.w1"),
     "one of the layers that have numbers": Corrupted(
         "llama",
@@ -178,8 +193,11 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
     configs |= {
         "shared heads": config_of("qwen3", toml(QWEN3), **HEADS | {"num_key_value_heads": 2}),
         "one key/value head": config_of("llama", toml(LLAMA), **HEADS | {"num_key_value_heads": 1}),
-        "untied": config_of("gpt2", toml(GPT2), tie_word_embeddings=False),
+        "untied": config_of("gpt2", toml(GPT2), **STILL, tie_word_embeddings=False),
         "window": config_of("mistral", toml(LLAMA), sliding_window=4096),
+        "a norm of each head": config_of("phi", qk_layernorm=True, num_key_value_heads=8),
+        "a norm of all heads": config_of("cohere", use_qk_norm=True),
+        "dropout of all heads": config_of("olmo2", attention_dropout=0.1),
         "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
         "a layer by its number": config_of(
@@ -196,16 +214,18 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
             "llama", toml(LLAMA | {"lm_head": "column"}), vocab_size=128
         ),
         # What is tied to a cut weight is cut alike, whatever the plan says or forgets.
-        "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"})),
+        "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"}), **STILL),
         "vocabulary": config_of(
             "gpt2",
             toml(GPT2 | {"*.wte": "whole", "lm_head": {"style": "column", "gather": True}}),
+            **STILL,
         ),
     }
     for found in gloo.run(size, proofs, configs, size):
         for name, (outcome, proof) in found.items():
             assert outcome == "right", f"{name}: {proof}"
             assert proof.worst < 1e-12
+            assert name not in DROPPING or len(proof.dropped) == len(proof.gradients) + 1
             assert len(proof.outputs) > 10, "modules are compared"
         for name in ("gpt2", "gpt_neox", "auto gemma2"):
             own, whole = found[name][1].flops
