@@ -209,7 +209,8 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
     (tmp_path / "g.jsonl").mkdir()
     with pytest.warns(UserWarning, match=r"f.jsonl.123.part, g.jsonl/, page.md;"):
         assert [path.name for path in find_shards([tmp_path])] == sorted(names)
-    texts = find_shards([tmp_path], (".txt",))
+    with pytest.warns(UserWarning, match=r"b\.jsonl"):
+        texts = find_shards([tmp_path], (".txt",))
     assert [path.name for path in texts] == ["more.txt.gz", "notes.txt"]
     named = [tmp_path / "notes.txt", tmp_path / "a.jsonl.zst"]
     assert find_shards(named) == named
