@@ -73,7 +73,7 @@ def visible_gpus(visible: str | None, instances: Mapping[str, Sequence[str]]) ->
         if isinstance(key, int):
             named = [key] if key < len(gpus) else []
         else:
-            named = [number for number, uuid in enumerate(names) if uuid.startswith(key)]
+            named = [n for n, uuid in enumerate(names) if uuid.lower().startswith(key.lower())]
             if key.startswith("MIG-GPU-"):  # of older drivers: MIG-GPU-UUID/INSTANCE/INSTANCE
                 owner = key.removeprefix("MIG-").partition("/")[0]
                 named = [n for n, uuid in enumerate(gpus) if uuid == owner and instances[uuid]]

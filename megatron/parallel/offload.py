@@ -4,8 +4,8 @@
     activations    forward of layer n | copies of layer n - 1        backward: the other way round
 
 On CUDA the host's memory is pinned and copies run on streams of their own, beside the kernels. On a
-CPU host and device are one: the copies are made all the same, and free nothing. What CUDA does here
-is written by its documentation and not yet run.
+CPU host and device are one: the copies are made all the same, and free nothing. ZeRO 3 with
+offload has trained on one GPU; neither time nor memory is measured there.
 """
 
 from __future__ import annotations
