@@ -14,6 +14,7 @@ import pytest
 import pretrain
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.models import hf_plans
 from megatron.models.proof import prove, require_proof, tiny
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool
@@ -292,7 +293,7 @@ REQUIRED: Mapping[int, Sequence[tuple[str, Mapping[str, Any] | None, Mapping[str
         ("granite", {"*.input_layernorm": "summed"}, HEADS, REFUSED),
         ("granite", {"*.input_layernorm": "summed"}, UNREACHED, NOT_PROVED),
         ("phi", None, {"num_attention_heads": 4}, PROVED),
-        ("phi", None, {"num_attention_heads": 4, "qk_layernorm": True}, REFUSED),
+        ("phi", None, {"num_attention_heads": 4, "qk_layernorm": True}, PROVED),
     ],
     # 3 ranks can share what the whole model has, whatever the tiny one has of its own accord.
     3: [
@@ -319,7 +320,9 @@ def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool, size: int) ->
         assert found == [wanted for *_, wanted in REQUIRED[size]]
 
 
-def train(words: Sequence[str]) -> None:
+def train(words: Sequence[str], norms: tuple[str, ...]) -> None:
+    """norms: of queries and keys, which plans of this project take care of."""
+    hf_plans.NORMS = norms
     pretrain.main(words, os.environ)
 
 
@@ -328,9 +331,10 @@ def train(words: Sequence[str]) -> None:
     [
         ("llama", LLAMA, {}, 0),
         ("llama", LLAMA | {"*.input_layernorm": "summed"}, {}, 2),
-        ("phi", None, {"qk_layernorm": True}, 2),  # whose norms of heads its plan forgets
+        ("phi", None, {"qk_layernorm": True}, 0),
+        ("phi", None, {"qk_layernorm": True}, 2),  # by transformers' own plan, without its norms
     ],
-    ids=["right", "wrong", "auto"],
+    ids=["right", "wrong", "auto", "wrong auto"],
 )
 def test_a_training_proves_its_plan_first(
     tmp_path: Path,
@@ -345,7 +349,8 @@ def test_a_training_proves_its_plan_first(
     words += ["--model", "huggingface", "--random-weights", "--mock-data", "--no-bf16"]
     words += ["--tensor-model-parallel-size", "2", "--seq-length", "8"]
     words += ["--micro-batch-size", "1", "--train-iters", "1"]
-    with start_ranks(partial(train, words), range(2), 2, tmp_path) as started:
+    norms = hf_plans.NORMS if status == 0 else ()
+    with start_ranks(partial(train, words, norms), range(2), 2, tmp_path) as started:
         assert started.wait() == [status] * 2, started.text()
         assert ("--plan" in started.text()) == (status == 2)
 
