@@ -85,7 +85,7 @@ class Description:
     """Of a data set of several shards: of their checksums, one a line; so is idx_sha256."""
     idx_sha256: str
     bin_sample_sha256: str | None = None
-    """As of sampled_sha256(), which every opening compares; None in an older file."""
+    """See sampled_sha256(); every opening compares it. None in an older file."""
     idx_sample_sha256: str | None = None
     shards: tuple[ShardFacts, ...] = ()
     """In order; none where the data set is one pair of its own name."""
@@ -152,8 +152,8 @@ class IndexedShard:
     """A .bin and its .idx.
 
     sizes: int32 [sequences], in tokens. pointers: int64 [sequences], in bytes. documents: int64
-    [documents + 1], in sequences. All three are memory-mapped and read-only. samples: of the .bin
-    and of the .idx, as of sampled_sha256().
+    [documents + 1], in sequences. All three are memory-mapped and read-only. samples:
+    sampled_sha256() of the .bin and of the .idx.
 
     The tokens are runs of sequences that lie one after another in the .bin: a single run where
     nothing was selected or reordered.

@@ -406,7 +406,7 @@ class _Computed:
         return cls(loss.detach(), logits.detach(), gradients, outputs, counter.get_total_flops())
 
     def unseen(self, ours: nn.Module, mesh: Mesh) -> list[str]:
-        """As of compare.unseen, of what the plan cuts or sums: what it leaves whole may be of
+        """See compare.unseen, for what the plan cuts or sums. What it leaves whole may serve
         pictures, which no text reaches."""
         specs = sharding_specs(ours)
         largest = {

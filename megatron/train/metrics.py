@@ -176,7 +176,7 @@ class Clock:
         return time.monotonic() - self.start
 
     def count(self, kind: str, documents: Sequence[int | None]) -> None:
-        """documents: of each micro-batch, as of Batch.num_cut."""
+        """documents: Batch.num_cut of each micro-batch."""
         known = [each for each in documents if each is not None]
         if known:
             self.documents[kind] += sum(known)

@@ -90,7 +90,7 @@ def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) 
     """{key: value} of what the newest checkpoint that --load of these words provides says of its
     model, and of the kind of its tokenizer: what no flag has to say.
 
-    kind: of the model. Raises UsageError for a checkpoint of another kind, and as of find_start.
+    kind: of the model. Raises UsageError for a checkpoint of another kind, and as find_start does.
     """
     if not any(word.partition("=")[0] == "--load" for word in words):
         return {}
@@ -110,7 +110,7 @@ def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) 
 
 def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
     """That of the newest checkpoint that a run may start from; None without one. Raises UsageError
-    as of find_start."""
+    as find_start does."""
     folders = find_start(config).folders if config.load is not None else ()
     if not folders:
         return None

@@ -111,7 +111,7 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
 
 
 def unseen_of(job: Job, state: TrainState, norm: float, losses: Sequence[float]) -> list[str]:
-    """As of compare.unseen, of what the ranks of the reference have written."""
+    """See compare.unseen; from the files that the ranks of the reference have written."""
     state.mesh.control.gather(None)  # all have
     free = {each.key for each in state.gradients.slices() if each.spec.zero_gradient}
     with ExitStack() as stack:
