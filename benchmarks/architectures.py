@@ -290,7 +290,7 @@ def rows() -> Iterator[Row]:
 
 
 def result(found: list[Row]) -> str:
-    unusual = [row for row in found if row.changes]
+    unusual = Counter(row.outcome for row in found if row.changes)
     found = [row for row in found if not row.changes]
     exact = [row for row in found if row.outcome == "exact"]
     worst = max((row.difference or 0.0 for row in exact), default=0.0)
@@ -308,9 +308,8 @@ def result(found: list[Row]) -> str:
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
         f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
         f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}.\n"
-        f"Of {len(unusual)} unusual configurations, two of each dense one, "
-        f"{sum(row.outcome == 'exact' for row in unusual)} are exact, and none is wrong without a "
-        "word."
+        f"Of {unusual.total()} unusual configurations, two of each dense one, {unusual['exact']} "
+        f"are exact, {unusual['wrong']} wrong, {unusual['refused']} refused."
     )
 
 

@@ -185,9 +185,11 @@ class Sliding:
 def encode_targets(
     tokenizer: Tokenizer, places: Sequence[str], contexts: Sequence[str], targets: Sequence[str]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(ids of the context, ids of the target behind it) of each pair: those of the whole, cut.
+    """(ids of the context, ids of the target) of each pair: the ids of context + target, cut where
+    those of the context end.
 
-    places: where each stands, for the ValueError where no id begins at the target.
+    places: where each stands, for the ValueError where no id begins at the target. There
+    lm-evaluation-harness cuts inside an id, and scores what is left.
     """
     wholes = list(map(add, contexts, targets))
     pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(wholes), strict=True)

@@ -20,6 +20,7 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import os
+import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -58,16 +59,7 @@ Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
 # What else the tutorial reads.
-DATA = [
-    "--pad",
-    "--no-shuffle",
-    "--begin-token",
-    "[BOT]",
-    "--end-token",
-    "[EOT]",
-    "--split",
-    "1,0,0",
-]
+DATA = shlex.split("--pad --no-shuffle --begin-token [BOT] --end-token [EOT] --split 1,0,0")
 # The tutorial's, where neither a flag nor the checkpoint says it.
 TUTORIAL = {
     "lr": 1e-3,

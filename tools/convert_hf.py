@@ -37,7 +37,7 @@ from megatron.config.parse import parse_call, user_errors
 from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of
-from tools.convert.folder import files_beside, find_folder, read_description
+from tools.convert.folder import find_folder, read_description, split_folder
 from tools.convert.staging import refuse_existing, staged
 from tools.convert.vocabulary import Given, NoTokenizer, find_tokenizer, has_tokenizer
 
@@ -92,7 +92,7 @@ def import_model(
         ) from error
     if not isinstance(tokenizer, NoTokenizer) and has_tokenizer(folder, tokenizing):
         compare_ids(tokenizer, folder, tokenizing)
-    kept, others = files_beside(folder, not isinstance(tokenizer, NoTokenizer))
+    kept, others = split_folder(folder, not isinstance(tokenizer, NoTokenizer))
     path = write_checkpoint(
         to,
         model.section,

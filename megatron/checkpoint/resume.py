@@ -386,6 +386,7 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
     found["vocabulary"] = facts["vocab_size"]
+    found.pop("--vocab-size", None)  # the same, or left open
     if not is_imported:
         found["data sets"] = len(facts["data"])
     for number, text in enumerate(facts["data"], start=1):

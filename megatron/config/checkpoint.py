@@ -14,7 +14,8 @@ class CheckpointConfig:
     load: str | None = None
     """Directory of checkpoints to resume from, at the newest that is whole; or one of its
     subdirectories, to resume from that one. A later checkpoint in --save takes precedence. It says
-    the model and the tokenizer where no flag does; a flag that contradicts it is refused."""
+    the model and the tokenizer where neither a flag nor a preset does. What contradicts it is
+    refused, but for dropout, which may change."""
 
     save_interval: int | None = None
     """Steps between checkpoints; only at the end if not given."""

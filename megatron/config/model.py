@@ -202,8 +202,8 @@ class TextModelConfig(ModelConfig):
     """Rows of the position embedding: the longest sequence that the model can read."""
 
     vocab_size: int | None = None
-    """Rows of the word embedding, which all are in the softmax: at least the ids of the data set's
-    tokenizer, and as many if not given."""
+    """Rows of the word embedding, all of which are in the softmax: at least the ids of the data
+    set's tokenizer, and as many if not given."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""

@@ -182,7 +182,8 @@ def parse(
     first = [word for _, key, value in presets for word in _arguments(names[key], value)]
     if saved is not None and not {"-h", "--help"} & set(words):
         kept = saved([*first, *words]).items()
-        first = [*(word for each in kept for word in _arguments(*each)), *first]
+        flat = [each for each in kept if each[0] in names and not isinstance(each[1], Mapping)]
+        first = [*(word for each in flat for word in _arguments(*each)), *first]
     call = functools.partial(tyro.cli, program, description=description)
     try:
         return _run_tyro(call, first + words, environ, [*known, "preset"], prog)

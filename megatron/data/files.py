@@ -83,7 +83,7 @@ def sha256(file: Path) -> str:
 
 def sampled_sha256(file: Path) -> str:
     """In hex, of the file's length and of pieces of it at places that the length decides: in
-    milliseconds, another file is told from this one. Of a short file all is read."""
+    milliseconds, another file is told from this one. A short file is read whole."""
     with file.open("rb", buffering=0) as stream:
         length = os.fstat(stream.fileno()).st_size
         digest, last = hashlib.sha256(str(length).encode()), max(0, length - PIECE)

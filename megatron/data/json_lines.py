@@ -79,16 +79,17 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
         for path in sorted(folder.iterdir())
         if path.name not in NOT_SHARDS and not path.name.startswith(".")
     ]
-    found = [path for path in content if path.is_file() and path.name.endswith(names)]
+    found = {path for path in content if path.is_file() and path.name.endswith(names)}
     readable = f"named *{', *'.join(endings)}, with or without {', '.join(OPENERS)}"
     if not found:
         raise ValueError(f"--input {folder} holds no file {readable}{_below(folder, names)}")
     if others := [f"{path.name}{'/' * path.is_dir()}" for path in content if path not in found]:
         more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
         _warn(
-            f"--input {folder}: not read: {', '.join(others[:NAMED])}{more}; files {readable}, are"
+            f"--input {folder}: not read: {', '.join(others[:NAMED])}{more}; files {readable}, "
+            "are read"
         )
-    return found
+    return sorted(found)
 
 
 @functools.cache

@@ -182,8 +182,9 @@ def _agreed_tokenizer(
     _, size, fingerprint = expected
     if vocab_size is not None and vocab_size < size:
         raise ValueError(
-            f"--vocab-size {vocab_size} is below the {size} ids of the tokenizer; a tokenizer of "
-            f"at most {vocab_size}, or of a new model --vocab-size {size}, would work"
+            f"--vocab-size {vocab_size} (that of --load, where no flag says it) is below the "
+            f"{size} ids of the tokenizer; a tokenizer of at most {vocab_size}, or for a new model "
+            f"--vocab-size {size}, would work"
         )
     return vocab_size or size, fingerprint
 

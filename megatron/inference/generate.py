@@ -104,11 +104,11 @@ def generate(
     """The new tokens of each prompt, one batch; the same on every rank of the tensor axis.
 
     A row ends at one of the ids of `ends`, which is left out, after max_new_tokens, or where
-    is_done(its new tokens so far). An empty prompt begins with the first of `ends`. numbers: of the
-    prompts, which
-    with the seed say what they draw; 0, 1, 2, ... if not given. The model is in evaluation mode;
-    prompt and new tokens fit its positions. Raises DivergedError where logits are not numbers, and
-    ValueError for a model in ZeRO stage 3, whose ranks would have to read as many tokens.
+    is_done(its new tokens so far). An empty prompt begins with the first of `ends`. numbers: of
+    the prompts, which with the seed say what they draw; 0, 1, 2, ... if not given. The model is in
+    evaluation mode; prompt and new tokens fit its positions. Raises DivergedError where logits are
+    not numbers, and ValueError for a model in ZeRO stage 3, whose ranks would have to read as many
+    tokens.
     """
     require_whole(model, "generate")
     assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"

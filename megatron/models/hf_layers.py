@@ -86,8 +86,8 @@ class PlannedDropout(nn.Module):
         is_known &= keys is None or len(keys) == x.shape[:-1].numel()
         if self.training and not is_known:
             raise RuntimeError(
-                f"{self.dropout.name} drops {self.p} of {list(x.shape)}, which may be a part of "
-                "what all ranks hold: a config.json without this dropout works"
+                f"{self.dropout.name} drops {self.p} of {list(x.shape)}, which are not the rows of "
+                "the batch, or not all channels: a config.json without this dropout works"
             )
         dropped: Tensor = self.dropout(x, keys)
         return dropped

@@ -240,10 +240,10 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
     except (NoProofError, PlanError) as error:  # of the tiny one, since it fits the whole one
         return f"warning: the plan is not proved by a tiny model: {error}"
     if proof.wrong:
-        allowed = f"one that computes what the model computes: of a tiny model {proof}"
+        allowed = f"a plan that computes what the model does; for a tiny model, {proof}"
         works = ("--tensor-model-parallel-size", "1")
         raise UsageError("--plan", config.plan, allowed, works=works)
-    return f"the plan is proved: of a tiny model {proof}"
+    return f"the plan is proved: for a tiny model, {proof}"
 
 
 def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
@@ -277,9 +277,12 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         if isinstance(error.__cause__, PlanError):  # which the model tells the user of as a flag's
             raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
-        raise NoProofError(f"its tiny model ends with {type(error).__name__}: {reason}") from error
-    if missing := wanted.unseen(ours, mesh):
-        raise NoProofError(f"of it nothing is known of {' and '.join(missing)}")
+        reason = f"its tiny model ends with {type(error).__name__}: {reason}"
+    else:
+        missing = wanted.unseen(ours, mesh)
+        reason = f"it shows nothing of {' and '.join(missing)}" if missing else ""
+    if reasons := [*filter(None, mesh.control.gather(reason))]:  # memory may end on one rank alone
+        raise NoProofError(reasons[0])
     forms = {name: form_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
         (f"model.{name}", forms[name].held(each.detach()))
@@ -518,7 +521,7 @@ def _compare(
 
 def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """(mean loss, gradients, whole, as they are held)."""
-    mesh = buckets.mesh
+    mesh, buckets.checks_reach = buckets.mesh, False  # the user's model is another one
     # Ranks of `replicas` read the same samples here, and their gradients are added up.
     count = float((batch.loss_mask != 0).sum()) * mesh.replicas.size
     scales = torch.full((1,), 1 / count, dtype=torch.float64, device=mesh.device)

@@ -46,25 +46,26 @@ def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) ->
 
 def _block(x: Tensor) -> Tensor:
     """`x`, or a contiguous copy: backends read as many elements as it has from its address on."""
-    has_gaps = x.layout == torch.strided and not x.is_contiguous()
-    return x.detach().contiguous() if has_gaps else x
+    needs_copy = x.layout == torch.strided and not x.is_contiguous()
+    return x.detach().contiguous() if needs_copy else x
 
 
 def _stored(block: Tensor, x: Tensor) -> Tensor:
-    """`x`, which gets the values of the block; the block where elements of `x` share memory."""
+    """Copies the block to `x` and returns `x`; where elements of `x` share memory, the block."""
     if block is x:
         return x
     once = tuple(slice(0, None if stride else 1) for stride in x.stride())
     x.detach()[once].copy_(block[once])
     dims = [*zip(x.stride(), x.shape, strict=True)]
-    # Whether the dims of smaller strides reach as far as the stride of one.
+    # Elements share memory if a stride is within the reach of the smaller ones.
     shares = any(n > 1 and n * s <= sum((m - 1) * t for t, m in dims if t <= s) for s, n in dims)
     return block if shares else x
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
-    """Reduce `x` in place over `axis` and return it; no gradient is recorded. After expand, where
-    elements share memory, a new tensor is returned, and `x` holds it if these have one result."""
+    """Reduce `x` in place over `axis` and return it; no gradient is recorded. Where
+    elements of `x` share memory, as after expand, the result is a new tensor; `x` holds it only if
+    the elements in one place have equal results."""
     if axis.size == 1:
         return x
     block = _block(x)

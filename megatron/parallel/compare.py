@@ -42,7 +42,7 @@ def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
     naming the others."""
     weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
     axes = [axis for axis in mesh.axes if not axis.is_of_stages]
-    numbers, _ = _compare(weights, specs, axes, mesh)
+    numbers, *_ = _compare(weights, specs, axes, mesh)
     if differing := [views[number].name for number in numbers]:
         raise RuntimeError(
             f"the initial weights of {listed(differing)} differ between ranks: on every "
@@ -53,10 +53,11 @@ def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
 def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientView]:
     """After a step: gradients that the ranks of one model hold in common are equal on them, unless
     these read other samples, draw other numbers, or a layer stands where its input is cut. Raises
-    RuntimeError naming the others; returns those that are zero, of which nothing is known."""
+    RuntimeError naming the others; returns those that are zero, of which nothing is known, and the
+    largest one, beside which the next step tells them from noise."""
     axes = [axis for axis in mesh.model_parallel.parts if not axis.is_of_stages]
     gradients, specs = [each.gradient for each in views], [each.spec for each in views]
-    numbers, zero = _compare(gradients, specs, axes, mesh)
+    numbers, zero, largest = _compare(gradients, specs, axes, mesh)
     if differing := [views[number].name for number in numbers]:
         raise RuntimeError(
             f"gradients of {listed(differing)} differ between the ranks of one model: "
@@ -64,7 +65,7 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
             'ranks read other samples (mesh.rank("batch") numbers those that may) or draw other '
             "random numbers"
         )
-    return [views[number] for number in zero]
+    return [views[number] for number in dict.fromkeys([*zero, largest])] if zero else []
 
 
 def name_unreached(views: Sequence[GradientView], mesh: Mesh) -> None:
@@ -91,12 +92,12 @@ def listed(words: Sequence[str]) -> str:
 
 def _compare(
     tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis], mesh: Mesh
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[int], int]:
     """(those that differ on ranks that hold the same shard along these axes, those that are zero
-    or on no rank finite), by number, the same on every rank. What is noise beside the largest may
-    differ."""
+    or on no rank finite, the largest), by number, the same on every rank. What is noise beside the
+    largest may differ."""
     if not tensors:  # of a pipeline stage without parameters
-        return [], []
+        return [], [], 0
     wide = (each.double() for each in tensors)  # one at a time
     own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
     own = own.nan_to_num(0, 0, 0)  # a maximum of what is no number says nothing
@@ -113,4 +114,4 @@ def _compare(
         all_reduce(norm, axis, ReduceOp.MAX)
     found = torch.stack([differs, norm <= SEEN * norm.max()]).tolist()
     of_differing, zero = ([number for number, each in enumerate(row) if each] for row in found)
-    return of_differing, zero
+    return of_differing, zero, int(norm.argmax())

@@ -94,29 +94,33 @@ def mean_losses(
     calls = [(own[start : min(start + group, even)], True) for start in range(0, even, group)]
     if samples % mesh.batch.size:
         calls.append((own[even:] or range(1), len(own) > even))
-    with gathered(model):
-        for numbers, counts in calls:
-            if wants_stop is not None:
-                stops = totals.new_full((1,), float(wants_stop()))
-                if all_reduce(all_reduce(stops, mesh.loss_sums), mesh.model_parallel).item():
-                    raise Stopped
-            starts = range(0, len(numbers), micro_batch_size)
-            batches = [data.batch(numbers[start : start + micro_batch_size]) for start in starts]
-            executor = Executor(
-                model=model,
-                objective=objective,
-                mesh=mesh,
-                pipeline=pipeline,
-                batches=batches,
-                loss_scales=torch.ones_like(totals[0]),
-            )
-            found = executor.run(pipeline.evaluation(stage.rank, len(batches)))
-            if not counts:
-                continue
-            totals[0] += found
-            if stage.rank == stage.size - 1:
-                totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
-    model.train(was_training)
+    try:
+        with gathered(model):
+            for numbers, counts in calls:
+                if wants_stop is not None:
+                    stops = totals.new_full((1,), float(wants_stop()))
+                    if all_reduce(all_reduce(stops, mesh.loss_sums), mesh.model_parallel).item():
+                        raise Stopped
+                starts = range(0, len(numbers), micro_batch_size)
+                batches = [
+                    data.batch(numbers[start : start + micro_batch_size]) for start in starts
+                ]
+                executor = Executor(
+                    model=model,
+                    objective=objective,
+                    mesh=mesh,
+                    pipeline=pipeline,
+                    batches=batches,
+                    loss_scales=torch.ones_like(totals[0]),
+                )
+                found = executor.run(pipeline.evaluation(stage.rank, len(batches)))
+                if not counts:
+                    continue
+                totals[0] += found
+                if stage.rank == stage.size - 1:
+                    totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
+    finally:
+        model.train(was_training)
     sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):
         raise DataError("--split: no token of the validation split counts towards the loss")

@@ -128,7 +128,7 @@ def _open_padded(
     data: GPT2DataConfig, seed: int, vocab_size: int | None, load: CheckpointConfig
 ) -> Inputs:
     tokenizer = _given(data) or saved_tokenizer(load)
-    if tokenizer is None:  # of which the missing flags are named
+    if tokenizer is None:  # raises, naming the missing flags
         tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     _require_kind(data, tokenizer)
     paths, key = data.data_path, data.json_key

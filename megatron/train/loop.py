@@ -80,7 +80,8 @@ def train(state: TrainState, loop: Loop) -> str:
             try:
                 yield
             except Stopped:
-                end = next(filter(SIGNALS.get, state.mesh.control.gather(loop.signals.received)))
+                reasons = state.mesh.control.gather(loop.signals.received)
+                end = next((each for each in reasons if each in SIGNALS), "SIGTERM")
                 loop.metrics.log(f"step {state.step} | {end} cut the {phase} short")
 
     if loop.evaluate_first:
@@ -111,7 +112,8 @@ def train(state: TrainState, loop: Loop) -> str:
                 end = "exit_interval"
 
             interval = training.check_replicas_interval
-            if interval and (is_due(loop.save_interval) or state.step % interval == 0):
+            is_checked = interval and (is_due(loop.save_interval) or state.step % interval == 0)
+            if is_checked and end not in SIGNALS:
                 with stoppable("replica check"):  # before a save: what is kept is correct
                     check_replicas(state, batches, checked, loop.signals.is_urgent)
                     checked = state.step

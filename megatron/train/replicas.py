@@ -123,7 +123,7 @@ def _shared(
     for each in state.slices():
         copies = {axis.name for axis in each.spec.copied_over(*mesh.axes)}
         if along := tuple(name for name in axes + ties if name in copies):
-            read = each.local.flatten()[:0] if wants_stop() else each.local
+            read = each.local.new_empty(0) if wants_stop() else each.local
             yield each.key, along, digest(read).to(mesh.device)  # some are on the host
     along = _several(mesh.of_one_batch)
     for field in fields(batches[0]) if batches and along else ():

@@ -40,7 +40,8 @@ class StopSignals:
 
     def ask(self, reason: str) -> None:
         """Let the run end after this step for `reason`, as after a signal."""
-        if self.received not in SIGNALS:  # which wait for less
+        is_first = self.received is None
+        if is_first or (reason in SIGNALS and self.received not in SIGNALS):  # a signal is urgent
             self.received = reason
 
     def is_urgent(self) -> bool:

@@ -125,8 +125,8 @@ def files_beside(
     """{name: content} of what the checkpoints of a run keep beside its model.
 
     checkpoint: that which the run goes on from. identity: of the run's data, as for check_start;
-    what lies beside the model of another tokenizer is left, but for models of transformers, which
-    have their own.
+    what lies beside the model of another tokenizer is left out, except for models of
+    transformers, which have their own.
     """
     if checkpoint is None:
         return model.files(None)

@@ -419,17 +419,18 @@ def own_process() -> Process:
     place, pid = "", os.getpid()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        place = f"{boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
+        # Sandboxes of two hosts may have the same boot and names of namespaces.
+        place = f"{socket.gethostname()} {boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
     return Process(place, pid, began_at(pid))
 
 
 def began_at(pid: int) -> str | None:
     """When a process here began, in ticks since the boot; None where it has ended."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if state in "ZX" else fields[18]
+    return None if state in (b"Z", b"X") else fields[18].decode()
 
 
 def _positions() -> tuple[tuple[int, int], ...]:

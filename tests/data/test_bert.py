@@ -213,7 +213,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> N
 
 
 def test_an_index_selects_and_reorders_documents_of_sentences(tmp_path: Path) -> None:
-    """Of eight documents of 4 sentences of 10 tokens, all different ids."""
+    """Eight documents of 4 sentences of 10 tokens, all different ids."""
     first_ids = [FIRST + 40 * number for number in range(8)]
     np.arange(FIRST, FIRST + 320, dtype="<u2").tofile(tmp_path / "p.bin")
     chosen = (6, 0, 2, 7, 4, 2)

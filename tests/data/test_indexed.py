@@ -126,7 +126,7 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
 def test_an_index_selects_repeats_and_reorders_documents(
     tmp_path: Path, chosen: tuple[int | None, ...]
 ) -> None:
-    """Of eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
+    """Eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
     prefix, number = str(tmp_path / "p"), len(chosen)
     np.arange(1, 321, dtype="<u2").tofile(f"{prefix}.bin")
     sizes = [0 if each is None else 40 for each in chosen]
@@ -181,7 +181,7 @@ def test_another_index_is_another_data_set(tmp_path: Path) -> None:
 def test_an_index_that_points_outside_its_bin_is_damaged(
     tmp_path: Path, part: str, content: int
 ) -> None:
-    """Of 12 tokens, in which the last document has 6."""
+    """12 tokens, of which the last document has 6."""
     write_data(tmp_path / "p", DOCUMENTS)
     (tmp_path / "p.json").unlink()
     form, place = ("<q", 34 + 12 + 16) if part == "pointers" else ("<i", 34 + 8)

@@ -54,7 +54,7 @@ def find_folder(name: str) -> Path:
         ) from error
 
 
-def files_beside(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
+def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
     """({name: content} of what a checkpoint keeps of the folder beside its weights, names of what
     it does not keep). has_tokenizer: whether the files of the tokenizer are kept."""
     names = ("config.json", *(BESIDE if has_tokenizer else BESIDE[:1]))

@@ -98,8 +98,8 @@ class Nested:
     same.
 
     older: options that say the same, and go before. names: of the fields, and what messages call
-    them. to_ours: of the whole configuration, values
-    of the fields; raises ValueError that names the option. to_theirs: of all fields, options.
+    them. to_ours: from the whole configuration to values of the fields; raises ValueError that
+    names the option. to_theirs: from all fields to options.
     """
 
     theirs: str

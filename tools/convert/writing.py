@@ -121,9 +121,10 @@ def tell(
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
         data = resolve_name(KINDS[section.kind].data)()
+        packed = "P_text_sentence" if isinstance(section, BertConfig) else "P_text_document"
         words = ["python", "pretrain.py", "--model", section.kind, *given, "--load", path.parent]
         for name, value in (
-            ("--data-path", "documents.jsonl" if "--pad" in given else "P_text_document"),
+            ("--data-path", "documents.jsonl" if "--pad" in given else packed),
             ("--seq-length", min(data.seq_length, section.max_position_embeddings)),
             ("--train-iters", 1000),
             ("--save", f"{path.parent}_trained"),

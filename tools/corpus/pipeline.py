@@ -253,7 +253,7 @@ def as_keys(error: Exception, settings: Any) -> str:
     known = {each.name: each for each in fields(settings) if each.name not in OF_THE_COMMAND}
 
     def line(flag: str, *values: str) -> str:
-        """Of a flag that is no key, the flag as it is."""
+        """A flag that is no key stays as it is."""
         key = flag.removeprefix("--").replace("-", "_")
         key, is_on = (key, True) if key in known else (key.removeprefix("no_"), False)
         if key not in known:

@@ -180,12 +180,13 @@ def free_memory(root: Path = Path("/")) -> int:
     meminfo = (root / "proc" / "meminfo").read_text()
     lines = dict(line.split(":") for line in meminfo.splitlines())
     left = [int(lines["MemAvailable"].split()[0]) * 1024]
-    for group, (most, used, cache) in memory_groups(root):
+    has_groups = (root / "proc" / "self" / "cgroup").exists()
+    for group, (most, used, cache) in memory_groups(root) if has_groups else ():
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if (limit := (group / most).read_text().strip()) != "max":
                 stat = (group / "memory.stat").read_text()
                 facts = dict(line.split() for line in stat.splitlines())
-                left.append(int(limit) - int((group / used).read_text()) + int(facts[cache]))
+                left.append(int(limit) - int((group / used).read_text()) + int(facts.get(cache, 0)))
     return max(0, min(left))
 
 

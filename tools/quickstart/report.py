@@ -37,7 +37,9 @@ def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
     """The numbers of the run by the names of the contract."""
     stamps = finished_stamps(out, STAGES, "--out", "run the quickstart")
     manifests = {step: out / "corpus" / step / MANIFEST for step in CORPUS_STEPS}
-    if (extracted := out / "corpus" / "extract" / MANIFEST).exists():
+    extracted = out / "corpus" / "extract" / MANIFEST
+    # Of a run before, with other settings, there may be one that is no input of this one.
+    if any(name.startswith("corpus/extract/") for name in stamps["clean"]["outputs"]):
         manifests = {"extract": extracted, **manifests}
     if stamps["corpus"]["commands"]:
         manifests = {"harvest": out / "corpus" / "harvest.json", **manifests}

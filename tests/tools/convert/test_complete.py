@@ -66,7 +66,7 @@ def json_of(file: Path) -> Any:
 
 
 def write_complete(folder: Path, kind: str) -> Path:
-    """Of a model that writes text the fifth token of a greedy text is an end id, too, and one
+    """Where a model writes text, the fifth token of a greedy text is an end id, too, and one
     before it has no token."""
     sizes = {POSITIONS.get(kind, "max_position_embeddings"): 32, "vocab_size": ROWS[kind]}
     WRITERS[kind](folder, **sizes)
@@ -161,7 +161,7 @@ def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
 def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> None:
-    """Of evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
+    """In evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
     made, mesh = imported(kind), serial_mesh()
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
     ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
