@@ -271,7 +271,7 @@ def rows() -> Iterator[Row]:
         row = partial(Row, name, changes=changes)
         proofs = [each for each in outcomes if not isinstance(each, str)]
         reasons = [each for each in outcomes if isinstance(each, str)]
-        words = words_of(CONFIG_MAPPING[config.described["model_type"]])
+        words = words_of(CONFIG_MAPPING[config.hf_model])
         refused = sorted({REFUSED[word] for word in words if word in REFUSED})
         if wrong := [each for each in proofs if each.wrong]:
             yield row("wrong", wrong[0].wrong[0])
@@ -287,6 +287,8 @@ def rows() -> Iterator[Row]:
 
 def result(found: list[Row]) -> str:
     unusual = [row for row in found if row.changes]
+    of_unusual = Counter(row.outcome for row in unusual)
+    outcomes = ", ".join(f"{count} are {outcome}" for outcome, count in sorted(of_unusual.items()))
     found = [row for row in found if not row.changes]
     exact = [row for row in found if row.outcome == "exact"]
     worst = max((row.difference or 0.0 for row in exact), default=0.0)
@@ -304,9 +306,7 @@ def result(found: list[Row]) -> str:
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
         f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
         f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}.\n"
-        f"Of {len(unusual)} unusual configurations, two of each dense one, "
-        f"{sum(row.outcome == 'exact' for row in unusual)} are exact, and none is wrong without a "
-        "word."
+        f"Of {len(unusual)} unusual configurations, two of each dense one, {outcomes}."
     )
 
 
