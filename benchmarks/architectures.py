@@ -275,7 +275,7 @@ def rows() -> Iterator[Row]:
         row = partial(Row, name, changes=changes)
         proofs = [each for each in outcomes if not isinstance(each, str)]
         reasons = [each for each in outcomes if isinstance(each, str)]
-        words = words_of(CONFIG_MAPPING[config.described["model_type"]])
+        words = words_of(CONFIG_MAPPING[config.hf_model])
         refused = sorted({REFUSED[word] for word in words if word in REFUSED})
         if wrong := [each for each in proofs if each.wrong]:
             yield row("wrong", wrong[0].wrong[0])
@@ -290,7 +290,9 @@ def rows() -> Iterator[Row]:
 
 
 def result(found: list[Row]) -> str:
-    unusual = Counter(row.outcome for row in found if row.changes)
+    unusual = [row for row in found if row.changes]
+    of_unusual = Counter(row.outcome for row in unusual)
+    outcomes = ", ".join(f"{count} are {outcome}" for outcome, count in sorted(of_unusual.items()))
     found = [row for row in found if not row.changes]
     exact = [row for row in found if row.outcome == "exact"]
     worst = max((row.difference or 0.0 for row in exact), default=0.0)
@@ -308,8 +310,7 @@ def result(found: list[Row]) -> str:
         f"{len(exact)} of {len(exact) + others} dense architectures that have a plan are exact at "
         f"t = 2 and 4{rest}:\nloss, logits and every gradient are the unmodified model's within "
         f"{worst:.0e} of their norm, in fp64.\nRefused by the name of a style are {each}.\n"
-        f"Of {unusual.total()} unusual configurations, two of each dense one, {unusual['exact']} "
-        f"are exact, {unusual['wrong']} wrong, {unusual['refused']} refused."
+        f"Of {len(unusual)} unusual configurations, two of each dense one, {outcomes}."
     )
 
 
