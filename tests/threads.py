@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
@@ -32,13 +33,22 @@ class Meeting:
     def __post_init__(self) -> None:
         self.barrier, self.sent = threading.Barrier(self.size), [None] * self.size
 
-    def exchange(self, rank: int, name: str, x: Tensor) -> list[Tensor]:
-        self.sent[rank] = name, x.clone()
+    def exchange(self, rank: int, name: str, x: Any) -> list[Any]:
+        """x: a copy of what the rank sends."""
+        self.sent[rank] = name, x
         self.barrier.wait(PATIENCE)
         names, all_sent = zip(*self.sent, strict=True)
         self.barrier.wait(PATIENCE)
         assert {*names} == {name}, names
         return [*all_sent]
+
+
+@dataclass(frozen=True)
+class Control(ControlGroup):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.meeting.exchange(self.rank, "gather", deepcopy(value))
 
 
 class Collectives:
@@ -67,7 +77,7 @@ class Collectives:
 
     def _meet(self, name: str, group: Any, x: Tensor) -> tuple[list[Tensor], int]:
         meeting, rank = self.rooms[group]
-        return meeting.exchange(rank, f"{name} {list(x.shape)} {x.dtype}", x), rank
+        return meeting.exchange(rank, f"{name} {list(x.shape)} {x.dtype}", x.clone()), rank
 
     def all_reduce(
         self, x: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
@@ -122,11 +132,13 @@ def run(mode: str, sizes: dict[str, int], function: Callable[..., Any], *argumen
     """What function(mesh, *arguments) returns on each rank of such a mesh, by rank; the first
     failure is raised."""
     world = prod(sizes.values())
+    meeting = Meeting(world)
+    controls = [Control(world, rank, meeting=meeting) for rank in range(world)]
     meshes = [
-        build_mesh(sizes, "cpu", control=ControlGroup(world, rank), tensor_parallel_mode=mode)
-        for rank in range(world)
+        build_mesh(sizes, "cpu", control=each, tensor_parallel_mode=mode) for each in controls
     ]
     fake, failures = Collectives(meshes), list[BaseException]()
+    fake.meetings[()] = meeting
 
     def on_rank(mesh: Mesh) -> Any:
         try:
