@@ -51,7 +51,7 @@ def test_an_import_is_trained_on_and_never_resumed(
     """With the flags that the import says."""
     import_model(str(write_bert(tmp_path / "hf", layer_norm_eps=1e-12)), tmp_path / "ours")
     told = next(line for line in capsys.readouterr().out.splitlines() if "--finetune" in line)
-    flags = told.partition("--finetune")[2].removesuffix("...")
+    flags = told.partition("--finetune")[2].replace("P_text_sentence", str(data))
     words = f"{flags} --save {tmp_path}/trained --lr 1e-30 --min-lr 0 --weight-decay 0"
     codes, said = run(data, words)
     assert codes == [2]

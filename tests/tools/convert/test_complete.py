@@ -205,10 +205,12 @@ def test_the_printed_command_trains(
     """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
     made = imported(kind)
     monkeypatch.chdir(tmp_path)
-    write_text_of(made.folder, kind, tmp_path / "P_text_document")
     (line,) = (each for each in made.said.splitlines() if "pretrain.py" in each)
     python, program, *words = shlex.split(line[line.index("python") :])
     assert (python, program) == ("python", "pretrain.py")
+    data = "P_text_sentence" if kind == "bert" else "P_text_document"  # as preprocess_data.py does
+    assert words[words.index("--data-path") + 1] == data
+    write_text_of(made.folder, kind, tmp_path / data)
     fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
     agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
     pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
