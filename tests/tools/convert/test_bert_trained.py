@@ -56,7 +56,7 @@ def test_an_import_is_trained_on_and_never_resumed(
     codes, said = run(data, words)
     assert codes == [2]
     assert "--finetune works" in said
-    codes, said = run(data, f"--finetune {words.replace('--residual-order post-ln', '')}")
+    codes, said = run(data, f"--finetune {words} --residual-order pre-ln")
     assert codes == [2]
     assert "residual-order" in said
     codes, said = run(data, f"--finetune {words}")
