@@ -27,6 +27,7 @@ class Letters:
     """As much of a tokenizer as the harness asks for: a token is a letter's place."""
 
     eod = VOCABULARY - 1
+    ends = (eod,)
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - 32 for letter in text]

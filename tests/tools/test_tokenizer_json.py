@@ -95,13 +95,14 @@ def test_generation_finds_the_tokenizer_in_the_checkpoint(
 def test_a_run_is_resumed_with_its_tokenizer_and_no_other(folder: Path) -> None:
     data = f"--data-path {folder / 'p_text_document'} --eval-iters 0 --train-iters 3"
     words = f"{data} --load {folder / 'trained'} --save {folder / 'resumed'}"
-    with pretrain(words, folder=folder) as run:
+    with pretrain(f"{words} --tokenizer-type GPT2BPETokenizer", folder=folder) as run:
         assert run.wait(200) == [2]
         assert f"--tokenizer-type {KIND} works" in run.text()
     given = f"--tokenizer-type {KIND} --tokenizer-model {folder / 'tokenizer'}"
-    with pretrain(f"{words} {given}", folder=folder) as run:
-        assert run.wait(200) == [0], run.text()
-    assert read_manifest(newest(folder / "resumed"))["counters"]["step"] == 3
+    for flags in ("", f"{given} --train-iters 4"):  # of the checkpoint, or of the flags
+        with pretrain(f"{words} {flags}", folder=folder) as run:
+            assert run.wait(200) == [0], run.text()
+    assert read_manifest(newest(folder / "resumed"))["counters"]["step"] == 4
 
 
 def test_samples_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

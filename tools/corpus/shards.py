@@ -40,14 +40,17 @@ class Unit:
         return f"{self.number:05}"
 
 
-def cut(shards: Sequence[Path], unit_bytes: int) -> list[Unit]:
-    """The units of all shards, in order; an empty shard is none."""
+def cut(
+    shards: Sequence[Path], unit_bytes: int, is_one: Callable[[Path], bool] = is_whole
+) -> list[Unit]:
+    """The units of all shards, in order; an empty shard is none. is_one: whether a file is one
+    unit, whatever its length."""
     units: list[Unit] = []
     for path in shards:
         status = path.stat()
         size = status.st_size
         ranges = [(0, size)] if size else []
-        if not is_whole(path):
+        if not is_one(path):
             pieces = max(1, -(-size // unit_bytes))
             bounds = [size * k // pieces for k in range(pieces + 1)]
             ranges = [pair for pair in itertools.pairwise(bounds) if pair[0] < pair[1]]

@@ -95,7 +95,9 @@ class Url(NamedTuple):
 
 def run(settings: Settings) -> None:
     load_blacklists(settings)  # an error in them comes first
-    units = cut(find_shards(settings.input, (".txt",)), settings.unit_bytes)
+    # Here a .txt is a list, which can be read from any line on.
+    lists = find_shards(settings.input, (".txt",))
+    units = cut(lists, settings.unit_bytes, lambda path: path.suffix in OPENERS)
     if not units:
         raise UsageError("--input", settings.input[0], "a file with a URL a line")
     with StepRun("urls", settings, units) as step:
