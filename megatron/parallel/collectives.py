@@ -63,9 +63,8 @@ def _stored(block: Tensor, x: Tensor) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
-    """Reduce `x` in place over `axis` and return it; no gradient is recorded. Where
-    elements of `x` share memory, as after expand, the result is a new tensor; `x` holds it only if
-    the elements in one place have equal results."""
+    """Reduce `x` in place over `axis` and return it; no gradient is recorded. Where elements of `x`
+    share memory (expand), the result is a new tensor, and `x` holds it only if theirs are equal."""
     if axis.size == 1:
         return x
     block = _block(x)
