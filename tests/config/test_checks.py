@@ -19,6 +19,7 @@ from megatron.config.pretrain import (
     epochs_of,
 )
 from megatron.config.training import PrecisionConfig
+from tests.refusals import mended, refused
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
 
@@ -228,29 +229,13 @@ def accept(program: str, arguments: Sequence[str], world_size: int) -> PretrainC
     return config
 
 
-def mended(arguments: Sequence[str], error: UsageError) -> list[str]:
-    """The arguments with what works in place of the flag that is refused, and its values."""
-    kept, is_refused = [], False
-    aliases = {"--model-parallel-size": "--tensor-model-parallel-size"}
-    for word in arguments:
-        if word.startswith("--"):
-            name = word.partition("=")[0].replace("_", "-")
-            is_refused = aliases.get(name, name) == error.flag
-        if not is_refused:
-            kept.append(word)
-    return [*kept, *error.works]
-
-
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
     """Each parser has every third row, as all are made of the same configs, and each its own."""
     program = list(PROGRAMS)[number]
     rows = REFUSED[number :: len(PROGRAMS)] + OF_KINDS.get(program, [])
     for text, world_size, flag in rows:
-        with pytest.raises(UsageError) as refused:
-            accept(program, text.split(), world_size)
-        assert refused.value.flag == flag, text
-        accept(program, mended(text.split(), refused.value), world_size)
+        assert refused(lambda words, n=world_size: accept(program, words, n), text) == flag, text
 
 
 @pytest.mark.parametrize("row", PIPELINES, ids=str)

@@ -1,0 +1,79 @@
+"""What a program or a function refuses: the field, and whether the cure it suggests works."""
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megatron.config.checks import UsageError
+
+Program = Callable[[list[str]], object]
+ALIASES = {"--model-parallel-size": "--tensor-model-parallel-size"}
+ERRORS = (ValueError, OSError, RuntimeError, TypeError)
+
+
+def refused(
+    program: Program,
+    words: Sequence[str] | str,
+    *,
+    retry: Program | None = None,
+    whole: bool = True,
+) -> str:
+    """The field that the program refuses; fails where it accepts the words.
+
+    program: ends with status 2 or raises an error. Where the error says which arguments work,
+    `retry`, by default the program, runs again with these in place of the refused ones. whole: it
+    must accept them; else it must not refuse the same field again.
+    """
+    words = shlex.split(words) if isinstance(words, str) else list(words)
+    error = refusal(lambda: program(words))
+    if isinstance(error, UsageError) and error.works:
+        cured = mended(words, error)
+        try:
+            (retry or program)(cured)
+        except (SystemExit, *ERRORS) as stop:
+            again = cause_of(stop)
+            assert not whole and field_of(again) != error.flag, f"{shlex.join(cured)}: {again}"
+    return field_of(error)
+
+
+def refusal(call: Callable[[], object], *, lines: int = 2) -> Exception:
+    """The error with which a call ends; its message has at most so many lines."""
+    try:
+        call()
+    except (SystemExit, *ERRORS) as stop:
+        error = cause_of(stop)
+        assert str(error).count("\n") < lines, str(error)
+        return error
+    pytest.fail("it was accepted")
+
+
+def cause_of(stop: BaseException) -> Exception:
+    """The error behind an end with status 2, or the error itself."""
+    if isinstance(stop, SystemExit):
+        assert stop.code == 2, f"status {stop.code}"
+        assert isinstance(stop.__cause__, Exception), "no error stands behind the status"
+        return stop.__cause__
+    assert isinstance(stop, Exception)
+    return stop
+
+
+def field_of(error: Exception | str) -> str:
+    """The flag or the file that an error, or a program's text on stderr, begins with."""
+    if isinstance(error, UsageError):
+        return error.flag
+    text = str(error).rpartition("error: ")[2]
+    return re.split(r"[\s:,;]", text.strip(), maxsplit=1)[0]
+
+
+def mended(words: Sequence[str], error: UsageError) -> list[str]:
+    """The arguments with what works in place of the flag that is refused, and its values."""
+    kept, is_refused = [], False
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("_", "-")
+            is_refused = ALIASES.get(name, name) == error.flag
+        if not is_refused:
+            kept.append(word)
+    return [*kept, *error.works]
