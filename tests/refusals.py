@@ -34,7 +34,8 @@ def refused(
             (retry or program)(cured)
         except (SystemExit, *ERRORS) as stop:
             again = cause_of(stop)
-            assert not whole and field_of(again) != error.flag, f"{shlex.join(cured)}: {again}"
+            is_open = not whole and field_of(again) != error.flag
+            assert is_open, f"{shlex.join(cured)}: {again}"
     return field_of(error)
 
 
