@@ -52,6 +52,7 @@ class Shape:
     w: int  # bytes
     k: int  # masked tokens of BERT, of a micro-batch, filled up
     blocks: bool  # attention keeps its probabilities, else it is torch's kernel
+    head: int  # elements of a head, filled up to what that kernel multiplies
     documents: bool
     whole_logits: bool  # a loss of one's own, in place of the fused one
 
@@ -103,7 +104,7 @@ class Shape:
 def matmul_flops(x: Shape) -> int:
     """3 products where the forward has one, and the layers' once more where they are recomputed."""
     n, h, t = x.n, x.h, x.t
-    core = 4 * n * x.s * h // t
+    core = 4 * n * x.s * x.a * x.head // t
     wide = 3 if x.is_llama else 2  # the MLP has a gate
     layer = 2 * n * h * (2 * h + wide * x.f) // t + 2 * n * h * 2 * x.keys_width + core
     again = {"none": 0, "selective": core, "full": layer}[x.recompute]

@@ -323,6 +323,10 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         replicas = "copies" if layout.size("data") > 1 else "depth"
     if case.unmodified:
         section = sizes_of(case)
+    blocks = section.attention_dropout > 0 or keeps_scores(case, device)
+    head = section.hidden_size // section.num_attention_heads
+    if device.type == "cuda" and case.dtype.itemsize < 4 and not blocks:
+        head = -(-head // 8) * 8  # with zeros: torch's kernels take multiples of 16 bytes
     return formulas.Shape(
         kind=section.kind,
         unmodified=bool(case.unmodified),
@@ -354,7 +358,8 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         positions=section.max_position_embeddings,
         w=case.dtype.itemsize,
         k=16,
-        blocks=section.attention_dropout > 0 or keeps_scores(case, device),
+        blocks=blocks,
+        head=head,
         documents="documents" in case.options,
         whole_logits="whole-logits" in case.options,
     )
