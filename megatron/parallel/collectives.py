@@ -124,11 +124,11 @@ def start_sum_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
-    """The x of the rank `source` of `axis`, where that of the others is of its shape and dtype: as
-    start_all_reduce."""
+    """The source's x, for ranks whose x has the same shape and dtype: as start_all_reduce."""
     if axis.size == 1:
         return lambda: x
-    own = x.contiguous() if axis.rank == source else x.new_empty(x.shape)
+    # .data: gloo writes a GPU's x back at the source, too, which autograd would take for a change.
+    own = x.contiguous().data if axis.rank == source else x.new_empty(x.shape)
     return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), own)
 
 
