@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("layouts")
     group.addoption("--device", default="cpu", help="where tests/layouts compute: cpu or cuda")
     group.addoption("--full-matrix", action="store_true", help="every case of tests/layouts")
+    parser.addoption("--slowest", action="store_true", help="print the files that take longest")
 
 
 @pytest.fixture
@@ -90,11 +92,34 @@ class RealData:
             terminalreporter.write_line(f"error: {VARIABLE} is set, so none may be skipped")
 
 
+class SlowestFiles:
+    """Seconds of each file, set-up included; the longest are printed at the end."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.tests: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file] += report.duration
+        self.tests[file] += report.when == "call"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        total = self.seconds.total()
+        terminalreporter.section("slowest files")
+        for file, seconds in self.seconds.most_common(40):
+            share = f"{seconds / total:6.1%}"
+            terminalreporter.write_line(f"{seconds:7.0f} s {share} {self.tests[file]:5d} {file}")
+        terminalreporter.write_line(f"{total:7.0f} s of {self.tests.total()} tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     folder = os.environ.get(VARIABLE)
     if folder is not None and not Path(folder).is_dir():
         raise pytest.UsageError(f"{VARIABLE}={folder} is not a folder; unset it to skip real data")
     config.pluginmanager.register(RealData())
+    if config.getoption("--slowest"):
+        config.pluginmanager.register(SlowestFiles())
     # A shell starts what runs in the background with SIGINT ignored, and so would be every program
     # that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,81 @@
+"""Every command on the pages of docs/results is one that its program takes.
+
+A command of an older commit, whose program or flags are gone, says so: `# at commit 43b685c`.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron.config.parse import parse, parse_call
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from tools import plan
+from tools.corpus.program import parse_settings
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+COMMAND = re.compile(r"(\w+=\S+ )*(torchrun|python|bash|sbatch) ")
+OLDER = re.compile(r"# at commit [0-9a-f]{7}")
+PLANS: dict[str, type] = {
+    "figure3": plan.ModesConfig,
+    "figure5": plan.StudyConfig,
+    "schedule": plan.ScheduleConfig,
+}
+TRAINING: dict[str, type] = {
+    "pretrain_gpt2": PretrainGPT2Config,
+    "pretrain_bert": PretrainBertConfig,
+}
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Those in blocks and between back quotes that name a file or a module."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    quoted = re.findall(r"`([^`]+)`", re.sub(r"\s*\n", " ", text))
+    for line in (*blocks, *quoted):
+        if COMMAND.match(line) and re.search(r"\.(py|sh)\b| -m ", line):
+            yield line
+
+
+ALL = [pytest.param(line, id=f"{page.stem}: {line}") for page in PAGES for line in commands(page)]
+
+
+def parse_words(name: str, words: Sequence[str]) -> None:
+    """As the program of this file or module does."""
+    path = name if name.endswith((".py", ".sh")) else f"{name.replace('.', '/')}.py"
+    assert (ROOT / path).is_file()
+    if path.endswith(".sh"):
+        text = (ROOT / path).read_text()
+        assert not [word for word in words if word.startswith("--") and word not in text]
+        return
+    module = import_module(path.removesuffix(".py").replace("/", "."))
+    if module.__name__ in TRAINING:
+        parse(TRAINING[module.__name__], words, {})
+    elif module is plan:
+        parse(PLANS[words[0]], words[1:], {})
+    elif hasattr(module, "QUESTION"):
+        parse_call(module.QUESTION.contenders, words, {})
+    elif path.startswith("tools/corpus/"):
+        parse_settings(module.__name__, words)
+    elif hasattr(module, "Settings"):
+        parse(module.Settings, words, {})
+    else:
+        parse_call(module.main, words, {})
+
+
+@pytest.mark.parametrize("line", ALL)
+def test_a_command_of_a_page_is_accepted(line: str) -> None:
+    if OLDER.search(line):
+        return
+    words = shlex.split(line, comments=True)
+    place = next(n for n, word in enumerate(words) if word.endswith((".py", ".sh")) or word == "-m")
+    if words[place] == "-m":
+        place += 1
+    if words[place] == "pytest":
+        assert [(ROOT / word).exists() for word in words if word.startswith("tests")] == [True]
+        return
+    parse_words(words[place], words[place + 1 :])
