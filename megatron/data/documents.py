@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.files import DataError, ScanCache, sha256, with_suffix
-from megatron.data.json_lines import OPENERS, parse_line, parse_record, read_lines
+from megatron.data.json_lines import OPENERS, is_text, parse_line, parse_record, read_lines
 from megatron.data.map_style import (
     check_no_config,
     check_only_split,
@@ -70,6 +70,8 @@ def open_documents(
         pair = with_suffix(path, ".idx").is_file()
         found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
         works = f"{path} without --pad" if pair else "a file named *.parquet or *.jsonl"
+        if is_text(path):
+            found, works = "is a text file", f"--dataset-name {path}"
         raise ValueError(f"--data-path {path} {found}, which --pad does not read; {works} works")
     if (ending := Path(path).suffix) in OPENERS:
         raise ValueError(

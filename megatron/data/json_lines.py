@@ -8,12 +8,13 @@ import codecs
 import contextlib
 import functools
 import gzip
+import itertools
 import json
 import lzma
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -83,13 +84,18 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
     readable = f"named *{', *'.join(endings)}, with or without {', '.join(OPENERS)}"
     if not found:
         raise ValueError(f"--input {folder} holds no file {readable}{_below(folder, names)}")
-    if others := [f"{path.name}{'/' * path.is_dir()}" for path in content if path not in found]:
-        more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
-        _warn(
-            f"--input {folder}: not read: {', '.join(others[:NAMED])}{more}; files {readable}, "
-            "are read"
-        )
+    others = (f"{path.name}{'/' * path.is_dir()}" for path in content if path not in found)
+    warn_not_read(f"--input {folder}", others, f"files {readable}, are read")
     return sorted(found)
+
+
+def warn_not_read(where: str, names: Iterable[str], works: str) -> None:
+    """A warning that names the first of the files that `where` holds and nothing reads, if any."""
+    names = iter(names)
+    named = list(itertools.islice(names, NAMED))
+    more = sum(1 for _ in names)
+    if named:
+        _warn(f"{where}: not read: {', '.join(named)}{f' and {more} more' * bool(more)}; {works}")
 
 
 @functools.cache

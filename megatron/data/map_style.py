@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,10 @@ from typing import Any
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.files import ScanCache
+from megatron.data.json_lines import warn_not_read
 
 DEFAULT_SPLIT = "train"
+ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of texts
 
 
 def names_map_style(path: str) -> bool:
@@ -162,6 +164,10 @@ def load_named(
             where = {"path": str(path.parent), "data_files": [path.name]}
     with one_line_errors(flag, config):
         builder = datasets.load_dataset_builder(**where, name=config)
+        if hasattr(builder.config, "sample_by"):  # by default text files are read by lines
+            builder = datasets.load_dataset_builder(**where, name=config, sample_by="document")
+        if path.is_dir() and builder.config.name == "default":
+            _warn_of_others(path, builder.config.data_files or {}, flag)
         if not streaming:
             builder.download_and_prepare()
     try:
@@ -169,6 +175,14 @@ def load_named(
         return read(split=wanted)
     except ValueError as error:  # the library names the splits that are there
         raise ValueError(f"--dataset-split {wanted} of {flag}: {one_line(error)}") from error
+
+
+def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str) -> None:
+    """Files of texts that `datasets` leaves out, as it reads one kind of a folder alone."""
+    read = {Path(file) for files in splits.values() for file in files}
+    found = (file for file in sorted(folder.rglob("*")) if file.suffix in ENDINGS)
+    others = (str(file.relative_to(folder)) for file in found if file not in read)
+    warn_not_read(flag, others, "a folder with files of one kind is read whole")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.documents import open_documents
 from megatron.data.files import DataError
 from megatron.data.map_style import open_map_style, open_named
+from tests.refusals import field_of, refusal
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
 # What is left out, at the beginning, in a row, and at the end.
@@ -430,6 +431,22 @@ def test_names_are_relative_to_where_the_program_runs(
     assert texts_of(open_map_style("a.parquet")) == TEXTS
     monkeypatch.chdir(saved(tmp_path, TEXTS))
     assert texts_of(open_map_style(".")) == TEXTS
+
+
+def test_a_text_file_is_a_document(tmp_path: Path, datasets_cache: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    texts = {"a.txt": "one\n\ntwo\n", "b.txt": "three\n", "sub/c.txt": "four"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    alone = tmp_path / "a.txt"
+    error = refusal(lambda: open_documents(str(alone)))
+    assert field_of(error) == "--data-path"
+    assert f"--dataset-name {alone}" in str(error)
+    assert texts_of(open_named(str(alone))) == [texts["a.txt"]]
+    assert texts_of(open_named(str(tmp_path))) == [*texts.values()]
+    (tmp_path / "d.jsonl").write_text('{"text": "five"}')
+    with pytest.warns(UserWarning, match=r"d\.jsonl"):
+        assert texts_of(open_named(str(tmp_path))) == [*texts.values()]
 
 
 @pytest.mark.parametrize("fault", ["nowhere", "empty", "no JSON", "saved", "script"])

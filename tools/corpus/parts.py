@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
 from megatron.config.checks import UsageError
-from megatron.data.json_lines import OPENERS, bare_name, find_shards
+from megatron.data.json_lines import OPENERS, bare_name, find_shards, warn_not_read
 from tools.corpus.program import say
 from tools.corpus.shards import Unit, cut, placed
 
@@ -72,6 +72,11 @@ def find_parts(
         if not path.exists():
             raise UsageError("--input", path, "a file or folder that is there")
         files += _fitting(path, format)
+        if format in PATTERNS and path.is_dir():
+            pattern = PATTERNS[format]
+            others = (name for name, _ in walk(path) if not PurePosixPath(name).match(pattern))
+            works = f"--format {format} reads files named {pattern}"
+            warn_not_read(f"--input {path}", others, works)
         if format not in PATTERNS and (single := _loose(path)):
             loose.append(single)
         names = [path.name] if path.is_file() else (name for name, _ in walk(path))

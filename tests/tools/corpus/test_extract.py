@@ -17,7 +17,7 @@ from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
 from tools.corpus import formats
 from tools.corpus.extract import Settings, run
-from tools.corpus.parts import Part, group, walk
+from tools.corpus.parts import Part, find_parts, group, walk
 from tools.corpus.shards import Unit
 
 
@@ -418,3 +418,13 @@ def test_race_is_a_corpus_of_articles(tmp_path: Path, test_data: Path) -> None:
         packed.extractall(tmp_path / "race", filter="data")
     more = extract(tmp_path / "two", tmp_path / "race", format="json", key="article", source="race")
     assert sorted(more, key=lambda each: each["id"]) == sorted(records, key=lambda each: each["id"])
+
+
+@pytest.mark.parametrize("name", ["a.warc.wet", "AA/wiki_00"])
+def test_files_that_a_format_does_not_read_are_named(tmp_path: Path, name: str) -> None:
+    for each in (name, "notes.txt"):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        (tmp_path / each).write_text("x")
+    with pytest.warns(UserWarning, match=r"notes\.txt"):
+        (part,), _ = find_parts([tmp_path], "wikiextractor" if "wiki" in name else "wet", 1 << 20)
+    assert part.name == name
