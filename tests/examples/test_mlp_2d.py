@@ -72,11 +72,3 @@ def test_it_prints_both_losses_and_what_ranks_hold(processes: int, words: tuple[
     assert len(held) == processes
     least, vectors = 2 * mlp_2d.INSIDE * 8 * 8 // processes, 8 + 3 * mlp_2d.INSIDE * 8
     assert all(least < int(each) <= least + vectors for each in held)
-
-
-def test_help_and_sizes_that_do_not_fit_are_messages() -> None:
-    file = ROOT / "examples" / "mlp_2d.py"
-    assert run(file, "--help").returncode == 0
-    for words in (("--mode", "2d", "--tensor", "3"), ("--mode", "2d", "--depth", "2")):
-        ended = run(file, *words)
-        assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)

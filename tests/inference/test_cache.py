@@ -14,16 +14,7 @@ from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.models.dense import dense_gpt2
-from tests.tiny import (
-    SEQUENCE,
-    VOCABULARY,
-    mesh_of_ranks,
-    samples,
-    tiny_model,
-    tiny_section,
-    tiny_weights,
-)
+from tests.tiny import SEQUENCE, mesh_of_ranks, samples, tiny_model
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -67,15 +58,6 @@ def test_they_are_where_the_model_is_cut(gloo: Pool) -> None:
     for size in (2, 4):
         for difference in gloo.run(size, largest_difference, size, torch.float64):
             assert difference <= 1e-12
-
-
-@torch.no_grad()
-def test_a_factory_of_plain_modules_has_a_cache_too() -> None:
-    ours = tiny_model(serial_mesh())
-    weights = {name: weight.double() for name, weight in tiny_weights(ours).items()}
-    dense = dense_gpt2(tiny_section(), VOCABULARY, weights)
-    for one, other in zip(with_cache(ours.eval()), with_cache(dense.eval()), strict=True):
-        torch.testing.assert_close(one[:, :VOCABULARY], other, rtol=1e-12, atol=1e-12)
 
 
 def behind_layers(

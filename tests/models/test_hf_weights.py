@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,9 +28,10 @@ from megatron.parallel.planned import AS_IT_IS, Form
 from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
+from tests import plain
 from tests.dist import Pool
 from tests.huggingface import of_plan
-from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, plain_adamw, samples
+from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
 from tests.tools.convert.models import randomise
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -377,20 +377,14 @@ def tune_there(folder: str) -> dict[str, Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager"
     )
-    optimizer = plain_adamw(model, OPTIMIZER, LR)
+    optimizer = plain.adamw(model, OPTIMIZER, LR)
     model.train()
     for step in range(STEPS):
         batch = samples(4, first=4 * step)
-        tokens, labels, mask = (
-            torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask)
-        )
         with Wide():
-            logits = model(input_ids=tokens).logits
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        optimizer.zero_grad()
-        ((each * mask.flatten()).sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
-        optimizer.step()
+            logits = model(input_ids=torch.from_numpy(batch.tokens)).logits
+        loss = plain.summed_loss(logits, batch) / float(batch.loss_mask.sum())
+        plain.update(optimizer, loss, OPTIMIZER.clip_grad)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
@@ -20,13 +19,13 @@ from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import gather_from
 from megatron.train.executor import on_device
 from megatron.train.step import count, forward_backward, train_step
+from tests import plain
 from tests.dist import Pool
 from tests.llama import llama_section
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
     mesh_of_ranks,
-    plain_adamw,
     samples,
     scatter_weights,
     tiny_state,
@@ -77,33 +76,6 @@ def batch_of(case: Case, step: int) -> GPT2Batch:
     starts = np.where(places >= cuts, cuts, 0) * case.has_documents
     positions = case.start + case.step * (places - starts)
     return replace(batch, positions=positions, document_starts=starts if case.is_masked else None)
-
-
-KEYS = {
-    "attention_norm.weight": ("input_layernorm",),
-    "attention.qkv.query": ("self_attn.q_proj",),
-    "attention.qkv.key_value": ("self_attn.k_proj", "self_attn.v_proj"),
-    "attention.output.weight": ("self_attn.o_proj",),
-    "mlp_norm.weight": ("post_attention_layernorm",),
-    "mlp.up.weight": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down.weight": ("mlp.down_proj",),
-}
-
-
-def by_our_names(case: Case, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of theirs, weights or gradients."""
-    found = {
-        "word_embedding.weight": theirs["model.embed_tokens.weight"],
-        "final_norm.weight": theirs["model.norm.weight"],
-    }
-    if not case.section.has_tied_head:
-        found["head.weight"] = theirs["lm_head.weight"]
-    for layer in range(case.section.num_layers):
-        for ours, keys in KEYS.items():
-            parts = [theirs[f"model.layers.{layer}.{key}.weight"] for key in keys]
-            whole = torch.stack(parts) if len(parts) > 1 else parts[0]
-            found[f"transformer.layers.{layer}.{ours}"] = whole
-    return found
 
 
 class Outcome(NamedTuple):
@@ -160,28 +132,23 @@ def theirs(name: str) -> tuple[dict[str, Tensor], Outcome]:
     """(the first weights, what is found), by our names."""
     case = CASES[name]
     model = their_model(case.section)
-    first = by_our_names(case, {n: each.clone() for n, each in model.state_dict().items()})
-    optimizer = plain_adamw(model, OPTIMIZER, LR)
-    logits, losses, gradients = [], [], []
+    first = plain.by_project_names({n: p.detach().clone() for n, p in model.named_parameters()})
+    optimizer = plain.adamw(model, OPTIMIZER, LR)
+    logits, losses = [], []
     for step in range(STEPS):
         batch = batch_of(case, step)
         logits.append(their_logits(model, batch))
-        labels, mask = (
-            torch.from_numpy(each).flatten() for each in (batch.labels, batch.loss_mask)
-        )
-        each = F.cross_entropy(logits[-1].flatten(0, 1), labels, reduction="none")
-        losses.append((each * mask).sum() / mask.sum())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        gradients.append({n: each.grad.clone() for n, each in model.named_parameters()})
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+        losses.append(plain.summed_loss(logits[-1], batch) / float(batch.loss_mask.sum()))
+        if step == 0:
+            of_step = torch.autograd.grad(losses[-1], [*model.parameters()], retain_graph=True)
+            gradients = dict(zip(dict(model.named_parameters()), of_step, strict=True))
+        norm = plain.update(optimizer, losses[-1], OPTIMIZER.clip_grad)
         assert norm > OPTIMIZER.clip_grad, "the clip would not be seen"
-        optimizer.step()
     found = Outcome(
         logits[0].detach(),
         torch.stack(losses).detach(),
-        by_our_names(case, gradients[0]),
-        by_our_names(case, model.state_dict()),
+        plain.by_project_names(gradients),
+        plain.by_project_names({n: p.detach() for n, p in model.named_parameters()}),
     )
     return first, found
 
