@@ -180,9 +180,7 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
         model.position_embedding.weight[5] = torch.nan
     few = replace(sampling, max_new_tokens=6)
     assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), ends=())[0])
-    with pytest.raises(
-        DivergedError, match="prompt 8: after 5 new tokens the logits are not numbers"
-    ):
+    with pytest.raises(DivergedError, match=r"prompt 8\b.* 5 "):
         generate(model.eval(), mesh, [[1]], few, ends=(), numbers=[7])
 
 

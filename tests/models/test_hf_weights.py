@@ -31,6 +31,7 @@ from megatron.train.step import train_step
 from tests import plain
 from tests.dist import Pool
 from tests.huggingface import of_plan
+from tests.refusals import refusal
 from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
 from tests.tools.convert.models import randomise
 
@@ -320,8 +321,7 @@ def test_a_folder_of_another_model_is_refused_by_the_name_of_the_tensor(
     change, named = WRONG[what]
     folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
     state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
-    with pytest.raises(ValueError, match=named):
-        state.load_folder(str(folder))
+    assert named in str(refusal(lambda: state.load_folder(str(folder))))
 
 
 def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
@@ -330,11 +330,11 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     file = min(folder.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    with pytest.raises(ValueError, match=file.name):
-        state.load_folder(str(folder))
+    assert file.name in str(refusal(lambda: state.load_folder(str(folder))))
     file.unlink()
-    with pytest.raises(UsageError, match=file.name):
-        state.load_folder(str(folder))
+    error = refusal(lambda: state.load_folder(str(folder)))
+    assert isinstance(error, UsageError)
+    assert file.name in str(error)
 
 
 def test_where_a_run_starts(tmp_path: Path) -> None:
@@ -344,10 +344,10 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     for name in ("adapter.safetensors", "pytorch_model.bin"):
         file = file.rename(folder / name)
-        with pytest.raises(UsageError) as refused:
-            section_of(folder, GPT2).starts_from()
-        assert refused.value.flag == "--hf-model"
-        assert "--random-weights" in refused.value.works
+        error = refusal(section_of(folder, GPT2).starts_from)
+        assert isinstance(error, UsageError)
+        assert error.flag == "--hf-model"
+        assert "--random-weights" in error.works
     file.unlink()
     assert section_of(folder, GPT2).starts_from() is None
 
@@ -477,12 +477,10 @@ def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(fnmatchcase("pytorch_model.bin", pattern) for pattern in asked)
     assert set(section.files(None)) == {"hf_generation_config.json"}
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UsageError):
-        state.load_folder("some/model")
+    assert isinstance(refusal(lambda: state.load_folder("some/model")), UsageError)
 
     def unreachable(name: str, **_: Any) -> str:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UsageError, match="no network"):
-        state.load_folder("some/model")
+    assert isinstance(refusal(lambda: state.load_folder("some/model")), UsageError)

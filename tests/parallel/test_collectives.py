@@ -27,6 +27,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis, serial_mesh
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
 
 
@@ -79,8 +80,7 @@ def check_rows() -> None:
     assert torch.equal(y, random(99).T)
     (dx,) = torch.autograd.grad(y, x, random(98).T)  # the same on every rank, and no sum
     assert torch.equal(dx, random(98).T[own])
-    with pytest.raises(ValueError, match="13 rows"):
-        own_rows(torch.ones(13), axis)
+    assert "13" in str(refusal(lambda: own_rows(torch.ones(13), axis)))
 
 
 class Strides(NamedTuple):

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from megatron.parallel.schedules import (
     schedule,
     to_json,
 )
+from tests.refusals import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -325,8 +327,8 @@ def test_a_partition_is_the_best_of_all(head: float, first: int | None, last: in
                 rank = (sorted(costs, reverse=True), [-size for size in found])
                 best = rank if best is None else min(best, rank)
         if best is None:
-            with pytest.raises(ValueError, match="layers"):
-                partition(layers, stages, head=head, first=first, last=last)
+            error = refusal(partial(partition, layers, stages, head=head, first=first, last=last))
+            assert isinstance(error, ValueError)
         else:
             found = counts(partition(layers, stages, head=head, first=first, last=last))
             assert found == [-size for size in best[1]], (layers, stages)
@@ -346,5 +348,4 @@ def test_uniform_partition_gives_later_ranks_more_in_every_chunk() -> None:
 
 @pytest.mark.parametrize("wrong", [(3, 4, 1), (9, 4, 2), (8, 3, 2)])
 def test_uniform_partitions_that_cannot_be(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="layers"):
-        partition_uniform(*wrong)
+    assert isinstance(refusal(lambda: partition_uniform(*wrong)), ValueError)
