@@ -57,8 +57,7 @@ def test_it_is_that_of_plain_torch(mode: str, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "words"),
-    [(1, ()), (4, ("--mode", "2d")), (8, ("--mode", "3d"))],
+    ("processes", "words"), [(1, ()), (4, ("--mode", "2d")), (8, ("--mode", "3d"))]
 )
 def test_it_prints_both_losses_and_what_ranks_hold(processes: int, words: tuple[str, ...]) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]

@@ -19,13 +19,7 @@ from megatron.inference.generate import (
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
 from tests.models.test_huggingface import KINDS, by_our_names
-from tests.tiny import (
-    VOCABULARY,
-    mesh_of_ranks,
-    scatter_weights,
-    tiny_model,
-    tiny_section,
-)
+from tests.tiny import VOCABULARY, mesh_of_ranks, scatter_weights, tiny_model, tiny_section
 
 POSITIONS = 64
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]

@@ -105,10 +105,7 @@ def test_it_equals_one_process_and_takes_what_the_formulas_say(
 
 @pytest.mark.parametrize(
     ("model", "option"),
-    [
-        *product(MODELS, FACTORS["recomputation"]),
-        *product(THEIRS, ("", "full")),
-    ],
+    [*product(MODELS, FACTORS["recomputation"]), *product(THEIRS, ("", "full"))],
 )
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))

@@ -118,9 +118,7 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(gloo: Pool, kind: str, size
 def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[Tensor]:
     """Loss and a gradient of attention's weight, twice from the same step."""
     section = tiny_section(
-        attention_dropout=0.2,
-        attention_dropout_rng="kernel",
-        recompute_granularity=granularity,
+        attention_dropout=0.2, attention_dropout_rng="kernel", recompute_granularity=granularity
     )
     found = []
     for seed in (1, 2):

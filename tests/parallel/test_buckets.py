@@ -44,7 +44,6 @@ from tests.tiny import (
     summed_loss,
     tiny_model,
     tiny_section,
-    tiny_state,
     whole_gradients,
 )
 
@@ -467,27 +466,6 @@ def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
             else:
                 assert torch.equal(gradient, wide[name]), name
             assert not torch.equal(gradient, narrow[name].float()), name
-
-
-def norms(tensor_size: int) -> tuple[float, float]:
-    """(norm of the buckets, norm of all whole gradients)."""
-    mesh = mesh_of_ranks(tensor_size)
-    state = tiny_state(mesh)
-    for each in state.gradients.slices():
-        each.spec.real(each.local).fill_(1.0 if each.key.endswith("norm.bias") else 0.5)
-    whole = whole_gradients(state.gradients).values()
-    expected = torch.nn.utils.get_total_norm(whole)
-    squares = all_reduce(state.gradients.squares(), mesh.model_parallel)
-    return squares.sqrt().item(), expected.item()
-
-
-def test_the_norm_counts_every_parameter_once(gloo: Pool) -> None:
-    alone, expected = norms(1)
-    assert alone == pytest.approx(expected, rel=1e-12)
-    for world, size in ((2, 2), (4, 4), (4, 2), (2, 1)):
-        for norm, whole in gloo.run(world, norms, size):
-            assert norm == pytest.approx(expected, rel=1e-12)
-            assert whole == pytest.approx(expected, rel=1e-12)
 
 
 class Tied(ShardedModule):

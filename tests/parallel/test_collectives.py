@@ -159,8 +159,7 @@ CASES = {
         lambda x, axis: gather_from(x, 1, axis), lambda terms, _: torch.cat(terms, 1)
     ),
     "start_sum": Case(
-        lambda x, axis: start_sum(x, axis, axis)(),
-        lambda terms, rank: total(terms).chunk(2)[rank],
+        lambda x, axis: start_sum(x, axis, axis)(), lambda terms, rank: total(terms).chunk(2)[rank]
     ),
     "start_sum, out": Case(sum_into, lambda terms, rank: total(terms).chunk(2)[rank]),
     "start_sum_along": Case(

@@ -112,10 +112,7 @@ REFUSED = {
     "in a list": ("up.weight", using(lambda m, x: torch.cat([m.up.weight, m.up.weight]))),
     "initialisation": ("up.weight", using(lambda m, x: nn.init.normal_(m.up.weight))),
     "in place": ("up.weight", using(lambda m, x: m.up.weight.requires_grad_(False))),
-    "weight_norm later": (
-        "up.weight",
-        using(lambda m, x: parametrizations.weight_norm(m.up)(x)),
-    ),
+    "weight_norm later": ("up.weight", using(lambda m, x: parametrizations.weight_norm(m.up)(x))),
     "prune later": (
         "up.weight",
         using(lambda m, x: prune.l1_unstructured(m.up, "weight", amount=0.5)(x)),

@@ -162,11 +162,7 @@ def grouped_query(key_value_heads: int, bias: bool) -> Case:
 CASES = {
     "column": Case(lambda make, mesh: make.column(HIDDEN, OUT), dense, STREAM, INSIDE, is_cut=True),
     "three columns": Case(
-        lambda make, mesh: make.column(HIDDEN, OUT, parts=3),
-        dense,
-        STREAM,
-        INSIDE,
-        is_cut=True,
+        lambda make, mesh: make.column(HIDDEN, OUT, parts=3), dense, STREAM, INSIDE, is_cut=True
     ),
     "column without bias": Case(
         lambda make, mesh: make.column(HIDDEN, OUT, bias=False), dense, STREAM, INSIDE

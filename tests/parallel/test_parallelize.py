@@ -261,9 +261,7 @@ RIGHT = {
         lambda: nn.Embedding(WORDS, HIDDEN, padding_idx=3), {"": Vocabulary()}, of_ids=True
     ),
     "padding_idx by channels": Case(
-        lambda: nn.Embedding(WORDS, HIDDEN, padding_idx=-1),
-        {"": Column(gather=True)},
-        of_ids=True,
+        lambda: nn.Embedding(WORDS, HIDDEN, padding_idx=-1), {"": Column(gather=True)}, of_ids=True
     ),
     "a tied head": Case(
         lambda: tied(nn.Embedding(WORDS, HIDDEN), linear(HIDDEN, WORDS)),

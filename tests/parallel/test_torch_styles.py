@@ -115,8 +115,7 @@ class Transformer(nn.Module):
 # The tutorial's dictionaries, of a block and of the model: first without sequence parallelism.
 TENSOR_LAYER: dict[str, Any] = {
     "attention": PrepareModuleInput(
-        input_layouts=(Replicate(), Replicate()),
-        desired_input_layouts=(Replicate(), Replicate()),
+        input_layouts=(Replicate(), Replicate()), desired_input_layouts=(Replicate(), Replicate())
     ),
     "attention.wq": ColwiseParallel(use_local_output=False),
     "attention.wk": ColwiseParallel(use_local_output=False),
@@ -133,8 +132,7 @@ TENSOR_MODEL: dict[str, Any] = {
 SEQUENCE_LAYER = TENSOR_LAYER | {
     "attention_norm": SequenceParallel(),
     "attention": PrepareModuleInput(
-        input_layouts=(Shard(1), Replicate()),
-        desired_input_layouts=(Replicate(), Replicate()),
+        input_layouts=(Shard(1), Replicate()), desired_input_layouts=(Replicate(), Replicate())
     ),
     "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
     "ffn_norm": SequenceParallel(),

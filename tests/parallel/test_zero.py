@@ -26,14 +26,7 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
 from tests.dist import Pool
-from tests.tiny import (
-    VOCABULARY,
-    mesh_of_ranks,
-    micro_batches,
-    samples,
-    tiny_model,
-    tiny_weights,
-)
+from tests.tiny import VOCABULARY, mesh_of_ranks, micro_batches, samples, tiny_model, tiny_weights
 
 CPU = torch.device("cpu")
 STAGES = (1, 2, 3)

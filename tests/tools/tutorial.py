@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from tests import plain
@@ -135,10 +131,7 @@ class Script:
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if by_name:
             set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
+                self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
             )
         else:
             self.model.load_state_dict(model)
