@@ -64,14 +64,14 @@ def plain_run(model: Any) -> Run:
 
 @pytest.mark.parametrize("plan", example.PLANS)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}])
-def test_it_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], plan: str) -> None:
+def test_huggingface_gpt2_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], plan: str) -> None:
     wanted = plain_run(built())
     world = int(np.prod([*sizes.values()]))
     for found in gloo.run(world, ours, sizes, plan, world == 4):
         assert_run(found, wanted)
 
 
-def test_it_is_a_plain_loop_on_one_process() -> None:
+def test_huggingface_gpt2_on_one_process_is_a_plain_loop() -> None:
     assert_run(ours({}, "megatron", False), plain_run(built()))
 
 
@@ -140,7 +140,7 @@ def counted(world: int, plan: str) -> tuple[Counts, Counts]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_each_plan_computes_and_sends_is_on_the_page(gloo: Pool, world: int) -> None:
+def test_the_page_has_what_each_plan_computes_and_sends(gloo: Pool, world: int) -> None:
     """In units of (t - 1) / t b s h numbers sent, and of what one process computes."""
     (alone, _), *others = [
         gloo.run(ranks, counted, ranks, plan)[0]

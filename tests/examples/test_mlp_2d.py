@@ -52,14 +52,16 @@ def train(mesh: Mesh, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "sizes"), MODES, ids=str)
-def test_it_is_that_of_plain_torch(mode: str, sizes: dict[str, int]) -> None:
+def test_the_mlp_of_every_mode_is_plain_torch(mode: str, sizes: dict[str, int]) -> None:
     threads.run(mode, sizes, train, initial_weights())
 
 
 @pytest.mark.parametrize(
     ("processes", "words"), [(1, ()), (4, ("--mode", "2d")), (8, ("--mode", "3d"))]
 )
-def test_it_prints_both_losses_and_what_ranks_hold(processes: int, words: tuple[str, ...]) -> None:
+def test_the_program_prints_both_losses_and_what_ranks_hold(
+    processes: int, words: tuple[str, ...]
+) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     file = ROOT / "examples" / "mlp_2d.py"
     ended = run(*launcher[: 4 * (processes > 1)], file, *words, "--width", "8", "--steps", "2")

@@ -87,13 +87,13 @@ def assert_plain(found: Run) -> None:
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 3)])
-def test_each_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
+def test_each_zero_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
     for found in gloo.run(world, train, [stage]):
         assert_plain(found)
 
 
 @pytest.mark.parametrize("stages", [[3, 1], [2, 3]], ids=str)
-def test_it_goes_on_at_another_stage(gloo: Pool, stages: list[int], tmp_path: Path) -> None:
+def test_a_run_goes_on_at_another_zero_stage(gloo: Pool, stages: list[int], tmp_path: Path) -> None:
     for found in gloo.run(2, train, stages, tmp_path):
         assert_plain(found)
 

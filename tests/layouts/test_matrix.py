@@ -93,7 +93,7 @@ def outcomes(pool: Pool, group: Group, device: str) -> dict[Case, set[str]] | Ex
         return error
 
 
-def test_it_equals_one_process_and_takes_what_the_formulas_say(
+def test_a_layout_equals_one_process_and_divides_the_work(
     gloo: Pool, request: pytest.FixtureRequest, case: Case
 ) -> None:
     group = groups(request.config.getoption("--full-matrix"))[case]

@@ -40,7 +40,7 @@ def with_documents(batch: GPT2Batch) -> GPT2Batch:
 
 @pytest.mark.parametrize("prepare", [lambda batch: batch, with_documents])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_it_equals_plain_modules(
+def test_gpt2_equals_plain_torch(
     prepare: Callable[[GPT2Batch], GPT2Batch], granularity: str
 ) -> None:
     section, batch = tiny_section(recompute_granularity=granularity), prepare(samples(3))

@@ -266,7 +266,7 @@ def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
             assert count == needed + twice, name
 
 
-def test_what_transformers_makes_of_several_tensors_is_made_here(
+def test_tensors_that_transformers_splits_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("llama", GATED | {"num_key_value_heads": 4})
@@ -337,7 +337,7 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     assert file.name in str(error)
 
 
-def test_where_a_run_starts(tmp_path: Path) -> None:
+def test_weights_that_a_run_starts_from(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", GPT2)
     assert section_of(folder, GPT2).starts_from() == str(folder)
     assert section_of(folder, GPT2, random_weights=True).starts_from() is None

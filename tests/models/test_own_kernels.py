@@ -73,6 +73,6 @@ def test_in_bf16_rounded_as_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_stay(name: str) -> None:
+def test_modules_of_another_formula_stay(name: str) -> None:
     theirs, ours = pair(OTHERS[name], torch.float64)
     assert type(ours[0]) is type(theirs[0])

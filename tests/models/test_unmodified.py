@@ -231,7 +231,7 @@ def differences(tensor_size: int) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
-def test_it_is_what_transformers_computes(gloo: Pool, tensor_size: int) -> None:
+def test_unmodified_models_compute_what_transformers_does(gloo: Pool, tensor_size: int) -> None:
     for of_rank in gloo.run(tensor_size, differences, tensor_size):
         assert of_rank.keys() == cases_at(tensor_size).keys()
         for name, found in of_rank.items():
@@ -288,7 +288,7 @@ def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[flo
     return found
 
 
-def test_what_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
+def test_dropout_that_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
     """Of those of a micro-batch: another step draws others, and each rank of a model the same."""
     (wanted,) = gloo.run(1, losses_of, 1, "none")
     layouts = [(2, 2, "none"), (2, 1, "none"), (2, 2, "full"), (4, 2, "full", 3)]
@@ -355,7 +355,7 @@ def weights_of(state: TrainState) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world", "tensor_size", "zero_stage"), [(1, 1, 0), (2, 2, 0), (4, 2, 2), (4, 2, 3)]
 )
-def test_what_is_frozen_stays(gloo: Pool, world: int, tensor_size: int, zero_stage: int) -> None:
+def test_frozen_weights_stay(gloo: Pool, world: int, tensor_size: int, zero_stage: int) -> None:
     for moved in gloo.run(world, frozen_weights, tensor_size, zero_stage):
         assert moved["frozen"] == 0 < moved["others"]
 
@@ -380,7 +380,7 @@ def continuations(tensor_size: int) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("tensor_size", [2, 4])
-def test_it_generates_what_the_unmodified_model_does(gloo: Pool, tensor_size: int) -> None:
+def test_cut_models_generate_what_the_whole_does(gloo: Pool, tensor_size: int) -> None:
     for found in gloo.run(tensor_size, continuations, tensor_size):
         assert all(found.values()), found
 
@@ -430,7 +430,7 @@ def test_faults_are_told_by_the_models_own_names(gloo: Pool, tensor_size: int) -
             assert one == other == f"the output of {name}"
 
 
-def test_what_a_constructor_sets_is_an_initial_value() -> None:
+def test_values_that_a_constructor_sets_are_initial_values() -> None:
     """Though the model's own initialisation does not say it."""
     section = hf_section("data2vec-text")
     plain = dict(plain_model(section).named_parameters())["lm_head.bias"]

@@ -101,7 +101,7 @@ def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
+def test_buckets_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
     for bucket_bytes, direct in ((BUCKET_BYTES, True), (4096, True), (4096, False)):
         gloo.run(size, check_against_ddp, bucket_bytes, direct)
 
@@ -256,7 +256,7 @@ CHECKS = (check_a_layer_that_the_user_has_cut, check_seeds_by_rank, check_a_step
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_what_users_do(gloo: Pool, check: Callable[[], None]) -> None:
+def test_buckets_of_a_user_s_model(gloo: Pool, check: Callable[[], None]) -> None:
     gloo.run(2, check)
 
 

@@ -244,7 +244,7 @@ def parts(model: nn.Module) -> list[Any]:
     ]
 
 
-def test_what_would_be_wrong_is_refused_by_name(gloo: Pool) -> None:
+def test_plans_that_would_be_wrong_are_refused_by_name(gloo: Pool) -> None:
     assert gloo.run(2, check_refused) == [[], []]
 
 

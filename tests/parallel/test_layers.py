@@ -366,7 +366,7 @@ def check_stream(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("name", ["1d", "2d", "3d"])
-def test_what_is_split_is_gathered(name: str) -> None:
+def test_a_split_stream_is_gathered(name: str) -> None:
     threads.run(*MESHES[name], check_stream)
 
 

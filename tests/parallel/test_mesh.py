@@ -29,7 +29,7 @@ def answers() -> tuple[list[int], list[str]]:
     return found, mesh.describe_ranks()
 
 
-def test_it_answers_by_the_names_of_axes(gloo: Pool) -> None:
+def test_a_mesh_answers_by_the_names_of_axes(gloo: Pool) -> None:
     for rank, (numbers, lines) in enumerate(gloo.run(4, answers)):
         assert numbers == [2, rank % 2, 2, rank // 2, 2, rank // 2, 2, rank % 2, 4, rank]
         assert len(lines) == 4

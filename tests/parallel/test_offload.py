@@ -283,7 +283,7 @@ def test_a_model_without_layers_is_refused() -> None:
     assert isinstance(refusal(lambda: offload_activations(nn.Linear(2, 2))), ValueError)
 
 
-def test_of_each_activation_one_copy_is_made() -> None:
+def test_an_activation_is_copied_to_the_host_once() -> None:
     layer = nn.Linear(64, 64)
     trip, x = Trip(layer, None), torch.randn(64, 64)
     one, two = trip.pack(x), trip.pack(x.t()[3:])

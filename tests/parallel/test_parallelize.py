@@ -368,7 +368,7 @@ def check_right(world: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_it_is_the_model(gloo: Pool, world: int) -> None:
+def test_a_cut_model_is_the_model(gloo: Pool, world: int) -> None:
     for found in gloo.run(world, check_right, world):
         assert found.keys() == RIGHT.keys()
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}

@@ -82,7 +82,7 @@ def test_a_plan_in_text_keeps_its_order() -> None:
         ('"up" = { style = ["column"] }', "column"),
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(text: str, named: str) -> None:
+def test_plans_that_are_none_are_refused_by_name(text: str, named: str) -> None:
     error = refusal(lambda: read_plan(text))
     assert isinstance(error, PlanError)
     assert all(each in str(error) for each in named.split())

@@ -238,7 +238,7 @@ def test_torch_has_the_same_interleaved_lists() -> None:
         ("zb-v", 4, 4, 1, ("zb-h1", 4, 4, 1)),
     ],
 )
-def test_what_a_kind_cannot_do(
+def test_schedules_that_a_kind_cannot_run_are_refused(
     kind: str, ranks: int, micro_batches: int, virtual: int, works: tuple[str, int, int, int]
 ) -> None:
     with pytest.raises(ScheduleError):

@@ -257,7 +257,7 @@ def check_torchs(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_it_is_torch_s_parallelize_module(gloo: Pool, name: str) -> None:
+def test_styles_compute_what_torch_s_parallelize_module_does(gloo: Pool, name: str) -> None:
     assert max(gloo.run(2, check_torchs, name)) < 1e-13
 
 

@@ -133,7 +133,7 @@ def check_against_fully_shard() -> None:
             assert (own - its).norm() <= 1e-11 * its.norm(), (stage, name)
 
 
-def test_they_equal_fully_shard(gloo: Pool) -> None:
+def test_zero_equals_fully_shard(gloo: Pool) -> None:
     gloo.run(2, check_against_fully_shard)
 
 
