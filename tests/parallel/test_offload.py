@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ def check_equal(
 
 def test_runs_are_equal_bit_by_bit(gloo: Pool) -> None:
     cases: list[dict[str, Any]] = [
-        {"stage": stage, "precision": precision} for stage in range(4) for precision in PRECISIONS
+        {"stage": stage, "precision": precision}
+        for stage, precision in product(range(4), PRECISIONS)
+        if precision == "bf16" or stage in (0, 3)
     ]
     cases += [{"stage": stage, "granularity": "full"} for stage in (0, 3)]
     cases += [{"model": model} for model in ("bert", "llama", "hf-gpt2")]
