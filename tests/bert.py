@@ -4,12 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from megatron.config.model import BertConfig
 from megatron.data.bert import BertBatch
 from megatron.parallel.mesh import Mesh
-from tests.models.dense import DENSE_FACTORY
 from tests.tiny import SEQUENCE, VOCABULARY, tiny_model, tiny_section
 
 MASK = VOCABULARY - 1  # the id that stands for a hidden token
@@ -25,14 +23,6 @@ def bert_model(
 ) -> Any:
     """A model whose every parameter, biases and norms too, is random."""
     return tiny_model(mesh, bert_section(order, **changes), dtype=dtype)
-
-
-def whole_bert(make: Any, section: BertConfig, weights: dict[str, Tensor]) -> nn.Module:
-    """The same of plain torch modules, in fp64 and evaluation mode."""
-    model = make(section, DENSE_FACTORY, VOCABULARY).double()
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict({name: weights[name].reshape(shape) for name, shape in shapes.items()})
-    return model.eval()
 
 
 def bert_samples(count: int, *, seed: int = 0, first: int = 0) -> BertBatch:

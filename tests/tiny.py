@@ -163,21 +163,6 @@ def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tup
     return total, float(batch.loss_mask.sum(dtype=np.float64))
 
 
-def plain_adamw(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Torch's, with this config's numbers, for a model of another's; vectors do not decay."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [each for each in parameters if each.dim() > 1]},
-            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
-
-
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 

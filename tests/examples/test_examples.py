@@ -10,31 +10,24 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples import own_dataset, own_loop, own_pipeline, tensor_parallel_mlp
+from examples import own_dataset, own_loop, tensor_parallel_mlp
 from megatron.api import (
     GPT2Config,
-    GradientBuckets,
     OptimizerConfig,
     RandomText,
     Samples,
-    build_mesh,
     build_state,
-    clip_grad_norm,
     learning_rate,
-    serial_mesh,
 )
-from megatron.train.executor import on_device
+from tests import plain
 from tests.dist import Pool
-from tests.models.dense import dense_gpt2
 from tests.tiny import mesh_of_ranks, whole_weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,20 +74,6 @@ def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -
     )
 
 
-def test_stages_that_the_processes_do_not_have_are_one_message() -> None:
-    ended = run(ROOT / "examples" / "own_pipeline.py", "--pipeline", "3")
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert "--pipeline-model-parallel-size 3" in ended.stderr
-
-
-def test_a_pipeline_prints_the_same_on_four_processes_as_on_one() -> None:
-    file = ROOT / "examples" / "own_pipeline.py"
-    alone = printed(file, "--steps", "4", processes=1)
-    assert len(alone) == 4
-    found = printed(file, "--pipeline", "4", "--steps", "4", processes=4)
-    assert np.array(found) == pytest.approx(np.array(alone), abs=2e-4)
-
-
 @contextmanager
 def wide() -> Iterator[None]:
     """What is built inside computes in fp64."""
@@ -112,10 +91,10 @@ class Run(NamedTuple):
     logits: Tensor | None = None  # of the last step
 
 
-def train_mlp(tensor: int, clip: Callable[..., Tensor] = clip_grad_norm) -> Run:
+def train_mlp(tensor: int) -> Run:
     mesh = mesh_of_ranks(tensor)
     torch.manual_seed(1)
-    with wide(), patch.object(tensor_parallel_mlp, "clip_grad_norm", clip):
+    with wide():
         model = tensor_parallel_mlp.Residual(mesh)
         before = whole_weights(model)
         steps = list(tensor_parallel_mlp.train(mesh, model, STEPS))
@@ -131,65 +110,16 @@ def plain_mlp(weights: Mapping[str, Tensor]) -> Run:
     for first in range(0, STEPS * size, size):
         with wide():
             x = tensor_parallel_mlp.draw(range(first, first + size))
-        y = x + down(F.gelu(up(model["norm"](x))))
-        loss = F.mse_loss(y, x.flip(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), tensor_parallel_mlp.CLIP)
-        optimizer.step()
+        loss = F.mse_loss(x + down(F.gelu(up(model["norm"](x)))), x.flip(-1))
+        norm = plain.update(optimizer, loss, tensor_parallel_mlp.CLIP)
         steps.append((loss.item(), norm.item()))
     return Run(steps, dict(model.named_parameters()))
 
 
-def train_pipeline(pipeline: int) -> Run:
-    mesh = serial_mesh()
-    if dist.is_initialized():
-        mesh = build_mesh({"pipeline": pipeline}, "cpu")
-    with wide():
-        model = own_pipeline.build(mesh)
-    before = whole_weights(model)
-    steps = list(own_pipeline.train(model, STEPS))
-    return Run(steps, whole_weights(model), before)
-
-
-def plain_pipeline(weights: Mapping[str, Tensor]) -> Run:
-    """The stages one after the other, tied by hand."""
-    with wide():
-        embed, one, two, head = (make() for make in own_pipeline.STAGES)
-    two.same, two.norm, head.norm = one.same, one.norm, one.norm
-    head.logits.weight = embed.words.weight
-    tied = {"1.same": "same", "1.norm": "norm", "0.words.weight": "words"}
-    model, names = nn.ModuleList([embed, one, two, head]), {}
-    for name, parameter in model.named_parameters():
-        place = next((each for each in tied if name.startswith(each)), "")
-        is_tied, rest = bool(place), name.removeprefix(place)
-        names[name] = f"tied.{tied[place]}{rest}" if is_tied else f"stages.{name}"
-        parameter.data.copy_(weights[names[name]])
-    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for step in range(STEPS):
-        draws = (own_pipeline.draw(step, n).tokens for n in range(own_pipeline.MICRO_BATCHES))
-        batch: Any = own_pipeline.Text(tokens=torch.from_numpy(np.concatenate(list(draws))))
-        logits = head(batch, *two(batch, *one(batch, *embed(batch))))
-        loss = own_pipeline.loss(logits, batch) / batch.tokens.numel()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), own_pipeline.CLIP)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
-    return Run(steps, {names[name]: each for name, each in model.named_parameters()})
-
-
-@pytest.mark.parametrize(("world", "pipeline"), [(2, 2), (4, 4), (4, 2)])
-def test_a_pipeline_is_that_of_plain_torch(gloo: Pool, world: int, pipeline: int) -> None:
-    ranks = gloo.run(world, train_pipeline, pipeline)
-    before, after = dict[str, Tensor](), dict[str, Tensor]()
-    for found in ranks:
-        before |= found.before
-        after |= found.after
-    expected = plain_pipeline(before)
-    assert after.keys() == expected.after.keys()
-    for found in ranks:
-        assert_equal(Run(found.steps, after | found.after), expected)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_mlp_is_that_of_plain_torch(gloo: Pool, tensor: int) -> None:
+    for found in gloo.run(2, train_mlp, tensor):
+        assert_equal(found, plain_mlp(found.before))
 
 
 class Example(NamedTuple):
@@ -224,10 +154,9 @@ GPT2S = {
 }
 
 
-def train_gpt2(name: str, dropout: float, tensor: int) -> Run:
-    example = GPT2S[name]
-    config = replace(example.model, hidden_dropout=dropout, attention_dropout=dropout)
-    mesh = mesh_of_ranks(tensor)
+def train_gpt2(name: str, tensor: int) -> Run:
+    example, mesh = GPT2S[name], mesh_of_ranks(tensor)
+    config = replace(example.model, hidden_dropout=0.0, attention_dropout=0.0)
     with wide():
         state = build_state(config, mesh, example.vocabulary, seed=1, optimizer=example.optimizer)
         before = whole_weights(state.model)
@@ -243,34 +172,15 @@ def train_gpt2(name: str, dropout: float, tensor: int) -> Run:
 
 def plain_gpt2(name: str, weights: Mapping[str, Tensor]) -> Run:
     example, steps = GPT2S[name], []
-    config = replace(example.model, hidden_dropout=0.0, attention_dropout=0.0)
-    model = dense_gpt2(config, example.vocabulary, dict(weights))
-    shapes = {each: weight.shape for each, weight in weights.items()}
-    decayed = [(each.dim() > 1) for each in model.parameters()]
-    rows = list(zip(model.parameters(), decayed, strict=True))
-    settings = example.optimizer
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [each for each, decays in rows if decays is kind], "weight_decay": decay}
-            for kind, decay in ((True, settings.weight_decay), (False, 0.0))
-        ]
-    )
+    model = plain.GPT2(weights, example.model.num_attention_heads)
+    optimizer = plain.adamw(model, example.optimizer)
     for step in range(STEPS):
-        batch = on_device(
-            example.data.batch(range(step * example.batch, (step + 1) * example.batch)),
-            torch.device("cpu"),
-        )
+        batch = example.data.batch(range(step * example.batch, (step + 1) * example.batch))
         logits = model(batch)
-        loss = F.cross_entropy(logits, batch.labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = example.lr(step + 1)
-        optimizer.step()
+        loss = plain.summed_loss(logits, batch) / batch.labels.size
+        norm = plain.update(optimizer, loss, example.optimizer.clip_grad, example.lr(step + 1))
         steps.append((loss.item(), norm.item()))
-    after = {each: weight.view(shapes[each]) for each, weight in model.named_parameters()}
-    return Run(steps, after, logits=logits.view(*batch.labels.shape, -1))
+    return Run(steps, dict(model.named_parameters()), logits=logits)
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
@@ -284,33 +194,8 @@ def assert_equal(found: Run, expected: Run, tolerance: float = 1e-10) -> None:
         close(found.logits, expected.logits, atol=1e-9)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_the_mlp_is_that_of_plain_torch(gloo: Pool, tensor: int) -> None:
-    for found in gloo.run(2, train_mlp, tensor):
-        assert_equal(found, plain_mlp(found.before))
-
-
-def torchs_clip(gradients: GradientBuckets, limit: float) -> Tensor:
-    """The mistake: the norm of this rank's shards."""
-    return nn.utils.clip_grad_norm_([each.parameter for each in gradients.views], limit)
-
-
-def test_torchs_own_clipping_is_found_to_be_wrong(gloo: Pool) -> None:
-    found = gloo.run(2, train_mlp, 2, torchs_clip)[0]
-    with pytest.raises(AssertionError):
-        assert_equal(found, plain_mlp(found.before), 1e-6)
-
-
 @pytest.mark.parametrize("name", GPT2S)
 def test_gpt2_is_that_of_plain_torch(gloo: Pool, name: str) -> None:
     for tensor in (1, 2):
-        for found in gloo.run(2, train_gpt2, name, 0.0, tensor):
+        for found in gloo.run(2, train_gpt2, name, tensor):
             assert_equal(found, plain_gpt2(name, found.before))
-
-
-def test_dropout_and_logits_are_the_same_at_every_layout(gloo: Pool) -> None:
-    expected = train_gpt2("own_loop", 0.1, 1)
-    for tensor in (1, 2):
-        for found in gloo.run(2, train_gpt2, "own_loop", 0.1, tensor):
-            assert found.logits is not None
-            assert_equal(found, expected)

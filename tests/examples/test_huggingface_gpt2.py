@@ -19,13 +19,13 @@ from transformers import GPT2LMHeadModel
 
 from examples import huggingface_gpt2 as example
 from megatron.api import build_mesh, parallelize, serial_mesh, whole_state_dict
+from tests import plain
 from tests.dist import Pool
-from tests.examples.test_examples import ROOT, run
+from tests.examples.test_examples import ROOT
 from tests.programs import start_ranks
 from tests.tiny import assert_relative, mesh_of_ranks
 from tools.layouts.work import Meter
 
-FILE = ROOT / "examples" / "huggingface_gpt2.py"
 STEPS = 4
 
 
@@ -48,7 +48,7 @@ def ours(sizes: dict[str, int], plan: str, is_checkpointed: bool) -> Run:
     return Run(steps, whole_state_dict(model))
 
 
-def plain(model: Any) -> Run:
+def plain_run(model: Any) -> Run:
     """With no line of this project."""
     optimizer, steps = torch.optim.Adam(model.parameters(), lr=1e-3), []
     draw = torch.Generator().manual_seed(1)
@@ -57,25 +57,22 @@ def plain(model: Any) -> Run:
         tokens = torch.randint(example.WORDS, shape, generator=draw).sort().values
         logits = model.train()(tokens).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        norm = plain.update(optimizer, loss, 1.0)
         steps.append((loss.item(), norm.item()))
     return Run(steps, model.state_dict())
 
 
 @pytest.mark.parametrize("plan", example.PLANS)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}])
-def test_it_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], plan: str) -> None:
-    wanted = plain(built())
+def test_huggingface_gpt2_is_a_plain_loop(gloo: Pool, sizes: dict[str, int], plan: str) -> None:
+    wanted = plain_run(built())
     world = int(np.prod([*sizes.values()]))
     for found in gloo.run(world, ours, sizes, plan, world == 4):
         assert_run(found, wanted)
 
 
-def test_it_is_a_plain_loop_on_one_process() -> None:
-    assert_run(ours({}, "megatron", False), plain(built()))
+def test_huggingface_gpt2_on_one_process_is_a_plain_loop() -> None:
+    assert_run(ours({}, "megatron", False), plain_run(built()))
 
 
 def assert_run(found: Run, wanted: Run) -> None:
@@ -107,25 +104,11 @@ def test_its_folders_are_of_transformers(tmp_path: Path) -> None:
     assert len(printed(tmp_path, "--steps", 2, "--save", folder)) == 2
     file = folder / "config.json"  # by which most folders drop, as its own do not
     file.write_text(json.dumps(json.loads(file.read_text()) | {"resid_pdrop": 0.1}))
-    wanted = plain(GPT2LMHeadModel.from_pretrained(folder, resid_pdrop=0.0))
+    wanted = plain_run(GPT2LMHeadModel.from_pretrained(folder, resid_pdrop=0.0))
     words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", STEPS)
     found = printed(tmp_path, *words)
     assert found == pytest.approx(np.array(wanted.steps), abs=2e-4)
-    assert wanted.steps[0][0] != pytest.approx(plain(built()).steps[0][0], abs=1e-3)
-
-
-@pytest.mark.parametrize("words", [["--tensor", "3"], ["--load", "/missing/folder"]])
-def test_what_does_not_fit_is_an_error_in_one_line(words: list[str]) -> None:
-    ended = run(FILE, *words)
-    assert ended.returncode == 2, ended.stderr
-    assert len([line for line in ended.stderr.splitlines() if line.startswith("error: ")]) == 1
-    assert "Traceback" not in ended.stderr
-
-
-def test_it_says_how_it_is_used() -> None:
-    helped = run(FILE, "--help")
-    assert helped.returncode == 0, helped.stderr
-    assert "--plan {megatron,literal}" in helped.stdout
+    assert wanted.steps[0][0] != pytest.approx(plain_run(built()).steps[0][0], abs=1e-3)
 
 
 class Counts(NamedTuple):
@@ -157,7 +140,7 @@ def counted(world: int, plan: str) -> tuple[Counts, Counts]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_each_plan_computes_and_sends_is_on_the_page(gloo: Pool, world: int) -> None:
+def test_the_page_has_what_each_plan_computes_and_sends(gloo: Pool, world: int) -> None:
     """In units of (t - 1) / t b s h numbers sent, and of what one process computes."""
     (alone, _), *others = [
         gloo.run(ranks, counted, ranks, plan)[0]

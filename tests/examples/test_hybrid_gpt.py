@@ -61,14 +61,13 @@ def example(flags: list[str]) -> None:
     hybrid_gpt.main()
 
 
-def run_example(folder: Path, place: Path, words: str, world: int = 1, code: int = 0) -> str:
-    """What the first rank printed; its record is in `place`."""
+def run_example(folder: Path, place: Path, words: str, world: int = 1) -> None:
+    """Its record is in `place`."""
     flags = [*flags_of(folder), "--num-micro-batches", "12", "--log-dir", str(place)]
     place.mkdir()
     target = partial(example, [*flags, *words.split()])
     with start_ranks(target, range(world), world, place) as started:
-        assert started.wait() == [code] * world, started.text()
-        return started.text(0)
+        assert started.wait() == [0] * world, started.text()
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +126,3 @@ def test_in_fp16_pipeline_stages_change_no_bit(folder: Path, tmp_path: Path) -> 
     for name in ("loss", "loss_scale", "skipped_steps"):
         assert [each[name] for each in one] == [each[name] for each in two]
     assert one[0]["loss_scale"] > 1
-
-
-@pytest.mark.parametrize(
-    ("words", "world", "named"),
-    [
-        ("--num-layers 3", 4, "--num-virtual-stages-per-pipeline-rank"),
-        ("", 1, "--pipeline-model-parallel-size"),
-        (f"{SERIAL} --num-attention-heads 5", 1, "--num-attention-heads"),
-        (f"{SERIAL} --data-path nowhere.jsonl", 1, "--data-path"),
-    ],
-)
-def test_bad_input_is_one_line(
-    folder: Path, tmp_path: Path, words: str, world: int, named: str
-) -> None:
-    text = run_example(folder, tmp_path / "logs", words, world=world, code=2)
-    errors = [line for line in text.splitlines() if line.strip()]
-    assert len(errors) <= 2
-    assert errors[0].startswith(f"error: {named}")

@@ -14,16 +14,7 @@ from megatron.models.gpt2 import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.models.dense import dense_gpt2
-from tests.tiny import (
-    SEQUENCE,
-    VOCABULARY,
-    mesh_of_ranks,
-    samples,
-    tiny_model,
-    tiny_section,
-    tiny_weights,
-)
+from tests.tiny import SEQUENCE, mesh_of_ranks, samples, tiny_model
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -63,19 +54,10 @@ def test_the_logits_of_each_step_are_those_without_a_cache(dtype: torch.dtype) -
     assert largest_difference(1, dtype) <= TOLERANCE[dtype]
 
 
-def test_they_are_where_the_model_is_cut(gloo: Pool) -> None:
+def test_the_logits_of_a_cut_model_are_those_without_a_cache(gloo: Pool) -> None:
     for size in (2, 4):
         for difference in gloo.run(size, largest_difference, size, torch.float64):
             assert difference <= 1e-12
-
-
-@torch.no_grad()
-def test_a_factory_of_plain_modules_has_a_cache_too() -> None:
-    ours = tiny_model(serial_mesh())
-    weights = {name: weight.double() for name, weight in tiny_weights(ours).items()}
-    dense = dense_gpt2(tiny_section(), VOCABULARY, weights)
-    for one, other in zip(with_cache(ours.eval()), with_cache(dense.eval()), strict=True):
-        torch.testing.assert_close(one[:, :VOCABULARY], other, rtol=1e-12, atol=1e-12)
 
 
 def behind_layers(
@@ -86,7 +68,7 @@ def behind_layers(
 
 
 @torch.no_grad()
-def test_it_can_be_filled_in_parts_of_any_size() -> None:
+def test_a_cache_is_filled_in_parts_of_any_size() -> None:
     model = tiny_model(serial_mesh())
     tokens = torch.tensor(TEXTS)
     positions = torch.arange(SEQUENCE).expand_as(tokens)
@@ -101,7 +83,7 @@ def test_it_can_be_filled_in_parts_of_any_size() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), together, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_read_where_gradients_are_recorded_too() -> None:
+def test_a_cache_is_read_where_gradients_are_recorded() -> None:
     model = tiny_model(serial_mesh(), dtype=torch.bfloat16)
     tokens = torch.tensor(TEXTS)
     positions = torch.arange(SEQUENCE).expand_as(tokens)
@@ -147,7 +129,7 @@ def test_without_padding_there_is_no_mask() -> None:
 
 
 @torch.no_grad()
-def test_no_place_that_is_read_is_nan() -> None:
+def test_padding_leaves_no_nan() -> None:
     """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
     model = tiny_model(serial_mesh())
     cache = KeyValueCache(8, torch.tensor([0, 6]))

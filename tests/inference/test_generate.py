@@ -19,13 +19,7 @@ from megatron.inference.generate import (
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
 from tests.models.test_huggingface import KINDS, by_our_names
-from tests.tiny import (
-    VOCABULARY,
-    mesh_of_ranks,
-    scatter_weights,
-    tiny_model,
-    tiny_section,
-)
+from tests.tiny import VOCABULARY, mesh_of_ranks, scatter_weights, tiny_model, tiny_section
 
 POSITIONS = 64
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]
@@ -180,9 +174,7 @@ def test_logits_that_are_no_numbers_are_an_error(sampling: Sampling) -> None:
         model.position_embedding.weight[5] = torch.nan
     few = replace(sampling, max_new_tokens=6)
     assert len(generate(model.eval(), mesh, [[1]], replace(few, max_new_tokens=5), ends=())[0])
-    with pytest.raises(
-        DivergedError, match="prompt 8: after 5 new tokens the logits are not numbers"
-    ):
+    with pytest.raises(DivergedError, match=r"prompt 8\b.* 5 "):
         generate(model.eval(), mesh, [[1]], few, ends=(), numbers=[7])
 
 

@@ -13,11 +13,10 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import document_mask
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
-from tests.models.dense import dense_gpt2
+from tests import plain
 from tests.tiny import (
     GRANULARITIES,
     SEQUENCE,
-    VOCABULARY,
     assert_gradients,
     samples,
     summed_loss,
@@ -41,29 +40,21 @@ def with_documents(batch: GPT2Batch) -> GPT2Batch:
 
 @pytest.mark.parametrize("prepare", [lambda batch: batch, with_documents])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_it_equals_plain_modules(
+def test_gpt2_equals_plain_torch(
     prepare: Callable[[GPT2Batch], GPT2Batch], granularity: str
 ) -> None:
-    section = tiny_section(recompute_granularity=granularity)
+    section, batch = tiny_section(recompute_granularity=granularity), prepare(samples(3))
     model = tiny_model(serial_mesh(), section)
-    weights = {name: weight.double() for name, weight in tiny_weights(model).items()}
-    dense = dense_gpt2(section, VOCABULARY, weights)
-    batch = prepare(samples(3))
-
-    (loss, count), (expected, _) = (summed_loss(each, batch, CPU) for each in (model, dense))
+    dense = plain.GPT2(tiny_weights(model), section.num_attention_heads)
+    loss, count = summed_loss(model, batch, CPU)
+    expected = plain.summed_loss(dense(batch), batch)
     assert count == batch.loss_mask.sum()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-
     loss.backward()
     expected.backward()
-    wanted = dict(dense.named_parameters())
-    gradients = {
-        n: each.grad[: wanted[n].shape[0]] if n == "word_embedding.weight" else each.grad
-        for n, each in model.named_parameters()
-    }
-    assert_gradients(
-        gradients, {n: wanted[n].grad.view_as(gradient) for n, gradient in gradients.items()}, 1e-11
-    )
+    wanted = {name: each.grad for name, each in dense.named_parameters()}
+    gradients = {n: each.grad[: len(wanted[n])] for n, each in model.named_parameters()}
+    assert_gradients(gradients, wanted, 1e-11)
 
 
 def test_a_document_is_read_as_if_it_were_alone() -> None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,9 +28,11 @@ from megatron.parallel.planned import AS_IT_IS, Form
 from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
+from tests import plain
 from tests.dist import Pool
 from tests.huggingface import of_plan
-from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, plain_adamw, samples
+from tests.refusals import refusal
+from tests.tiny import SEED, VOCABULARY, mesh_of_ranks, micro_batches, samples
 from tests.tools.convert.models import randomise
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -265,7 +266,7 @@ def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
             assert count == needed + twice, name
 
 
-def test_what_transformers_makes_of_several_tensors_is_made_here(
+def test_tensors_that_transformers_splits_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("llama", GATED | {"num_key_value_heads": 4})
@@ -320,8 +321,7 @@ def test_a_folder_of_another_model_is_refused_by_the_name_of_the_tensor(
     change, named = WRONG[what]
     folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
     state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
-    with pytest.raises(ValueError, match=named):
-        state.load_folder(str(folder))
+    assert named in str(refusal(lambda: state.load_folder(str(folder))))
 
 
 def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
@@ -330,24 +330,24 @@ def test_files_that_are_damaged_or_missing_are_named(tmp_path: Path) -> None:
     file = min(folder.glob("*.safetensors"))
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    with pytest.raises(ValueError, match=file.name):
-        state.load_folder(str(folder))
+    assert file.name in str(refusal(lambda: state.load_folder(str(folder))))
     file.unlink()
-    with pytest.raises(UsageError, match=file.name):
-        state.load_folder(str(folder))
+    error = refusal(lambda: state.load_folder(str(folder)))
+    assert isinstance(error, UsageError)
+    assert file.name in str(error)
 
 
-def test_where_a_run_starts(tmp_path: Path) -> None:
+def test_weights_that_a_run_starts_from(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", GPT2)
     assert section_of(folder, GPT2).starts_from() == str(folder)
     assert section_of(folder, GPT2, random_weights=True).starts_from() is None
     file = folder / "model.safetensors"
     for name in ("adapter.safetensors", "pytorch_model.bin"):
         file = file.rename(folder / name)
-        with pytest.raises(UsageError) as refused:
-            section_of(folder, GPT2).starts_from()
-        assert refused.value.flag == "--hf-model"
-        assert "--random-weights" in refused.value.works
+        error = refusal(section_of(folder, GPT2).starts_from)
+        assert isinstance(error, UsageError)
+        assert error.flag == "--hf-model"
+        assert "--random-weights" in error.works
     file.unlink()
     assert section_of(folder, GPT2).starts_from() is None
 
@@ -377,20 +377,14 @@ def tune_there(folder: str) -> dict[str, Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager"
     )
-    optimizer = plain_adamw(model, OPTIMIZER, LR)
+    optimizer = plain.adamw(model, OPTIMIZER, LR)
     model.train()
     for step in range(STEPS):
         batch = samples(4, first=4 * step)
-        tokens, labels, mask = (
-            torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask)
-        )
         with Wide():
-            logits = model(input_ids=tokens).logits
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        optimizer.zero_grad()
-        ((each * mask.flatten()).sum() / mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
-        optimizer.step()
+            logits = model(input_ids=torch.from_numpy(batch.tokens)).logits
+        loss = plain.summed_loss(logits, batch) / float(batch.loss_mask.sum())
+        plain.update(optimizer, loss, OPTIMIZER.clip_grad)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -483,12 +477,10 @@ def test_weights_of_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(fnmatchcase("pytorch_model.bin", pattern) for pattern in asked)
     assert set(section.files(None)) == {"hf_generation_config.json"}
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UsageError):
-        state.load_folder("some/model")
+    assert isinstance(refusal(lambda: state.load_folder("some/model")), UsageError)
 
     def unreachable(name: str, **_: Any) -> str:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UsageError, match="no network"):
-        state.load_folder("some/model")
+    assert isinstance(refusal(lambda: state.load_folder("some/model")), UsageError)

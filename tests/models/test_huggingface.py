@@ -1,23 +1,28 @@
-"""GPT-2 and BERT equal transformers given the same weights: logits and every gradient."""
+"""GPT-2, BERT and Llama equal transformers given the same weights: logits and every gradient."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import LlamaConfig, ModelConfig
+from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
-from megatron.parallel.collectives import gather_from
+from megatron.models.hf_layers import Wide
+from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
-from megatron.train.evaluate import whole_logits
 from megatron.train.executor import on_device, run_whole
+from tests import plain
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
+from tests.llama import llama_section
 from tests.tiny import (
     SEQUENCE,
     VOCABULARY,
@@ -35,96 +40,155 @@ from tools.convert.gpt2 import GPT2
 from tools.convert.table import Family
 from tools.convert.weights import resolve
 
+CPU = torch.device("cpu")
 POST_LN, PRE_LN = PRETRAINED
-TEXT, BATCH = samples(3), bert_samples(6)
-MOVED = on_device(BATCH, torch.device("cpu"))
-INPUTS = [MOVED.tokens, MOVED.token_types, MOVED.is_real]
-LABELS, MASK, IS_SWAPPED = (
-    torch.from_numpy(each)
-    for each in (BATCH.labels, BATCH.loss_mask.astype(bool), BATCH.is_swapped)
-)
+BATCH = bert_samples(6)
+MOVED = on_device(BATCH, CPU)
 
 
 # Each returns logits, BERT's without those at padding, and leaves gradients in the model.
 
 
-def their_gpt2(model: Any) -> list[Tensor]:
-    logits = model(torch.from_numpy(TEXT.tokens)).logits
-    labels, mask = (torch.from_numpy(each).flatten() for each in (TEXT.labels, TEXT.loss_mask))
-    losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
-    (losses * mask).sum().backward()
+def their_text(model: Any, batch: GPT2Batch) -> list[Tensor]:
+    logits = their_logits(model, batch)
+    plain.summed_loss(logits, batch).backward()
     return [logits.detach()]
 
 
-def our_gpt2(model: Any, mesh: Mesh) -> list[Tensor]:
-    logits = whole_logits(model, mesh, torch.from_numpy(TEXT.tokens))
-    summed_loss(model, TEXT, torch.device("cpu"))[0].backward()
-    return [logits]
+def their_logits(model: Any, batch: GPT2Batch) -> Tensor:
+    starts = batch.document_starts
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    mask = mask if starts is None else plain.document_mask(torch.from_numpy(starts))
+    with Wide():
+        found: Tensor = model(
+            input_ids=torch.from_numpy(batch.tokens),
+            position_ids=torch.from_numpy(batch.positions),
+            attention_mask=torch.zeros(mask.shape, dtype=model.dtype).masked_fill(
+                ~mask, -torch.inf
+            ),
+        ).logits
+    return found
 
 
-def their_bert(model: Any) -> list[Tensor]:
-    tokens, types, is_real = INPUTS
+def our_text(model: Any, mesh: Mesh, batch: GPT2Batch) -> list[Tensor]:
+    with torch.no_grad():
+        logits = gather_from(model(on_device(batch, CPU)), -1, mesh.tensor)[:, :VOCABULARY]
+    summed_loss(model, batch, CPU)[0].backward()
+    return [logits.view(*batch.tokens.shape, -1)]
+
+
+def their_bert(model: Any, batch: Any) -> list[Tensor]:
     found = model(
-        input_ids=tokens,
-        token_type_ids=types,
-        attention_mask=is_real.long(),
-        labels=LABELS.where(MASK, -100),
-        next_sentence_label=IS_SWAPPED,
+        input_ids=MOVED.tokens,
+        token_type_ids=MOVED.token_types,
+        attention_mask=MOVED.is_real.long(),
+        labels=MOVED.labels.where(MOVED.loss_mask > 0, -100),
+        next_sentence_label=MOVED.is_swapped,
     )
     found.loss.backward()
-    return [found.prediction_logits[is_real].detach(), found.seq_relationship_logits.detach()]
+    return [found.prediction_logits[MOVED.is_real].detach(), found.seq_relationship_logits.detach()]
 
 
-def our_bert(model: Any, mesh: Mesh) -> list[Tensor]:
+def our_bert(model: Any, mesh: Mesh, batch: Any) -> list[Tensor]:
     with torch.no_grad():
         masked, in_order = model(MOVED)
-    masked = gather_from(masked, -1, mesh.tensor)[INPUTS[2].flatten(), :VOCABULARY]
+    masked = gather_from(masked, -1, mesh.tensor)[MOVED.is_real.flatten(), :VOCABULARY]
     loss_scales = 1 / torch.tensor(model.denominators(BATCH), dtype=torch.float64)
-    run_whole(model, model, BATCH, torch.device("cpu"), loss_scales).sum().backward()
+    run_whole(model, model, BATCH, CPU, loss_scales).sum().backward()
     return [masked, in_order]
 
 
 class Kind(NamedTuple):
-    family: Family
+    """family: the table of the conversion; None of Llama."""
+
+    family: Family | None
     config: ModelConfig
     their_name: str
-    theirs: Callable[[Any], list[Tensor]]
-    ours: Callable[[Any, Mesh], list[Tensor]]
+    theirs: Callable[[Any, Any], list[Tensor]] = their_text
+    ours: Callable[[Any, Mesh, Any], list[Tensor]] = our_text
+    batch: Any = samples(3)
+
+
+def llama(batch: GPT2Batch | None = None, **changes: Any) -> Kind:
+    batch = samples(3) if batch is None else batch
+    return Kind(None, llama_section(**changes), "LlamaForCausalLM", batch=batch)
+
+
+def placed(
+    start: int = 0, step: int = 1, *, has_documents: bool = False, is_masked: bool = False
+) -> GPT2Batch:
+    """start, step: of positions, which documents begin again; is_masked: these do not see each
+    other."""
+    places, cuts = np.arange(SEQUENCE), 3 + 4 * np.arange(3)[:, None]
+    starts = np.where(places >= cuts, cuts, 0) * has_documents
+    positions = start + step * (places - starts)
+    return replace(samples(3), positions=positions, document_starts=starts if is_masked else None)
 
 
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 48, "init_method_std": 0.05}
+SCALING = (8.0, 1.0, 4.0, 100.0)  # of head size 8: one frequency stays, one is between, two shrink
+LONG = {"hidden_size": 96, "max_position_embeddings": 128}
 KINDS = {
-    "gpt2": Kind(GPT2, tiny_section(**SIZES), "GPT2LMHeadModel", their_gpt2, our_gpt2),
+    "gpt2": Kind(GPT2, tiny_section(**SIZES), "GPT2LMHeadModel"),
     "bert post-ln": Kind(
         POST_LN, bert_section("post-ln", **SIZES), "BertForPreTraining", their_bert, our_bert
     ),
     "bert pre-ln": Kind(
         PRE_LN, bert_section("pre-ln", **SIZES), "MegatronBertForPreTraining", their_bert, our_bert
     ),
+    "12 query and 3 key/value heads": llama(),
+    "tied": llama(untie_embeddings_and_output_weights=False),
+    "1 key/value head": llama(num_query_groups=1),
+    "as many key/value heads": llama(num_query_groups=None),
+    "4 query and 2 key/value heads": llama(
+        num_attention_heads=4, num_query_groups=2, rotary_base=500.0
+    ),
+    "scaled": llama(placed(90), rope_scaling=SCALING, **LONG),
+    "longer than trained": llama(max_position_embeddings=SEQUENCE // 2),
+    "later positions": llama(placed(5000, 7)),
+    "reset positions": llama(placed(has_documents=True)),
+    "documents": llama(placed(has_documents=True, is_masked=True)),
 }
 
 
 def their_model(kind: Kind, dtype: torch.dtype) -> Any:
     """Random in every parameter."""
-    config = kind.config
+    config: Any = kind.config
     make = getattr(transformers, kind.their_name)
-    settings = make.config_class(
-        vocab_size=VOCABULARY,
-        num_hidden_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        max_position_embeddings=SEQUENCE,
-        attn_implementation="eager",
-        intermediate_size=4 * config.hidden_size,  # of a BERT, as the next
-        layer_norm_eps=config.layernorm_epsilon,
-    )
-    model = make(settings)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attn_implementation": "eager",
+        "intermediate_size": config.ffn_size,
+        "layer_norm_eps": config.layernorm_epsilon,
+    }
+    if isinstance(config, LlamaConfig):
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+        if config.rope_scaling is not None:
+            names = ("factor", "low_freq_factor", "high_freq_factor")
+            rope |= dict(zip(names, config.rope_scaling, strict=False), rope_type="llama3")
+            rope["original_max_position_embeddings"] = int(config.rope_scaling[3])
+        settings |= {
+            "num_key_value_heads": config.query_groups,
+            "rms_norm_eps": config.layernorm_epsilon,
+            "tie_word_embeddings": config.has_tied_head,
+            "rope_parameters": rope,
+        }
+    model = make(make.config_class(**settings))
     randomise(model)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    if isinstance(config, LlamaConfig):
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to(dtype)
+    return model
 
 
 def by_our_names(kind: Kind, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of theirs, weights or gradients, through the table of the conversion."""
+    """Tensors of theirs, weights or gradients."""
+    if kind.family is None:
+        return plain.by_project_names(theirs)
     return {
         entry.ours: entry.transform.to_ours(
             [theirs[kind.family.key_of(name)] for name in entry.theirs], entry.spec.shape
@@ -133,35 +197,73 @@ def by_our_names(kind: Kind, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def run_ours(
-    name: str, weights: dict[str, Tensor], tensor_size: int
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(logits, whole gradients) on this rank."""
-    kind, mesh = KINDS[name], mesh_of_ranks(tensor_size)
-    dtype = next(iter(weights.values())).dtype
-    model = build_model(kind.config, mesh, VOCABULARY, seed=1, dtype=dtype)
-    scatter_weights(model, weights)
-    logits = kind.ours(model.eval(), mesh)
-    table = sharding_specs(model)
-    return logits, {n: gather_whole(p.grad, table[n]) for n, p in model.named_parameters()}
+class Outcome(NamedTuple):
+    weights: dict[str, Tensor]
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
-)
-@pytest.mark.parametrize("name", KINDS)
-def test_logits_and_gradients_are_those_of_transformers(
-    gloo: Pool, name: str, dtype: torch.dtype, tolerance: float, tensor_size: int
-) -> None:
-    assert not INPUTS[2].all(), "some sequences should be padded"
+@cache
+def theirs(name: str, dtype: torch.dtype) -> Outcome:
     kind = KINDS[name]
     model = their_model(kind, dtype)
-    expected = kind.theirs(model)
-    wanted = by_our_names(kind, {n: each.grad for n, each in model.named_parameters()})
-    weights = by_our_names(kind, model.state_dict())
-    for logits, gradients in gloo.run(tensor_size, run_ours, name, weights, tensor_size):
-        for each, other in zip(logits, expected, strict=True):
-            assert each.shape == other.shape
-            assert_relative(each, other, tolerance)
-        assert_gradients(gradients, wanted, 10 * tolerance)
+    logits = kind.theirs(model, kind.batch)
+    named = dict(model.named_parameters())
+    weights, gradients = (
+        by_our_names(kind, {each: value(parameter) for each, parameter in named.items()})
+        for value in (Tensor.detach, lambda parameter: parameter.grad)
+    )
+    return Outcome(weights, logits, gradients)
+
+
+def ours(weights: dict[str, dict[str, Tensor]], tensor_size: int) -> dict[str, Outcome]:
+    """Of each kind on this rank, the gradients whole."""
+    mesh, found = mesh_of_ranks(tensor_size), {}
+    for name, own in weights.items():
+        kind, dtype = KINDS[name], next(iter(own.values())).dtype
+        model = build_model(kind.config, mesh, VOCABULARY, seed=1, dtype=dtype)
+        scatter_weights(model, own)
+        logits = kind.ours(model.eval(), mesh, kind.batch)
+        table = sharding_specs(model)
+        parameters = dict(model.named_parameters())
+        for parameter_name, spec in table.items():  # of heads that several ranks use
+            for axis in spec.partial:
+                all_reduce(parameters[parameter_name].grad, axis)
+        gradients = {n: gather_whole(p.grad, table[n]) for n, p in parameters.items()}
+        found[name] = Outcome({}, logits, gradients)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tensor_size"),
+    [(torch.float64, 1), (torch.float64, 2), (torch.float64, 4), (torch.float32, 2)],
+)
+def test_logits_and_gradients_are_those_of_transformers(
+    gloo: Pool, dtype: torch.dtype, tensor_size: int
+) -> None:
+    assert not MOVED.is_real.all(), "some sequences should be padded"
+    wanted = {name: theirs(name, dtype) for name in KINDS}
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    weights = {name: each.weights for name, each in wanted.items()}
+    for of_rank in gloo.run(tensor_size, ours, weights, tensor_size):
+        for name, (_, logits, gradients) in of_rank.items():
+            for each, other in zip(logits, wanted[name].logits, strict=True):
+                assert each.shape == other.shape
+                assert_relative(each, other, tolerance, name)
+            assert_gradients(gradients, wanted[name].gradients, 10 * tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("scaled", llama(placed(90), **LONG)),
+        ("later positions", llama()),
+        ("reset positions", llama()),
+        ("documents", KINDS["reset positions"]),
+    ],
+)
+def test_scaling_positions_and_masks_change_the_logits(name: str, other: Kind) -> None:
+    """So that a model that leaves them out is seen."""
+    (logits,) = theirs(name, torch.float64).logits
+    without = their_logits(their_model(other, torch.float64), other.batch).detach()
+    assert (without - logits).norm() > 1e-3 * logits.norm()

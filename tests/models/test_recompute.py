@@ -1,5 +1,5 @@
-"""Dropout draws in each of its places; what the backward computes again draws the same, changes no
-number and frees memory."""
+"""Dropout draws in each of its places; what the backward computes again draws the same and changes
+no number. The matrix counts what is kept."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.parallel.dropout import Dropout
-from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
@@ -22,7 +21,6 @@ from tests.dist import Pool
 from tests.llama import llama_section
 from tests.tiny import (
     GRANULARITIES,
-    SEQUENCE,
     mesh_of_ranks,
     micro_batches,
     samples,
@@ -31,7 +29,6 @@ from tests.tiny import (
     tiny_state,
     whole_gradients,
 )
-from tools.layouts.meters import saved_bytes
 
 CPU = torch.device("cpu")
 BATCH = 4
@@ -121,9 +118,7 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(gloo: Pool, kind: str, size
 def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[Tensor]:
     """Loss and a gradient of attention's weight, twice from the same step."""
     section = tiny_section(
-        attention_dropout=0.2,
-        attention_dropout_rng="kernel",
-        recompute_granularity=granularity,
+        attention_dropout=0.2, attention_dropout_rng="kernel", recompute_granularity=granularity
     )
     found = []
     for seed in (1, 2):
@@ -150,37 +145,3 @@ def test_what_a_kernel_draws_is_drawn_again(gloo: Pool) -> None:
                 assert torch.equal(found[2], wanted[0])
                 assert torch.equal(found[3], wanted[1])
         assert gloo.run(size, drawn_in_the_kernel, size, "none", 4)[0][0] != first[0][0]
-
-
-def kept_of_layers(tensor_size: int, layers: int, dropout: float, granularity: str) -> int:
-    """Of what a GPT-2 keeps for its backward pass beside weights, in fp64."""
-    section = tiny_section(
-        num_layers=layers, recompute_granularity=granularity, attention_dropout=dropout
-    )
-    return saved_bytes(tiny_state(mesh_of_ranks(tensor_size), section), samples(BATCH))
-
-
-def kept_of_a_layer(tensor_size: int, dropout: float) -> dict[str, int]:
-    """By granularity."""
-    one = {each: kept_of_layers(tensor_size, 1, dropout, each) for each in GRANULARITIES}
-    three = {each: kept_of_layers(tensor_size, 3, dropout, each) for each in GRANULARITIES}
-    return {each: (three[each] - one[each]) // 2 for each in GRANULARITIES}
-
-
-@pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_full_keeps_a_layer_s_input_and_selective_all_but_probabilities(
-    gloo: Pool, size: int, dropout: float
-) -> None:
-    section = tiny_section()
-    stream = BATCH * SEQUENCE * section.hidden_size * 8  # [n, h]
-    norms = 4 * BATCH * SEQUENCE * 8  # mean and deviation of two
-    probabilities = BATCH * section.num_attention_heads // size * SEQUENCE**2
-    for kept in gloo.run(size, kept_of_a_layer, size, dropout):
-        assert kept["full"] == stream
-        # Before and behind two norms; q, k, v, the heads, and the wide ones before and behind GeLU.
-        assert kept["selective"] == stream * (4 + (3 + 1 + 4 + 4) / size) + norms
-        # Which of them dropout has left is computed again, from a key of each row.
-        keys = probabilities // SEQUENCE * (dropout > 0)
-        assert kept["none"] - kept["selective"] == (probabilities + keys) * 8

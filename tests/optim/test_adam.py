@@ -11,16 +11,13 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
+from tests import plain
 from tests.dist import Pool
-from tests.models.dense import dense_gpt2
 from tests.tiny import (
-    VOCABULARY,
     mesh_of_ranks,
     micro_batches,
     samples,
-    summed_loss,
     tiny_model,
-    tiny_section,
     tiny_state,
     tiny_weights,
     whole_weights,
@@ -30,56 +27,34 @@ CPU = torch.device("cpu")
 RATES = [1e-3, 2e-3, 1e-3, 5e-4, 1e-4]
 
 
-def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Decay for matrices, none for vectors: in the plain model these are biases and norms."""
-    matrices = [each for each in model.parameters() if each.dim() > 1]
-    vectors = [each for each in model.parameters() if each.dim() == 1]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-    )
-
-
 def plain_run(
     config: OptimizerConfig,
     rates: Sequence[float],
-    optimizer_of: Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer] = plain_adamw,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = plain.adamw,
 ) -> tuple[nn.Module, list[float]]:
     """(the model, losses) after a loop that anyone would write: no buffers, one batch a step."""
-    weights = {n: w.double() for n, w in tiny_weights(tiny_state(serial_mesh()).model).items()}
-    model = dense_gpt2(tiny_section(), VOCABULARY, weights)
+    model, losses = plain.GPT2(tiny_weights(tiny_model(serial_mesh())), 4), list[float]()
     optimizer = optimizer_of(model, config)
-    losses = []
     for step, rate in enumerate(rates):
-        loss, count = summed_loss(model, samples(4, first=10 * step), CPU)
-        optimizer.zero_grad()
-        (loss / count).backward()
-        if config.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(loss.item() / count)
+        batch = samples(4, first=10 * step)
+        loss = plain.summed_loss(model(batch), batch) / float(batch.loss_mask.sum())
+        plain.update(optimizer, loss, config.clip_grad, rate)
+        losses.append(loss.item())
     return model, losses
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1e9])
 def test_five_steps_equal_a_plain_loop(clip_grad: float) -> None:
     config = OptimizerConfig(weight_decay=0.3, clip_grad=clip_grad, adam_beta2=0.95)
-    plain, losses = plain_run(config, RATES)
+    dense, losses = plain_run(config, RATES)
     state = tiny_state(serial_mesh(), optimizer=config)
     for step, rate in enumerate(RATES):
         result = train_step(state, [samples(4, first=10 * step)], rate)
         assert result.loss == pytest.approx(losses[step], rel=1e-12)
         assert result.grad_norm > 0.5, "the clip would not be seen"
-    expected = dict(plain.named_parameters())
+    expected = dict(dense.named_parameters())
     for name, weight in whole_weights(state.model).items():
-        wanted = expected[name].detach().view_as(weight)
-        torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-10)
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-10)
 
 
 Optimizer = type[torch.optim.Adam] | type[torch.optim.AdamW]
@@ -112,8 +87,7 @@ def test_three_steps_equal_torch_s_optimizers_by_default(
     wanted = dict(expected.named_parameters())
     for found in gloo.run(world, own_run, world, config):
         for name, weight in found.items():
-            plain = wanted[name].detach().view_as(weight)
-            torch.testing.assert_close(weight, plain, rtol=0, atol=1e-12)
+            torch.testing.assert_close(weight, wanted[name].detach(), rtol=0, atol=1e-12)
 
 
 def test_biases_and_norms_do_not_decay() -> None:
@@ -166,25 +140,25 @@ def test_pure_bf16_is_torch_s_adamw_on_a_bf16_model(clip_grad: float) -> None:
     """The same model without buckets, whose gradients are autograd's: the same bits without
     clipping. torch's clipping has a norm and a factor of 8 bits, ours of 53, and rounds once less.
     """
-    state, plain = pure_state(clip_grad), tiny_model(serial_mesh(), dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.1, fused=True)
+    state, twin = pure_state(clip_grad), tiny_model(serial_mesh(), dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.1, fused=True)
     for step, rate in enumerate(RATES[:3]):
         batch = samples(4, first=10 * step)
         result = train_step(state, [batch], rate)
         optimizer.zero_grad()
-        scales = 1 / torch.tensor(plain.denominators(batch), dtype=torch.float64)
-        plain(on_device(batch, CPU), scales).sum().backward()
-        gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+        scales = 1 / torch.tensor(twin.denominators(batch), dtype=torch.float64)
+        twin(on_device(batch, CPU), scales).sum().backward()
+        gradients = [each.grad for each in twin.parameters() if each.grad is not None]
         norm = sum(each.double().square().sum() for each in gradients) ** 0.5
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-6 if not clip_grad else 1e-2)
         if clip_grad:
             assert result.grad_norm > clip_grad
-            nn.utils.clip_grad_norm_(plain.parameters(), clip_grad)
+            nn.utils.clip_grad_norm_(twin.parameters(), clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
     found = whole_weights(state.model)
-    for name, weight in whole_weights(plain).items():
+    for name, weight in whole_weights(twin).items():
         if not clip_grad:
             assert torch.equal(found[name], weight), name
         else:

@@ -114,7 +114,7 @@ def test_fp16_starts_high_and_is_patient() -> None:
         ({"max_consecutive_skips": 3, "loss_scale": 128.0}, "xx.xx.x", True),
     ],
 )
-def test_which_overflow_is_the_last(
+def test_overflows_in_a_row_end_a_run(
     settings: dict[str, object], steps: str, may_skip: bool
 ) -> None:
     scaler = fp16(**settings)
@@ -131,7 +131,7 @@ def test_other_dtypes_are_not_scaled_and_skip_nothing(dtype: torch.dtype) -> Non
     assert not scaler.may_skip()
 
 
-def test_it_goes_on_from_its_counters() -> None:
+def test_a_scaler_goes_on_from_its_counters() -> None:
     settings = {"initial_loss_scale": "2**10", "loss_scale_window": 4, "hysteresis": 2}
     straight, before, after = fp16(**settings), fp16(**settings), fp16(**settings)
     expected = scales(straight, "x...x.." + "..x.x")

@@ -29,10 +29,7 @@ def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("failing", "expected"),
-    [
-        ((), ((), [0, 1, 2])),
-        ((1, 2), (("--seed", 1, "1234", ("--seed", "1234")), True)),
-    ],
+    [((), ((), [0, 1, 2])), ((1, 2), (("--seed", 1, "1234", ("--seed", "1234")), True))],
 )
 def test_every_rank_raises_what_the_first_one_does(
     gloo: Pool, failing: tuple[int, ...], expected: object

@@ -1,5 +1,7 @@
 """Attention in blocks beside torch's own in fp64, with and without dropout."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,19 +37,54 @@ def document_mask(length: int) -> Tensor:
 MASKS = {"none": lambda length: None, "keys": key_mask, "documents": document_mask}
 
 
-@pytest.mark.parametrize("length", [1, BLOCK, 2 * BLOCK + 5])
+def keys_of(length: int, heads: int = HEADS) -> Tensor:
+    rows = row_keys(torch.arange(BATCH), torch.arange(length))
+    return head_keys(rows, layer_key(0, "core"), range(heads), BATCH)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, p: float) -> Tensor:
+    """Written out, of whole tensors; seen: None for what is causal."""
+    keys = keys_of(q.shape[2], q.shape[1])
+    ones = torch.ones(keys.numel(), k.shape[2], dtype=torch.float64)
+    kept = dropout(ones, keys.flatten(), p).view(*keys.shape, k.shape[2])
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if seen is None else seen
+    return ((q @ k.mT / SIZE**0.5).masked_fill(~seen, -torch.inf).softmax(-1) * kept) @ v
+
+
+def assert_same(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Values, and the gradients of the inputs."""
+    d_out = torch.randn(found.shape, dtype=torch.float64)
+    own, wanted = (torch.autograd.grad(each, inputs, d_out) for each in (found, expected))
+    torch.testing.assert_close((found, *own), (expected, *wanted), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [None, 0.0, 0.3])
+@pytest.mark.parametrize("queries", [HEADS, 2 * HEADS])
+@pytest.mark.parametrize("length", [1, 7, BLOCK, 2 * BLOCK + 5])
 @pytest.mark.parametrize("mask", [*MASKS, "causal"])
-def test_it_equals_torchs(length: int, mask: str) -> None:
+def test_blocks_equal_the_formula(length: int, mask: str, queries: int, p: float | None) -> None:
+    """queries: heads, of which two may share keys and values. p: None for the kernel without
+    dropout."""
     is_causal = mask == "causal"
     visible = None if is_causal else MASKS[mask](length)
-    inputs = draw(length)
-    d_out = torch.randn(BATCH, HEADS, length, SIZE, dtype=torch.float64)
-    expected = F.scaled_dot_product_attention(*inputs, visible, is_causal=is_causal)
-    gradients = torch.autograd.grad(expected, inputs, d_out)
-    found = block_attention(*inputs, visible, is_causal)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    own = torch.autograd.grad(found, inputs, d_out)
-    torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
+    q, k, v = draw(length)
+    if queries > HEADS:
+        q = torch.cat([q, draw(length)[2]], 1).detach().requires_grad_()
+    if p is None:
+        found = kernels.attention(q, k, v, visible, 0.0, is_causal)
+    else:
+        keys = keys_of(length, queries) if p else None
+        found = block_attention(q, k, v, visible, is_causal, p, keys)
+    seen = visible if visible is not None or is_causal else torch.ones(1, dtype=torch.bool)
+    assert_same(found, formula(q, k, v, seen, p or 0.0), (q, k, v))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_keys_need_not_be_as_many_as_queries(p: float) -> None:
+    q, (_, k, v) = draw(BLOCK + 3)[0], draw(9)
+    found = block_attention(q, k, v, key_mask(9), False, p, keys_of(BLOCK + 3))
+    assert_same(found, formula(q, k, v, key_mask(9), p), (q, k, v))
 
 
 def test_a_query_that_sees_nothing_is_no_nan() -> None:
@@ -55,73 +92,6 @@ def test_a_query_that_sees_nothing_is_no_nan() -> None:
     seen = torch.zeros(BATCH, 1, 1, BLOCK + 1, dtype=torch.bool)
     found = block_attention(*inputs, seen, False)
     assert torch.stack(torch.autograd.grad(found.sum(), inputs)).isfinite().all()
-
-
-def keys_of(length: int) -> Tensor:
-    rows = row_keys(torch.arange(BATCH), torch.arange(length))
-    return head_keys(rows, layer_key(0, "core"), range(HEADS), BATCH)
-
-
-@pytest.mark.parametrize("length", [7, BLOCK, 2 * BLOCK + 5])
-@pytest.mark.parametrize("mask", [*MASKS, "causal"])
-def test_with_dropout_it_equals_the_formula(length: int, mask: str) -> None:
-    is_causal = mask == "causal"
-    visible = None if is_causal else MASKS[mask](length)
-    q, k, v = inputs = draw(length)
-    keys = keys_of(length)
-    ones = torch.ones(keys.numel(), length, dtype=torch.float64)
-    kept = dropout(ones, keys.flatten(), 0.3).view(*keys.shape, length)
-    scores = q @ k.mT / SIZE**0.5
-    seen = torch.ones(length, length, dtype=torch.bool).tril() if is_causal else visible
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
-    expected = (scores.softmax(-1) * kept) @ v
-    d_out = torch.randn(BATCH, HEADS, length, SIZE, dtype=torch.float64)
-    gradients = torch.autograd.grad(expected, inputs, d_out)
-    found = block_attention(q, k, v, visible, is_causal, 0.3, keys)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    own = torch.autograd.grad(found, inputs, d_out)
-    torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_keys_need_not_be_as_many_as_queries(p: float) -> None:
-    q, (_, k, v) = draw(BLOCK + 3)[0], draw(9)
-    keys, mask = keys_of(BLOCK + 3), key_mask(9)
-    ones = torch.ones(keys.numel(), 9, dtype=torch.float64)
-    kept = dropout(ones, keys.flatten(), p).view(*keys.shape, 9)
-    scores = (q @ k.mT / SIZE**0.5).masked_fill(~mask, -torch.inf)
-    expected, found = (
-        (scores.softmax(-1) * kept) @ v,
-        block_attention(q, k, v, mask, False, p, keys),
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    gradients, own = (torch.autograd.grad(y.sum(), (q, k, v)) for y in (expected, found))
-    torch.testing.assert_close(own, gradients, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("length", [1, 2 * BLOCK + 5])
-@pytest.mark.parametrize("mask", [*MASKS, "causal"])
-def test_queries_that_share_keys_equal_those_with_copies(length: int, mask: str) -> None:
-    is_causal, others = mask == "causal", draw(length)
-    visible = None if is_causal else MASKS[mask](length)
-    q = torch.cat([others[0], others[2]], 1).detach().requires_grad_()  # 6 heads on 3
-    _, k, v = draw(length)
-    rows = row_keys(torch.arange(BATCH), torch.arange(length))
-    keys = head_keys(rows, layer_key(0, "core"), range(2 * HEADS), BATCH)
-    d_out = torch.randn(q.shape, dtype=torch.float64)
-
-    def outcome(p: float | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if p is None:
-            out = kernels.attention(*inputs, visible, 0.0, is_causal)
-        else:
-            out = block_attention(*inputs, visible, is_causal, p, keys if p else None)
-        return out, *torch.autograd.grad(out, (q, k, v), d_out)
-
-    for p in (None, 0.0, 0.3):
-        copies = (each.repeat_interleave(2, 1) for each in (k, v))
-        expected, found = outcome(p, q, *copies), outcome(p, q, k, v)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_in_bf16_it_is_about_as_exact_as_torchs() -> None:

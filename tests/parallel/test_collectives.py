@@ -27,6 +27,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.mesh import Axis, serial_mesh
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
 
 
@@ -35,29 +36,13 @@ def random(name: int) -> Tensor:
     return torch.randn(4, 12, dtype=torch.float64, generator=generator)
 
 
-def check_values() -> None:
-    axis = mesh_of_ranks(torch.distributed.get_world_size()).tensor
-    shards = [random(rank) for rank in range(axis.size)]
-    own, dy = shards[axis.rank], random(99)
-
-    x = own.clone().requires_grad_()
-    y = reduce_from(x * 1.0, axis)
-    torch.testing.assert_close(y, torch.stack(shards).sum(0))
-    (dx,) = torch.autograd.grad(y, x, dy)
-    assert torch.equal(dx, dy)
-
-    for dim in (0, 1):
-        assert torch.equal(gather_from(own, dim, axis), torch.cat(shards, dim))
-        assert torch.equal(gather_from(own.T, dim, axis), torch.cat([s.T for s in shards], dim))
-    most = all_reduce(torch.tensor(float(axis.rank)), axis, ReduceOp.MAX)
-    assert most.item() == axis.size - 1
-
-
 def check_rows() -> None:
     """f and g where each rank holds rows of the stream."""
     mesh = mesh_of_ranks(torch.distributed.get_world_size(), sequence_parallel=True)
     axis = mesh.tensor
     assert mesh.stream is axis
+    most = all_reduce(torch.tensor(float(axis.rank)), axis, ReduceOp.MAX)
+    assert most.item() == axis.size - 1
     shards, rows = [random(rank) for rank in range(axis.size)], 12 // axis.size
     whole, own = torch.cat(shards), slice(rows * axis.rank, rows * (axis.rank + 1))
 
@@ -79,8 +64,7 @@ def check_rows() -> None:
     assert torch.equal(y, random(99).T)
     (dx,) = torch.autograd.grad(y, x, random(98).T)  # the same on every rank, and no sum
     assert torch.equal(dx, random(98).T[own])
-    with pytest.raises(ValueError, match="13 rows"):
-        own_rows(torch.ones(13), axis)
+    assert "13" in str(refusal(lambda: own_rows(torch.ones(13), axis)))
 
 
 class Strides(NamedTuple):
@@ -175,8 +159,7 @@ CASES = {
         lambda x, axis: gather_from(x, 1, axis), lambda terms, _: torch.cat(terms, 1)
     ),
     "start_sum": Case(
-        lambda x, axis: start_sum(x, axis, axis)(),
-        lambda terms, rank: total(terms).chunk(2)[rank],
+        lambda x, axis: start_sum(x, axis, axis)(), lambda terms, rank: total(terms).chunk(2)[rank]
     ),
     "start_sum, out": Case(sum_into, lambda terms, rank: total(terms).chunk(2)[rank]),
     "start_sum_along": Case(
@@ -279,11 +262,6 @@ def test_strides_change_no_gradient(gloo: Pool) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_of_the_stream(gloo: Pool, size: int) -> None:
     gloo.run(size, check_rows)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_values_and_the_gradient_of_g(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_values)
 
 
 def test_an_axis_of_size_one_returns_its_argument() -> None:

@@ -258,7 +258,7 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
     return communication.calls
 
 
-def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
+def test_the_loss_communicates_the_size_of_the_tokens(gloo: Pool) -> None:
     """Of the softmax, and of x what the backward of any layer cut by columns sums."""
     expected = [
         ("allreduce_", shape)
@@ -268,7 +268,7 @@ def test_what_is_communicated_has_the_size_of_the_tokens(gloo: Pool) -> None:
     assert gloo.run(2, traffic) == [expected] * 2
 
 
-def test_no_tokens_are_no_loss() -> None:
+def test_the_loss_of_no_tokens_is_zero() -> None:
     x, weight, bias, labels, scales = example(torch.float32)
     arguments = x[:0], weight, bias, labels[:0], scales[:0]
     total = linear_cross_entropy(*arguments, HeadAxes(), VOCABULARY)

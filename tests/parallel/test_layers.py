@@ -1,47 +1,70 @@
-"""Each parallel layer against its dense twin in fp64: output, input gradient, weight gradients."""
+"""Each parallel layer of every mode beside torch's in fp64: outputs, and the gradients of inputs
+and of every parameter; what a rank holds; initial values; sizes that cannot be cut."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.parallel.collectives import all_reduce, gather_from
-from megatron.parallel.layers import (
+from megatron.api import (
     ColumnParallelLinear,
+    GroupedQueryLinear2D,
+    InputLinear2D,
     LayerNorm,
-    PositionEmbedding,
+    LayerNorm2D,
+    LayerNorm3D,
+    Linear2D,
+    Linear3D,
+    Mesh,
+    OutputLinear2D,
+    RMSNorm3D,
     RowParallelLinear,
     VocabParallelEmbedding,
+    VocabParallelEmbedding2D,
     VocabParallelHead,
-    linear,
-    linears,
+    VocabParallelHead2D,
+    exchange,
+    gather_stream,
+    gather_whole,
+    layer_factory,
+    materialize,
+    serial_mesh,
+    sharding_specs,
+    split_stream,
 )
-from megatron.parallel.layers_2d import Linear2D
-from megatron.parallel.layers_llama import (
-    GroupedQueryLinear,
-    RMSNorm,
-    RotaryEmbedding,
-    gated,
-    rotate,
-)
-from megatron.parallel.layers_whole import InputLinear, Linear, OutputLinear
-from megatron.parallel.mesh import Axis, Mesh, serial_mesh
-from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers import padded_vocabulary
+from megatron.parallel.layers_llama import GroupedQueryLinear, RotaryEmbedding, gated, rotate
+from megatron.parallel.mesh import Axis
+from tests import plain, threads
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, scatter_weights
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
-TOKENS, HIDDEN, OUT, VOCABULARY = 6, 8, 12, 13
-IDS = torch.tensor([0, 3, 4, 12, 7, 3])
+HIDDEN, OUT, VOCABULARY, HEADS, HEAD_SIZE = 36, 72, 13, 12, 2
+TOKENS = 4  # of a rank
+
+# By name: mode and axes. A 2D mesh that is no square has no SUMMA.
+MESHES: dict[str, tuple[str, dict[str, int]]] = {
+    "1d": ("1d", {"tensor": 4}),
+    "2d": ("2d", {"row": 2, "column": 2}),
+    "2d, no square": ("2d", {"row": 2, "column": 3}),
+    "2d of 9": ("2d", {"row": 3, "column": 3}),
+    "2d, two models": ("2d", {"data": 2, "row": 2, "column": 2}),
+    "2.5d": ("2.5d", {"depth": 2, "row": 2, "column": 2}),
+    "3d": ("3d", {"weight": 2, "input": 2, "output": 2}),
+    "3d of 27": ("3d", {"weight": 3, "input": 3, "output": 3}),
+}
 
 
 def random(name: int, *shape: int) -> Tensor:
@@ -49,63 +72,146 @@ def random(name: int, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """[n, parts, out]"""
-    return torch.einsum("ni,poi->npo", x, weight) + bias
+class Place(NamedTuple):
+    """Where a tensor [n, .., columns] lies: on which side, and the axis that cuts its columns."""
+
+    is_inside: bool
+    axis: str | None
+
+    def own(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """This rank's part of x, which is of all tokens."""
+        ranks = mesh.inner_tokens if self.is_inside else mesh.tokens
+        number, count = mesh.copies.rank * ranks.size + ranks.rank, mesh.copies.size * ranks.size
+        own = x.unflatten(0, (count, len(x) // count))[number]
+        if self.axis == "vocabulary":
+            own = F.pad(own, (0, padded_vocabulary(VOCABULARY, 1, mesh) - VOCABULARY))
+        if self.axis is not None:
+            own = own.chunk(mesh.size(self.axis), -1)[mesh.rank(self.axis)]
+        return own.clone()
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (HIDDEN,), weight, bias)
+STREAM, INSIDE = Place(False, "hidden"), Place(True, "inner_hidden")
+WHOLE, LOGITS = Place(False, None), Place(False, "vocabulary")
+Weights = dict[str, Tensor]
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (HIDDEN,), weight, 1e-5)
-
-
-def maker(layer: type[nn.Module], *sizes: int, **others: int) -> Callable[[Mesh], nn.Module]:
-    return lambda mesh: layer(mesh, *sizes, **others, std=1.0)
+def call(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return y
 
 
 class Case(NamedTuple):
-    """x_dim, y_dim: of input and output, the dim that is cut over the tensor axis, if one is."""
+    make: Callable[[LayerFactory, Mesh], nn.Module]
+    dense: Callable[[Tensor, Weights], Tensor]
+    x: Place
+    y: Place
+    width: int | None = HIDDEN  # of x; None for token ids
+    is_cut: bool = False  # whether each of N ranks of a model holds 1/N of the weight
+    call: Callable[[nn.Module, Tensor], Tensor] = call
 
-    make: Callable[[Mesh], nn.Module]
-    dense: Callable[..., Tensor]
-    x: Tensor
-    out: tuple[int, ...]
-    x_dim: int | None = None
-    y_dim: int | None = None
+
+def dense(x: Tensor, w: Weights) -> Tensor:
+    """[n, out], or [n, parts, out]"""
+    weight, bias = w["weight"], w.get("bias")
+    y = torch.einsum("ni,...oi->n...o", x, weight)
+    return y if bias is None else y + bias
 
 
-X, WIDE_X = random(10, TOKENS, HIDDEN), random(10, TOKENS, OUT)
-LAYERS = {
-    "column": Case(maker(ColumnParallelLinear, HIDDEN, OUT), F.linear, X, (OUT,), y_dim=1),
+def layer_norm(x: Tensor, w: Weights) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w["weight"], w["bias"])
+
+
+def rms_norm(x: Tensor, w: Weights) -> Tensor:
+    return plain.rms_norm(x, w["weight"])
+
+
+def words(ids: Tensor, w: Weights) -> Tensor:
+    is_known = (ids >= 0) & (ids < len(w["weight"]))
+    return F.embedding(ids * is_known, w["weight"]) * is_known[..., None]
+
+
+def heads_of(layer: Any, x: Tensor) -> Tensor:
+    """[n, 3, query heads, size]: each query beside the key and the value that it uses."""
+    q, k, v = (each.unflatten(-1, (-1, HEAD_SIZE)) for each in layer(x))
+    used = layer.of_query
+    if used is None:
+        used = torch.arange(q.shape[-2]) * k.shape[-2] // q.shape[-2]
+    return torch.stack([q, k[..., used, :], v[..., used, :]], -3).flatten(-2)
+
+
+def dense_heads(x: Tensor, w: Weights) -> Tensor:
+    biases = w.get("query_bias"), *w.get("key_value_bias", (None, None))
+    found = []
+    for weight, bias in zip((w["query"], *w["key_value"]), biases, strict=True):
+        y = F.linear(x, weight, bias).unflatten(1, (-1, HEAD_SIZE))
+        found.append(y.repeat_interleave(HEADS // y.shape[1], 1).flatten(1))
+    return torch.stack(found, 1)
+
+
+def grouped_query(key_value_heads: int, bias: bool) -> Case:
+    sizes = {"heads": HEADS, "key_value_heads": key_value_heads, "head_size": HEAD_SIZE}
+    return Case(
+        lambda make, mesh: make.grouped_query(HIDDEN, **sizes, bias=bias),
+        dense_heads,
+        STREAM,
+        INSIDE,
+        call=heads_of,
+    )
+
+
+CASES = {
+    "column": Case(lambda make, mesh: make.column(HIDDEN, OUT), dense, STREAM, INSIDE, is_cut=True),
     "three columns": Case(
-        maker(ColumnParallelLinear, HIDDEN, OUT, parts=3), column, X, (3, OUT), y_dim=2
+        lambda make, mesh: make.column(HIDDEN, OUT, parts=3), dense, STREAM, INSIDE, is_cut=True
     ),
-    "row": Case(maker(RowParallelLinear, OUT, HIDDEN), F.linear, WIDE_X, (HIDDEN,), x_dim=1),
     "column without bias": Case(
-        maker(ColumnParallelLinear, HIDDEN, OUT, bias=False), F.linear, X, (OUT,), y_dim=1
+        lambda make, mesh: make.column(HIDDEN, OUT, bias=False), dense, STREAM, INSIDE
     ),
+    "row": Case(lambda make, mesh: make.row(OUT, HIDDEN), dense, INSIDE, STREAM, OUT, is_cut=True),
     "row without bias": Case(
-        maker(RowParallelLinear, OUT, HIDDEN, bias=False), F.linear, WIDE_X, (HIDDEN,), x_dim=1
+        lambda make, mesh: make.row(OUT, HIDDEN, bias=False), dense, INSIDE, STREAM, OUT
     ),
-    "linear": Case(maker(Linear, HIDDEN, OUT), F.linear, X, (OUT,)),
-    "linear without bias": Case(maker(Linear, HIDDEN, OUT, bias=False), F.linear, X, (OUT,)),
-    "RMS norm": Case(lambda mesh: RMSNorm(mesh, HIDDEN, epsilon=1e-5), rms_norm, X, (HIDDEN,)),
-    "norm": Case(lambda mesh: LayerNorm(mesh, HIDDEN, epsilon=1e-5), norm, X, (HIDDEN,)),
+    "linear": Case(lambda make, mesh: make.linear(HIDDEN, OUT), dense, STREAM, STREAM),
+    "input": Case(lambda make, mesh: make.input(5, HIDDEN), dense, WHOLE, STREAM, 5),
+    "output": Case(lambda make, mesh: make.output(HIDDEN, 2), dense, STREAM, WHOLE),
+    "layer norm": Case(lambda make, mesh: make.layer_norm(HIDDEN), layer_norm, STREAM, STREAM),
+    "RMS norm": Case(
+        lambda make, mesh: make.rms_norm(HIDDEN, epsilon=1e-5), rms_norm, STREAM, STREAM
+    ),
+    "inner layer norm": Case(
+        lambda make, mesh: make.inner_layer_norm(OUT), layer_norm, INSIDE, INSIDE, OUT
+    ),
+    "inner RMS norm": Case(
+        lambda make, mesh: RMSNorm3D(mesh, OUT, is_inside=True), rms_norm, INSIDE, INSIDE, OUT
+    ),
     "words": Case(
-        maker(VocabParallelEmbedding, VOCABULARY, HIDDEN, divisible_by=4),
-        F.embedding,
-        IDS,
-        (HIDDEN,),
+        lambda make, mesh: make.word_embedding(VOCABULARY, HIDDEN, divisible_by=1),
+        words,
+        WHOLE,
+        STREAM,
+        None,
+        is_cut=True,
     ),
-    "positions": Case(maker(PositionEmbedding, VOCABULARY, HIDDEN), F.embedding, IDS, (HIDDEN,)),
+    "positions": Case(
+        lambda make, mesh: make.position_embedding(VOCABULARY, HIDDEN), words, WHOLE, STREAM, None
+    ),
+    "head": Case(
+        lambda make, mesh: make.head(VOCABULARY, HIDDEN, divisible_by=1, bias=True, untied_std=1.0),
+        dense,
+        STREAM,
+        LOGITS,
+        is_cut=True,
+    ),
+    **{
+        f"{count} key/value heads, {'a' if bias else 'no'} bias": grouped_query(count, bias)
+        for count in (1, 3, 4, HEADS)
+        for bias in (True, False)
+    },
 }
 
 
-def dense_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Random whole weights, put into the module; leaves to differentiate by."""
+def random_weights(module: nn.Module) -> Weights:
+    """Whole ones, put into the module; leaves to differentiate by."""
     materialize(module, device=torch.device("cpu"), dtype=torch.float64, seed=None)
     shapes = {name: spec.shape for name, spec in sharding_specs(module).items()}
     weights = {name: random(number, *shape) for number, (name, shape) in enumerate(shapes.items())}
@@ -113,121 +219,201 @@ def dense_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight.requires_grad_() for name, weight in weights.items()}
 
 
-def assert_gradients_equal(module: nn.Module, weights: dict[str, Tensor]) -> None:
+def assert_gradients(module: nn.Module, weights: Weights) -> None:
+    """Summed over the axes that the specs say, they are those of the whole weights."""
     table = sharding_specs(module)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
-        assert_close(gather_whole(parameter.grad, table[name]), weights[name].grad)
+        for axis in table[name].partial:
+            all_reduce(parameter.grad, axis)
+        assert_close(gather_whole(parameter.grad, table[name]), weights[name].grad, msg=name)
 
 
-def check_layer(name: str) -> None:
-    case, mesh = LAYERS[name], mesh_of_ranks(dist.get_world_size())
+def turned(x: Tensor) -> Tensor:
+    """The same numbers with other strides."""
+    return x.mT.contiguous().mT
 
-    def shard(x: Tensor, dim: int | None) -> Tensor:
-        return x if dim is None else x.chunk(mesh.tensor.size, dim)[mesh.tensor.rank]
 
-    layer = case.make(mesh)
-    weights = dense_weights(layer)
-    x, own, dy = case.x.clone(), shard(case.x, case.x_dim).clone(), random(11, TOKENS, *case.out)
-    if x.is_floating_point():
+def check_layer(mesh: Mesh, case: Case, leading: tuple[int, ...], is_of_words: bool) -> None:
+    """leading: dims of x on this rank."""
+    tokens = torch.Size(leading).numel() * mesh.batch.size
+    with torch.device("meta"):
+        layer = case.make(layer_factory(mesh), mesh)
+    weights = random_weights(layer)
+    if case.width is None:
+        known = torch.arange(tokens) * 5 % VOCABULARY
+        strange = torch.tensor([-1, VOCABULARY, 10_000])[torch.arange(tokens) // 3 % 3]
+        is_strange = (torch.arange(tokens) % 3 == 1) & is_of_words
+        x = torch.where(is_strange, strange, known)
+        own = case.x.own(x, mesh).unflatten(0, leading)
+    else:
+        x = random(10, tokens, case.width)
+        own = turned(case.x.own(x, mesh).unflatten(0, leading)).requires_grad_()
         x.requires_grad_()
-        own.requires_grad_()
-    expected = case.dense(x, *weights.values())
-    expected.backward(dy)
-    y = layer(own).view(TOKENS, *case.out[:-1], -1)
-    y.backward(shard(dy, case.y_dim))
-    assert_close(y if case.y_dim is None else gather_from(y, case.y_dim, mesh.tensor), expected)
-    if own.grad is not None:
-        assert_close(own.grad, shard(x.grad, case.x_dim))
-    assert_gradients_equal(layer, weights)
-
-
-def check_grouped_query(heads: int, key_value_heads: int, bias: bool) -> None:
-    """Against heads whose keys and values are written out for each query head."""
-    mesh, size = mesh_of_ranks(dist.get_world_size()), 2
-    layer = GroupedQueryLinear(
-        mesh,
-        HIDDEN,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_size=size,
-        bias=bias,
-        std=1.0,
-    )
-    weights = dense_weights(layer)
-
-    def per_head(y: Tensor) -> Tensor:  # [n, heads, size]
-        return y.unflatten(1, (-1, size))
-
-    x, own = X.clone().requires_grad_(), X.clone().requires_grad_()
-    k_bias, v_bias = weights["key_value_bias"] if bias else (None, None)
-    k_weight, v_weight = weights["key_value"]
-    dense_q = per_head(F.linear(x, weights["query"], weights.get("query_bias")))
-    dense = [dense_q]
-    for weight, its_bias in ((k_weight, k_bias), (v_weight, v_bias)):
-        y = per_head(F.linear(x, weight, its_bias))
-        dense.append(y.repeat_interleave(heads // key_value_heads, dim=1))
-    expected = torch.stack(dense)  # [3, n, heads, size]
+    expected = case.dense(x, weights)
     dy = random(11, *expected.shape)
     expected.backward(dy)
 
-    q, k, v = (per_head(each) for each in layer(own))
-    used = layer.of_query
-    if used is None:
-        used = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
-    found = torch.stack([q, k[:, used], v[:, used]])
-    found.backward(dy.chunk(mesh.tensor.size, 2)[mesh.tensor.rank])
-    assert_close(gather_from(found, 2, mesh.tensor), expected)
-    assert_close(own.grad, x.grad)
-    table = sharding_specs(layer)
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None
-        if mesh.tensor in table[name].partial:
-            all_reduce(parameter.grad, mesh.tensor)
-    assert_gradients_equal(layer, weights)
+    y = case.call(layer, own)
+    assert y.shape[: len(leading)] == leading
+    its_part = case.y.own(expected, mesh)
+    y = y.reshape(its_part.shape)
+    assert_close(y, its_part)
+    y.backward(turned(case.y.own(dy, mesh)))
+    if own.grad is not None:
+        assert_close(own.grad.flatten(0, len(leading) - 1), case.x.own(x.grad, mesh))
+    assert_gradients(layer, weights)
+    if case.is_cut and mesh.tensor_parallel_mode != "1d":
+        spec, ranks = sharding_specs(layer)["weight"], mesh.model_parallel.size
+        whole = torch.Size((spec.padded_rows or spec.shape[0], *spec.shape[1:])).numel()
+        assert layer.weight.numel() * ranks == whole
 
 
-def check_head(is_tied: bool) -> None:
-    mesh = mesh_of_ranks(dist.get_world_size())
-    embedding = VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN, divisible_by=4, std=1.0)
-    untied_std = None if is_tied else 1.0
-    head = VocabParallelHead(mesh, VOCABULARY, HIDDEN, divisible_by=4, untied_std=untied_std)
+def check_loss(mesh: Mesh, is_tied: bool) -> None:
+    """Losses of each token, and their weighted sum, which never holds all logits."""
+    make, sizes = layer_factory(mesh), (VOCABULARY, HIDDEN)
+    embedding = make.word_embedding(*sizes, divisible_by=1)
+    std = None if is_tied else 1.0
+    head = make.head(*sizes, divisible_by=1, untied_std=std)
     owner = embedding if is_tied else head
-    weights = dense_weights(owner)
-    x, labels = random(10, TOKENS, HIDDEN), torch.tensor([12, 0, 4, 5, 7, 12])
-    importance = random(12, TOKENS)
+    weights = random_weights(owner)
+    tokens = TOKENS * mesh.batch.size
+    x = random(10, tokens, HIDDEN).requires_grad_()
+    labels, scales = torch.arange(tokens) * 5 % VOCABULARY, random(12, tokens)
+    expected = F.cross_entropy(F.linear(x, weights["weight"]), labels, reduction="none")
+    expected.backward(scales)
 
-    dense_x = x.clone().requires_grad_()
-    expected_logits = F.linear(dense_x, weights["weight"])
-    expected = F.cross_entropy(expected_logits, labels, reduction="none")
-    expected.backward(importance)
-
-    x.requires_grad_()
-    logits = gather_from(head(x, embedding), 1, mesh.tensor)
-    assert_close(logits[:, :VOCABULARY], expected_logits)
-    losses, total = head(x, embedding, labels), head(x, embedding, labels, importance)
-    assert_close(losses, expected)
-    assert_close(total, expected @ importance)
-    for loss in (losses @ importance, total):
-        x.grad = owner.weight.grad = None
-        loss.backward()
-        assert_close(x.grad, dense_x.grad)
-        assert_gradients_equal(owner, weights)
+    own = STREAM.own(x.detach(), mesh).requires_grad_()
+    its_labels, its_scales = (WHOLE.own(each, mesh) for each in (labels, scales))
+    losses = head(own, embedding, its_labels)
+    assert_close(losses, WHOLE.own(expected, mesh))
+    for total in (losses @ its_scales, head(own, embedding, its_labels, its_scales)):
+        own.grad = owner.weight.grad = None
+        total.backward()
+        assert_close(own.grad, STREAM.own(x.grad, mesh))
+        assert_gradients(owner, weights)
 
 
-def check_all() -> None:
-    for name in LAYERS:
-        check_layer(name)
+def check_all(mesh: Mesh) -> None:
+    for name, case in CASES.items():
+        check_layer(mesh, case, (TOKENS,), name == "words")
+    is_1d = mesh.tensor_parallel_mode == "1d"
+    few = ("column", "row", "inner layer norm", "words", "positions", "head")
+    for name in CASES if is_1d else few:
+        check_layer(mesh, CASES[name], (2, TOKENS // 2), name == "words")
     for is_tied in (True, False):
-        check_head(is_tied)
-    for heads, key_value_heads in ((12, 3), (12, 4), (12, 1), (4, 4)):
-        for bias in (True, False):
-            check_grouped_query(heads, key_value_heads, bias)
+        check_loss(mesh, is_tied)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_layers_equal_their_dense_twins(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_all)
+@pytest.mark.parametrize("name", MESHES)
+def test_layers_equal_those_of_torch(name: str) -> None:
+    threads.run(*MESHES[name], check_all)
+
+
+def on_real_ranks(tensor_size: int | str) -> None:
+    check_all(mesh_of_ranks(tensor_size))
+
+
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (4, 4), (4, 2), (4, "4:2d")])
+def test_layers_equal_those_of_torch_on_processes(
+    gloo: Pool, world: int, tensor_size: int | str
+) -> None:
+    gloo.run(world, on_real_ranks, tensor_size)
+
+
+# By the names of the API: the mode, the case that each is, and how it is made.
+NAMED: list[tuple[str, str, Callable[[Mesh], nn.Module]]] = [
+    ("1d", "column", lambda mesh: ColumnParallelLinear(mesh, HIDDEN, OUT)),
+    ("1d", "row", lambda mesh: RowParallelLinear(mesh, OUT, HIDDEN)),
+    ("1d", "words", lambda mesh: VocabParallelEmbedding(mesh, VOCABULARY, HIDDEN)),
+    ("1d", "layer norm", lambda mesh: LayerNorm(mesh, HIDDEN)),
+    ("2d", "column", lambda mesh: Linear2D(mesh, HIDDEN, OUT)),
+    ("2d", "row", lambda mesh: Linear2D(mesh, OUT, HIDDEN)),
+    ("2.5d", "layer norm", lambda mesh: LayerNorm2D(mesh, HIDDEN)),
+    ("3d", "column", lambda mesh: Linear3D(mesh, HIDDEN, OUT)),
+    ("3d of 27", "row", lambda mesh: Linear3D(mesh, OUT, HIDDEN, is_inside=True)),
+    ("3d", "inner layer norm", lambda mesh: LayerNorm3D(mesh, OUT, is_inside=True)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "make"), NAMED)
+def test_layers_by_name_equal_those_of_torch(
+    mesh: str, name: str, make: Callable[[Mesh], nn.Module]
+) -> None:
+    case = CASES[name]._replace(make=lambda factory, mesh: make(mesh))
+    threads.run(*MESHES[mesh], check_layer, case, (TOKENS,), name == "words")
+
+
+def check_no_tokens(mesh: Mesh) -> None:
+    for name, case in CASES.items():
+        check_layer(mesh, case, (0,), name == "words")
+
+
+@pytest.mark.parametrize("name", ["2d", "2d, no square", "3d"])
+def test_a_batch_may_be_empty(name: str) -> None:
+    threads.run(*MESHES[name], check_no_tokens)
+
+
+def check_stream(mesh: Mesh) -> None:
+    for each in (mesh, replace(mesh, stream=mesh.tensor)) if mesh.hidden.size == 1 else (mesh,):
+        x, w = random(1, 12, HIDDEN).requires_grad_(), random(2, 12, HIDDEN)
+        own = split_stream(x, each)
+        assert own.numel() * each.hidden.size * each.stream.size == x.numel()
+        y = gather_stream(own, each)
+        (y * w).sum().backward()
+        assert_close(y, x)
+        assert_close(x.grad, w)
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", "3d"])
+def test_a_split_stream_is_gathered(name: str) -> None:
+    threads.run(*MESHES[name], check_stream)
+
+
+def check_exchange(mesh: Mesh) -> None:
+    x = random(1, 3 * mesh.batch.size, 2)
+    outer, inner = (Place(is_inside, None).own(x, mesh) for is_inside in (False, True))
+    assert exchange(mesh, None) is None
+    assert_close(exchange(mesh, outer), inner)
+    assert torch.equal(exchange(mesh, outer > 0), inner > 0)
+
+
+@pytest.mark.parametrize("name", ["2.5d", "3d", "3d of 27"])
+def test_masks_are_those_of_the_samples_inside(name: str) -> None:
+    threads.run(*MESHES[name], check_exchange)
+
+
+def built_at_once(tensor_size: int) -> dict[str, Tensor]:
+    """The whole parameters of all layers, as they are built on the device."""
+    mesh = mesh_of_ranks(tensor_size)
+    torch.manual_seed(7)
+    factory = layer_factory(mesh)
+    layers = nn.ModuleDict({name: case.make(factory, mesh) for name, case in CASES.items()})
+    table = sharding_specs(layers)
+    return {name: gather_whole(each, table[name]) for name, each in layers.named_parameters()}
+
+
+def test_a_layer_is_built_with_the_same_values_at_every_layout(gloo: Pool) -> None:
+    expected = built_at_once(1)
+    for name, value in expected.items():
+        assert value.dim() < 2 or "bias" in name or value.std() > 0, name
+    for found in gloo.run(2, built_at_once, 2):
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    "name", ["column", "row", "words", "RMS norm", "3 key/value heads, a bias"]
+)
+def test_a_layer_on_meta_has_no_weights_until_they_are_made(name: str) -> None:
+    case, mesh = CASES[name], serial_mesh()
+    with torch.device("meta"):
+        layer = case.make(layer_factory(mesh), mesh)
+    x = torch.arange(4) if case.width is None else random(1, 4, case.width)
+    assert isinstance(refusal(lambda: layer(x), lines=1), RuntimeError)
+    for use in (layer, copy.deepcopy(layer)):
+        materialize(use, device=torch.device("cpu"), dtype=torch.float64, seed=0)
+        assert case.call(use, x).isfinite().all()
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
@@ -269,93 +455,17 @@ def test_a_gated_activation_has_the_gradient_of_its_composition(
     assert_close(own.grad, x.grad)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_on_meta_has_no_weights_until_they_are_made(name: str) -> None:
-    with torch.device("meta"):
-        layer = LAYERS[name].make(serial_mesh())
-    x = LAYERS[name].x
-    with pytest.raises(RuntimeError, match="materialize") as error:
-        layer(x)
-    assert "\n" not in str(error.value)
-    for use in (layer, copy.deepcopy(layer)):
-        materialize(use, device=torch.device("cpu"), dtype=torch.float64, seed=0)
-        assert use(x).isfinite().all()
-
-
-def built_at_once() -> dict[str, Tensor]:
-    """The whole parameters of all layers, as they are built on the device."""
-    mesh = mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1)
-    torch.manual_seed(7)
-    layers = nn.ModuleDict({name: case.make(mesh) for name, case in LAYERS.items()})
-    table = sharding_specs(layers)
-    return {name: gather_whole(each, table[name]) for name, each in layers.named_parameters()}
-
-
-def test_a_layer_is_built_with_the_same_values_at_every_layout(gloo: Pool) -> None:
-    expected = built_at_once()
-    assert all(
-        value.std() > 0 for name, value in expected.items() if "weight" in name and value.dim() > 1
-    )
-    for found in gloo.run(2, built_at_once):
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
-
-
-ROW_ORDER = replace(serial_mesh(), stream=Axis("stream", size=2))
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_take_batches_of_sequences_where_rows_are_not_cut(name: str) -> None:
-    case = LAYERS[name]
-    layer = case.make(serial_mesh()).double()
-    folded = case.x.unflatten(0, (2, 3))
-    assert_close(layer(folded), layer(case.x).unflatten(0, (2, 3)))
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh", "x"),
-    [
-        ("column", serial_mesh(), X[:, 1:]),
-        ("row", serial_mesh(), X),
-        ("column", ROW_ORDER, X.unflatten(0, (2, 3))),
-        ("row", ROW_ORDER, WIDE_X.unflatten(0, (2, 3))),
-        ("words", ROW_ORDER, IDS.view(2, 3)),
-        ("positions", ROW_ORDER, IDS.view(2, 3)),
-        ("linear", serial_mesh(), X[:, 1:]),
-        *((name, ROW_ORDER, X.unflatten(0, (2, 3))) for name in ("linear", "norm", "RMS norm")),
-        *((name, ROW_ORDER, X.unflatten(0, (2, 3))) for name in ("input", "output")),
-    ],
-)
-def test_misuse_is_an_error_of_one_line(name: str, mesh: Mesh, x: Tensor) -> None:
-    """A wrong width, and [b, s, h] or ids [b, s] where the rows of the stream are cut."""
-    others = {"input": InputLinear, "output": OutputLinear}
-    make = LAYERS[name].make if name in LAYERS else maker(others[name], HIDDEN, OUT)
-    layer = make(mesh).double()
-    with pytest.raises(ValueError, match=type(layer).__name__) as error:
-        layer(x)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("make", [ColumnParallelLinear, Linear2D])
-def test_autocast_is_refused(make: Callable[..., nn.Module]) -> None:
-    layer = make(serial_mesh(), HIDDEN, OUT)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
-        layer(X.float())
-
-
 def test_negative_labels_have_no_loss() -> None:
     """As torch's -100, in losses as in their scaled sum, and in gradients."""
     head = VocabParallelHead(serial_mesh(), VOCABULARY, HIDDEN, untied_std=1.0).double()
-    with pytest.raises(ValueError, match="embedding"):
-        VocabParallelHead(serial_mesh(), VOCABULARY, HIDDEN)(X)
-    labels, scales = IDS.where(IDS != 3, -100), torch.ones(TOKENS).double()
+    labels = torch.tensor([0, -100, 4, 12, 7, -100])
     gradients = []
     for use in ("losses", "sum", "torch"):
-        x = X.clone().requires_grad_()
+        x = random(10, 6, HIDDEN).requires_grad_()
         if use == "losses":
             total = head(x, None, labels).sum()
         elif use == "sum":
-            total = head(x, None, labels, scales)
+            total = head(x, None, labels, torch.ones(6).double())
         else:
             total = F.cross_entropy(x @ head.weight[:VOCABULARY].T, labels, reduction="sum")
         total.backward()
@@ -364,26 +474,80 @@ def test_negative_labels_have_no_loss() -> None:
         assert_close(each, gradients[2])
 
 
-@pytest.mark.parametrize(("heads", "key_value_heads"), [(12, 5), (4, 8)])
-def test_key_value_heads_that_do_not_divide_the_heads_are_refused(
-    heads: int, key_value_heads: int
-) -> None:
-    with pytest.raises(ValueError, match=f"{heads} heads"):
-        GroupedQueryLinear(
-            serial_mesh(), 32, heads=heads, key_value_heads=key_value_heads, head_size=4, std=0.1
-        )
+def on_rows(mesh: Mesh, name: str) -> object:
+    """[b, s, h] or ids [b, s] where the rows of the stream are cut."""
+    its_mesh, case = replace(mesh, stream=Axis("stream", size=2)), CASES[name]
+    layer = case.make(layer_factory(its_mesh), its_mesh).double()
+    x = torch.zeros(2, 3, case.width).double() if case.width else torch.zeros(2, 3).long()
+    return layer(x)
 
 
-@pytest.mark.parametrize(("readers", "is_used"), [(0, True), (2, True), (2, False)])
-def test_an_input_passed_on_has_the_gradients_of_all_readers(readers: int, is_used: bool) -> None:
-    """is_used: the output of the matmul that passes it on."""
-    x = random(9, TOKENS, HIDDEN).requires_grad_()
-    weights = [random(n, OUT, HIDDEN).requires_grad_() for n in range(1 + readers)]
-    y, rows = linears(x, weights[:1], [None], views=[None], passes_on=True)
-    found = [y, *(linear(rows, weight, None) for weight in weights[1:])]
-    gradients = []
-    for outputs in (found, [F.linear(x, weight) for weight in weights]):
-        chosen = outputs if is_used else outputs[1:]
-        dys = [random(20 + n, TOKENS, OUT) for n in range(len(chosen))]
-        gradients.append(torch.autograd.grad(chosen, [x, *weights], dys, materialize_grads=True))
-    assert_close(*gradients)
+ON_ROWS = (
+    "column",
+    "row",
+    "words",
+    "positions",
+    "linear",
+    "layer norm",
+    "RMS norm",
+    "input",
+    "output",
+)
+
+
+def under_autocast(mesh: Mesh, layer: nn.Module, width: int) -> object:
+    with torch.autocast("cpu"):
+        return layer(torch.zeros(2, width))
+
+
+def grouped(kind: Any, mesh: Mesh, heads: int, key_value_heads: int) -> nn.Module:
+    made: nn.Module = kind(mesh, 8, heads=heads, key_value_heads=key_value_heads, head_size=2)
+    return made
+
+
+# By mode: whole sizes that two columns of ranks cannot share, parts that are not theirs, layers of
+# another mode.
+REFUSED: dict[str, list[Callable[[Mesh], object]]] = {
+    "2d": [
+        lambda mesh: Linear2D(mesh, 7, 8),
+        lambda mesh: Linear2D(mesh, 8, 7),
+        lambda mesh: InputLinear2D(mesh, 8, 7),
+        lambda mesh: OutputLinear2D(mesh, 7, 8),
+        lambda mesh: LayerNorm2D(mesh, 7),
+        lambda mesh: VocabParallelEmbedding2D(mesh, 8, 7),
+        lambda mesh: VocabParallelHead2D(mesh, 8, 7),
+        lambda mesh: grouped(GroupedQueryLinear2D, mesh, 3, 3),
+        lambda mesh: split_stream(torch.zeros(2, 7), mesh),
+        lambda mesh: Linear2D(mesh, 8, 8)(torch.zeros(2, 8)),
+        lambda mesh: LayerNorm2D(mesh, 8)(torch.zeros(2, 8)),
+        lambda mesh: ColumnParallelLinear(mesh, 8, 8),
+        lambda mesh: Linear3D(mesh, 8, 8),
+        lambda mesh: under_autocast(mesh, Linear2D(mesh, 8, 8), 4),
+    ],
+    "2.5d": [lambda mesh: RowParallelLinear(mesh, 8, 8)],
+    "3d": [lambda mesh: VocabParallelEmbedding(mesh, 8, 8), lambda mesh: LayerNorm(mesh, 8)],
+    "1d": [lambda mesh: Linear2D(mesh, 8, 8)],
+    "serial": [
+        lambda mesh: ColumnParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
+        lambda mesh: RowParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),
+        lambda mesh: layer_factory(mesh).linear(8, 8)(torch.zeros(2, 7)),
+        lambda mesh: VocabParallelHead(mesh, 8, 8)(torch.zeros(2, 8)),  # of no weight
+        lambda mesh: grouped(GroupedQueryLinear, mesh, 12, 5),
+        lambda mesh: grouped(GroupedQueryLinear, mesh, 4, 8),
+        lambda mesh: under_autocast(mesh, ColumnParallelLinear(mesh, 8, 8), 8),
+        *(partial(on_rows, name=name) for name in ON_ROWS),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"), [(mode, n) for mode, calls in REFUSED.items() for n in range(len(calls))]
+)
+def test_layers_that_cannot_be_are_refused(mode: str, number: int) -> None:
+    """In one line, before torch would complain of shapes."""
+    call = REFUSED[mode][number]
+    if mode == "serial":
+        error = refusal(lambda: call(serial_mesh()), lines=1)
+    else:
+        error = refusal(lambda: threads.run(*MESHES[mode], call), lines=1)
+    assert isinstance(error, ValueError) or "autocast" in str(error)

@@ -1,6 +1,5 @@
 """Offload against the same run without, in bits; and what leaves the device."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,25 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import pretrain_gpt2
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import newest_whole
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.adam import MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.offload import SMALLEST, HostPart, Trip, on_host
+from megatron.parallel.offload import SMALLEST, Trip, on_host
 from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
-from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.huggingface import hf_section
 from tests.llama import llama_section
-from tests.programs import REST, SHAPE
+from tests.refusals import refusal
 from tests.tiny import (
     live_memories,
     mesh_of_ranks,
@@ -126,18 +123,20 @@ def check_equal(
 
 def test_runs_are_equal_bit_by_bit(gloo: Pool) -> None:
     cases: list[dict[str, Any]] = [
-        {"stage": stage, "precision": precision} for stage in range(4) for precision in PRECISIONS
+        {"stage": stage, "precision": precision}
+        for stage, precision in product(range(4), PRECISIONS)
+        if precision == "bf16" or stage in (0, 3)
     ]
     cases += [{"stage": stage, "granularity": "full"} for stage in (0, 3)]
     cases += [{"model": model} for model in ("bert", "llama", "hf-gpt2")]
     cases += [{"model": "hf-gpt2", "granularity": "full"}]
-    gloo.run(2, check_equal, {}, cases, timeout=60)
+    gloo.run(2, check_equal, {}, cases)
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 OF_TENSOR: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"model": "bert"}]
 OF_STAGES: list[dict[str, Any]] = [{"schedule": kind, "stage": 1} for kind in SCHEDULES]
-OF_STAGES += [{"schedule": kind, "precision": "bf16"} for kind in SCHEDULES]
+OF_STAGES += [{"schedule": "1f1b", "precision": "bf16"}, {"schedule": "zb-h1", "precision": "bf16"}]
 OF_STAGES += [{"schedule": "1f1b", "granularity": "full"}]
 
 
@@ -155,7 +154,7 @@ OF_STAGES += [{"schedule": "1f1b", "granularity": "full"}]
 def test_layouts_are_equal_bit_by_bit(
     gloo: Pool, sizes: dict[str, int], cases: Sequence[dict[str, Any]], sequence_parallel: bool
 ) -> None:
-    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel, timeout=60)
+    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -174,30 +173,6 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
         steps(again, [2])
         own = tensors(first)
         assert all(torch.equal(each, own[key]) for key, each in tensors(again).items())
-
-
-def test_programs_resume_with_and_without(tmp_path: Path) -> None:
-    """A step more of a checkpoint, with what saved its memory changed, has the same loss."""
-    prefix = tmp_path / "some_text_document"
-    write_data(prefix, [[*range(1, 40), 0]] * 4)
-    offload = "--optimizer-cpu-offload --cpu-offload-activations"
-    found: list[tuple[float, float]] = []
-
-    def run(words: str) -> None:
-        file = tmp_path / "metrics.jsonl"
-        words = f"{SHAPE} {REST} --eval-iters 0 --lr-decay-iters 9 {words}"
-        given = [*words.split(), "--data-path", str(prefix), "--metrics-file", str(file)]
-        pretrain_gpt2.main(given, {})
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        found.append([(each["loss"], each["grad_norm"]) for each in lines if "loss" in each][-1])
-        file.unlink()
-
-    for number, (before, now) in enumerate(product(("", offload), repeat=2)):
-        save = tmp_path / str(number)
-        run(f"--train-iters 1 --save {save} {before}")
-        run(f"--train-iters 2 --load {save} {now}")
-    assert len(set(found[1::2])) == 1
-    assert found[0] != found[1]
 
 
 def device_bytes() -> int:
@@ -238,16 +213,12 @@ def kept_on_device(granularity: str, offloads: bool, stage: int) -> int:
     return sum(not each.expired() for each in seen)
 
 
-def check_activations() -> None:
+def test_activations_leave_the_device() -> None:
     for stage in (0, 3):
         assert kept_on_device("none", False, stage) > 1
         assert kept_on_device("full", False, stage) == 1  # the input of the next layer
         for granularity in ("none", "full"):
             assert kept_on_device(granularity, True, stage) == 0
-
-
-def test_activations_leave_the_device() -> None:
-    check_activations()
 
 
 class Own(nn.Module):
@@ -312,11 +283,10 @@ def test_a_model_of_ones_own(gloo: Pool, stage: int) -> None:
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="units="):
-        offload_activations(nn.Linear(2, 2))
+    assert isinstance(refusal(lambda: offload_activations(nn.Linear(2, 2))), ValueError)
 
 
-def test_of_each_activation_one_copy_is_made() -> None:
+def test_an_activation_is_copied_to_the_host_once() -> None:
     layer = nn.Linear(64, 64)
     trip, x = Trip(layer, None), torch.randn(64, 64)
     one, two = trip.pack(x), trip.pack(x.t()[3:])
@@ -328,22 +298,3 @@ def test_of_each_activation_one_copy_is_made() -> None:
     assert trip.pack(x).kept is not one.kept
     stays = [layer.weight, layer.weight.t(), x[0].clone(), torch.ones(64, 64, dtype=torch.int64)]
     assert all(trip.pack(each) is each for each in stays)
-
-
-def no_rounding(_: HostPart) -> None:
-    pass
-
-
-def keeps(_: Trip, tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def test_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(HostPart, "round", no_rounding)
-        with pytest.raises(AssertionError):
-            check_equal({}, [{"precision": "bf16"}])
-    with monkeypatch.context() as patch:
-        patch.setattr(Trip, "pack", keeps)
-        with pytest.raises(AssertionError):
-            check_activations()

@@ -17,6 +17,7 @@ from megatron.parallel.plan import (
     Whole,
     read_plan,
 )
+from tests.refusals import refusal
 
 
 @pytest.mark.parametrize(
@@ -77,13 +78,14 @@ def test_a_plan_in_text_keeps_its_order() -> None:
         ('[layers.up]\nstyle = "column"', "layers"),
         ('layers.0.up = "column"', "layers"),
         ('[plan]\n"up" = "column"', "plan"),
-        ('"up" = { style = "column", partss = 3 }', "gather.*partss"),
+        ('"up" = { style = "column", partss = 3 }', "gather partss"),
         ('"up" = { style = ["column"] }', "column"),
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(text: str, named: str) -> None:
-    with pytest.raises(PlanError, match=named):
-        read_plan(text)
+def test_plans_that_are_none_are_refused_by_name(text: str, named: str) -> None:
+    error = refusal(lambda: read_plan(text))
+    assert isinstance(error, PlanError)
+    assert all(each in str(error) for each in named.split())
 
 
 @pytest.mark.parametrize("word", WORDS)

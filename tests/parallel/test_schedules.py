@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from megatron.parallel.schedules import (
     schedule,
     to_json,
 )
+from tests.refusals import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +238,7 @@ def test_torch_has_the_same_interleaved_lists() -> None:
         ("zb-v", 4, 4, 1, ("zb-h1", 4, 4, 1)),
     ],
 )
-def test_what_a_kind_cannot_do(
+def test_schedules_that_a_kind_cannot_run_are_refused(
     kind: str, ranks: int, micro_batches: int, virtual: int, works: tuple[str, int, int, int]
 ) -> None:
     with pytest.raises(ScheduleError):
@@ -325,8 +327,8 @@ def test_a_partition_is_the_best_of_all(head: float, first: int | None, last: in
                 rank = (sorted(costs, reverse=True), [-size for size in found])
                 best = rank if best is None else min(best, rank)
         if best is None:
-            with pytest.raises(ValueError, match="layers"):
-                partition(layers, stages, head=head, first=first, last=last)
+            error = refusal(partial(partition, layers, stages, head=head, first=first, last=last))
+            assert isinstance(error, ValueError)
         else:
             found = counts(partition(layers, stages, head=head, first=first, last=last))
             assert found == [-size for size in best[1]], (layers, stages)
@@ -346,5 +348,4 @@ def test_uniform_partition_gives_later_ranks_more_in_every_chunk() -> None:
 
 @pytest.mark.parametrize("wrong", [(3, 4, 1), (9, 4, 2), (8, 3, 2)])
 def test_uniform_partitions_that_cannot_be(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="layers"):
-        partition_uniform(*wrong)
+    assert isinstance(refusal(lambda: partition_uniform(*wrong)), ValueError)

@@ -25,20 +25,12 @@ from megatron.parallel.parallelize import parallelize
 from megatron.parallel.plan import Column, Local, PlanError
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
+from tests.parallel.test_parallelize import errors
+from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools.layouts.meters import counting
 
 WORDS, HIDDEN, HEADS, KV_HEADS, LAYERS, SAMPLES, TOKENS = 24, 32, 8, 4, 2, 2, 8
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -60,21 +52,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
         bs, seqlen, _ = x.shape
-        xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
-        xq = xq.view(bs, seqlen, self.n_heads, self.head_dim)
-        xk = xk.view(bs, seqlen, self.n_kv_heads, self.head_dim)
-        xv = xv.view(bs, seqlen, self.n_kv_heads, self.head_dim)
+        xq = self.wq(x).view(bs, seqlen, self.n_heads, self.head_dim)
+        xk = self.wk(x).view(bs, seqlen, self.n_kv_heads, self.head_dim)
+        xv = self.wv(x).view(bs, seqlen, self.n_kv_heads, self.head_dim)
         xq, xk = apply_rotary_emb(xq, freqs_cis), apply_rotary_emb(xk, freqs_cis)
-        keys = xk[:, :, :, None].expand(bs, seqlen, -1, self.n_rep, -1).flatten(2, 3)
-        values = xv[:, :, :, None].expand(bs, seqlen, -1, self.n_rep, -1).flatten(2, 3)
-        q, k, v = (each.transpose(1, 2) for each in (xq, keys, values))
+        xk, xv = (
+            each[:, :, :, None].expand(bs, seqlen, -1, self.n_rep, -1).flatten(2, 3)
+            for each in (xk, xv)
+        )
+        q, k, v = (each.transpose(1, 2) for each in (xq, xk, xv))
         scores = q @ k.transpose(2, 3) / self.head_dim**0.5
         mask = torch.full((seqlen, seqlen), float("-inf"), dtype=x.dtype).triu(1)
         if isinstance(scores, DTensor):  # torch computes with no tensor beside one
             mask = DTensor.from_local(mask, scores.device_mesh, [Replicate()], run_check=False)
-        output = F.softmax(scores + mask, dim=-1) @ v
-        output = output.transpose(1, 2).contiguous().view(bs, seqlen, -1)
-        return self.wo(output)
+        output = (F.softmax(scores + mask, dim=-1) @ v).transpose(1, 2).contiguous()
+        return self.wo(output.view(bs, seqlen, -1))
 
 
 class FeedForward(nn.Module):
@@ -92,7 +84,7 @@ class TransformerBlock(nn.Module):
     def __init__(self, kv_heads: int) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(kv_heads), FeedForward()
-        self.attention_norm, self.ffn_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(HIDDEN, eps=1e-6) for _ in range(2))
 
     def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), freqs_cis)
@@ -106,7 +98,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(WORDS, HIDDEN)
         self.layers = nn.ModuleDict({str(n): TransformerBlock(kv_heads) for n in range(layers)})
-        self.norm = RMSNorm(HIDDEN)
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
         self.output = nn.Linear(HIDDEN, WORDS, bias=False)
         size = HIDDEN // HEADS
         angles = torch.outer(torch.arange(64.0), 10_000.0 ** (-torch.arange(0, size, 2) / size))
@@ -123,8 +115,7 @@ class Transformer(nn.Module):
 # The tutorial's dictionaries, of a block and of the model: first without sequence parallelism.
 TENSOR_LAYER: dict[str, Any] = {
     "attention": PrepareModuleInput(
-        input_layouts=(Replicate(), Replicate()),
-        desired_input_layouts=(Replicate(), Replicate()),
+        input_layouts=(Replicate(), Replicate()), desired_input_layouts=(Replicate(), Replicate())
     ),
     "attention.wq": ColwiseParallel(use_local_output=False),
     "attention.wk": ColwiseParallel(use_local_output=False),
@@ -138,23 +129,17 @@ TENSOR_MODEL: dict[str, Any] = {
     "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
     "output": ColwiseParallel(output_layouts=Replicate()),
 }
-SEQUENCE_LAYER: dict[str, Any] = {
+SEQUENCE_LAYER = TENSOR_LAYER | {
     "attention_norm": SequenceParallel(),
     "attention": PrepareModuleInput(
-        input_layouts=(Shard(1), Replicate()),
-        desired_input_layouts=(Replicate(), Replicate()),
+        input_layouts=(Shard(1), Replicate()), desired_input_layouts=(Replicate(), Replicate())
     ),
-    "attention.wq": ColwiseParallel(use_local_output=False),
-    "attention.wk": ColwiseParallel(use_local_output=False),
-    "attention.wv": ColwiseParallel(use_local_output=False),
     "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
     "ffn_norm": SequenceParallel(),
     "feed_forward": PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
     ),
-    "feed_forward.w1": ColwiseParallel(),
     "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-    "feed_forward.w3": ColwiseParallel(),
 }
 SEQUENCE_MODEL: dict[str, Any] = {
     "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -162,11 +147,6 @@ SEQUENCE_MODEL: dict[str, Any] = {
     "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 PLANS = {"tensor": (TENSOR_LAYER, TENSOR_MODEL), "sequence": (SEQUENCE_LAYER, SEQUENCE_MODEL)}
-# Where each rank computes its heads: ranks keep columns, and the class counts heads by attributes.
-OWN_HEADS: dict[str, Any] = {
-    "layers.*.attention.w[qkv]": ColwiseParallel(),
-    "layers.*.attention": Local("n_heads", "n_kv_heads"),
-}
 
 
 def of_model(layer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,14 +154,14 @@ def of_model(layer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, An
 
 
 def own_heads(name: str) -> dict[str, Any]:
-    """What PrepareModuleInput says of attention stays."""
-    plan = {key: each for key, each in of_model(*PLANS[name]).items() if ".w" not in key[-4:]}
-    rest = {key: each for key, each in of_model(*PLANS[name]).items() if key not in plan}
-    prepared = plan["layers.*.attention"]
-    return {
-        **plan,
-        **rest,
-        **OWN_HEADS,
+    """Ranks keep columns, and the class counts heads by attributes; what PrepareModuleInput says of
+    attention stays."""
+    plan = of_model(*PLANS[name])
+    prepared = plan.pop("layers.*.attention")
+    for each in "qkv":
+        del plan[f"layers.*.attention.w{each}"]
+    return plan | {
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
         "layers.*.attention": [prepared, Local("n_heads", "n_kv_heads")],
     }
 
@@ -242,17 +222,12 @@ def torchs(world: int, name: str) -> Found:
     return found
 
 
-def error(found: Found, wanted: Found) -> float:
-    assert found.keys() == wanted.keys()
-    return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in wanted)
-
-
 WAYS = ("one dictionary", "block by block", "own heads")
 
 
 def check(world: int, name: str) -> dict[str, float]:
     wanted = serial(built())
-    return {way: error(ours(world, name, way), wanted) for way in WAYS}
+    return {way: errors(ours(world, name, way), wanted) for way in WAYS}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -269,7 +244,7 @@ def check_shared_heads(name: str) -> float:
     prepared, _ = plan["layers.*.attention"]
     plan["layers.*.attention"] = [prepared, Local("n_heads", n_kv_heads=1, n_rep=2)]
     model = parallelize(built(kv_heads=2), plan, mesh_of_ranks(4))
-    return error(of_buckets(model), serial(built(kv_heads=2)))
+    return errors(of_buckets(model), serial(built(kv_heads=2)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -278,11 +253,11 @@ def test_fewer_heads_than_ranks_are_shared(gloo: Pool, name: str) -> None:
 
 
 def check_torchs(name: str) -> float:
-    return error(ours(2, name, "one dictionary"), torchs(2, name))
+    return errors(ours(2, name, "one dictionary"), torchs(2, name))
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_it_is_torch_s_parallelize_module(gloo: Pool, name: str) -> None:
+def test_styles_compute_what_torch_s_parallelize_module_does(gloo: Pool, name: str) -> None:
     assert max(gloo.run(2, check_torchs, name)) < 1e-13
 
 
@@ -321,55 +296,54 @@ class Mine(ColwiseParallel):
     """It could do anything."""
 
 
-LOCAL, GLOBAL = {"use_local_output": True}, {"use_local_output": False}
+GLOBAL = {"use_local_output": False}
+whole, tokens, channels = Replicate(), Shard(1), Shard(-1)
+
+
+def taking(one: Any, other: Any, **options: Any) -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=one, desired_input_layouts=other, **options)
+
+
+def giving(one: Any, other: Any, **options: Any) -> PrepareModuleOutput:
+    return PrepareModuleOutput(output_layouts=one, desired_output_layouts=other, **options)
+
+
 # (module, its style) which no style of ours means.
-REFUSED = {
-    "tokens of columns": ("output", ColwiseParallel(output_layouts=Shard(1))),
-    "columns of samples": ("output", ColwiseParallel(input_layouts=Shard(0))),
-    "columns of channels": ("output", ColwiseParallel(input_layouts=Shard(-1))),
-    "partial columns": ("output", ColwiseParallel(output_layouts=Partial())),
-    "rows of tokens": ("output", RowwiseParallel(input_layouts=Shard(1))),
-    "rows to channels": ("output", RowwiseParallel(output_layouts=Shard(-1))),
-    "rows to partial sums": ("output", RowwiseParallel(output_layouts=Partial())),
-    "rows to whole sizes": ("output", RowwiseParallel(output_layouts=Shard(1), **GLOBAL)),
-    "samples": ("norm", SequenceParallel(sequence_dim=0)),
-    "channels": ("norm", SequenceParallel(sequence_dim=2)),
-    "input to whole sizes": (
-        "norm",
-        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), **GLOBAL),
-    ),
-    "input from samples": (
-        "norm",
-        PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
-    ),
-    "input from tokens to channels": (
-        "norm",
-        PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(-1), **LOCAL),
-    ),
-    "output to whole sizes": (
-        "norm",
-        PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1), **GLOBAL),
-    ),
-    "both": (
+REFUSED: list[tuple[str, Any]] = [
+    ("output", ColwiseParallel(output_layouts=tokens)),
+    ("output", ColwiseParallel(input_layouts=Shard(0))),
+    ("output", ColwiseParallel(input_layouts=channels)),
+    ("output", ColwiseParallel(output_layouts=Partial())),
+    ("output", RowwiseParallel(input_layouts=tokens)),
+    ("output", RowwiseParallel(output_layouts=channels)),
+    ("output", RowwiseParallel(output_layouts=Partial())),
+    ("output", RowwiseParallel(output_layouts=tokens, **GLOBAL)),
+    ("norm", SequenceParallel(sequence_dim=0)),
+    ("norm", SequenceParallel(sequence_dim=2)),
+    ("norm", taking(whole, tokens, **GLOBAL)),
+    ("norm", taking(Shard(0), whole)),
+    ("norm", taking(tokens, channels, use_local_output=True)),
+    ("norm", giving(whole, tokens, **GLOBAL)),
+    (
         "norm",
         PrepareModuleInputOutput(
-            input_layouts=Shard(1),
-            desired_input_layouts=Replicate(),
-            output_layouts=Replicate(),
-            desired_output_layouts=Shard(1),
+            input_layouts=tokens,
+            desired_input_layouts=whole,
+            output_layouts=whole,
+            desired_output_layouts=tokens,
         ),
     ),
-    "a subclass": ("output", Mine()),
-    "a norm by columns": ("norm", ColwiseParallel()),
-    "an activation by columns": ("layers", ColwiseParallel()),
-}
+    ("output", Mine()),
+    ("norm", ColwiseParallel()),
+    ("layers", ColwiseParallel()),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_style_that_no_style_of_ours_means_is_refused_by_name(case: str) -> None:
-    name, style = REFUSED[case]
-    with pytest.raises(PlanError, match=rf"^{name}\b"):
-        parallelize(built(1), {name: style}, mesh_of_ranks(1))
+@pytest.mark.parametrize(("name", "style"), REFUSED)
+def test_a_style_that_no_style_of_ours_means_is_refused_by_name(name: str, style: Any) -> None:
+    error = refusal(lambda: parallelize(built(1), {name: style}, mesh_of_ranks(1)))
+    assert isinstance(error, PlanError)
+    assert field_of(error) == name
 
 
 def moved(world: int) -> float:
@@ -396,21 +370,15 @@ def moved(world: int) -> float:
     reference.load_state_dict(model.first.state_dict())
     y = reference(x)
     (y * x + y.sum(-1, keepdim=True)).square().sum().backward()
-    whole, tokens = Replicate(), Shard(1)
-    plan = {
-        "middle": [
-            PrepareModuleInput(
-                input_layouts=(whole,),
-                desired_input_layouts=(tokens,),
-                input_kwarg_layouts={"other": whole, "mask": whole},
-                desired_input_kwarg_layouts={"other": tokens, "mask": tokens},
-                use_local_output=True,
-            ),
-            PrepareModuleOutput(
-                output_layouts=(tokens, tokens), desired_output_layouts=(whole, whole)
-            ),
-        ]
+    by_name = {
+        "input_kwarg_layouts": {"other": whole, "mask": whole},
+        "desired_input_kwarg_layouts": {"other": tokens, "mask": tokens},
     }
+    moves = [
+        taking((whole,), (tokens,), use_local_output=True, **by_name),
+        giving((tokens, tokens), (whole, whole)),
+    ]
+    plan = {"middle": moves}
     model = parallelize(model, plan, mesh_of_ranks(world))
     model(x).square().sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)

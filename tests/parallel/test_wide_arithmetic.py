@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.parallel import dropout as dropouts
 from megatron.parallel import kernels
+from megatron.parallel.block_attention import BLOCK
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import head_keys, row_keys
 from megatron.parallel.layers import (
@@ -25,6 +26,7 @@ from megatron.parallel.layers import (
 from megatron.parallel.layers_llama import RMSNorm, RotaryEmbedding, rotate
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import materialize
+from tests import plain
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 
@@ -109,10 +111,6 @@ def test_gradients_of_layer_norm(dtype: torch.dtype) -> None:
 # Layers of Llama
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(dtype: torch.dtype) -> None:
     """The weight's gradient is a sum over 512 tokens."""
@@ -123,7 +121,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     x = random(3, 512, 256).to(dtype).requires_grad_()
     doubles = [each.detach().double().requires_grad_() for each in (x, norm.weight)]
     dy = random(4, 512, 256).to(dtype)
-    expected, found = rms_norm(*doubles), norm(x)
+    expected, found = plain.rms_norm(*doubles), norm(x)
     expected.backward(dy.double())
     found.backward(dy)
     assert excess(found, expected, expected.abs(), wide_of(dtype)) <= 1
@@ -177,25 +175,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor) -> Tenso
     return (scores.masked_fill(~mask, -torch.inf).softmax(-1) * kept) @ v
 
 
-def attention_case(dtype: torch.dtype, large: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [2, 3, 40, 16]; with large, scores near 2^18 whose differences fp32 still holds.
+def attention_case(dtype: torch.dtype, large: bool, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [2, 3, s, 16]; with large, scores near 2^18 whose differences fp32 still holds.
 
     fp16 would overflow at 2^16, and bf16 would round all scores to the same number.
     """
-    q, k, v = (random(seed, 2, 3, 40, 16) for seed in range(3))
+    q, k, v = (random(seed, 2, 3, length, 16) for seed in range(3))
     if large:
         q, k = ((2 * each).round().clamp(-2, 2) / 2 for each in (q, k))
         q[..., 0] = k[..., 0] = 1024.0
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def documents(is_cut: bool) -> Tensor | None:
-    """The mask [2, 1, 40, 40] of samples of two and three documents."""
-    if not is_cut:
-        return None
-    starts = torch.zeros(2, 40, dtype=torch.int64)
+def documents(length: int) -> Tensor:
+    """The mask [2, 1, s, s] of samples of two and three documents."""
+    starts = torch.zeros(2, length, dtype=torch.int64)
     starts[0, 17:], starts[1, 5:], starts[1, 30:] = 17, 5, 30
-    return torch.tril(starts[:, :, None] == starts[:, None, :])[:, None]
+    return plain.document_mask(starts)
 
 
 @pytest.mark.parametrize(
@@ -206,27 +202,21 @@ def documents(is_cut: bool) -> Tensor | None:
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    large: bool,
-    is_cut: bool,
-    dropout: float,
-    in_blocks: bool,
+    dtype: torch.dtype, large: bool, is_cut: bool, dropout: float, in_blocks: bool
 ) -> None:
     """One rounding of the probabilities too: they are the softmax's result, and meet v rounded."""
-    if in_blocks:
-        monkeypatch.setattr("megatron.parallel.block_attention.BLOCK", 16)
-    q, k, v = attention_case(dtype, large)
+    n = BLOCK + 8 if in_blocks else 40
+    q, k, v = attention_case(dtype, large, n)
     q.requires_grad_(in_blocks)  # where that pays, which tests of their own say
     core = AttentionCore(serial_mesh(), 1, dropout, "core").train()
-    rows = row_keys(torch.arange(2), torch.arange(40))
-    result = core(q, k, v, documents(is_cut), not is_cut, rows)
+    rows = row_keys(torch.arange(2), torch.arange(n))
+    mask = documents(n) if is_cut else None
+    result = core(q, k, v, mask, not is_cut, rows)
     result, q = result.detach(), q.detach()
     keys = head_keys(rows, core.key, range(3), 2).flatten()
-    ones = torch.ones(len(keys), 40, dtype=torch.float64)
-    kept = dropouts.dropout(ones, keys, dropout).view(2, 3, 40, 40)
-    mask = documents(is_cut)
-    mask = torch.ones(40, 40, dtype=torch.bool).tril() if mask is None else mask
+    ones = torch.ones(len(keys), n, dtype=torch.float64)
+    kept = dropouts.dropout(ones, keys, dropout).view(2, 3, n, n)
+    mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
     expected = attend(q.double(), k.double(), v.double(), mask, kept)
     terms = attend(q.double(), k.double(), v.double().abs(), mask, kept)
     wide = wide_of(dtype)

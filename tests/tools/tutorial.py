@@ -11,18 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from tests import plain
 from tests.tiny import samples
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, POSITIONS, VOCABULARY = 2, 96, 12, 3, 384, 64, 263
@@ -54,62 +50,14 @@ class Rotary(nn.Module):
         return x * cos + torch.cat([-two, one], dim=-1) * sin
 
 
-class Attention(nn.Module):
+class Base(plain.LlamaBody):
     def __init__(self) -> None:
-        super().__init__()
-        inner = GROUPS * HIDDEN // HEADS
-        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, inner, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, inner, bias=False)
-        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        size = HIDDEN // HEADS
-        q, k, v = (
-            each(x).unflatten(-1, (-1, size)) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k, v = (each.transpose(1, 2) for each in (rotary(q), rotary(k), v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, FFN, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, FFN, bias=False)
-        self.down_proj = nn.Linear(FFN, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.self_attn = Attention()
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.mlp = MLP()
-
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
+        super().__init__(VOCABULARY, HIDDEN, LAYERS, heads=HEADS, groups=GROUPS, inner=FFN)
         self.rotary_emb = Rotary(HIDDEN // HEADS)
-        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotary_emb)
-        return self.norm(x)
+    def turn(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rotary_emb(x)
+        return out
 
 
 class Pretraining(nn.Module):
@@ -150,12 +98,8 @@ class Script:
         found = []
         for step in range(first, first + steps):
             batch = samples(BATCH, first=step * BATCH)
-            labels = torch.from_numpy(batch.labels).masked_fill(
-                torch.from_numpy(batch.loss_mask) == 0, -100
-            )
-            loss = F.cross_entropy(
-                self.model(torch.from_numpy(batch.tokens)).flatten(0, 1), labels.flatten()
-            )
+            logits = self.model(torch.from_numpy(batch.tokens))
+            loss = plain.summed_loss(logits, batch) / float(batch.loss_mask.sum())
             self.optimizer.zero_grad()
             loss.backward()
             clip(self.model.parameters())
@@ -187,10 +131,7 @@ class Script:
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if by_name:
             set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
+                self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
             )
         else:
             self.model.load_state_dict(model)
@@ -206,20 +147,13 @@ class Script:
 
     def weights(self) -> dict[str, Tensor]:
         """By this project's names."""
-        theirs = {
-            name.removeprefix("base_model."): value.detach()
-            for name, value in self.model.named_parameters()
-        }
-        return in_our_names(theirs)
+        return plain.by_project_names({n: p.detach() for n, p in self.model.named_parameters()})
 
     def moments(self, kind: str) -> dict[str, Tensor]:
         """As `weights`."""
-        return in_our_names(
-            {
-                name.removeprefix("base_model."): self.optimizer.state[parameter][kind]
-                for name, parameter in self.model.named_parameters()
-            }
-        )
+        state = self.optimizer.state
+        named = {n: state[p][kind] for n, p in self.model.named_parameters()}
+        return plain.by_project_names(named)
 
 
 def divide(model: Pretraining) -> None:
@@ -246,30 +180,3 @@ def clip(parameters: Iterable[nn.Parameter]) -> None:
     norm = torch.stack([whole.square().sum() for whole in wholes]).sum().sqrt().item()
     for gradient in gradients:
         gradient.mul_(min(1.0, 1.0 / (norm + 1e-6)))
-
-
-def in_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    ours = {
-        "word_embedding.weight": theirs["embed_tokens.weight"],
-        "final_norm.weight": theirs["norm.weight"],
-        "head.weight": theirs["lm_head.weight"],
-    }
-    for n in range(LAYERS):
-        layer = {
-            name.removeprefix(f"layers.{n}.").removesuffix(".weight"): value
-            for name, value in theirs.items()
-            if name.startswith(f"layers.{n}.")
-        }
-        found = {
-            "attention_norm.weight": layer["input_layernorm"],
-            "attention.qkv.query": layer["self_attn.q_proj"],
-            "attention.qkv.key_value": torch.stack(
-                [layer["self_attn.k_proj"], layer["self_attn.v_proj"]]
-            ),
-            "attention.output.weight": layer["self_attn.o_proj"],
-            "mlp_norm.weight": layer["post_attention_layernorm"],
-            "mlp.up.weight": torch.stack([layer["mlp.gate_proj"], layer["mlp.up_proj"]]),
-            "mlp.down.weight": layer["mlp.down_proj"],
-        }
-        ours |= {f"transformer.layers.{n}.{name}": value for name, value in found.items()}
-    return ours

@@ -7,28 +7,26 @@ from torch import Tensor
 
 from megatron.config.training import OptimizerConfig
 from megatron.data.bert import BertBatch
-from megatron.models.bert import BERT
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.executor import on_device
 from megatron.train.step import train_step
-from tests.bert import bert_samples, bert_section, whole_bert
+from tests import plain
+from tests.bert import bert_samples, bert_section
 from tests.tiny import assert_relative, micro_batches, tiny_state, tiny_weights, whole_gradients
 
 GLOBAL_BATCH = 4
 
 
-def plain_losses(model: torch.nn.Module, batch: BertBatch) -> tuple[Tensor, Tensor]:
+def plain_losses(model: plain.BERT, batch: BertBatch) -> tuple[Tensor, Tensor]:
     """The means that the paper's losses are, over one batch, as anyone would write them."""
-    batch = on_device(batch, torch.device("cpu"))
     masked, order = model(batch)
-    places = batch.loss_mask.flatten() > 0
-    of_masked = F.cross_entropy(masked[places], batch.labels.flatten()[places])
-    return of_masked, F.cross_entropy(order, batch.is_swapped)
+    places = torch.from_numpy(batch.loss_mask) > 0
+    of_masked = F.cross_entropy(masked[places], torch.from_numpy(batch.labels)[places])
+    return of_masked, F.cross_entropy(order, torch.from_numpy(batch.is_swapped))
 
 
 def test_the_loss_is_the_mean_over_masked_tokens_and_that_over_samples() -> None:
     state = tiny_state(serial_mesh(), bert_section(), OptimizerConfig(clip_grad=0.0))
-    dense = whole_bert(BERT, bert_section(), tiny_weights(state.model))
+    dense = plain.BERT(tiny_weights(state.model), 4)
     batch = bert_samples(GLOBAL_BATCH)
     assert len(set(batch.loss_mask.sum(axis=1).tolist())) > 1, "samples differ in masked tokens"
     masked, order = plain_losses(dense, batch)
