@@ -105,7 +105,7 @@ def run_group(
     others = [] if fault else [parse_layout(name) for name in OTHERS[ranks(group[0])]]
     with TemporaryDirectory() as folder:
         arguments = (fault, group, others, Path(folder), device)
-        of_ranks = pool.run(ranks(group[0]), with_fault, *arguments, timeout=600)
+        of_ranks = pool.run(ranks(group[0]), with_fault, *arguments)
     return {case: {each for of_rank in of_ranks for each in of_rank[case]} for case in group}
 
 

@@ -131,7 +131,7 @@ def test_runs_are_equal_bit_by_bit(gloo: Pool) -> None:
     cases += [{"stage": stage, "granularity": "full"} for stage in (0, 3)]
     cases += [{"model": model} for model in ("bert", "llama", "hf-gpt2")]
     cases += [{"model": "hf-gpt2", "granularity": "full"}]
-    gloo.run(2, check_equal, {}, cases, timeout=60)
+    gloo.run(2, check_equal, {}, cases)
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
@@ -155,7 +155,7 @@ OF_STAGES += [{"schedule": "1f1b", "granularity": "full"}]
 def test_layouts_are_equal_bit_by_bit(
     gloo: Pool, sizes: dict[str, int], cases: Sequence[dict[str, Any]], sequence_parallel: bool
 ) -> None:
-    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel, timeout=60)
+    gloo.run(prod(sizes.values()), check_equal, sizes, cases, sequence_parallel)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

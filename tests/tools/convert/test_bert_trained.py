@@ -30,7 +30,7 @@ def run(data: Path, words: str, world: int = 1) -> tuple[list[int], str]:
     words = f"--vocab-file {data.with_name('vocab.txt')} --train-iters 3 {words}"
     folder = data.parent
     with pretrain(words, world=world, folder=folder, program="pretrain_bert", data=data) as each:
-        return each.wait(200), each.text()
+        return each.wait(), each.text()
 
 
 @pytest.mark.parametrize("order", ["pre-ln", "post-ln"])

@@ -190,7 +190,7 @@ def test_training_goes_on_at_every_layout(llama: Llama, data: Path, tmp_path: Pa
         more += f" --metrics-file {tmp_path}/{name}.jsonl --save {tmp_path}/trained{name}"
         with pretrain(words + more, world=world, folder=tmp_path, program="pretrain",
                       shape="") as run:  # fmt: skip
-            assert run.wait(200) == [0] * world, run.text()
+            assert run.wait() == [0] * world, run.text()
         losses[name] = losses_of(tmp_path / f"{name}.jsonl")
     assert len(losses[""]) == 3
     assert losses[""][-1] < losses[""][0]
