@@ -1,5 +1,7 @@
 """What uses a Llama that was imported: text, tasks, the harness, and training that goes on."""
 
+import contextlib
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +20,16 @@ from tests.dist import Pool
 from tests.programs import pretrain
 from tests.tasks.program import figures_of
 from tests.tiny import mesh_of_ranks
-from tests.tools.convert.llamas import write_llama, write_sentencepiece
+from tests.tools.convert.models import (
+    SCALED,
+    change_json,
+    imported,
+    write_llama,
+    write_sentencepiece,
+)
 from tests.tools.texts import POSITIONS, TEXTS, texts_of
 from tools import preprocess_data
-from tools.convert_hf import export_model, import_model
+from tools.convert_hf import export_model
 from tools.generate import Settings, main
 
 NEW = 12
@@ -47,16 +55,11 @@ class Llama:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
     """Of fewer key/value heads than 2 or 4 ranks divide."""
     folder = tmp_path_factory.mktemp("llama")
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    exported = write_llama(
-        folder / "hf", max_position_embeddings=POSITIONS, rope_parameters=rope | scaling
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
-        import_model(str(exported), folder / "ours")
-    return Llama(exported, folder / "ours", "\n".join(said))
+    rope = SCALED | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+    exported = write_llama(folder / "hf", max_position_embeddings=POSITIONS, rope_parameters=rope)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        step = imported(exported)
+    return Llama(exported, step.parent, said.getvalue())
 
 
 @torch.no_grad()
@@ -207,14 +210,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Llama:
         folder / "hf", vocab_size=317, pad_token_id=None, max_position_embeddings=POSITIONS
     )
     write_sentencepiece(exported, 317)
-    content = json.loads((exported / "tokenizer.json").read_bytes())
     blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     parts = [blank, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
-    content["decoder"] = {"type": "Sequence", "decoders": parts}
-    (exported / "tokenizer.json").write_text(json.dumps(content))
-    import_model(str(exported), folder / "ours")
-    return Llama(exported, folder / "ours", "")
+    change_json(exported / "tokenizer.json", decoder={"type": "Sequence", "decoders": parts})
+    return Llama(exported, imported(exported).parent, "")
 
 
 def test_a_text_begins_with_the_mark_of_its_tokenizer_and_keeps_its_first_blank(
