@@ -1,6 +1,5 @@
 """The parts of fine-tuning: loss, order, layouts, padding, and what a start needs."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -36,6 +35,7 @@ from tasks.examples import (
 )
 from tasks.protocol import Example, Head
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tasks import made
 from tests.tasks.made import make_examples, small_section, write_model
 from tests.tiny import (
@@ -264,8 +264,9 @@ def test_a_weight_too_few_or_too_many_is_named(
     tmp_path: Path, head: Head, without: str | None, beside: str | None, named: str | None
 ) -> None:
     path = write_model(tmp_path, without=without, beside=beside)
-    refused = pytest.raises(ValueError, match=f" has (no )?{named}, ")
-    with refused if named else nullcontext():
+    if named:
+        assert f" {named}, " in str(refusal(lambda: begin(path, head)))
+    else:
         begin(path, head)
 
 
@@ -286,5 +287,6 @@ def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> N
 
 def test_another_shape_is_refused(pretrained: Path) -> None:
     config = config_of("choice", hidden_size=64)
-    with pytest.raises(ValueError, match=r"is \[.*32\], this model's \[.*64\]"):
-        begin(pretrained, "choice", config=config)
+    message = str(refusal(lambda: begin(pretrained, "choice", config=config)))
+    assert "32]" in message
+    assert "64]" in message

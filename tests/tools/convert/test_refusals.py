@@ -142,23 +142,19 @@ def test_configurations_of_other_models_are_refused(make: Make, kind: str) -> No
         (folder / CONFIG).write_bytes(content)
 
 
-def names_a_file(folder: Path, name: str, content: bytes | None) -> bool:
-    """Whether the message begins with this file, where it has this content, or is not there."""
-    before = (folder / name).read_bytes()
-    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
-    is_named = said(folder).startswith(str(folder / name))
-    (folder / name).write_bytes(before)
-    return is_named
-
-
 def test_damaged_and_missing_files_are_refused_by_their_names(make: Make) -> None:
     folder = make("gpt2")
-    weights = (folder / "model.safetensors").read_bytes()
-    for content in (b"", b"[]", b"{", None):
-        assert names_a_file(folder, CONFIG, content)
-    assert names_a_file(folder, "model.safetensors", weights[:-1])
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    config, weights = folder / CONFIG, folder / "model.safetensors"
+    damaged = [(config, b""), (config, b"[]"), (config, b"{"), (weights, weights.read_bytes()[:-1])]
+    for file, content in damaged:
+        before = file.read_bytes()
+        file.write_bytes(content)
+        assert said(folder).startswith(str(file))
+        file.write_bytes(before)
+    weights.rename(folder / "pytorch_model.bin")
     assert "save_pretrained" in said(folder)
+    config.unlink()
+    assert said(folder).startswith(str(config))
 
 
 def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
@@ -166,10 +162,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
     for place in ("elsewhere.safetensors", "missing.safetensors"):
-        change_json(
-            index,
-            weight_map=json_of(index)["weight_map"] | {"transformer.ln_f.bias": place},
-        )
+        listed = json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
+        change_json(index, weight_map=listed)
         assert place in said(folder)
 
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,8 @@ from transformers import GenerationConfig
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
-from megatron.train.trained import open_trained
 from tests.data.samples import write_data_of_tokenizer
 from tests.dist import Pool
 from tests.models.test_hf_weights import CASES, Case, rewrite, section_of, state_of, write_folder
@@ -214,29 +210,6 @@ def test_another_model_is_not_resumed(tuned: dict[str, Path], tmp_path: Path) ->
         said = started.text()
     assert field_of(said) == "--hf-model"
     assert all(each in said for each in ("layer_norm_epsilon", "0.1", "1e-05"))
-
-
-@torch.no_grad()
-def test_the_harness_scores_the_exported_folder_as_the_checkpoint(tuned: dict[str, Path]) -> None:
-    pytest.importorskip("lm_eval")
-    pytest.importorskip("accelerate")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from tools.harness.language_model import CheckpointLM
-
-    trained = TrainedConfig(load=str(tuned["run checkpoints"]))
-    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1)
-    _, model = load_newest(folders, serial_mesh())
-    ours = CheckpointLM(model, serial_mesh(), tokenizer, 2)
-    theirs: Any = HFLM(str(tuned["run"]), device="cpu", batch_size=1, dtype="float32")
-    pairs = [("the th", "in"), ("in", " the"), ("wind", " in")]
-    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked)
-    assert len({round(score, 3) for score, _ in expected}) == len(pairs)
-    for (score, is_greedy), (other, is_theirs) in zip(found, expected, strict=True):
-        assert score == pytest.approx(other, rel=1e-5)
-        assert is_greedy == is_theirs
 
 
 def test_a_program_goes_on_with_a_text_as_the_exported_folder(
