@@ -219,9 +219,9 @@ def imported(folder: Path, to: str = "ours", **flags: Any) -> Path:
     return folder.with_name(to) / STEP
 
 
-def exported(checkpoint: Path, folder: Path) -> Path:
+def exported(checkpoint: Path, folder: Path, **flags: Any) -> Path:
     """Its export, beside this folder, and with the same bits; it compares the logits, too."""
-    export_model(str(checkpoint), folder.with_name("back"))
+    export_model(str(checkpoint), folder.with_name("back"), **flags)
     assert_same_weights(folder, folder.with_name("back"))
     return folder.with_name("back")
 

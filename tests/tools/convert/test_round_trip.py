@@ -11,12 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.format import read_checkpoint, read_manifest
 from megatron.checkpoint.load import verify
+from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig, FinetunedConfig, LlamaConfig
-from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
+from megatron.config.parallel import ParallelConfig
+from megatron.data.tokenizer import GPT2BPETokenizer, file_names, read_tokenizer
 from megatron.models.hf_layers import Wide
 from megatron.models.registry import config_of
 from megatron.train.evaluate import load_model, whole_logits
-from tests.data.samples import write_tokenizer
+from megatron.train.trained import open_trained
+from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
@@ -313,6 +316,36 @@ def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
         assert theirs.encode(text) == before.encode(text)
     change_json(folder / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
     refusal(lambda: imported(folder, "again"))  # which gives other ids
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_weights_alone_come_and_go_and_readers_of_text_bring_a_tokenizer_that_fits(
+    tmp_path: Path, kind: str
+) -> None:
+    folder, small = WRITERS[kind](tmp_path / "hf"), WRITERS[kind](tmp_path / "s", vocab_size=90)
+    for file in [*folder.iterdir(), *small.iterdir()]:
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    step = imported(folder, no_tokenizer=True)
+    manifest = read_manifest(step)
+    names = file_names(manifest["config"]["data"]["tokenizer_type"])
+    assert not {*names} & manifest["files"].keys()
+    vocabulary, merges = write_tokenizer(tmp_path)
+    files = {
+        "gpt2": {"vocab_file": vocabulary, "merge_file": merges},
+        "bert": {"vocab_file": write_wordpiece(tmp_path)},
+        "llama": {"vocab_file": write_tokenizer_json(tmp_path / "json")},
+    }[kind]
+    exported(step, folder, **files)
+
+    def opened(step: Path, **given: str) -> int:
+        trained = TrainedConfig(load=str(step), **given)
+        return open_trained(trained, ParallelConfig(), 1, [*WRITERS])[1].vocab_size
+
+    assert "--vocab-file" in str(refusal(lambda: opened(step)))
+    assert opened(step, **files) > 90
+    less = imported(small, "less", no_tokenizer=True)
+    assert "90" in str(refusal(lambda: opened(less, **files)))
 
 
 @pytest.mark.parametrize("lower", [True, False])
