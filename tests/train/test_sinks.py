@@ -93,7 +93,7 @@ KILL_THE_SERVICE = """
     service.kill()
     service.wait()
     step = start + 4
-    while metrics.sinks and step < 100:  # the first writes may still find room in a buffer
+    while metrics.sinks and step < 20_000:  # the first writes may still find room in a buffer
         metrics.write({"step": step})
         step += 1
         time.sleep(0.1)
