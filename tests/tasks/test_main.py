@@ -196,15 +196,10 @@ def test_an_error_of_a_task_keeps_its_traceback_and_ctrl_c_is_one_word(
     with pytest.raises(ZeroDivisionError) as caught:
         main(flags("faulty.broken", tmp_path, peer), {})
     assert caught.traceback[-1].path.name == "broken.py"
-    ended = subprocess.run(
-        [sys.executable, "tasks/main.py", *flags("faulty.stopped", tmp_path, peer)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert (ended.returncode, ended.stdout) == (130, "")
-    assert ended.stderr == "interrupted\n"
+    command = [sys.executable, "tasks/main.py", *flags("faulty.stopped", tmp_path, peer)]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (130, "", 1)
 
 
 def test_a_result_that_cannot_be_written_is_one_line(
@@ -216,17 +211,10 @@ def test_a_result_that_cannot_be_written_is_one_line(
     assert isinstance(error, IsADirectoryError)
 
 
-def test_help_without_a_task_lists_the_tasks_and_imports_none() -> None:
-    code = (
-        "import sys; from tasks.main import main\n"
-        "main(sys.argv[1:], {'RANK': '1'}); print('-'); main(['-h'], {})\n"
-        "assert not {'torch', 'tasks.heldout', 'tasks.glue', 'tasks.race'} & {*sys.modules}"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    quiet, said = ended.stdout.split("-\n", 1)
-    assert quiet == ""
-    listed = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
-    assert listed == [*TASKS, "tasks.mine"]
+def test_help_without_a_task_lists_the_tasks_on_the_first_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["--help"], {"RANK": "1"})
+    assert capsys.readouterr().out == ""
+    main(["-h"], {})
+    assert {*TASKS, "tasks.mine"} <= {*capsys.readouterr().out.split()}
