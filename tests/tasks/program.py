@@ -46,7 +46,7 @@ def evaluating(save: Path) -> list[str]:
 
 
 def figures_of(task: str, tensor_size: int | str, *words: str) -> dict[str, Any]:
-    """What the program computes of these flags, on the ranks of this call or in this process."""
+    """The program's figures for these flags, on the ranks of this call or in this process."""
     mesh = mesh_of_ranks(tensor_size)
     module = import_module(TASKS[task])
     settings = parse(module.Settings, words, {})

@@ -1,4 +1,4 @@
-"""What the checks of a task's input count, tell and refuse."""
+"""The checks of a task's input: what they count, tell and refuse."""
 
 import string
 import warnings

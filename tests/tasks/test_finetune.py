@@ -40,7 +40,7 @@ Tuned = tuple[Path, Any]
 def test_every_head_learns_its_task(
     tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder
 ) -> None:
-    # Of smaller random weights [CLS] of post-LN is all but its own embedding, and learns nothing.
+    # With smaller random weights [CLS] of post-LN is its own embedding almost, and learns nothing.
     model = write_model(tmp_path, small_section(residual_order=order, init_method_std=0.1))
     words = ["--load", str(model), *write_files(tmp_path, 400), *FEW, "--head", head]
     record = result([*words, "--epochs", "4"], capsys)

@@ -1,4 +1,4 @@
-"""What the tasks refuse: settings, each tried again with what its error says works, and files."""
+"""Settings and files that the tasks refuse; the cure that an error suggests is tried."""
 
 import json
 import shlex

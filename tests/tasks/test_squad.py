@@ -63,7 +63,7 @@ def make_task(tmp_path: Path, **more: Any) -> SquadTask:
 
 
 def logits_of(task: SquadTask, answered: float) -> list[Any]:
-    """Of a model that knows the labels, and gives the mark of no answer this much less."""
+    """Those of a model that knows the labels, and gives the mark of no answer this much less."""
     found = []
     for example in task.evaluations[""]:
         logits = np.zeros((len(example.options[0].tokens), 2), np.float32)

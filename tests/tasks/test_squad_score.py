@@ -62,7 +62,7 @@ def test_the_best_right_answer_counts(squad: Squad, answer: str, exact: float, f
 def test_questions_without_answer_are_right_if_left_open(squad: Squad) -> None:
     marks = mark(squad, {"plain": "", "spain": "Spain", "snow": "", "hail": "rain"})
     assert marks.exact.tolist() == marks.f1.tolist() == [0, 1, 1, 0]
-    # What is left of "the" is empty, and the official scorer takes it for no answer.
+    # Nothing is left of "the", and the official scorer takes it for no answer.
     assert mark(squad, {"snow": "the"}).f1.tolist() == [0, 0, 1, 0]
     assert figures(squad, marks) == {
         "questions": 4,

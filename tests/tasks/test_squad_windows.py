@@ -33,7 +33,7 @@ def read(tmp_path: Path, *questions: dict[str, Any], passage: str = PASSAGE) -> 
 
 
 def texts(windows: Windows) -> list[tuple[str, str]]:
-    """Of each window the words of its part of the passage and of its label."""
+    """For each window the words of its part of the passage and of its label."""
     found = []
     for example in windows:
         (sequence,), (first, last) = example.options, example.label

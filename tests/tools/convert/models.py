@@ -227,8 +227,8 @@ def exported(checkpoint: Path, folder: Path, **flags: Any) -> Path:
 
 
 def load_and_save(checkpoint: Path, to: Path, tensor_size: int, factor: float = 1.0) -> None:
-    """What a run at this layout would do with the weights; makes to/step_00000001. factor: by
-    which it multiplies them."""
+    """Do with the weights as a run at this layout does; makes to/step_00000001. factor: by which
+    they are multiplied."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
     section, size = config_of(manifest), manifest["vocab_size"]

@@ -107,7 +107,7 @@ Change = Callable[[Tensors], Tensors]
 
 
 def exchange(one: str, other: str) -> Change:
-    """Of tensors whose names differ in these parts, each is put in the place of the other."""
+    """Each of two tensors whose names differ in these parts takes the place of the other."""
     pairs = ((one, other), (other, one))
     return lambda tensors: {
         name: tensors[name.replace(part, another)]
@@ -124,7 +124,7 @@ def each(pattern: str, change: Callable[[Tensor], Tensor]) -> Change:
 
 
 def reordered(*order: int) -> Callable[[Tensor], Tensor]:
-    """Of columns that are those of Q, K and V."""
+    """The columns are those of Q, K and V."""
     return lambda tensor: tensor.unflatten(-1, (3, -1))[..., list(order), :].flatten(-2)
 
 
@@ -180,7 +180,7 @@ def test_attention_to_padding_is_above_the_tolerance(
 def test_logits_that_say_nothing_are_no_agreement_and_leave_no_checkpoint(
     tmp_path: Path, is_zero: bool
 ) -> None:
-    """Of no number, which only the longest prompt sees, and of a model of zeros."""
+    """They are no numbers, which only the longest prompt sees, or those of a model of zeros."""
     tensors = weights_of(write_model(tmp_path / "hf"))
     tensors["transformer.wpe.weight"][15] = float("nan")
     if is_zero:

@@ -1,4 +1,4 @@
-"""What uses a Llama that was imported: text, tasks, the harness, and training that goes on."""
+"""A Llama that was imported is used for text, tasks, the harness, and training that goes on."""
 
 import json
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Llama:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    """Of fewer key/value heads than 2 or 4 ranks divide."""
+    """It has fewer key/value heads than 2 or 4 ranks divide."""
     folder = tmp_path_factory.mktemp("llama")
     rope = SCALED | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
     exported = write_llama(folder / "hf", max_position_embeddings=POSITIONS, rope_parameters=rope)
@@ -158,7 +158,7 @@ def test_training_goes_on_in_a_pipeline_too(llama: Llama, data: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    """Of a tokenizer as in Llama 1 and 2: a mark before each text, and blanks that are dropped."""
+    """Its tokenizer is as in Llama 1 and 2: a mark before each text, dropped blanks."""
     folder = tmp_path_factory.mktemp("begun")
     exported = write_llama(
         folder / "hf", vocab_size=317, pad_token_id=None, max_position_embeddings=POSITIONS

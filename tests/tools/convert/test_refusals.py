@@ -1,4 +1,4 @@
-"""What cannot be converted is refused by its flag, file, key or tensor, and leaves nothing."""
+"""Refusals of a conversion name the flag, file, key or tensor, and leave nothing."""
 
 import os
 import shlex
@@ -174,7 +174,7 @@ POOLER = "bert.pooler.dense.bias"
 ONES = torch.ones(7)
 
 
-# What the error names, and the tensors that are replaced, added, or removed (None).
+# The name in the error, and the tensors that are replaced, added, or removed (None).
 @pytest.mark.parametrize(
     ("kind", "named", "change"),
     [
@@ -328,7 +328,7 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         ("import --from a/b/c", "--from"),
         ("export --from {here}/nothing", "--from"),
         ("export --from {here}/step_00000007", "--from"),
-        # What is there is never replaced.
+        # Nothing that is there is replaced.
         ("import --from {gpt2} --to {here}", "--to"),
         ("export --from {gpt2} --to {here}", "--to"),
     ],

@@ -1,4 +1,4 @@
-"""What was trained here is exported, and what was imported is trained on."""
+"""Models that were trained here are exported, and imported ones are trained on."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0"
 def train(
     folder: Path, kind: str, words: str, *, world: int = 1, code: int = 0, shape: str = SHAPE
 ) -> str:
-    """What three steps print, on random data of the kind's tokenizer; --save is the folder's
+    """The output of three steps on random data of the kind's tokenizer; --save is the folder's
     "trained". code: with which they end."""
     random, prefix = np.random.default_rng(0), folder / f"{kind}_text"
     flags = f"--train-iters 3 --save {folder / 'trained'} {words}"

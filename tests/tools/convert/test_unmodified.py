@@ -1,4 +1,4 @@
-"""What --model huggingface trained is written back as the folder that it came from."""
+"""A model that --model huggingface trained is written back as the folder that it came from."""
 
 import json
 import shutil
