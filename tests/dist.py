@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ["torch", "torch.distributed", "megatron.train.loop"]
+PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
 _DEATH = "the process died"
 
 
@@ -61,7 +62,7 @@ class Pool:
         self._calls = 0
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE
     ) -> list[Any]:
         """What function(*args) returns on each rank of a fresh gloo group, by rank.
 

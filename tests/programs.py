@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from tests.data.samples import write_data
-from tests.dist import PRELOADED
+from tests.dist import PATIENCE, PRELOADED
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
@@ -38,7 +38,7 @@ class Run:
         """Whether no rank has ended yet."""
         return all(process.exitcode is None for process in self.processes)
 
-    def wait(self, timeout: float = 120, ranks: Sequence[int] | None = None) -> list[int]:
+    def wait(self, timeout: float = PATIENCE, ranks: Sequence[int] | None = None) -> list[int]:
         """The exit codes of these ranks, or all; TimeoutError with what they printed if one still
         runs."""
         deadline, codes = time.monotonic() + timeout, []
@@ -49,7 +49,7 @@ class Run:
             codes.append(process.exitcode)
         return codes
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
         """Until the condition holds; fails where a process ends or the time is up before."""
         deadline = time.monotonic() + timeout
         while not condition():

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist import Pool
+from tests.dist import PATIENCE, Pool
 
 
 def sum_of_ranks(offset: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def exit_early() -> None:
 
 def sleep_on_rank(rank: int) -> None:
     if dist.get_rank() == rank:
-        time.sleep(60)
+        time.sleep(PATIENCE)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from megatron.train.metrics import read_metrics
+from tests.dist import PATIENCE
 from tests.programs import REST, SHAPE, assert_equal_bits, newest, pretrain, some_data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -321,7 +322,7 @@ def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> 
         f"runpy.run_path({str(ROOT / 'pretrain_gpt2.py')!r}, run_name='__main__')\n"
     )
     process = torchrun(flags(save, steps, more), folder, "--max-restarts=1", str(program))
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, text
     assert "going on from" in text
     assert_equal_bits(newest(tmp_path / "calm"), newest(save))
@@ -338,7 +339,7 @@ def test_a_script_can_stop_what_torchrun_started_and_read_that_it_should_go_on(
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     subprocess.run(["pkill", "-USR1", "-P", str(process.pid)], check=True)
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, text
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["ended"], last["exit_code"]) == ("SIGUSR1", 75)

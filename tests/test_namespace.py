@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -18,7 +20,7 @@ def run(cwd: Path, *arguments: str, **environ: str) -> subprocess.CompletedProce
         env={**inherited, **environ},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 

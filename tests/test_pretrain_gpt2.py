@@ -17,6 +17,7 @@ from tests.data.samples import (
     write_data_of_tokenizer,
     write_tokenizer,
 )
+from tests.dist import PATIENCE
 
 # Takes seconds to import, and a training step needs none of it.
 HEAVY = (
@@ -54,7 +55,7 @@ def run(data: Path | str, words: str, environ: str = "") -> subprocess.Completed
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=PATIENCE,
     )
 
 

@@ -38,6 +38,7 @@ from tests.data.samples import (
     write_sentences,
     write_wordpiece,
 )
+from tests.dist import PATIENCE
 from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
 from tests.programs import Run, start_ranks
 from tests.tiny import VOCABULARY
@@ -190,7 +191,7 @@ def outcomes(part: str) -> dict[str, tuple[int, bool, str]]:
             asked.append([several, arguments(row, folder)])
         ended = subprocess.run(
             [sys.executable, "-c", PROBE, json.dumps(asked)],
-            cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

@@ -18,8 +18,7 @@ from torch.distributed import ReduceOp
 
 from megatron.parallel import collectives
 from megatron.parallel.mesh import INNER, OUTER, UNIONS, ControlGroup, Mesh, build_mesh
-
-PATIENCE = 120.0  # seconds, for a rank that does not come: the others made another call
+from tests.dist import PATIENCE
 
 
 @dataclass

@@ -70,7 +70,7 @@ def test_memory_and_time_are_those_of_the_turn() -> None:
     memory, time = (each["rounds"][0] for each in measured([large, busy], warm_up=0))
     assert 200 * 2**20 <= memory["peak_bytes"] < 500 * 2**20
     assert time["peak_bytes"] < 50 * 2**20
-    assert 0.6 <= time["cpu"][0] < 5  # a child's start, too
+    assert time["cpu"][0] >= 0.6  # a child's start, too
     assert time["wall"][0] >= 0.5
 
 

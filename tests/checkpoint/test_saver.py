@@ -26,7 +26,7 @@ from tests.checkpoint.saving import (
     saver_into,
     train,
 )
-from tests.dist import Pool
+from tests.dist import PATIENCE, Pool
 
 
 def save_both_ways(tensor_size: int, directory: Path) -> int:
@@ -40,7 +40,7 @@ def save_both_ways(tensor_size: int, directory: Path) -> int:
     release, save_file = threading.Event(), saving.save_file
 
     def slow_save_file(*arguments: Any) -> None:
-        release.wait(60)
+        release.wait(PATIENCE)
         save_file(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:

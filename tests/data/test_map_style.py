@@ -18,6 +18,7 @@ from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.documents import open_documents
 from megatron.data.files import DataError
 from megatron.data.map_style import open_map_style, open_named
+from tests.dist import PATIENCE
 from tests.refusals import field_of, refusal
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
@@ -298,7 +299,7 @@ def test_a_group_that_two_threads_decode_counts_once(
     def read_together(self: pq.ParquetFile, number: int, **more: object) -> pa.Table:
         calls.append(number)
         if len(calls) <= 2:
-            together.wait(timeout=120)
+            together.wait(timeout=PATIENCE)
         return read(self, number, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_together)

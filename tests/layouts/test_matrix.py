@@ -80,7 +80,7 @@ def run_group(pool: Pool, group: Group, device: str) -> dict[Case, set[str]]:
     others = [parse_layout(name) for name in OTHERS[ranks(group[0])]]
     with TemporaryDirectory() as folder:
         arguments = (group, others, Path(folder), device)
-        of_ranks = pool.run(ranks(group[0]), run_cases, *arguments, timeout=1200)
+        of_ranks = pool.run(ranks(group[0]), run_cases, *arguments)
     return {case: {each for of_rank in of_ranks for each in of_rank[case]} for case in group}
 
 

@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tests.dist import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 NODES = ("first", "second", "spare")  # which no resolver knows
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 PATH = f"/usr/sbin:/sbin:{os.environ['PATH']}"  # of the daemons
 PORTS = range(20_000, 32_000)  # below those that the kernel gives to clients
-PATIENCE = 1200.0  # seconds; a job of four ranks shares two cores with other tests
 
 CONF = """
 ClusterName=test

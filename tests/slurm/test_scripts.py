@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import PATIENCE
 from tests.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def submit(
     environ = {"PATH": path, "PYTHON": "/bin/true", "ADDRESS": "NodeAddr=10.0.0.1", **environ}
     return subprocess.run(
         ["bash", str(SCRIPTS / script), *words],
-        cwd=folder, env=SLURM | environ, capture_output=True, text=True, timeout=300,
+        cwd=folder, env=SLURM | environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def test_a_step_of_other_nodes_or_gpus_than_the_job_is_refused() -> None:
     ):
         ended = subprocess.run(
             [sys.executable, str(SCRIPTS / "node.py"), *words],
-            env={"SLURM_NODEID": "1", **environ}, capture_output=True, text=True, timeout=300,
+            env={"SLURM_NODEID": "1", **environ}, capture_output=True, text=True, timeout=PATIENCE,
         )  # fmt: skip
         assert ended.returncode == 2
         assert "node 1: the job has 2 nodes x 4 ranks" in ended.stderr
@@ -173,7 +174,7 @@ def node(folder: Path, program: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -193,7 +194,7 @@ def test_a_signal_to_the_launcher_alone_reaches_its_ranks_whose_status_it_takes(
     with node(tmp_path, RANK) as process:
         wait_for(lambda: len(list(tmp_path.glob("ready_*_of_2"))) == 2, process)
         process.send_signal(number)
-        assert process.wait(timeout=300) == 75, (tmp_path / "log").read_text()
+        assert process.wait(timeout=PATIENCE) == 75, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_the_status_of_a_node_is_that_of_its_ranks(
     tmp_path: Path, program: str, status: int
 ) -> None:
     with node(tmp_path, program) as process:
-        assert process.wait(timeout=300) == status, (tmp_path / "log").read_text()
+        assert process.wait(timeout=PATIENCE) == status, (tmp_path / "log").read_text()
 
 
 def test_a_signal_before_there_are_ranks_ends_with_the_status_of_a_stopped_run(
@@ -212,7 +213,7 @@ def test_a_signal_before_there_are_ranks_ends_with_the_status_of_a_stopped_run(
     with node(tmp_path, RANK) as process:
         wait_for(lambda: catches(process, signal.SIGUSR1), process)  # torch takes seconds more
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=300) == 75, (tmp_path / "log").read_text()
+        assert process.wait(timeout=PATIENCE) == 75, (tmp_path / "log").read_text()
 
 
 def test_a_machine_without_root_or_slurm_says_which_it_lacks(

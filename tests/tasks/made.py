@@ -38,7 +38,7 @@ class Settings(FinetuneSettings):
     seq_length: int = POSITIONS
     head: Head = "classifier"
     names: Literal["few", "more"] = "few"
-    """Of the classes."""
+    """Those of the classes."""
     answers: Path | None = None
     """Judged without a model."""
     checks: ChecksConfig = field(default_factory=ChecksConfig)
@@ -81,7 +81,7 @@ class Watched(list[Example]):
 
 
 def on_read() -> None:
-    """What tests put something else in place of."""
+    """Tests put something else in its place."""
 
 
 def make_examples(head: Head, count: int, seed: int) -> list[Example]:

@@ -18,7 +18,7 @@ def passages(data: Path) -> list[str]:
 
 
 def lessons(data: Path) -> list[tuple[str, str, str]]:
-    """Of three passages in four the context, the last word and what comes then: a mark, letters
+    """For three passages in four: the context, the last word and what comes then: a mark, letters
     that make it another word, or a new word."""
     pairs = [text.rsplit(" ", 1) for text in passages(data)]
     ends = [".", "ish", None, " then"]

@@ -23,26 +23,20 @@ Capture = pytest.CaptureFixture[str]
 def result(words: list[str], capsys: Capture, task: str = TASK) -> dict[str, Any]:
     """The record that a command prints."""
     capsys.readouterr()
-    main(["--task", task, *words], {})
+    run([task, *words])
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
 
 
-def refusal(words: list[str], capsys: Capture, task: str = TASK) -> str:
-    """What a command that ends with status 2 says on stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        main(["--task", task, *words], {})
-    said = capsys.readouterr().err
-    assert said.count("error: ") == 1
-    assert "Traceback" not in said
-    return said
+def run(words: list[str]) -> None:
+    """The program; words: the task and its flags."""
+    main(["--task", *words], {})
 
 
 def told(words: list[str], capsys: Capture, task: str = TASK) -> list[str]:
     """The warnings of a command."""
     capsys.readouterr()
-    main(["--task", task, *words], {})
+    run([task, *words])
     return [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
 
 
@@ -52,7 +46,7 @@ def evaluating(save: Path) -> list[str]:
 
 
 def figures_of(task: str, tensor_size: int | str, *words: str) -> dict[str, Any]:
-    """What the program computes of these flags, on the ranks of this call or in this process."""
+    """The program's figures for these flags, on the ranks of this call or in this process."""
     mesh = mesh_of_ranks(tensor_size)
     module = import_module(TASKS[task])
     settings = parse(module.Settings, words, {})

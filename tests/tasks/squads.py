@@ -2,29 +2,16 @@
 
 import json
 from pathlib import Path
-from string import ascii_lowercase, digits
-from tempfile import NamedTemporaryFile
 from typing import Any
 
-from megatron.data.tokenizer import BertWordPieceLowerCase
+from tests.tasks.made import wordpiece
 
-MARKS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-WORDS = ["the", "rain", "in", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]
+WORDS = ["rain", "spain", "stays", "mainly", "plain", "where", "does", "it", "stay"]
 PASSAGE = "The rain in Spain stays mainly in the plain."
 MANIFEST = {"config": {"model": {"max_position_embeddings": 64}}}
 
 
-def _tokenizer() -> BertWordPieceLowerCase:
-    """Some words; others are spelt letter by letter."""
-    letters = [*ascii_lowercase, *digits]
-    marks = [*MARKS, *WORDS, *letters, *(f"##{each}" for each in letters), *".,?()"]
-    with NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(marks) + "\n")
-        file.flush()
-        return BertWordPieceLowerCase(file.name)
-
-
-TOKENIZER = _tokenizer()
+TOKENIZER = wordpiece(*WORDS)  # others are spelt letter by letter
 
 
 def question(name: str, answers: dict[str, int], **more: Any) -> dict[str, Any]:

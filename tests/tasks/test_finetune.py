@@ -1,7 +1,9 @@
 """Fine-tuned tasks through tasks/main.py: seeds, epochs, what is kept, reused and stopped."""
 
+import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shutil import copy, copytree
 from statistics import median
@@ -14,19 +16,18 @@ import torch
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.config.model import ResidualOrder
 from megatron.config.parse import parse
-from megatron.models.bert import FinetunedBert
-from megatron.optim.adam import LossScaler
 from megatron.train.metrics import read_metrics
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
-from tasks.main import main
 from tasks.plan import dtype_of, make_plan
 from tasks.protocol import Head
 from tests.dist import Pool
+from tests.refusals import refusal, refused
 from tests.tasks import made
 from tests.tasks.made import COUNT, small_section, write_files, write_model
-from tests.tasks.program import FEW, TASK, Capture, evaluating, refusal, result, told
+from tests.tasks.program import FEW, TASK, Capture, evaluating, result, run, told
 from tests.tiny import mesh_of_ranks
+from tests.tools.convert.models import load_and_save
 
 HEADS: tuple[Head, ...] = get_args(Head)
 TRAIN = 64  # examples, in steps of 16
@@ -39,7 +40,7 @@ Tuned = tuple[Path, Any]
 def test_every_head_learns_its_task(
     tmp_path: Path, capsys: Capture, head: Head, order: ResidualOrder
 ) -> None:
-    # Of smaller random weights [CLS] of post-LN is all but its own embedding, and learns nothing.
+    # With smaller random weights [CLS] of post-LN is its own embedding almost, and learns nothing.
     model = write_model(tmp_path, small_section(residual_order=order, init_method_std=0.1))
     words = ["--load", str(model), *write_files(tmp_path, 400), *FEW, "--head", head]
     record = result([*words, "--epochs", "4"], capsys)
@@ -78,12 +79,12 @@ def test_median_and_spread_are_of_the_seeds_and_the_best_epoch_is_the_highest(
     runs = [[epoch["figures"] for epoch in each["epochs"]] for each in record["seeds"]]
     losses = [[epoch["train_loss"] for epoch in each["epochs"]] for each in record["seeds"]]
     assert losses[0] != losses[1], "each seed has examples and a head of its own"
-    for each, run in zip(record["seeds"], runs, strict=True):
-        values = [figures["accuracy"] for figures in run]
+    for each, epochs in zip(record["seeds"], runs, strict=True):
+        values = [figures["accuracy"] for figures in epochs]
         assert each["best_epoch"] == 1 + values.index(max(values))
     for name, rows in {
-        "last_epoch": [run[-1] for run in runs],
-        "best_epoch": [max(run, key=lambda figures: figures["accuracy"]) for run in runs],
+        "last_epoch": [epochs[-1] for epochs in runs],
+        "best_epoch": [max(epochs, key=lambda each: each["accuracy"]) for epochs in runs],
     }.items():
         values = [row["near_accuracy"] for row in rows]
         spread = {"median": median(values), "min": min(values), "max": max(values)}
@@ -93,7 +94,7 @@ def test_median_and_spread_are_of_the_seeds_and_the_best_epoch_is_the_highest(
     assert record["accuracy"] == pytest.approx((2 * near + far) / 3)
     assert record["near_examples"] == COUNT
     assert "near_examples" not in record["last_epoch"], "all seeds agree on it"
-    right = [run[-1]["near_parts"]["right"] for run in runs]
+    right = [epochs[-1]["near_parts"]["right"] for epochs in runs]
     assert record["near_parts"]["right"] == median(right)
 
 
@@ -150,13 +151,11 @@ def test_metrics_come_a_few_times_an_epoch(tuned: Tuned) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_narrow_formats_train_and_are_evaluated_as_they_were(
-    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, dtype: str
+    words: list[str], tmp_path: Path, capsys: Capture, dtype: str
 ) -> None:
     save = tmp_path / "save"
-    words = [*words[: words.index("--dtype")], "--save", str(save)]
-    if dtype == "bf16":  # what the device has is taken
-        monkeypatch.setattr("megatron.train.state.default_precision", lambda device: "bf16")
-    record = result(words if dtype == "bf16" else [*words, "--dtype", dtype], capsys)
+    words = [*words, "--save", str(save)]
+    record = result([*words, "--dtype", dtype], capsys)
     assert record["dtype"] == record["hyper_parameters"]["dtype"] == dtype
     manifest = read_manifest(Path(record["seeds"][0]["checkpoints"]["last"]))
     assert manifest["precision"] == dtype
@@ -164,7 +163,7 @@ def test_narrow_formats_train_and_are_evaluated_as_they_were(
     again = result(evaluated, capsys)
     assert (again["accuracy"], again["dtype"]) == (record["accuracy"], dtype)
     assert result([*evaluated, "--dtype", "fp32"], capsys)["dtype"] == "fp32"
-    assert "--save" in refusal([*words, "--dtype", "fp32"], capsys)
+    assert refused(run, [TASK, *words, "--dtype", "fp32"]) == "--save"
 
 
 def test_every_seed_has_a_head_an_order_and_dropout_of_its_own(
@@ -200,69 +199,54 @@ def ranks(words: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:nothing of the models")
-@pytest.mark.parametrize(
-    ("tensor_size", "more"),
-    [
-        (1, []),
-        (2, []),
-        (2, ["--sequence-parallel"]),
-        (1, ["--use-distributed-optimizer"]),
-        (1, ["--zero-stage", "3"]),
-    ],
-)
 def test_several_processes_train_keep_and_evaluate(
-    gloo: Pool, words: list[str], tmp_path: Path, tensor_size: int, more: list[str]
+    gloo: Pool, words: list[str], tmp_path: Path
 ) -> None:
-    save = tmp_path / "save"
     words = [*words, "--seeds", "2"]
-    cut = ["--tensor-model-parallel-size", str(tensor_size)]
-    training = [*words, *cut, *more, "--save", str(save)]
-    record, nothing = gloo.run(2, ranks, training)
-    assert nothing == {}
     alone = ranks(words)
-    for one, other in zip(record["seeds"], alone["seeds"], strict=True):
-        for epoch, expected in zip(one["epochs"], other["epochs"], strict=True):
-            assert epoch["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
-    again, _ = gloo.run(2, ranks, training)
-    assert again["seeds"] == record["seeds"]
-    models = ["--ensemble", str(save / "seed_1234"), str(save / "seed_1235"), *evaluating(save)]
-    both, _ = gloo.run(2, ranks, [*models, *cut])
-    expected = ranks(models)
-    assert [each["figures"] for each in both["models"]] == [
-        each["epochs"][-1]["figures"] for each in record["seeds"]
-    ]
-    assert both["accuracy"] == expected["accuracy"]
+    for number, layout in enumerate([
+        "", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--use-distributed-optimizer", "--zero-stage 3",
+    ]):  # fmt: skip
+        save = tmp_path / str(number)
+        training = [*words, *layout.split(), "--save", str(save)]
+        record, nothing = gloo.run(2, ranks, training)
+        assert nothing == {}
+        for one, other in zip(record["seeds"], alone["seeds"], strict=True):
+            for epoch, expected in zip(one["epochs"], other["epochs"], strict=True):
+                assert epoch["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-4)
+        again, _ = gloo.run(2, ranks, training)
+        assert again["seeds"] == record["seeds"]
+        models = ["--ensemble", str(save / "seed_1234"), str(save / "seed_1235")]
+        models += evaluating(save)
+        both, _ = gloo.run(2, ranks, [*models, *layout.split()[: 2 * ("tensor" in layout)]])
+        assert [each["figures"] for each in both["models"]] == [
+            each["epochs"][-1]["figures"] for each in record["seeds"]
+        ]
+        assert both["accuracy"] == ranks(models)["accuracy"]
 
 
-def test_a_run_that_diverges_ends_with_one_message(
-    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_diverges_ends_with_one_message(words: list[str], tmp_path: Path) -> None:
     wild = [*words, "--seed", "1235", "--clip-grad", "0", "--lr-warmup-fraction", "0"]
-    error = refusal([*wild, "--lr", "1e30", "--save", str(tmp_path / "wild")], capsys)
-    assert "error: seed 1235, epoch 1, step 2: " in error
-    assert "--lr-warmup-fraction" in error
-    assert "--dtype" not in error
-    monkeypatch.setattr(LossScaler, "may_skip", lambda self: False)
-    assert "--dtype bf16" in refusal([*wild, "--lr", "1e30", "--dtype", "fp16"], capsys)
+    wild += ["--lr", "1e30", "--save", str(tmp_path / "wild")]
+    message = str(refusal(lambda: run([TASK, *wild])))
+    assert re.findall(r"\d+", message)[:3] == ["1235", "1", "2"], "seed, epoch and step"
+    assert "--lr-warmup-fraction" in message
+    assert "--dtype" not in message
 
 
-def test_logits_that_are_no_numbers_are_one_message(
-    tuned: Tuned, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_no_numbers_are_one_message(tuned: Tuned, tmp_path: Path) -> None:
     save, _ = tuned
+    (step, *_) = step_folders(save / "seed_1234")
+    load_and_save(step, tmp_path, 1, factor=float("nan"))
+    error = refusal(lambda: run([TASK, "--load", str(tmp_path), *evaluating(save)]))
+    assert str(error).startswith(f"{TASK} near: ")
 
-    scores = FinetunedBert.scores
-    monkeypatch.setattr(FinetunedBert, "scores", lambda *inputs: scores(*inputs) * torch.nan)
-    error = refusal(["--load", str(save / "seed_1234"), *evaluating(save)], capsys)
-    assert f"error: {TASK} near: " in error
 
-
-def test_metrics_that_cannot_be_written_are_one_message(
-    words: list[str], tmp_path: Path, capsys: Capture
-) -> None:
+def test_metrics_that_cannot_be_written_are_one_message(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "save" / "seed_1234" / "metrics.jsonl").mkdir(parents=True)
-    error = refusal([*words, "--save", str(tmp_path / "save")], capsys)
-    assert "metrics.jsonl" in error.splitlines()[-1]
+    error = refusal(lambda: run([TASK, *words, "--save", str(tmp_path / "save")]))
+    assert "metrics.jsonl" in str(error)
 
 
 def at_epoch(number: int, act: Callable[[], None]) -> Callable[[], None]:
@@ -279,13 +263,10 @@ def test_a_seed_that_fails_loses_no_other(
     words = [*words, "--save", str(save)]
     whole = result([*words[:-1], str(tmp_path / "whole"), "--seeds", "2"], capsys)
 
-    def fails() -> None:
-        raise RuntimeError("a node died")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(made, "on_read", at_epoch(3, fails))  # the second one of the second seed
-        with pytest.raises(RuntimeError, match="a node died"):
-            main(["--task", TASK, *words, "--seeds", "2"], {})
+    with monkeypatch.context() as patch:  # it fails in the second epoch of the second seed
+        patch.setattr(made, "on_read", at_epoch(3, lambda: print(1 // 0)))
+        with pytest.raises(ZeroDivisionError):
+            run([TASK, *words, "--seeds", "2"])
     (first,) = step_folders(save / "seed_1235")  # its first epoch, the best so far
     copytree(first, first.with_name("step_00000099"))
     before = (save / "seed_1234" / "metrics.jsonl").stat().st_mtime_ns
@@ -306,13 +287,13 @@ def test_a_seed_that_fails_loses_no_other(
         (["--train-data", near], "--train-data: near, train"),
         (["--valid-data", near, renamed], "farther"),
     ]:
-        error = refusal([*words, *more], capsys)
-        assert f"--save {save}" in error
-        assert differs in error
+        error = refusal(partial(run, [TASK, *words, *more]))
+        assert str(error).startswith(f"--save {save}")
+        assert differs in str(error)
     (tmp_path / "far").write_text("7 9", encoding="utf-8")
-    assert "--valid-data: far" in refusal(words, capsys)
+    assert "--valid-data: far" in str(refusal(lambda: run([TASK, *words])))
     (save / "seed_1234" / "result.json").write_text("{", encoding="utf-8")
-    assert "result.json" in refusal(words, capsys)
+    assert "result.json" in str(refusal(lambda: run([TASK, *words])))
 
 
 def stop(
@@ -321,16 +302,17 @@ def stop(
     epoch: int,
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
-) -> tuple[object, str]:
-    """(the status, the last line on stderr) of a run that a signal reaches at an epoch's start."""
+) -> tuple[object, list[str]]:
+    """The status of a run that a signal reaches at an epoch's start, and the numbers in its last
+    line: the seed, its epoch, and the seeds that have ended."""
     capsys.readouterr()
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(made, "on_read", at_epoch(epoch, lambda: signal.raise_signal(number)))
         with pytest.raises(SystemExit) as ended:
-            main(["--task", TASK, *words], {})
+            run([TASK, *words])
     assert signal.getsignal(number) is before
-    return ended.value.code, capsys.readouterr().err.splitlines()[-1]
+    return ended.value.code, re.findall(r"\d+", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
@@ -338,10 +320,8 @@ def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
 ) -> None:
     save = tmp_path / "save"
     words = [*words, "--epochs", "3", "--seeds", "2", "--save", str(save)]
-    assert stop(words, signal.SIGTERM, 4, capsys, monkeypatch) == (
-        75,
-        "seed 1235 stopped in epoch 2: the same command begins it anew; finished: 1234",
-    )
+    stopped = stop(words, signal.SIGTERM, 4, capsys, monkeypatch)
+    assert stopped == (75, ["1235", "2", "1234"])
     seed = save / "seed_1235"
     assert read_metrics(seed / "metrics.jsonl")[-1]["exit_code"] == 75
     (step,) = step_folders(seed)
@@ -351,23 +331,17 @@ def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
         assert f"{flag} {step}" in line
     assert told(["--load", str(step), *evaluating(save)], capsys) == []
     assert told(["--load", str(save / "seed_1234"), *evaluating(save)], capsys) == []
-    main(["--task", TASK, *words], {})
-    error = capsys.readouterr().err
-    assert f"seed 1234 is finished in {save / 'seed_1234'}" in error
-    assert f"{seed}: this seed was interrupted and begins anew" in error
-    assert error.index("labels: 0 key, 1 alike\n") < error.index("seed 1235 | epoch 1 |")
-    assert " tokens/s" in error
-    assert "%|" not in error, "no progress bar in a log"
+    before = (save / "seed_1234" / "metrics.jsonl").read_bytes()
+    run([TASK, *words])
+    assert "%|" not in capsys.readouterr().err, "no progress bar in a log"
+    assert (save / "seed_1234" / "metrics.jsonl").read_bytes() == before
     assert told(["--load", str(seed), *evaluating(save)], capsys) == []
 
 
 def test_without_save_a_stopped_run_keeps_nothing(
     words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stop(words, signal.SIGINT, 0, capsys, monkeypatch) == (
-        130,
-        "seed 1234 stopped in epoch 1: without --save nothing is kept",
-    )
+    assert stop(words, signal.SIGINT, 0, capsys, monkeypatch) == (130, ["1234", "1"])
 
 
 def test_one_model_alone_or_twice_in_an_ensemble_is_told(tuned: Tuned, capsys: Capture) -> None:

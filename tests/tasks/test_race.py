@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.data.tokenizer import BertWordPieceLowerCase
 from tasks.checks import ChecksConfig
 from tasks.examples import make_batch
 from tasks.race import Race, Settings, prepare
+from tests.refusals import field_of, refusal
 from tests.tasks.made import small_section, wordpiece, write_model
 from tests.tasks.program import result
 
@@ -30,8 +32,6 @@ OTHER = PASSAGE | {
     "options": [["me", "you", "dog", "cat"]],
     "answers": ["C"],
 }
-
-
 NONE = PASSAGE | {"questions": [], "options": [], "answers": []}
 
 
@@ -51,22 +51,21 @@ def race(*valid: Path, **settings: Any) -> Race:
 
 def test_a_sequence_is_the_filled_question_and_then_the_passage(tmp_path: Path) -> None:
     task = race(write(tmp_path / "middle", PASSAGE))
-    asked, filled = task.evaluations["middle"]
     passage = "[SEP] the cat sits. it is in the house. [SEP]"
-    found = [TOKENIZER.decode(each.tokens.tolist()) for each in asked.options]
-    assert found == [
-        f"[CLS] who sits? {option} {passage}" for option in ("the cat", "a dog", "no one", "all")
-    ]
-    found = [TOKENIZER.decode(each.tokens.tolist()) for each in filled.options]
-    assert found == [
-        f"[CLS] the cat is in {option}. {passage}"
-        for option in ("a tree", "the car", "bed", "the house")
-    ]
-    assert (asked.label, filled.label) == ((0,), (3,))
+    for example, text, options, right in zip(
+        task.evaluations["middle"],
+        ("[CLS] who sits? {}", "[CLS] the cat is in {}."),
+        (["the cat", "a dog", "no one", "all"], ["a tree", "the car", "bed", "the house"]),
+        (0, 3),
+        strict=True,
+    ):
+        found = [TOKENIZER.decode(each.tokens.tolist()) for each in example.options]
+        assert found == [f"{text.format(option)} {passage}" for option in options]
+        assert example.label == (right,)
     blanks = OTHER | {"questions": ["_ is _"]}
     (twice,) = race(write(tmp_path / "high", blanks)).evaluations["high"]
     assert TOKENIZER.decode(twice.options[2].tokens.tolist()).startswith("[CLS] dog is dog [SEP]")
-    first = asked.options[0]
+    first = task.evaluations["middle"][0].options[0]
     assert first.tokens.dtype == np.int32
     assert TOKENIZER.decode(first.tokens[first.second :].tolist()) == passage.removeprefix("[SEP] ")
     assert (task.head, task.labels, list(task.train)) == ("choice", (), [])
@@ -76,7 +75,7 @@ def test_a_sequence_is_the_filled_question_and_then_the_passage(tmp_path: Path) 
 def test_the_passage_loses_its_end_and_a_long_question_its_own(tmp_path: Path) -> None:
     long = OTHER | {"article": "b " * 99, "options": [["x " * 30, "y", "z", "z"]]}
     folder = write(tmp_path / "high", long)
-    with pytest.warns(UserWarning, match=r"4 of 4 sequences"):
+    with pytest.warns(UserWarning, match="--seq-length 64"):
         task = race(folder, max_qa_length=20, checks=ChecksConfig(max_truncated=1))
     options = task.evaluations["high"][0].options
     assert [len(each.tokens) for each in options] == [64] * 4
@@ -84,7 +83,7 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(tmp_path: Path) -
     assert [each.second for each in options] == [22, *[question + 3] * 3]
     b = TOKENIZER.encode("b")
     assert options[0].tokens[22:-1].tolist() == b * 41
-    with pytest.warns(UserWarning, match=r"4 of 4 sequences"):
+    with pytest.warns(UserWarning, match="--seq-length 64"):
         wide = race(folder, max_qa_length=45, checks=ChecksConfig(max_truncated=1))
     kept = wide.evaluations["high"][0].options[0]
     assert (len(kept.tokens), kept.second) == (64, question + 30 + 2), "only the passage is cut"
@@ -96,11 +95,10 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(tmp_path: Path) -
 def test_options_that_are_cut_are_told_or_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", PASSAGE, OTHER)
     longest = max(race(folder).evaluations["high"].options.lengths)
-    count = "11 of 12 questions with an option"
-    helps = f"--valid-data {folder}: {count} .*--max-qa-length {longest} .*--max-truncated 0.92"
-    with pytest.raises(ValueError, match=helps):
-        race(folder, max_qa_length=6)
-    with pytest.warns(UserWarning, match=count):
+    message = str(refusal(lambda: race(folder, max_qa_length=6)))
+    for part in (f"--valid-data {folder}: ", f"--max-qa-length {longest} ", "--max-truncated 0.92"):
+        assert part in message
+    with pytest.warns(UserWarning, match="--max-qa-length"):
         task = race(folder, max_qa_length=6, checks=ChecksConfig(max_truncated=1))
     assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
@@ -125,8 +123,8 @@ def test_levels_are_found_in_every_folder_that_a_user_may_name(tmp_path: Path) -
         assert list(sizes) == ["middle", "high"], name
         assert [each.label for each in task.train] == [(0,), (3,), (2,), (0,), (3,)], name
     assert list(race(top / "dev" / "high").evaluations) == ["high"]
-    with pytest.raises(ValueError, match="^--valid-data "):
-        race(top / "dev" / "high", top / "dev")  # twice the same
+    twice = refusal(lambda: race(top / "dev" / "high", top / "dev"))
+    assert field_of(twice) == "--valid-data"
     counted = tasks["splits"].notes["input"]["train"]
     assert (counted["passages"], counted["questions"]) == (3, 5)
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
@@ -168,45 +166,39 @@ def test_figures_are_of_each_level_and_of_all_questions(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*has no question")
 def test_passages_without_questions_and_blank_texts_are_told(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", NONE, OTHER, NONE, OTHER | {"article": " \n"})
-    with pytest.warns(UserWarning, match="has ") as told:
+    with pytest.warns(UserWarning, match=str(folder)) as told:
         task = race(folder)
     assert [str(each.message).split()[1] for each in told] == [f"{folder}/1.txt", f"{folder}/4.txt"]
     counted = task.notes["input"]["valid"]["high"]
-    assert counted["passages"] == 2
-    assert counted["passages_without_a_question_left_out"] == 2
-    assert counted["passages_with_a_blank_text"] == 1
-    with pytest.warns(UserWarning, match="20 questions is C"):  # as if answers had been lost
+    names = ("", "_without_a_question_left_out", "_with_a_blank_text")
+    assert [counted[f"passages{name}"] for name in names] == [2, 2, 1]
+    with pytest.warns(UserWarning, match="--valid-data"):  # all are C, as if answers had been lost
         race(write(tmp_path / "lost" / "high", *[OTHER] * 20))
 
 
 @pytest.mark.filterwarnings("ignore:.*has no question")
-def test_what_is_no_such_folder_is_refused_with_what_would_work(tmp_path: Path) -> None:
-    archive = tmp_path / "RACE_dev.tar.xz"
-    with tarfile.open(archive, "w:xz") as stream:
-        stream.add(write(tmp_path / "unpacked" / "middle", OTHER), "dev/middle")
-    text = tmp_path / "notes.txt"
-    text.write_text("a")
-    empty = write(tmp_path / "empty" / "middle")
-    bare = write(tmp_path / "bare", OTHER)
-    both = tmp_path / "both"
+def test_a_folder_that_is_none_of_race_is_refused_with_the_command_that_unpacks_it(
+    tmp_path: Path,
+) -> None:
+    archive, both, one = tmp_path / "RACE_dev.tar.xz", tmp_path / "both", tmp_path / "one"
     both.mkdir()
-    for split in ("train", "dev", "test"):
-        (both / f"RACE_{split}.tar.xz").write_bytes(archive.read_bytes())
-    (tmp_path / "one").mkdir()
-    other = tmp_path / "one" / "RACE.tar.gz"
-    other.write_bytes(b"")
-    unanswered = write(tmp_path / "unanswered" / "high", NONE)
+    one.mkdir()
+    others = [both / f"RACE_{split}.tar.xz" for split in ("train", "dev", "test")]
+    for file in (archive, *others, one / "RACE.tar.gz", tmp_path / "notes.txt"):
+        file.touch()
+    empty = write(tmp_path / "empty" / "middle")
+    bare, unanswered = write(tmp_path / "bare", OTHER), write(tmp_path / "un" / "high", NONE)
     for path, helps in (
-        (both, f"tar xf {both / 'RACE_dev.tar.xz'}"),
-        (other.parent, f"tar xf {other}"),
-        (archive, f"tar xf {archive}"),
-        (tmp_path, f"tar xf {archive}"),
-        *((path, "") for path in (text, tmp_path / "none", empty, bare, unanswered)),
-    ):
-        with pytest.raises((ValueError, OSError), match=f"^--valid-data {path}.*{helps}"):
-            race(path)
-    with pytest.raises(ValueError, match=rf"^--train-data {both} .*{both / 'RACE_train.tar.xz'}"):
-        race(empty, train_data=(both,))
+        (both, f"tar xf {others[1]}"), (one, f"tar xf {one / 'RACE.tar.gz'}"),
+        (archive, f"tar xf {archive}"), (tmp_path, f"tar xf {archive}"),
+        *((path, "") for path in (tmp_path / "notes.txt", empty, bare, unanswered)),
+    ):  # fmt: skip
+        message = str(refusal(partial(race, path)))
+        assert message.startswith(f"--valid-data {path}")
+        assert helps in message
+    message = str(refusal(lambda: race(empty, train_data=(both,))))
+    assert message.startswith(f"--train-data {both} ")
+    assert f"tar xf {others[0]}" in message
 
 
 def test_the_program_fine_tunes_and_reports_every_level(
@@ -237,7 +229,7 @@ def test_real_passages_are_read_as_their_archive_unpacks(test_data: Path, tmp_pa
                 stream.extract(member, tmp_path, filter="data")
     tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
     manifest = {"config": {"model": {"max_position_embeddings": 512}}}
-    with pytest.warns(UserWarning, match=r"high: .* \(.*%\) are longer than --seq-length 512"):
+    with pytest.warns(UserWarning, match="--seq-length 512"):
         task = prepare(Settings(valid_data=(tmp_path / "dev",)), manifest, tokenizer)
     counted = task.notes["input"]["valid"]
     assert {name: each["passages"] for name, each in counted.items()} == {"middle": 61, "high": 170}

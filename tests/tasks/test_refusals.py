@@ -1,187 +1,143 @@
-"""What the tasks refuse: settings, each tried again with what its error says works, and files."""
+"""Settings and files that the tasks refuse; the cure that an error suggests is tried."""
 
-import contextlib
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.data.tokenizer import build_tokenizer
-from tasks.main import find_module, main
+from tasks.main import find_module
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
+from tests.refusals import refusal, refused
 from tests.tasks.made import small_section, write_files, write_model
-from tests.tasks.program import FEW, TASK
+from tests.tasks.program import FEW, TASK, run
 from tests.tasks.squads import question, squad_of, write_squad, write_v2
 from tests.tasks.test_race import OTHER, PASSAGE
 from tests.tiny import tiny_section
 
-# Arguments after --task, in which {name} is a path of `paths`, and the flag that the error names.
+# By the field that the error names: arguments after --task, in which {name} is one of `paths`.
 # MADE and the files of `tests/tasks/made.py` stand for any fine-tuned task.
-ROWS = [
-    # The task, the paper's tables, where the result goes.
-    ("PTB --load {pre} --valid-data {near}", "--task"),
-    ("tasks.nothing --load {pre} --valid-data {near}", "--task"),
-    ("os.path --load {pre} --valid-data {near}", "--task"),
-    ("HELDOUT --load {gpt2} --input {near} --train-data {near} --compare-paper", "--compare-paper"),
-    ("MADE --load {pre} {files} --compare-paper", "--compare-paper"),
-    ("MADE --answers {near} --valid-data {near} --compare-paper", "--compare-paper"),
-    ("MADE --load {pre} {files} --output {folder}/none/x.json", "--output"),
-    ("MADE --load {pre} {files} --output {folder}", "--output"),
-    # The model.
-    ("MADE --load {folder}/none {files}", "--load"),
-    ("MADE --load {gpt2} {files}", "gpt2"),
-    ("WIKITEXT103 --load {pre} --valid-data {near}", "gpt2"),
-    ("LAMBADA --load {pre} --valid-data {near}", "gpt2"),
-    ("MADE --load {pre} --valid-data {near}", "--load"),
-    ("MADE --load {fine} {files}", "--load"),
-    ("MADE --load {save} --valid-data {near}", "--load {fine}"),
-    ("MADE --load {fine} --valid-data {near} --head span", "span"),
-    ("MADE --load {fine} --valid-data {near} --names more", "(alike, key)"),
-    ("MADE --load {pre} --ensemble {fine} --valid-data {near}", "--load"),
-    ("MADE {files}", "--load"),
-    ("MADE --valid-data {near}", "--answers"),
-    ("MADE --ensemble {fine} {files}", "--ensemble"),
-    ("MADE --ensemble {fine} {pre} --valid-data {near}", "--ensemble"),
-    ("MADE --ensemble {fine} {save} --valid-data {near}", "--ensemble {fine}"),
-    ("MADE --ensemble {fine} {alien} --valid-data {near}", "--ensemble"),
-    # Settings of training and of models, where there is none.
-    ("MADE --load {fine} --valid-data {near} --save x", "--save"),
-    ("MADE --load {fine} --valid-data {near} --seeds 2", "--seeds"),
-    ("MADE --load {fine} --valid-data {near} --seed 2", "--seed"),
-    ("MADE --load {fine} --valid-data {near} --lr 1 --clip-grad 2", "--clip-grad"),
-    ("MADE --load {fine} --valid-data {near} --sequence-parallel", "--sequence-parallel"),
-    ("MADE --load {fine} --valid-data {near} --zero-stage 1", "--zero-stage"),
-    (
-        "MADE --load {fine} --valid-data {near} --use-distributed-optimizer",
-        "--use-distributed-optimizer",
-    ),
-    ("MADE --answers {near} --valid-data {near} --seeds 5 --lr 3", "--seeds"),
-    ("MADE --answers {near} --valid-data {near} --seq-length 20", "--seq-length"),
-    ("MADE --answers {near} --valid-data {near} --dtype bf16", "--dtype"),
-    # Numbers.
-    ("MADE --load {pre} {files} --seq-length 25", "--seq-length"),
-    ("MADE --load {pre} {files} --lr-warmup-fraction 1.5", "--lr-warmup-fraction"),
-    ("MADE --load {pre} {files} --epochs 0", "--epochs"),
-    ("MADE --load {pre} {files} --max-truncated 25", "--max-truncated"),
-    ("MADE --load {pre} {files} --max-unknown -1", "--max-unknown"),
-    ("WIKITEXT103 --load {gpt2} --valid-data {near} --window 8 --overlapping-eval 0", "--overlapp"),
-    ("WIKITEXT103 --load {gpt2} --valid-data {near} --overlapping-eval 17", "--overlapping-eval"),
-    ("WIKITEXT103 --load {gpt2} --valid-data {near} --window 17", "--window"),
-    ("MNLI --load {pre} --valid-data {near} --seq-length 4", "--seq-length"),
-    ("QQP --load {pre} --valid-data {near} --seq-length 2", "--seq-length"),
-    ("RACE --load {pre} --valid-data {near} --seq-length 4", "--seq-length"),
-    ("RACE --load {pre} --valid-data {near} --seq-length 64 --max-qa-length 61", "--seq-length"),
-    (
-        "RACE --load {pre} --train-data {near} --valid-data {near} --seq-length 20 "
-        "--max-qa-length 18",
-        "--seq-length",
-    ),
-    ("RACE --load {pre} --valid-data {near} --max-qa-length 0", "--max-qa-length"),
-    # Data.
-    ("MADE --load {pre} --train-data {empty} --valid-data {near}", "--train-data"),
-    ("MADE --load {fine} --valid-data {near} {empty}", "--valid-data"),
-    ("QQP --load {fine} --valid-data {near} {folder}/other/near --seq-length 24", "--valid-data"),
-    # SQuAD's own.
-    ("SQUAD --valid-data {v2}", "--predictions"),
-    ("SQUAD --load {fine} --valid-data {v2} --predictions {near}", "--predictions"),
-    ("SQUAD --valid-data {v2} --predictions {near} --doc-stride 9", "--doc-stride"),
-    ("SQUAD --load {fine} --valid-data {v2} --na-prob-file {near}", "--na-prob-file"),
-    ("SQUAD --load {fine} --valid-data {v2} --na-prob-thresh 0.5", "--na-prob-thresh"),
-    ("SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-predictions p", "--save-pred"),
-    ("SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-null-odds p", "--save-null"),
-    ("SQUAD --load {fine} --valid-data {v2} --save-predictions {folder}/none/p", "--save-pred"),
-    ("SQUAD --load {fine} --valid-data {v2} --doc-stride 0", "--doc-stride"),
-    ("SQUAD --load {fine} --valid-data {v2} --max-answer-length 0", "--max-answer-length"),
-    ("SQUAD --load {fine} --valid-data {v2} --seq-length 16", "--max-query-length"),
-    ("SQUAD --load {fine} --valid-data {v2} {v1}", "--valid-data"),
-    ("SQUAD --load {pre} --train-data {v1} --valid-data {v2} {small}", "1.1"),
-    ("SQUAD --load {fine} --valid-data {v1} {small} --save-null-odds {folder}/o", "--save-null"),
-    (
-        "SQUAD --load {fine} --valid-data {v1} {small} --null-score-diff-threshold 1",
-        "--null-score-diff-threshold",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class Paths:
-    words: dict[str, str]
-
-    def fill(self, text: str) -> list[str]:
-        return shlex.split(text.format(**self.words).replace("MADE ", f"{TASK} "))
+ROWS = {
+    "--load": [
+        "MADE --load {folder}/none {files}", "MADE --load {gpt2} {files}",
+        "WIKITEXT103 --load {pre} {valid}", "LAMBADA --load {pre} {valid}",
+        "MADE --load {pre} {valid}", "MADE --load {fine} {files}", "MADE --load {save} {valid}",
+        "MADE --load {pre} --ensemble {fine} {valid}", "MADE {files}", "MADE {valid}",
+        "SQUAD --valid-data {v2}",
+    ],
+    "--seq-length": [
+        "MADE --answers {near} {valid} --seq-length 20", "{train} --seq-length 25",
+        "MNLI --load {pre} {valid} --seq-length 4", "QQP --load {pre} {valid} --seq-length 2",
+        "RACE --load {pre} {valid} --seq-length 4",
+        "RACE --load {pre} {valid} --seq-length 64 --max-qa-length 61",
+        "RACE --load {pre} --train-data {near} {valid} --seq-length 20 --max-qa-length 18",
+    ],
+    "--ensemble": [
+        "MADE --ensemble {fine} {files}", "MADE --ensemble {fine} {pre} {valid}",
+        "MADE --ensemble {fine} {save} {valid}", "MADE --ensemble {fine} {alien} {valid}",
+    ],
+    "--task": [
+        "PTB --load {pre} {valid}", "tasks.nothing --load {pre} {valid}",
+        "os.path --load {pre} {valid}",
+    ],
+    "--compare-paper": [
+        "HELDOUT --load {gpt2} --input {near} --train-data {near} --compare-paper",
+        "{train} --compare-paper", "MADE --answers {near} {valid} --compare-paper",
+    ],
+    "--valid-data": [
+        "{judge} {empty}", "QQP --load {fine} {valid} {folder}/other/near --seq-length 24",
+        "{squad} {v2} {v1}",
+    ],
+    "--output": ["{train} --output {folder}/none/x.json", "{train} --output {folder}"],
+    "{fine}/step_00000012": ["{judge} --head span", "{judge} --names more"],
+    "--seeds": ["{judge} --seeds 2", "MADE --answers {near} {valid} --seeds 5 --lr 3"],
+    "--overlapping-eval": [
+        "WIKITEXT103 --load {gpt2} {valid} --window 8 --overlapping-eval 0",
+        "WIKITEXT103 --load {gpt2} {valid} --overlapping-eval 17",
+    ],
+    "--train-data": [
+        "MADE --load {pre} --train-data {empty} {valid}",
+        "SQUAD --load {pre} --train-data {v1} --valid-data {v2} {small}",
+    ],
+    "--doc-stride": [
+        "SQUAD --valid-data {v2} --predictions {near} --doc-stride 9",
+        "{squad} {v2} --doc-stride 0",
+    ],
+    "--save-predictions": [
+        "SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-predictions p",
+        "{squad} {v2} --save-predictions {folder}/none/p",
+    ],
+    "--save-null-odds": [
+        "SQUAD --load {pre} --train-data {v2} --valid-data {v2} --save-null-odds p",
+        "{squad} {v1} {small} --save-null-odds {folder}/o",
+    ],
+    "--save": ["{judge} --save x"],
+    "--seed": ["{judge} --seed 2"],
+    "--clip-grad": ["{judge} --lr 1 --clip-grad 2"],
+    "--sequence-parallel": ["{judge} --sequence-parallel"],
+    "--zero-stage": ["{judge} --zero-stage 1"],
+    "--use-distributed-optimizer": ["{judge} --use-distributed-optimizer"],
+    "--dtype": ["MADE --answers {near} {valid} --dtype bf16"],
+    "--lr-warmup-fraction": ["{train} --lr-warmup-fraction 1.5"],
+    "--epochs": ["{train} --epochs 0"],
+    "--max-truncated": ["{train} --max-truncated 25"],
+    "--max-unknown": ["{train} --max-unknown -1"],
+    "--window": ["WIKITEXT103 --load {gpt2} {valid} --window 17"],
+    "--max-qa-length": ["RACE --load {pre} {valid} --max-qa-length 0"],
+    "--predictions": ["{squad} {v2} --predictions {near}"],
+    "--na-prob-file": ["{squad} {v2} --na-prob-file {near}"],
+    "--na-prob-thresh": ["{squad} {v2} --na-prob-thresh 0.5"],
+    "--max-answer-length": ["{squad} {v2} --max-answer-length 0"],
+    "--max-query-length": ["{squad} {v2} --seq-length 16"],
+    "--null-score-diff-threshold": ["{squad} {v1} {small} --null-score-diff-threshold 1"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def paths(
     tmp_path_factory: pytest.TempPathFactory, tuned: tuple[Path, Any], pretrained: Path
-) -> Paths:
+) -> dict[str, str]:
     folder, (save, _) = tmp_path_factory.mktemp("refusals"), tuned
     (folder / "other").mkdir()
     files = write_files(folder, 16)
     alien = write_model(folder / "alien", small_section(), words=["word"])
     words = ["--load", str(alien), *files, *FEW, "--epochs", "1", "--save", str(folder / "saved")]
-    main(["--task", TASK, *words], {})
+    run([TASK, *words])
     (folder / "empty").write_text("0 1", encoding="utf-8")
     (folder / "other" / "near").write_text("1 2", encoding="utf-8")
     write_data(folder / "data", [[1, 2, 0]])
-    return Paths(
-        {
-            "pre": str(pretrained),
-            "save": str(save),
-            "fine": str(save / "seed_1234"),
-            "alien": str(folder / "saved" / "seed_1234"),
-            "gpt2": str(write_model(folder / "gpt2", tiny_section())),
-            "folder": str(folder),
-            "files": shlex.join(files),
-            "near": str(folder / "near"),
-            "empty": str(folder / "empty"),
-            "v2": str(write_v2(folder / "v2.json")),
-            "v1": str(write_squad(folder / "v1.json", question("q", {"Spain": 12}))),
-            "small": "--seq-length 24 --max-query-length 8",
-        }
-    )
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    """(the error, what is said) of a command that ends with status 2; None where it is accepted."""
-    capsys.readouterr()
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(pytest.raises(SystemExit, match="2"))
-        main(["--task", *arguments], {})
-        stack.pop_all()  # it is accepted
-        return None
-    said = capsys.readouterr().err
-    assert said.count("error: ") == 1
-    return stop.value.__cause__, said
+    fine, near, given = save / "seed_1234", folder / "near", shlex.join(files)
+    return {
+        "pre": str(pretrained),
+        "save": str(save),
+        "fine": str(fine),
+        "alien": str(folder / "saved" / "seed_1234"),
+        "gpt2": str(write_model(folder / "gpt2", tiny_section())),
+        "folder": str(folder),
+        "files": given,
+        "near": str(near),
+        "empty": str(folder / "empty"),
+        "v2": str(write_v2(folder / "v2.json")),
+        "v1": str(write_squad(folder / "v1.json", question("q", {"Spain": 12}))),
+        "judge": f"{TASK} --load {fine} --valid-data {near}",
+        "train": f"{TASK} --load {pretrained} {given}",
+        "squad": f"SQUAD --load {fine} --valid-data",
+        "valid": f"--valid-data {near}",
+        "small": "--seq-length 24 --max-query-length 8",
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("arguments", "named"), ROWS, ids=[row[0][:40] for row in ROWS])
-def test_refused_and_what_works_instead_is_accepted(
-    paths: Paths,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    named: str,
+@pytest.mark.parametrize(("field", "words"), [(x, each) for x in ROWS for each in ROWS[x]])
+def test_settings_are_refused_and_what_works_instead_is_accepted(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, field: str, words: str
 ) -> None:
-    monkeypatch.chdir(paths.words["folder"])  # in which what works may write
-    words = paths.fill(arguments)
-    error, said = refused(words, capsys)
-    assert named.format(**paths.words) in said
-    assert "warning: nothing of the models" not in said
-    if isinstance(error, UsageError) and error.works:
-        assert error.flag.startswith(named.partition(" ")[0])
-        place = words.index(error.flag) if error.flag in words else len(words)
-        rest = words[place + 1 :]
-        while rest and not rest[0].startswith("--"):
-            rest.pop(0)
-        again = refused([*words[:place], *error.works, *rest], capsys)
-        assert again is None or not again[1].startswith(f"error: {error.flag}")
+    monkeypatch.chdir(paths["folder"])  # in which what works may write
+    given = words.format(**paths).replace("MADE ", f"{TASK} ")
+    assert refused(run, given, whole=False) == field.format(**paths)
 
 
 Q7 = question("q7", {"The": 0})
@@ -290,8 +246,8 @@ def test_a_file_that_is_not_as_released_is_refused_by_its_name_and_place(
         words += ["--seq-length", "64"]
         words += ["--max-query-length", "8"] if task == "SQUAD" else []
     config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 64}}
-    with pytest.raises((ValueError, OSError)) as refused:
-        module.prepare(parse(module.Settings, words, {}), {"config": config}, tokenizer)
-    named, _, said = str(refused.value).partition(str(file))
+    settings = parse(module.Settings, words, {})
+    error = refusal(lambda: module.prepare(settings, {"config": config}, tokenizer))
+    named, _, said = str(error).partition(str(file))
     assert named == "--valid-data "
     assert place in said

@@ -18,11 +18,12 @@ from tasks.common import Scores, Sliding, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
 from tests.dist import Pool
+from tests.refusals import field_of, refusal
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import Peer
 from tests.tasks.program import figures_of, without_words
 from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_model
-from tests.tools.convert.llamas import write_sentencepiece
+from tests.tools.convert.models import write_sentencepiece
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 16, 17, 18, 40])
@@ -34,6 +35,8 @@ def test_windows_score_every_token_but_the_first_once(
     tokens = list(range(count))
     windows = Sliding(tokens, length, stride, reach_back)
     assert [label for each in windows for label in each.labels[each.first :]] == tokens[1:]
+    array = np.arange(count)
+    assert all(np.shares_memory(each.inputs, array) for each in Sliding(array, length, stride))
     for number, window in enumerate(windows):
         assert len(window.inputs) == len(window.labels) <= length
         assert [each + 1 for each in window.inputs] == window.labels
@@ -148,13 +151,12 @@ def diverged(tensor_size: int) -> str:
     mesh = mesh_of_ranks(tensor_size)
     model = tiny_model(mesh)
     torch.nn.init.constant_(model.final_norm.bias, float("nan"))
-    with pytest.raises(ValueError, match="--dtype") as refused:
-        score_windows(model.eval(), mesh, windows_of_text(), 4, "test")
-    return str(refused.value)
+    return str(refusal(lambda: score_windows(model.eval(), mesh, windows_of_text(), 4, "test")))
 
 
 def test_a_model_that_has_diverged_has_no_figures(gloo: Pool) -> None:
-    assert gloo.run(2, diverged, 1) == gloo.run(2, diverged, 2) == [diverged(1)] * 2
+    assert "--dtype" in (error := diverged(1))
+    assert gloo.run(2, diverged, 1) == gloo.run(2, diverged, 2) == [error] * 2
 
 
 def test_a_perplexity_too_large_to_write_is_infinite() -> None:
@@ -209,25 +211,26 @@ def test_cloze_asks_for_the_last_word_of_long_paragraphs(tmp_path: Path) -> None
     spanning.add_special_tokens(["</s>", "<s>"])
     spanning.save(str(file))
     other = build_tokenizer("HuggingFaceTokenizer", str(file), None)
-    with pytest.raises(ValueError, match="--tokenizer-type GPT2BPETokenizer"):
-        list(cloze_windows(["b a a b"], other, [other.eod], 100, settings))
+    error = refusal(lambda: [*cloze_windows(["b a a b"], other, [other.eod], 100, settings)])
+    assert "--tokenizer-type GPT2BPETokenizer" in str(error)
 
 
 def test_a_line_without_text_is_named_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "heldout.jsonl"
     file.write_text('{"text": "good"}\n{"txt": "bad"}\n{"text": "too"}\n')
-    with pytest.warns(UserWarning, match=r"heldout.jsonl, byte 17"):
+    with pytest.warns(UserWarning, match="heldout.jsonl, byte 17"):
         assert read_texts([file], "text") == (["good", "too"], 1)
     (tmp_path / "more.txt").write_text("all\nof it")
-    with pytest.warns(UserWarning, match="byte 17"):
+    with pytest.warns(UserWarning, match="heldout.jsonl, byte 17"):
         assert read_texts([tmp_path], "text") == (["good", "too", "all\nof it"], 1)
-    with pytest.warns(UserWarning, match="byte"), pytest.raises(ValueError, match="^--input "):
-        read_texts([file], "body")
+    with pytest.warns(UserWarning, match="heldout.jsonl"):
+        assert field_of(refusal(lambda: read_texts([file], "body"))) == "--input"
 
 
 def test_training_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_data(tmp_path / "train", [[1, 2, 0], [3, 0], [4, 0]])
     manifest = {"tokenizer": "f", "config": {"data": {"split": "2,1,0"}}}
     assert training_tokens(str(tmp_path / "train"), manifest).tolist() == [1, 2, 0, 3, 0]
-    with pytest.raises(ValueError, match="^--train-data .* f, .* g"):
-        training_tokens(str(tmp_path / "train"), manifest | {"tokenizer": "g"})
+    other = manifest | {"tokenizer": "g"}
+    error = refusal(lambda: training_tokens(str(tmp_path / "train"), other))
+    assert field_of(error) == "--train-data"

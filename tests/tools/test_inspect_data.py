@@ -18,6 +18,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
+from tests.dist import PATIENCE
 from tools.inspect_data import main
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +271,7 @@ def test_it_runs_as_a_program_without_torch(sentences: tuple[str, BertWordPieceL
     program = str(ROOT / "tools" / "inspect_data.py")
     words = ["--data-path", sentences[0], "--samples", "1", "--statistics", "10"]
     command = [sys.executable, "-X", "importtime", program, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "sample 0: segments " in ended.stdout
     assert not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)

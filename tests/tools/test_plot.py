@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,7 +27,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 def plot(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/plot.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_runs_are_drawn_together(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 # Records its arguments and apex's switches; $TORCH_STATUS answers whether torch is one for CUDA.
 PYTHON = """#!/usr/bin/env bash
@@ -43,7 +45,7 @@ class Copy:
             env={"PATH": str(self.tools), "CUDA_HOME": "/none", "LOG": str(self.log), **environ},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
         )
 
     def calls(self) -> list[str]:

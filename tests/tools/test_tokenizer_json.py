@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = f"--data-path {folder / 'p_text_document'} --tokenizer-type {KIND} --eval-iters 0"
     words = f"{data} --train-iters 2 --save {folder / 'trained'}"
     with pretrain(words, folder=folder) as run:
-        assert run.wait(200) == [0], run.text()
+        assert run.wait() == [0], run.text()
     return folder
 
 
@@ -96,12 +96,12 @@ def test_a_run_is_resumed_with_its_tokenizer_and_no_other(folder: Path) -> None:
     data = f"--data-path {folder / 'p_text_document'} --eval-iters 0 --train-iters 3"
     words = f"{data} --load {folder / 'trained'} --save {folder / 'resumed'}"
     with pretrain(f"{words} --tokenizer-type GPT2BPETokenizer", folder=folder) as run:
-        assert run.wait(200) == [2]
+        assert run.wait() == [2]
         assert f"--tokenizer-type {KIND} works" in run.text()
     given = f"--tokenizer-type {KIND} --tokenizer-model {folder / 'tokenizer'}"
     for flags in ("", f"{given} --train-iters 4"):  # of the checkpoint, or of the flags
         with pretrain(f"{words} {flags}", folder=folder) as run:
-            assert run.wait(200) == [0], run.text()
+            assert run.wait() == [0], run.text()
     assert read_manifest(newest(folder / "resumed"))["counters"]["step"] == 4
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tests.dist import PATIENCE
 from tests.programs import start_ranks
 
 DUMP = "flight_recorder_"  # and the rank, beside the program
@@ -39,7 +40,7 @@ class Ended:
 
 
 def write_program(
-    folder: Path, body: str, *, tensor: int = 2, limit: float = 60, first: str = ""
+    folder: Path, body: str, *, tensor: int = 2, limit: float = PATIENCE, first: str = ""
 ) -> Path:
     """body: lines run in each of six steps, `last` being true in the sixth.
 

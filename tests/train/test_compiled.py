@@ -97,7 +97,7 @@ def steps_of_zero(zero_stage: int, is_compiled: bool) -> tuple[list[float], list
 def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
     plain = gloo.run(2, steps_of_zero, 0, False)[0][0]
     for stage in (1, 2, 3):
-        for losses, alive in gloo.run(2, steps_of_zero, stage, True, timeout=300):
+        for losses, alive in gloo.run(2, steps_of_zero, stage, True):
             assert losses == pytest.approx(plain, rel=TOLERANCE)
             assert alive == [1 if stage == 3 else 0] * 3
 
@@ -124,7 +124,7 @@ def steps_of_offload(zero_stage: int, offloads: bool) -> tuple[list[float], set[
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_compiled_layers_keep_is_offloaded(gloo: Pool, stage: int) -> None:
     (wanted, nothing), (losses, held) = (
-        gloo.run(2, steps_of_offload, stage, offloads, timeout=300)[0] for offloads in (False, True)
+        gloo.run(2, steps_of_offload, stage, offloads)[0] for offloads in (False, True)
     )
     assert losses == wanted
     assert nothing == {0}
@@ -155,7 +155,7 @@ def test_losses_and_gradients_are_those_of_plain_layers(
     """is_whole: whether all layers share one graph, collectives and dropout in it. Where a part of
     a layer is recomputed, a graph ends."""
     plain = gloo.run(size, first_steps, kind, size, False, False, changes)
-    found = gloo.run(size, first_steps, kind, size, cuts_stream, True, changes, timeout=300)
+    found = gloo.run(size, first_steps, kind, size, cuts_stream, True, changes)
     for theirs, ours in zip(plain, found, strict=True):
         torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=0)
         assert_gradients(ours[1], theirs[1], TOLERANCE)

@@ -65,7 +65,7 @@ from datetime import timedelta
 meet, start.NOTICE = start.meet, 1.0
 def meet_soon(store, info, watch, patience):
     if rank == 0:
-        store.wait(["here/1"], timedelta(seconds=120))
+        store.wait(["here/1"], timedelta(minutes=30))
     return meet(store, info, watch, 3.0)
 start.meet = meet_soon
 """

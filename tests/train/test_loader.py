@@ -8,6 +8,7 @@ import pytest
 
 from megatron.data.batch import TextBatch
 from megatron.train.loader import prefetch
+from tests.dist import PATIENCE
 
 
 class Numbers:
@@ -30,7 +31,7 @@ class Numbers:
 
     def wait_for(self, made: list[list[int]]) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: sorted(self.made) == made, timeout=120)
+            return self.changed.wait_for(lambda: sorted(self.made) == made, timeout=PATIENCE)
 
 
 def is_running() -> bool:
@@ -81,7 +82,7 @@ def test_workers_read_side_by_side_and_steps_keep_their_order() -> None:
     class Slow(Numbers):
         def batch(self, numbers: range) -> TextBatch:
             if numbers[0] < 6:
-                together.wait(timeout=120)
+                together.wait(timeout=PATIENCE)
             return super().batch(numbers)
 
     steps = prefetch(

@@ -17,6 +17,7 @@ from megatron.config.pretrain import require_sinks
 from megatron.config.training import LoggingConfig
 from megatron.train.metrics import read_metrics
 from megatron.train.sinks import TensorBoardSink, open_sinks, run_of
+from tests.dist import PATIENCE
 
 pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
@@ -90,9 +91,9 @@ KILL_THE_SERVICE = """
     import psutil
     [service] = psutil.Process().children()
     service.kill()
-    service.wait(timeout=120)
+    service.wait()
     step = start + 4
-    while metrics.sinks and step < 100:  # the first writes may still find room in a buffer
+    while metrics.sinks and step < 20_000:  # the first writes may still find room in a buffer
         metrics.write({"step": step})
         step += 1
         time.sleep(0.1)
@@ -115,7 +116,7 @@ def train(folder: Path, start: int = 0, ending: str = "", **environ: str) -> tup
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     return process.returncode, process.stdout
 

@@ -126,4 +126,4 @@ def test_refuses_another_tokenizer(
 def test_needs_no_torch() -> None:
     program = "import sys, megatron.train.trained; sys.exit('torch' in sys.modules)"
     folder = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=folder).returncode == 0

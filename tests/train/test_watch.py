@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.train.stall import Report, Wait, find_behind
+from tests.dist import PATIENCE
 from tests.train.ranks import DUMP, Ended, run_ranks, write_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ class Fault:
     body: str
     says: tuple[str, ...]
     world: int = 2
-    limit: float = 60
+    limit: float = PATIENCE
     statuses: tuple[int, ...] = (1, 1)
     agent: bool = False
     stopped: tuple[int, ...] = ()
@@ -268,7 +269,7 @@ def test_torchruns_summary_names_the_first_failure_and_a_restart_starts_anew(
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert ended.returncode == 1
     above, _, cause = ended.stderr.partition("Root Cause")

@@ -1,16 +1,29 @@
-"""Models and tokenizers as transformers itself writes them."""
+"""Models and tokenizers as transformers itself writes them, and their way here and back."""
 
 import contextlib
 import io
 import json
+import string
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import load_checkpoint, model_slices, verify
@@ -19,18 +32,42 @@ from megatron.data.tokenizer import file_names
 from megatron.models.build import build_model
 from megatron.models.registry import config_of
 from megatron.train.state import DTYPES
-from tests.data.samples import write_tokenizer
+from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.tiny import mesh_of_ranks
+from tools.convert_hf import export_model, import_model
 
-SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
-VOCABULARY = 261  # that of write_tokenizer
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16}
+BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "layer_norm_eps": 1e-5,
+}
+ORDERS = {"post-ln": "Bert", "pre-ln": "MegatronBert"}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 16,
+    "vocab_size": 263,  # that of write_tokenizer_json
+    "rms_norm_eps": 1e-5,
+}
+MARKS = {"bos_token": "[BOT]", "eos_token": "[EOT]", "pad_token": "[PAD]"}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TRAINED = {"original_max_position_embeddings": 8}
+SCALED = {"rope_type": "llama3", "rope_theta": 500.0, **FACTORS, **TRAINED}
+STEP = "step_00000000"  # of an import
 
 
 def write_model(
     folder: Path,
     *,
-    dtype: torch.dtype = torch.float32,
     files: tuple[Path, Path] | None = None,
+    dtype: torch.dtype = torch.float32,
     shard_size: str = "50GB",
     **changes: Any,
 ) -> Path:
@@ -38,12 +75,62 @@ def write_model(
 
     files: of its tokenizer, else those of write_tokenizer. changes: to its configuration.
     """
-    folder.mkdir()
-    vocabulary, merges = files or map(Path, write_tokenizer(folder.parent))
+    vocabulary, merges = files or write_tokenizer(folder.parent)
     tokenizer = GPT2Tokenizer(vocab=str(vocabulary), merges=str(merges))
     end = tokenizer.eos_token_id
     numbers = {"vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end}
-    model = GPT2LMHeadModel(GPT2Config(**(SHAPE | numbers | changes)))
+    model = GPT2LMHeadModel(GPT2Config(**(GPT2 | numbers | changes)))
+    return _write(folder, model, tokenizer, dtype, shard_size)
+
+
+def write_bert(
+    folder: Path,
+    order: str = "post-ln",
+    task: str = "PreTraining",
+    *,
+    vocab_file: Path | None = None,
+    do_lower_case: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Path:
+    """A BERT of this order of norm and residual and with the head of this task.
+
+    vocab_file: of its tokenizer, else that of write_vocabulary.
+    """
+    file = vocab_file or write_vocabulary(folder.parent, do_lower_case)
+    tokenizer = make_tokenizer(file, do_lower_case)
+    config = getattr(transformers, f"{ORDERS[order]}Config")
+    changes = {"vocab_size": len(tokenizer)} | BERT | changes
+    model = getattr(transformers, f"{ORDERS[order]}For{task}")(config(**changes))
+    return _write(folder, model, tokenizer, dtype)
+
+
+def write_llama(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "50GB",
+    **changes: Any,
+) -> Path:
+    config = MARKS | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer = AutoTokenizer.from_pretrained(
+        write_tokenizer_json(folder.with_name(f"{folder.name}_tokenizer"), config=config)
+    )
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in MARKS.items()}
+    model = LlamaForCausalLM(LlamaConfig(**(LLAMA | ids | changes)))
+    return _write(folder, model, tokenizer, dtype, shard_size)
+
+
+WRITERS: dict[str, Callable[..., Path]] = {
+    "gpt2": write_model,
+    "bert": write_bert,
+    "llama": write_llama,
+}
+
+
+def _write(
+    folder: Path, model: Any, tokenizer: Any, dtype: torch.dtype, shard_size: str = "50GB"
+) -> Path:
     randomise(model)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
@@ -59,6 +146,48 @@ def randomise(model: torch.nn.Module) -> None:
         parameter.copy_(noise * 0.3 + (parameter.mean() > 0.5))  # gains are about one
 
 
+def write_vocabulary(folder: Path, do_lower_case: bool = True) -> Path:
+    """A vocab.txt; of the other casing it has the capitals too."""
+    return Path(write_wordpiece(folder, *("" if do_lower_case else string.ascii_uppercase)))
+
+
+def make_tokenizer(vocab_file: Path, do_lower_case: bool) -> Any:
+    tokens = vocab_file.read_bytes().decode().removesuffix("\n").split("\n")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return transformers.BertTokenizer(vocab=vocabulary, do_lower_case=do_lower_case)
+
+
+def write_sentencepiece(folder: Path, vocab_size: int) -> None:
+    """Replace the folder's tokenizer by one of the form of Llama 1 and 2: blanks that belong to
+    words, bytes for what it lacks, a mark before each text, and the class of transformers."""
+    marks = ["<unk>", "<s>", "</s>"]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("i", "n"), ("\u2581", "\u2581")]
+    tokens = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *string.ascii_letters]
+    vocabulary = {token: number for number, token in enumerate([*tokens, *map("".join, merges)])}
+    assert len(vocabulary) == vocab_size
+    library = Tokenizer(BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True))
+    library.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
+    library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.add_special_tokens(marks)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True}))
+
+
+def split_tokenizer(folder: Path) -> None:
+    """Replace tokenizer.json by vocab.json and merges.txt, as older versions wrote it."""
+    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
+    (folder / "tokenizer.json").unlink()
+
+
+def json_of(file: Path) -> Any:
+    return json.loads(file.read_bytes())
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json_of(file) | changes))
+
+
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder's safetensors."""
     return {
@@ -66,6 +195,13 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+def change_tensors(folder: Path, changes: Mapping[str, Tensor | None]) -> None:
+    """Replace, add or remove (None) tensors of the folder's model."""
+    kept = {name: tensor for name, tensor in weights_of(folder).items() if name not in changes}
+    kept |= {name: tensor for name, tensor in changes.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -77,25 +213,32 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert tensor.view(torch.uint8).equal(theirs[name].view(torch.uint8)), name
 
 
-def load_and_save(checkpoint: Path, to: Path, tensor_size: int) -> None:
-    """What a run at this layout would do with the weights; makes to/step_00000001."""
+def imported(folder: Path, to: str = "ours", **flags: Any) -> Path:
+    """The checkpoint of a folder, made beside it; the import compares the logits of both."""
+    import_model(str(folder), folder.with_name(to), **flags)
+    return folder.with_name(to) / STEP
+
+
+def exported(checkpoint: Path, folder: Path, **flags: Any) -> Path:
+    """Its export, beside this folder, and with the same bits; it compares the logits, too."""
+    export_model(str(checkpoint), folder.with_name("back"), **flags)
+    assert_same_weights(folder, folder.with_name("back"))
+    return folder.with_name("back")
+
+
+def load_and_save(checkpoint: Path, to: Path, tensor_size: int, factor: float = 1.0) -> None:
+    """Do with the weights as a run at this layout does; makes to/step_00000001. factor: by which
+    they are multiplied."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
     section, size = config_of(manifest), manifest["vocab_size"]
     model = build_model(section, mesh, size, seed=None, dtype=dtype)
     load_checkpoint(verify(checkpoint, mesh), model_slices(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= factor
     names = file_names(manifest["config"]["data"]["tokenizer_type"])
     files = {name: (checkpoint / name).read_bytes() for name in names}
     own = ("files", "tensors", "checksum", "format")
     facts = {key: value for key, value in manifest.items() if key not in own}
     save_checkpoint(to, 1, model_slices(model), facts, mesh, files)
-
-
-def change_json(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
-
-
-def split_tokenizer(folder: Path) -> None:
-    """Replace tokenizer.json by vocab.json and merges.txt, as older versions wrote it."""
-    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
-    (folder / "tokenizer.json").unlink()

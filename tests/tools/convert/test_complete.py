@@ -8,21 +8,16 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import pretrain
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
+from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
@@ -31,17 +26,18 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, score, whole_logits
 from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece
 from tests.programs import newest
-from tests.tools.convert.berts import write_bert
-from tests.tools.convert.llamas import write_llama
-from tests.tools.convert.models import assert_same_weights, change_json, weights_of, write_model
+from tests.refusals import refusal
+from tests.tools.convert.models import (
+    STEP,
+    WRITERS,
+    assert_same_weights,
+    change_json,
+    json_of,
+    weights_of,
+)
 from tests.tools.texts import generated
 from tools.convert_hf import export_model, import_model
 
-WRITERS: dict[str, Callable[..., Path]] = {
-    "gpt2": write_model,
-    "bert": write_bert,
-    "llama": write_llama,
-}
 ROWS = {"gpt2": 268, "bert": 100, "llama": 270}  # 7 more than the tokenizers have ids
 DROPOUTS = {  # what --hidden-dropout is there
     "gpt2": {"resid_pdrop", "embd_pdrop"},
@@ -59,10 +55,6 @@ class Imported:
     folder: Path
     ours: Path
     said: str
-
-
-def json_of(file: Path) -> Any:
-    return json.loads(file.read_bytes())
 
 
 def write_complete(folder: Path, kind: str) -> Path:
@@ -167,7 +159,7 @@ def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> N
     ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
     with Wide():
         expected = model.eval().double()(ids).logits
-    ours = load_model(verify(made.ours / "step_00000000", mesh), mesh, torch.float64)
+    ours = load_model(verify(made.ours / STEP, mesh), mesh, torch.float64)
     logits = whole_logits(ours, mesh, ids)
     assert logits.shape == expected.shape == (1, 32, ROWS[kind])
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
@@ -214,10 +206,7 @@ def test_the_printed_command_trains(
     fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
     agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
     pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
-    before, after = (
-        read_manifest(made.ours / "step_00000000"),
-        read_manifest(newest(Path("trained"))),
-    )
+    before, after = map(read_manifest, (made.ours / STEP, newest(Path("trained"))))
     model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
     assert after["config"]["model"] == model
     assert after["tokenizer"] == before["tokenizer"] != ""
@@ -233,7 +222,7 @@ def test_the_printed_command_trains(
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags", "saved"),
+    ("kind", "words", "saved"),
     [
         ("gpt2", "--num-layers 3", "2"),
         ("gpt2", "--vocab-size 269", "268"),
@@ -244,24 +233,17 @@ def test_the_printed_command_trains(
         ("bert", "--residual-order pre-ln", "post-ln"),
     ],
 )
-def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_both_values(
-    imported: Find,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    flags: str,
+def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_its_value(
+    imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str,
     saved: str,
-) -> None:
+) -> None:  # fmt: skip
     """A preset's value is one; that of --rotary-base is none, as fine-tuning may change it."""
     made = imported(kind)
     monkeypatch.chdir(tmp_path)
     write_text_of(made.folder, kind, tmp_path / "data")
     (tmp_path / "llama.toml").write_text("num_layers = 4")
-    words = f"--model {kind} --finetune --load {made.ours} --data-path data --seq-length 16"
-    with pytest.raises(SystemExit) as refused:
-        pretrain.main([*words.split(), "--train-iters", "1", *flags.split()], {})
-    assert refused.value.code == 2
-    named = "--num-layers 4" if "--preset" in flags else flags
-    assert f"error: {named}: must be " in (said := capsys.readouterr().err)
-    assert saved in said.partition(named)[2]
+    given = f"--model {kind} --finetune --load {made.ours} --data-path data --seq-length 16"
+    error = refusal(lambda: pretrain.main([*f"{given} --train-iters 1 {words}".split()], {}))
+    assert isinstance(error, UsageError)
+    assert error.flag == ("--num-layers" if "--preset" in words else words.split()[0])
+    assert saved in error.allowed

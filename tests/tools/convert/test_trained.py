@@ -1,4 +1,4 @@
-"""What was trained here, or goes on here from what was imported."""
+"""Models that were trained here are exported, and imported ones are trained on."""
 
 import json
 from pathlib import Path
@@ -11,40 +11,44 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.data.indexed import token_dtype
-from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
-from tests.data.samples import write_tokenizer
+from tests.data.samples import write_data_of_tokenizer, write_sentences
 from tests.programs import SHAPE, newest, pretrain
-from tests.tools.convert.models import weights_of, write_model
+from tests.refusals import field_of
+from tests.tools.convert.models import WRITERS, imported, weights_of, write_vocabulary
 from tests.tools.texts import generated
 from tools.checkpoint import show
 from tools.checkpoint import verify as verify_files
-from tools.convert_hf import export_model, import_model
-from tools.data_files import IndexedDatasetWriter
+from tools.convert_hf import export_model
+
+LEARNS = "--lr 1e-2 --lr-warmup-iters 0"
+STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0"
 
 
-@pytest.fixture
-def flags(tmp_path: Path) -> str:
-    """Those of a data set of random ids and of its tokenizer."""
-    files = write_tokenizer(tmp_path)
-    tokenizer = GPT2BPETokenizer(*files)
-    dtype = token_dtype(tokenizer.vocab_size)
-    numbers = np.random.default_rng(0)
-    with IndexedDatasetWriter(str(tmp_path / "data"), dtype) as writer:
-        for _ in range(8):
-            ids = [*numbers.integers(tokenizer.eod, size=200), tokenizer.eod]
-            writer.add(np.array(ids, dtype), np.array([len(ids)], np.int32))
-        writer.commit(
-            tokenizer_type=tokenizer.kind,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            shuffled=True,
-        )
-    data = f"--data-path {tmp_path / 'data'} --vocab-file {files[0]} --merge-file {files[1]}"
-    return f"{data} --train-iters 3 --lr 1e-2 --lr-warmup-iters 0 --save {tmp_path / 'trained'}"
+def train(
+    folder: Path, kind: str, words: str, *, world: int = 1, code: int = 0, shape: str = SHAPE
+) -> str:
+    """The output of three steps on random data of the kind's tokenizer; --save is the folder's
+    "trained". code: with which they end."""
+    random, prefix = np.random.default_rng(0), folder / f"{kind}_text"
+    flags = f"--train-iters 3 --save {folder / 'trained'} {words}"
+    if kind == "bert":
+        file = str(write_vocabulary(folder))
+        known = build_tokenizer("BertWordPieceLowerCase", file, None)
+        documents = [random.integers(6, known.vocab_size, size=(7, 6)) for _ in range(30)]
+        facts = {"fingerprint": known.fingerprint, "vocab_size": known.vocab_size}
+        write_sentences(prefix, documents, **facts)
+        flags += f" --vocab-file {file}"
+    elif not prefix.with_suffix(".idx").exists():
+        write_data_of_tokenizer(prefix, [[*random.integers(260, size=200), 260] for _ in range(8)])
+    program = f"pretrain_{kind}"
+    with pretrain(
+        flags, world=world, folder=folder, program=program, data=prefix, shape=shape
+    ) as run:
+        assert run.wait() == [code] * world, run.text()
+        return run.text()
 
 
 @pytest.mark.parametrize(
@@ -53,13 +57,10 @@ def flags(tmp_path: Path) -> str:
 )
 @torch.no_grad()
 def test_what_was_trained_at_several_ranks_is_the_same_model_in_transformers(
-    tmp_path: Path, flags: str, layout: str, world: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, layout: str, world: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """ZeRO cuts rows of 12 anywhere: a file then has several slices of a tensor."""
-    words = f"{flags} {layout}"
-    shape = f"{SHAPE} --hidden-size 12"
-    with pretrain(words, world=world, folder=tmp_path, shape=shape) as run:
-        assert run.wait(200) == [0] * world, run.text()
+    train(tmp_path, "gpt2", f"{LEARNS} {layout}", world=world, shape=f"{SHAPE} --hidden-size 12")
     export_model(str(tmp_path / "trained"), tmp_path / "back")
     checkpoint = newest(tmp_path / "trained")
     files = list(checkpoint.glob("shard_*"))
@@ -87,19 +88,33 @@ def test_what_was_trained_at_several_ranks_is_the_same_model_in_transformers(
     assert record["tokens"] == whole[-6:]
 
 
-def test_an_import_is_fine_tuned_and_never_resumed(tmp_path: Path, flags: str) -> None:
-    import_model(str(write_model(tmp_path / "hf")), tmp_path / "ours")
-    words = f"{flags} --load {tmp_path / 'ours'}"
-    with pretrain(words, folder=tmp_path) as run:
-        assert run.wait(200) == [2]
-        assert "--finetune works" in run.text()
-    with pretrain(
-        f"{words} --finetune --lr 1e-30 --min-lr 0 --weight-decay 0", folder=tmp_path
-    ) as run:
-        assert run.wait(200) == [0], run.text()
+@pytest.mark.parametrize(
+    ("order", "norm"),
+    [("pre-ln", "bert.encoder.ln.bias"), ("post-ln", "bert.embeddings.LayerNorm.bias")],
+)
+def test_a_bert_that_was_trained_at_two_ranks_is_exported(
+    tmp_path: Path, order: str, norm: str
+) -> None:
+    """The export compares the logits of both programs."""
+    words = f"--residual-order {order} --tensor-model-parallel-size 2"
+    train(tmp_path, "bert", f"{LEARNS} {words}", world=2)
+    assert len(list(newest(tmp_path / "trained").glob("shard_*"))) == 2
+    export_model(str(tmp_path / "trained"), tmp_path / "back")
+    assert weights_of(tmp_path / "back")[norm].any(), "3 steps have changed it"
+
+
+@pytest.mark.parametrize(("kind", "alone"), [("gpt2", False), ("gpt2", True), ("bert", False)])
+def test_an_import_is_trained_on_and_never_resumed(tmp_path: Path, kind: str, alone: bool) -> None:
+    """alone: of the weights, without a tokenizer."""
+    step = imported(WRITERS[kind](tmp_path / "hf"), no_tokenizer=alone)
+    words = f"--load {step.parent} {STILL}"
+    assert field_of(train(tmp_path, kind, words, code=2)) == "--load"
+    train(tmp_path, kind, f"--finetune {words}")
+    if alone:
+        return
     manifest = read_manifest(newest(tmp_path / "trained"))
-    imported = read_manifest(tmp_path / "ours" / "step_00000000")
-    assert manifest["weights_of"] == imported["run"]
+    assert manifest["weights_of"] == read_manifest(step)["run"]
     export_model(str(tmp_path / "trained"), tmp_path / "back")
     one, other = weights_of(tmp_path / "hf"), weights_of(tmp_path / "back")
+    assert one.keys() == other.keys()
     assert all(one[name].equal(other[name]) for name in one)

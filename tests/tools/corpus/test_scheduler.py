@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist import PATIENCE
 from tests.tools.corpus.lines import content, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
 from tools.corpus import scheduler
@@ -101,7 +102,7 @@ def test_the_exception_of_a_call_comes_out(pool: scheduler.Scheduler) -> None:
 
 def wait_in(folder: str, number: int) -> int:
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(60)
+    time.sleep(PATIENCE)
     return number
 
 
@@ -121,12 +122,12 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def wait_until(condition: Any) -> None:
-    """Or fail after a minute."""
-    for _ in range(1200):
+    """Or fail after `PATIENCE`."""
+    for _ in range(int(PATIENCE * 20)):
         if condition():
             return
         time.sleep(0.05)
-    pytest.fail("waited a minute in vain")
+    pytest.fail("waited in vain")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

@@ -20,6 +20,7 @@ import pytest
 
 from megatron.data.files import sha256
 from megatron.data.json_lines import find_shards
+from tests.dist import PATIENCE
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
 from tools.corpus import extract
@@ -360,7 +361,7 @@ def test_a_run_that_is_stopped_ends_with_one_line_and_no_worker_left(
     stopped = subprocess.Popen(
         line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    for _ in range(1200):
+    for _ in range(int(PATIENCE * 20)):
         if (folder / "waiting").exists():
             break
         time.sleep(0.05)
@@ -368,7 +369,7 @@ def test_a_run_that_is_stopped_ends_with_one_line_and_no_worker_left(
         os.killpg(stopped.pid, number)
     else:
         stopped.send_signal(number)
-    _, said = stopped.communicate(timeout=300)
+    _, said = stopped.communicate(timeout=PATIENCE)
     assert stopped.returncode == status
     assert said.splitlines()[-1] == "stopped; the same command goes on from there"
     assert "Traceback" not in said

@@ -10,6 +10,7 @@ import pytest
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.parallel.schedules import read_schedule, schedule, to_json
+from tests.dist import PATIENCE
 from tools import plan
 
 SIZES = ("--pipeline", "4", "--micro-batches", "8")
@@ -50,7 +51,7 @@ def test_the_text_shows_each_rank_without_torch() -> None:
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=True,
     )
     lines = done.stdout.splitlines()

@@ -1,0 +1,190 @@
+"""Models that differ a little are told apart by their logits: each weight and option counts."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import read_manifest
+from megatron.models.bert import BertEncoder
+from tests.refusals import field_of, refusal
+from tests.tools.convert.models import (
+    SCALED,
+    STEP,
+    change_json,
+    change_tensors,
+    imported,
+    weights_of,
+    write_bert,
+    write_llama,
+    write_model,
+)
+from tools.convert.compare import compare_logits
+from tools.convert.families import family_of
+from tools.convert_hf import import_model
+
+KINDS = ("gpt2", "llama", "post-ln", "pre-ln")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a kind, beside its checkpoint; made when it is first asked for."""
+    place = tmp_path_factory.mktemp("models")
+
+    def find(kind: str) -> Path:
+        folder = place / kind / "hf"
+        if not folder.exists():
+            folder.parent.mkdir()
+            if kind == "gpt2":
+                write_model(folder)
+            elif kind == "llama":
+                write_llama(folder, num_key_value_heads=6)
+            else:
+                write_bert(folder, kind)
+            imported(folder)
+        return folder
+
+    return find
+
+
+def compare(folder: Path, other: Path) -> Any:
+    step = folder.with_name("ours") / STEP
+    return compare_logits(step, other, family_of(read_manifest(step)))
+
+
+def assert_differ(folder: Path, other: Path) -> None:
+    """The first message of compare_logits, not an error of transformers."""
+    error = refusal(lambda: compare(folder, other))
+    assert field_of(error) == str(folder.with_name("ours") / STEP), error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_models_differ_by_rounding_in_every_head(
+    compared: Callable[[str], Path], kind: str
+) -> None:
+    heads = compare(compared(kind), compared(kind)).heads
+    assert len(heads) == (1 if kind in ("gpt2", "llama") else 2)
+    assert all(head.difference <= 1e-13 * head.largest for head in heads)
+
+
+WIDE = {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"layer_norm_epsilon": 1.1e-5}),
+        ("gpt2", {"n_head": 2}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("llama", {"rms_norm_eps": 1.1e-5}),
+        ("llama", WIDE),  # as many rows of keys and values, in wider heads
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10_001.0}}),
+        ("llama", {"rope_parameters": SCALED | {"rope_theta": 10_000.0}}),
+        ("llama", {"hidden_act": "gelu"}),
+        *((order, change) for order in KINDS[2:] for change in [
+            {"hidden_act": "gelu_new"}, {"layer_norm_eps": 1.1e-5}, {"num_attention_heads": 2},
+        ]),
+    ],
+)  # fmt: skip
+def test_another_option_is_above_the_tolerance(
+    compared: Callable[[str], Path], tmp_path: Path, kind: str, change: dict[str, Any]
+) -> None:
+    other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
+    change_json(other / "config.json", **change)
+    assert_differ(compared(kind), other)
+
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], Tensors]
+
+
+def exchange(one: str, other: str) -> Change:
+    """Each of two tensors whose names differ in these parts takes the place of the other."""
+    pairs = ((one, other), (other, one))
+    return lambda tensors: {
+        name: tensors[name.replace(part, another)]
+        for name in tensors
+        for part, another in pairs
+        if part in name
+    }
+
+
+def each(pattern: str, change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors: {
+        name: change(tensor) for name, tensor in tensors.items() if re.search(pattern, name)
+    }
+
+
+def reordered(*order: int) -> Callable[[Tensor], Tensor]:
+    """The columns are those of Q, K and V."""
+    return lambda tensor: tensor.unflatten(-1, (3, -1))[..., list(order), :].flatten(-2)
+
+
+BERT: list[Change] = [
+    exchange("layer.1.attention.self.query.weight", "layer.1.attention.self.key.weight"),
+    exchange("layer.1.attention.self.key.bias", "layer.1.attention.self.value.bias"),
+    each(r"layer\.0\.attention\.self\.query\.bias", torch.zeros_like),
+    each(r"layer\.0\.intermediate\.dense\.bias", torch.zeros_like),
+    each(r"layer\.1\.(output\.LayerNorm|ln)\.bias", torch.zeros_like),
+    each("token_type_embeddings", lambda tensor: tensor.flip(0)),
+    each(r"cls\.predictions\.bias", torch.zeros_like),
+    each(r"transform\.LayerNorm\.bias", torch.zeros_like),
+    each(r"pooler\.dense\.bias", torch.zeros_like),
+    each(r"seq_relationship\.weight", lambda tensor: tensor.flip(0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gpt2", each("c_attn", reordered(1, 0, 2))),
+        ("gpt2", each("c_attn", reordered(0, 2, 1))),
+        ("llama", exchange("k_proj", "v_proj")),
+        ("llama", exchange("gate_proj", "up_proj")),
+        *((order, change) for order in KINDS[2:] for change in BERT),
+    ],
+)
+def test_weights_in_another_place_are_above_the_tolerance(
+    compared: Callable[[str], Path], tmp_path: Path, kind: str, change: Change
+) -> None:
+    other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
+    changed = change(weights_of(other))
+    assert changed
+    change_tensors(other, {name: tensor.clone() for name, tensor in changed.items()})
+    assert_differ(compared(kind), other)
+
+
+def test_attention_to_padding_is_above_the_tolerance(
+    compared: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = BertEncoder.layers
+    monkeypatch.setattr(
+        BertEncoder,
+        "layers",
+        lambda self, x, batch, *numbers: layers(
+            self, x, replace(batch, is_real=torch.ones_like(batch.is_real)), *numbers
+        ),
+    )
+    assert_differ(compared("post-ln"), compared("post-ln"))
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_logits_that_say_nothing_are_no_agreement_and_leave_no_checkpoint(
+    tmp_path: Path, is_zero: bool
+) -> None:
+    """They are no numbers, which only the longest prompt sees, or those of a model of zeros."""
+    tensors = weights_of(write_model(tmp_path / "hf"))
+    tensors["transformer.wpe.weight"][15] = float("nan")
+    if is_zero:
+        tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    change_tensors(tmp_path / "hf", dict(tensors))
+    refusal(lambda: import_model(str(tmp_path / "hf"), tmp_path / "ours"))
+    assert not [*tmp_path.glob("*ours*")]
