@@ -280,7 +280,7 @@ def test_the_command_that_an_import_prints_goes_on_with_the_data(
     for flag in ("--pad", "--no-shuffle", "--begin-token [BOT]", "--end-token [EOT]", "--lr 0.01"):
         assert flag in words
     with pretrain(words, folder=tmp_path, program="pretrain", shape="") as run:
-        assert run.wait(200) == [0], run.text()
+        assert run.wait() == [0], run.text()
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     found = [line for line in lines if "loss" in line]
     assert [line["step"] for line in found] == [DONE + 1, DONE + 2]
