@@ -1,8 +1,6 @@
 """Layouts compared by a user's own command: equal ones, unequal ones, and what is refused."""
 
 import json
-import re
-import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +15,7 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from tests.data.samples import write_data
+from tests.refusals import field_of, refusal
 from tools import compare_layouts
 from tools.command import ROOT
 from tools.compare_layouts import largest, read_settings, row
@@ -81,25 +80,16 @@ def test_equal_layouts_and_their_cost(preset: Path) -> None:
     assert rows[2]["saved_bytes"][0] < 0.8 * rows[1]["saved_bytes"][0]
 
 
-def test_the_command_of_the_readme() -> None:
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    (command,) = re.findall(r"^python -m tools.compare_layouts (.*)$", text, re.MULTILINE)
-    ended = run(shlex.split(command))
-    assert ended.returncode == 0, ended
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--bf16",),
         ("--pure-bf16",),
-        ("--fp16",),
         ("--fp16", "--initial-loss-scale", "2**23", "--steps", "8"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
         ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["bf16", "pure bf16", "fp16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
+    ids=["pure bf16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]
@@ -109,7 +99,7 @@ def test_other_models_and_precisions_are_equal_within_their_tolerance(
     assert row["loss_difference"] < 1e-2
 
 
-@pytest.mark.parametrize("precision", [(), ("--no-bf16",), ("--bf16",)])
+@pytest.mark.parametrize("precision", [(), ("--bf16",)])
 def test_layouts_that_differ_end_with_status_1(
     preset: Path, tmp_path: Path, precision: tuple[str, ...]
 ) -> None:
@@ -141,59 +131,56 @@ def test_a_failure_is_one_message(preset: Path, layout: str) -> None:
     diverges = ("--lr", "1e30", "--bf16", "--against", layout)
     ended, rows = compare(preset, layout, *diverges)
     assert (ended.returncode, rows) == (2, None)
-    lines = ended.stderr.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["error", "error"]
-    assert layout in lines[1]
+    assert f"layout {layout}" in ended.stderr
 
 
-REFUSED = {
-    "a word that is none": ("tensor=2,context=2",),
-    "an axis twice": ("tensor=2,tensor=2",),
-    "a size that is none": ("tensor=0",),
-    "a mode that is none": ("tensor=4:4d",),
-    "a depth of another mode": ("tensor=8:2d:2",),
-    "no square": ("tensor=8:2d",),
-    "no cube": ("tensor=4:3d",),
-    "a depth that is none": ("tensor=8:2.5d:0",),
-    "nothing to share out the sequence over": ("data=2,sequence",),
-    "no stages to have virtual ones": ("tensor=2,virtual=2",),
-    "virtual stages twice": ("pipeline=2,virtual=2,virtual=2",),
-    "a schedule that is none": ("pipeline=2,schedule=zbv",),
-    "a schedule twice": ("pipeline=2,schedule=gpipe,schedule=1f1b",),
-    "a schedule of virtual stages": ("pipeline=1,schedule=interleaved",),
-    "fewer layers than stages": ("pipeline=2",),
-    "fewer layers than virtual stages": ("pipeline=2,virtual=2", "--num-layers", "3"),
-    "what a layout says of stages": ("tensor=2", "--pipeline-model-parallel-size", "2"),
-    "what a layout says of virtual stages": (
-        "tensor=2",
-        "--num-virtual-stages-per-pipeline-rank=1",
-    ),
-    "what a layout says of the schedule": ("tensor=2", "--pipeline-schedule", "1f1b"),
-    "no layout": (),
-    "heads that cannot be shared out": ("tensor=3",),
-    "a sequence that cannot be shared out": (CUT, "--seq-length", "15"),
-    "a batch that cannot be dealt": ("data=3",),
-    "what a layout says": ("tensor=2", "--model-parallel-size", "2"),
-    "what a layout says of the mode": ("tensor=4:2d", "--tensor-parallel-mode", "2d"),
-    "what a layout says of the depth": ("tensor=8:2.5d:2", "--tensor-parallel-depth", "2"),
-    "what a layout says, as a switch": ("tensor=2", "--no_sequence_parallel"),
-    "what is not done here": ("tensor=2", "--save", "checkpoints"),
-    "what is not recorded": ("tensor=2", "--metrics_file=m.jsonl"),
-    "a kind that is none": ("tensor=2", "--kind", "llamas"),
-    "a switch twice": (f"{CUT},sequence",),
-    "no data": ("tensor=2", "--data-path", "nowhere"),
-    "a flag that is none": ("tensor=2", "--stepz", "2"),
-}
+REFUSED = [
+    # What a layout cannot be.
+    ("tensor=2,context=2", "LAYOUT"),
+    ("tensor=2,tensor=2", "LAYOUT"),
+    ("tensor=0", "LAYOUT"),
+    ("tensor=4:4d", "LAYOUT"),
+    ("tensor=8:2d:2", "LAYOUT"),
+    ("tensor=8:2d", "LAYOUT"),
+    ("tensor=4:3d", "LAYOUT"),
+    ("tensor=8:2.5d:0", "LAYOUT"),
+    ("data=2,sequence", "LAYOUT"),
+    (f"{CUT},sequence", "LAYOUT"),
+    ("tensor=2,virtual=2", "LAYOUT"),
+    ("pipeline=2,virtual=2,virtual=2", "LAYOUT"),
+    ("pipeline=2,schedule=zbv", "LAYOUT"),
+    ("pipeline=2,schedule=gpipe,schedule=1f1b", "LAYOUT"),
+    ("pipeline=1,schedule=interleaved", "LAYOUT"),
+    ("", "LAYOUT"),
+    # What a model or a batch cannot be at it.
+    ("pipeline=2", "layout"),
+    ("pipeline=2,virtual=2 --num-layers 3", "layout"),
+    ("tensor=3", "layout"),
+    (f"{CUT} --seq-length 15", "layout"),
+    ("data=3", "layout"),
+    # What a layout says, and what is not done here.
+    ("tensor=2 --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
+    (f"tensor=2 {VIRTUAL}=1", VIRTUAL),
+    ("tensor=2 --pipeline-schedule 1f1b", "--pipeline-schedule"),
+    ("tensor=2 --model-parallel-size 2", "--model-parallel-size"),
+    ("tensor=4:2d --tensor-parallel-mode 2d", "--tensor-parallel-mode"),
+    ("tensor=8:2.5d:2 --tensor-parallel-depth 2", "--tensor-parallel-depth"),
+    ("tensor=2 --no_sequence_parallel", "--no-sequence-parallel"),
+    ("tensor=2 --save checkpoints", "--save"),
+    ("tensor=2 --metrics_file=m.jsonl", "--metrics-file"),
+    ("tensor=2 --kind llamas", "--kind"),
+    ("tensor=2 --data-path nowhere", "--data-path"),
+    ("tensor=2 --stepz 2", "--stepz"),
+]
 
 
-@pytest.mark.parametrize("arguments", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("words", "field"), REFUSED)
 def test_a_wrong_argument_is_refused_before_anything_starts(
-    preset: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    preset: Path, words: str, field: str
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare_layouts.main(["--preset", str(preset), *arguments], {})
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    given = ["--preset", str(preset), *words.split()]
+    error = refusal(lambda: compare_layouts.main(given, {}))
+    assert field_of(error) == field
 
 
 def test_presets_do_not_ask_for_dropout_or_a_precision(preset: Path) -> None:
