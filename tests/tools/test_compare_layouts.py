@@ -1,10 +1,10 @@
 """Layouts compared by a user's own command: equal ones, unequal ones, and what is refused."""
 
 import json
-import subprocess
-import sys
+import os
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from megatron.config.pretrain import PretrainGPT2Config
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
 from tools import compare_layouts
-from tools.command import ROOT
 from tools.compare_layouts import largest, read_settings, row
 from tools.layouts.layout import parse_layout
 from tools.layouts.meters import Counts
@@ -50,21 +49,32 @@ def preset(tmp_path: Path) -> Path:
     return file
 
 
-def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.compare_layouts", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the launcher of the ranks changes in its process."""
+    for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, os.environ.get(name, "lo" if "GLOO" in name else ""))
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def compare(preset: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], Any]:
-    """(the program's end, the rows of its JSON file)."""
+def compare(preset: Path, *arguments: str) -> tuple[int, Any]:
+    """(the program's status, the rows of its JSON file)."""
     file = preset.with_suffix(".json")
-    ended = run(["--preset", str(preset), "--json", str(file), "--steps", "2", *arguments])
-    return ended, json.loads(file.read_text()) if file.exists() else None
+    words = ["--preset", str(preset), "--json", str(file), "--steps", "2", *arguments]
+    try:
+        status = compare_layouts.main(words, {})
+    except SystemExit as stop:
+        status = int(str(stop.code))
+    return status, json.loads(file.read_text()) if file.exists() else None
 
 
 def test_equal_layouts_and_their_cost(preset: Path) -> None:
-    ended, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}", "data=2,zero=2")
-    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    status, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}", "data=2,zero=2")
+    assert status == 0
     names = ["serial", "tensor=2", "tensor=2,data=2,sequence", "data=2,zero=2"]
     assert [each["layout"] for each in rows] == names
     for each in rows:
@@ -87,15 +97,14 @@ def test_equal_layouts_and_their_cost(preset: Path) -> None:
         ("--fp16", "--initial-loss-scale", "2**23", "--steps", "8"),  # whose first steps overflow
         ("--no_bf16", "--hidden_dropout=0.1", "--attention-dropout", "0.1"),
         ("--kind", "bert"),
-        ("--kind", "llama", "--num-query-groups", "1"),
     ],
-    ids=["pure bf16", "fp16 that overflows", "fp32 with dropout", "bert", "llama"],
+    ids=["pure bf16", "fp16 that overflows", "fp32 with dropout", "bert"],
 )
 def test_other_models_and_precisions_are_equal_within_their_tolerance(
     preset: Path, arguments: tuple[str, ...]
 ) -> None:
-    ended, (row,) = compare(preset, CUT, *arguments)
-    assert ended.returncode == 0, ended
+    status, (row,) = compare(preset, CUT, *arguments)
+    assert status == 0
     assert row["loss_difference"] < 1e-2
 
 
@@ -108,8 +117,8 @@ def test_layouts_that_differ_end_with_status_1(
     drawn = ("--attention-dropout", "0.5", "--attention-dropout-rng", "kernel")
     data = ("--data-path", str(tmp_path / "data"), "--vocab-size", "100")
     words = (*data, *drawn, *precision, "--lr-warmup-iters", "9")  # after which weights hardly move
-    ended, (row,) = compare(preset, "tensor=2", *words, "--tokenizer-type", "test")
-    assert ended.returncode == 1, ended
+    status, (row,) = compare(preset, "tensor=2", *words, "--tokenizer-type", "test")
+    assert status == 1
     assert row["gradient_difference"] > 0.1
 
 
@@ -121,17 +130,15 @@ def test_layouts_that_differ_end_with_status_1(
 def test_equal_numbers_that_say_nothing_end_with_status_2(
     preset: Path, arguments: tuple[str, ...]
 ) -> None:
-    ended, (row,) = compare(preset, "serial", *arguments)
-    assert ended.returncode == 2, ended
+    status, (row,) = compare(preset, "serial", *arguments)
+    assert status == 2
     assert row["loss_difference"] == 0
 
 
-@pytest.mark.parametrize("layout", ["serial", "tensor=2"])
-def test_a_failure_is_one_message(preset: Path, layout: str) -> None:
-    diverges = ("--lr", "1e30", "--bf16", "--against", layout)
-    ended, rows = compare(preset, layout, *diverges)
-    assert (ended.returncode, rows) == (2, None)
-    assert f"layout {layout}" in ended.stderr
+def test_a_failure_names_its_layout(preset: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    diverges = ("--lr", "1e30", "--bf16", "--against", "tensor=2")
+    assert compare(preset, "tensor=2", *diverges) == (2, None)
+    assert "layout tensor=2" in capfd.readouterr().err
 
 
 REFUSED = [
@@ -140,9 +147,9 @@ REFUSED = [
     ("tensor=2,tensor=2", "LAYOUT"),
     ("tensor=0", "LAYOUT"),
     ("tensor=4:4d", "LAYOUT"),
-    ("tensor=8:2d:2", "LAYOUT"),
-    ("tensor=8:2d", "LAYOUT"),
-    ("tensor=4:3d", "LAYOUT"),
+    ("tensor=8:2d:2", "--tensor-parallel-depth"),
+    ("tensor=8:2d", "--tensor-model-parallel-size"),
+    ("tensor=4:3d", "--tensor-model-parallel-size"),
     ("tensor=8:2.5d:0", "LAYOUT"),
     ("data=2,sequence", "LAYOUT"),
     (f"{CUT},sequence", "LAYOUT"),
@@ -150,7 +157,7 @@ REFUSED = [
     ("pipeline=2,virtual=2,virtual=2", "LAYOUT"),
     ("pipeline=2,schedule=zbv", "LAYOUT"),
     ("pipeline=2,schedule=gpipe,schedule=1f1b", "LAYOUT"),
-    ("pipeline=1,schedule=interleaved", "LAYOUT"),
+    ("pipeline=1,schedule=interleaved", "layout"),
     ("", "LAYOUT"),
     # What a model or a batch cannot be at it.
     ("pipeline=2", "layout"),

@@ -17,12 +17,11 @@ import gigatoken
 import numpy as np
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, GPT2BPETokenizer
 from megatron.data.tokenizer_base import MARKS
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
-from tests.refusals import refusal
+from tests.refusals import field_of, refusal
 from tools import encoders
 from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference
 from tools.train_tokenizer import train_tokenizer
@@ -260,8 +259,8 @@ def test_which_encoder_is_chosen(
 def assert_refused(choice: str, library: Any) -> None:
     """What works in its place works."""
     error = refusal(lambda: build_encoder(choice, library))
-    assert isinstance(error, UsageError)
-    assert (error.flag, error.works) == ("--encoder", ("--encoder", "tokenizers"))
+    assert field_of(error) == "--encoder"
+    assert "tokenizers" in str(error)
     build_encoder("tokenizers", library)
 
 
