@@ -67,12 +67,6 @@ def in_scheduler(folder: Path, marker: Path) -> None:
     write_zip(folder / "lrscheduler.pt", PAYLOADS["eval"](marker))
 
 
-def in_bare_scheduler(folder: Path, marker: Path) -> None:
-    (folder / "lrscheduler.pt").unlink()
-    payload = b"\x80\x04" + PAYLOADS["exec"](marker) + b"."
-    (folder / "lrscheduler.pkl").write_bytes(payload)
-
-
 def in_an_object(folder: Path, marker: Path) -> None:
     file = write_zip(folder / "__9_0.distcp", PAYLOADS["getattr"](marker))
     move_entry(folder, "optimizer.param_groups.0.weight_decay", file.name, file.stat().st_size)
@@ -80,10 +74,7 @@ def in_an_object(folder: Path, marker: Path) -> None:
 
 def read_by_pickle(folder: Path) -> None:
     """As other programs do."""
-    if (file := folder / "lrscheduler.pkl").exists():
-        pickle.loads(file.read_bytes())
-    else:
-        torch.load(folder / "lrscheduler.pt", weights_only=False)
+    torch.load(folder / "lrscheduler.pt", weights_only=False)
     Script().load(folder, by_name=False)
 
 
@@ -109,7 +100,7 @@ def check_import(folder: Path, flags: str, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "hide", [in_metadata, in_scheduler, in_bare_scheduler, in_an_object], ids=lambda f: f.__name__
+    "hide", [in_metadata, in_scheduler, in_an_object], ids=lambda f: f.__name__
 )
 def test_a_payload_does_not_run(
     tmp_path: Path, folder: Path, hide: Callable[[Path, Path], None]

@@ -1,12 +1,8 @@
 """The quickstart: its plan, its processes, what it refuses, its report."""
 
-import itertools
 import json
 import os
 import re
-import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,22 +109,6 @@ def test_the_training_command_fits_its_processes() -> None:
         assert config.logging.log_interval <= config.training.train_iters
 
 
-def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
-    clean = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[1]
-    assert [command.argv[2] for command in clean.commands] == [
-        f"tools.corpus.{step}" for step in ("clean", "dedup", "split")
-    ]
-    flags = [dict(zip(c.argv[3::2], c.argv[4::2], strict=True)) for c in clean.commands]
-    for before, after in itertools.pairwise(flags):
-        assert after["--input"] == before["--output"]
-    assert [str(output) for output in clean.outputs] == [
-        str(ROOT / each["--output"]) for each in flags
-    ]
-    tokenizer, preprocess = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[2:4]
-    for command in (*tokenizer.commands, *preprocess.commands):
-        assert flags[-1]["--output"] + "/train" in command.argv
-
-
 @pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
 def test_samples_fit_the_positions_of_the_model(tmp_path: Path, positions: int, count: int) -> None:
     preset = tmp_path / "own.toml"
@@ -164,29 +144,6 @@ def test_a_corpus_gives_training_and_validation_a_sample_each(
         check_samples(data, 256)
     else:
         assert f" {tokens} tokens" in str(refusal(lambda: check_samples(data, 256)))
-
-
-def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "__init__.py").touch()
-    text = "This text is English but far too short to be kept"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "a.txt").write_text(text)
-    (tmp_path / "mine" / "b.jsonl").write_text(json.dumps({"body": text}))
-    script = (ROOT / "scripts" / "quickstart.sh").read_text()
-    flags = shlex.split(script.splitlines()[-1])
-    flags = flags[flags.index("-P") : -1]
-    ended = subprocess.run(
-        [sys.executable, *flags, "mine", "--out", "out", "--json-key", "body"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "stage clean" in ended.stderr
-    assert (tmp_path / "out" / "stages" / "corpus.json").exists()
 
 
 def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
