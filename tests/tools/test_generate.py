@@ -1,14 +1,20 @@
-"""tools/generate.py: its text against transformers', its records, its layouts, and what it refuses.
+"""tools/generate.py: its text against transformers', its records, its layouts, what it refuses, and
+lines that are typed at a terminal, into a pipe or to several processes.
 
-What is drawn, and how, is tested in tests/train/test_generate.py; typed lines are in
-test_generate_typed.py.
+What is drawn, and how, is tested in tests/inference/test_generate.py.
 """
 
 import json
+import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -144,39 +150,35 @@ def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choic
             assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("", "--prompt"),
-        ("--prompt", "--prompt"),
-        ("--prompt a --interactive", "--prompt"),
-        ("--prompt a --prompt-file b", "--prompt"),
-        ("--prompt a --greedy --temperature 0.7", "--greedy"),
-        ("--prompt a --temperature -1", "--temperature"),
-        ("--prompt a --top-p 1.5", "--top-p"),
-        ("--prompt a --top-p 0", "--top-p"),
-        ("--prompt a --top-k -1", "--top-k"),
-        ("--prompt a --max-new-tokens 0", "--max-new-tokens"),
-        ("--prompt a --micro-batch-size 0", "--micro-batch-size"),
-        ("--prompt a --output nowhere/x.json", "--output"),
-        ("--prompt a --output .", "--output"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(words: str, flag: str) -> None:
-    assert refused(lambda given: parse(Settings, given, {}), f"--load x {words}") == flag
+# By the flag that is refused, what follows --load.
+REFUSED = {
+    "--prompt": " | --prompt | --prompt a --interactive | --prompt a --prompt-file b",
+    "--greedy": "--prompt a --greedy --temperature 0.7",
+    "--temperature": "--prompt a --temperature -1",
+    "--top-p": "--prompt a --top-p 1.5 | --prompt a --top-p 0",
+    "--top-k": "--prompt a --top-k -1",
+    "--max-new-tokens": "--prompt a --max-new-tokens 0",
+    "--micro-batch-size": "--prompt a --micro-batch-size 0",
+    "--output": "--prompt a --output nowhere/x.json | --prompt a --output .",
+}
 
 
-def test_a_prompt_may_begin_with_hyphens() -> None:
-    settings = parse(Settings, ["--load", "x", "--prompt=--greedy"], {})
-    assert settings.prompt == ("--greedy",)
-    assert not settings.greedy
+def settings_of(words: Sequence[str]) -> Settings:
+    return parse(Settings, ["--load", "x", *words], {})
 
 
-def test_greedy_and_temperature_0_are_one() -> None:
+@pytest.mark.parametrize("flag", REFUSED)
+def test_settings_that_cannot_be_are_refused(flag: str) -> None:
+    for words in REFUSED[flag].split("|"):
+        assert refused(settings_of, words) == flag
+
+
+def test_a_prompt_may_begin_with_hyphens_and_greedy_is_temperature_0() -> None:
+    settings = settings_of(["--prompt=--greedy"])
+    assert (settings.prompt, settings.greedy) == (("--greedy",), False)
+    assert settings.sampling.temperature == 1
     for words in (["--greedy"], ["--temperature", "0"], ["--greedy", "--temperature", "0"]):
-        settings = parse(Settings, ["--load", "x", "--prompt", "a", *words], {})
-        assert settings.sampling.temperature == 0
-    assert parse(Settings, ["--load", "x", "--prompt", "a"], {}).sampling.temperature == 1
+        assert settings_of(["--prompt", "a", *words]).sampling.temperature == 0
 
 
 def test_a_prompt_that_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> None:
@@ -213,3 +215,110 @@ def test_an_output_that_a_disk_has_no_room_for_is_whole_as_before(
     )
     assert isinstance(error, OSError)
     assert output.read_text() == "before"
+
+
+def test_typed_lines_are_continued_to_an_empty_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    lines = [TEXTS[0].encode(), b"the " * POSITIONS, b"\xff", TEXTS[1].encode(), b"", b"never"]
+    typed, output = tmp_path / "typed", tmp_path / "texts.json"
+    typed.write_bytes(b"\n".join(lines))
+    with typed.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        words = ["--load", str(trained), "--max-new-tokens", "8", "--interactive"]
+        main([*words, "--output", str(output)], {})
+    records = json.loads(output.read_text(encoding="utf-8"))
+    printed = capsys.readouterr()
+    assert printed.out == "".join(record["text"] + "\n" for record in records)
+    errors = printed.err.splitlines()
+    assert [re.findall(r"line \d", each) for each in errors] == [["line 2"], ["line 3"]]
+    words = ["--prompt", *TEXTS[:2], "--max-new-tokens", "8"]
+    assert records == generated(capsys, trained, *words)
+
+
+Terminal: TypeAlias = tuple[int, subprocess.Popen[str]]
+
+
+@pytest.fixture
+def terminal(trained: Path) -> Iterator[Terminal]:
+    """(what is typed, the program), on a terminal that stays open."""
+    typed, seen = pty.openpty()
+    command = [sys.executable, "tools/generate.py", "--load", str(trained), "--interactive"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "8", "--greedy"],
+        cwd=ROOT, env=environ, text=True, stdin=seen, stderr=seen, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        os.close(seen)
+        yield typed, process
+        process.kill()
+    os.close(typed)
+
+
+def read_until(typed: int, end: str) -> None:
+    """Wait for these words on the screen."""
+    seen = ""
+    while not seen.endswith(end):
+        seen += os.read(typed, 1).decode()
+
+
+def rest(typed: int) -> str:
+    """What is on the screen until the program has ended, which is told by an OSError."""
+    seen = b""
+    with suppress(OSError):
+        while True:
+            seen += os.read(typed, 1000)
+    return seen.decode()
+
+
+def test_a_blank_line_at_a_terminal_ends_in_silence(
+    terminal: Terminal, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed, process = terminal
+    for line in (b"in\n", b"\n"):
+        read_until(typed, "> ")
+        os.write(typed, line)
+    assert not rest(typed).strip()
+    assert process.wait() == 0
+    words = ["--prompt", "in", "--max-new-tokens", "8", "--greedy"]
+    assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
+
+
+def test_ctrl_c_at_a_terminal_ends_without_a_traceback(terminal: Terminal) -> None:
+    typed, process = terminal
+    read_until(typed, "> ")
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in rest(typed)
+    assert process.wait() == 130
+
+
+def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None:
+    command = [sys.executable, "tools/generate.py", "--load", str(trained), "--interactive"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--max-new-tokens", "8"], cwd=ROOT, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"in\n\n")
+        process.stdin.flush()
+        assert process.wait() == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_several_processes_type_and_continue_together(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", str(trained), "--max-new-tokens", "8", "--greedy"]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
+        *("tools/generate.py", *words, "--interactive", "--tensor-model-parallel-size", "2"),
+    ]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    typed = "\n".join([*TEXTS[:2], ""])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed
+    )
+    assert ended.returncode == 0, ended.stderr
+    expected = generated(
+        capsys, trained, "--prompt", *TEXTS[:2], "--max-new-tokens", "8", "--greedy"
+    )
+    assert ended.stdout == "".join(record["text"] + "\n" for record in expected)
