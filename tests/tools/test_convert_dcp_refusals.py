@@ -145,26 +145,19 @@ def lead_out(folder: Path) -> None:
 HEAD = "model.lm_head.weight"
 
 
-def leave_out_a_chunk(folder: Path) -> None:
-    edit(folder, lambda metadata: metadata.state_dict_metadata[HEAD].chunks.pop())
+def edited(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, change)
 
 
-def inflate(folder: Path) -> None:
+def inflate(metadata: Any) -> None:
     """A tensor that no memory holds, though the file is small."""
-
-    def change(metadata: Any) -> None:
-        described = metadata.state_dict_metadata[HEAD]
-        described.size = torch.Size((2**40, 96))
-        described.chunks[-1].sizes = torch.Size((2**40 - described.chunks[-1].offsets[0], 96))
-
-    edit(folder, change)
+    described = metadata.state_dict_metadata[HEAD]
+    described.size = torch.Size((2**40, 96))
+    described.chunks[-1].sizes = torch.Size((2**40 - described.chunks[-1].offsets[0], 96))
 
 
-def compress(folder: Path) -> None:
-    def change(metadata: Any) -> None:
-        metadata.storage_data[MetadataIndex(HEAD, (0, 0))].transform_descriptors = ["zstd"]
-
-    edit(folder, change)
+def compress(metadata: Any) -> None:
+    metadata.storage_data[MetadataIndex(HEAD, (0, 0))].transform_descriptors = ["zstd"]
 
 
 def second_scheduler(folder: Path) -> None:
@@ -228,10 +221,6 @@ def no_rotary(model: dict[str, Any]) -> None:
         del model[f"base_model.rotary_emb.{name}"]
 
 
-def without_order(folder: Path) -> None:
-    edit(folder, lambda metadata: setattr(metadata, "planner_data", None))
-
-
 LAYER = "base_model.layers.1."
 K, Q, UP = (f"{LAYER}{name}_proj.weight" for name in ("self_attn.k", "self_attn.q", "mlp.up"))
 DAMAGED: list[tuple[Callable[[Path], None], str]] = [
@@ -241,10 +230,10 @@ DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (remove("__1_0.distcp"), "__1_0.distcp"),
     (flip_a_weight, ".distcp"),
     (lead_out, ".metadata"),
-    (leave_out_a_chunk, ".metadata"),
-    (inflate, ".metadata"),
-    (compress, ".metadata"),
-    (without_order, ".metadata"),
+    (edited(lambda metadata: metadata.state_dict_metadata[HEAD].chunks.pop()), ".metadata"),
+    (edited(inflate), ".metadata"),
+    (edited(compress), ".metadata"),
+    (edited(lambda metadata: setattr(metadata, "planner_data", None)), ".metadata"),
     (shorten("lrscheduler.pt", 500), "lrscheduler.pt"),
     (other_scheduler, "lrscheduler.pt"),
     (scheduler_of(DONE + 2), "lrscheduler.pt"),

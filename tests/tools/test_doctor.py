@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megatron.parallel.cpu.onednn import is_faster_by_onednn
 from megatron.parallel.kernels import use_cpu_kernels
 from tests.dist import Pool
+from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools import doctor
@@ -86,12 +88,15 @@ def test_each_layer_is_run_forward_and_backward() -> None:
         assert any(each.startswith(("MKL SGEMM", "oneDNN")) for each in routines), routines
 
 
+def examine(words: list[str]) -> None:
+    sys.exit(doctor.main(words, os.environ))
+
+
 def test_two_processes_measure_their_axis_and_one_reports(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words = ["--tensor-model-parallel-size", "2", "--json", str(file), "--precision", "fp32"]
-    ended = run([*torchrun, DOCTOR[1], *words])
-    assert ended.returncode == 0, ended.stderr
+    with start_ranks(partial(examine, words), range(2), 2, tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.text()
     found = json.loads(file.read_text())
     assert found["ranks"]["rank 1"]["coordinates"] == {"data": 0, "tensor": 1}
     assert found["all-reduce"]["data axis"] == {"size": 1}

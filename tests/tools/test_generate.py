@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from megatron.train.trained import open_trained
 from tests.dist import Pool
+from tests.programs import start_ranks
 from tests.refusals import refusal, refused
 from tests.tools.convert.models import write_model
 from tests.tools.texts import POSITIONS, TEXTS, failure_of, generated, texts_of
@@ -304,21 +306,19 @@ def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None
         assert process.stderr.read() == b""
 
 
+def typed_on_a_rank(words: list[str], typed: Path) -> None:
+    with typed.open() as sys.stdin:
+        main(words, os.environ)
+
+
 def test_several_processes_type_and_continue_together(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--load", str(trained), "--max-new-tokens", "8", "--greedy"]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-        *("tools/generate.py", *words, "--interactive", "--tensor-model-parallel-size", "2"),
-    ]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    typed = "\n".join([*TEXTS[:2], ""])
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, input=typed
-    )
-    assert ended.returncode == 0, ended.stderr
-    expected = generated(
-        capsys, trained, "--prompt", *TEXTS[:2], "--max-new-tokens", "8", "--greedy"
-    )
-    assert ended.stdout == "".join(record["text"] + "\n" for record in expected)
+    typed = tmp_path / "typed"
+    typed.write_text("\n".join([*TEXTS[:2], ""]))
+    words = ["--max-new-tokens", "8", "--greedy"]
+    ours = ["--load", str(trained), *words, "--interactive", "--tensor-model-parallel-size", "2"]
+    with start_ranks(partial(typed_on_a_rank, ours, typed), range(2), 2, tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.text()
+    expected = generated(capsys, trained, "--prompt", *TEXTS[:2], *words)
+    assert ranks.text(0) == "".join(record["text"] + "\n" for record in expected)
