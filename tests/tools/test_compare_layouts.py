@@ -42,7 +42,7 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 
 @pytest.fixture
 def preset(tmp_path: Path) -> Path:
-    """What it says of dropout, precision and layout does not hold in a comparison."""
+    """Its dropout, precision and layout do not hold in a comparison."""
     asked = SMALL | {"hidden_dropout": 0.1, "embedding_dropout": 0.1, "fp16": True}
     file = tmp_path / "small.toml"
     lines = [f"{name} = {json.dumps(each)}\n" for name, each in asked.items()]
@@ -52,7 +52,7 @@ def preset(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the launcher of the ranks changes in its process."""
+    """Undo the changes that the launcher of the ranks makes in its process."""
     for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, os.environ.get(name, "lo" if "GLOO" in name else ""))
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -186,7 +186,7 @@ def test_presets_do_not_ask_for_dropout_or_a_precision(preset: Path) -> None:
     assert (asked.model.hidden_dropout, asked.model.dropout_of_embeddings) == (0.2, 0.2)
 
 
-def test_what_is_no_number_is_no_equality() -> None:
+def test_a_loss_that_is_no_number_is_not_equal() -> None:
     counts = Counts(calls=Counter())
     found, wanted = (
         Report(

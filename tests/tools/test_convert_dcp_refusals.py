@@ -79,7 +79,7 @@ def read_by_pickle(folder: Path) -> None:
 
 
 def program(words: list[str]) -> None:
-    """What is refused leaves nothing, nor something half written."""
+    """An import or export that is refused leaves nothing, nor something half written."""
     to = Path(words[words.index("--to") + 1])
     try:
         main(words, {})
@@ -178,7 +178,7 @@ def other_scheduler(folder: Path) -> None:
 
 
 def resaved(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Of a run in one process, with another model or optimizer."""
+    """A folder of a run in one process, with another model or optimizer."""
 
     def broken(folder: Path) -> None:
         script = Script()

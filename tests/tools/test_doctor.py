@@ -109,7 +109,7 @@ def test_two_processes_measure_their_axis_and_one_reports(tmp_path: Path) -> Non
 
 
 def spoiled_sums() -> list[str]:
-    """What is told where the sums that rank 3 of 2 x 2 gets are not the true ones."""
+    """The problems that are told where rank 3 of 2 x 2 gets other sums than the true ones."""
     mesh = mesh_of_ranks(2)
     true = links.all_reduce
     if mesh.control.rank == 3:
@@ -130,7 +130,7 @@ def test_a_wrong_sum_is_a_problem_of_its_rank(gloo: Pool) -> None:
             assert "rank 3" in what
 
 
-def test_what_was_found_before_a_probe_failed_is_kept() -> None:
+def test_facts_found_before_a_probe_failed_are_kept() -> None:
     def probe() -> Iterator[Fact]:
         yield Fact("first", 1)
         raise OSError("gone\nfor good")

@@ -257,7 +257,7 @@ def test_which_encoder_is_chosen(
 
 
 def assert_refused(choice: str, library: Any) -> None:
-    """What works in its place works."""
+    """The encoder that is named in its place works."""
     error = refusal(lambda: build_encoder(choice, library))
     assert field_of(error) == "--encoder"
     assert "tokenizers" in str(error)

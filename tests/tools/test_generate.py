@@ -100,7 +100,7 @@ def test_an_empty_prompt_begins_with_the_end_mark_and_no_other_does(trained: Pat
 
 
 def test_a_text_ends_with_its_document(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of many draws of a model of 261 tokens that knows nothing, some are the end mark."""
+    """A model of 261 tokens that knows nothing draws the end mark now and then."""
     words = ["--prompt", *["in"] * 40, "--max-new-tokens", "40", "--temperature", "3"]
     records = generated(capsys, trained, *words)
     ends = {record["finished"] for record in records}
@@ -265,7 +265,7 @@ def read_until(typed: int, end: str) -> None:
 
 
 def rest(typed: int) -> str:
-    """What is on the screen until the program has ended, which is told by an OSError."""
+    """The screen until the program has ended, which is told by an OSError."""
     seen = b""
     with suppress(OSError):
         while True:

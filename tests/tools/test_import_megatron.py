@@ -78,7 +78,7 @@ def flat(part: Rank) -> Any:
 
 
 def wrapped(part: Rank) -> Any:
-    """Of a model that was saved with its wrappers of fp16 and data parallelism."""
+    """A model that was saved with its wrappers of fp16 and data parallelism."""
     return {f"module.module.{name}": tensor for name, tensor in part.items()}
 
 
@@ -138,7 +138,7 @@ def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path)
 
 
 def program(words: list[str]) -> None:
-    """What is refused leaves nothing."""
+    """An import that is refused leaves nothing."""
     to = Path(words[words.index("--to") + 1])
     try:
         main(words, {})

@@ -126,7 +126,7 @@ def test_statistics_of_bert_are_near_what_is_expected(
 def test_padding_is_what_the_blocks_leave(
     capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
 ) -> None:
-    """Of samples that are not short on purpose; blocks come with the same probability each."""
+    """No sample is short on purpose; blocks come with the same probability each."""
     prefix, tokenizer = sentences
     words = ["--data-path", prefix, "--seq-length", "64", "--samples", "0", "--split", "1,0,0"]
     rows = table(printed(capsys, *words, "--statistics", "3000", "--short-seq-prob", "0"))
@@ -142,7 +142,7 @@ def test_padding_is_what_the_blocks_leave(
     assert rows["padding"] == [pytest.approx(padding, abs=1.5)]
 
 
-def test_what_preprocessing_counted_is_told_exactly(
+def test_counts_of_preprocessing_are_told_exactly(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     sentences: tuple[str, BertWordPieceLowerCase],

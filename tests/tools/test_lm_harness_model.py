@@ -1,4 +1,4 @@
-"""What a checkpoint answers to lm-evaluation-harness: a tiny model, at any layout."""
+"""Answers of a checkpoint to lm-evaluation-harness: a tiny model, at any layout."""
 
 from collections.abc import Sequence
 from pathlib import Path

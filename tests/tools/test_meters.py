@@ -1,4 +1,4 @@
-"""What a rank of a pipeline computes, keeps and sends."""
+"""The work of a rank of a pipeline: it computes, keeps and sends."""
 
 from collections import Counter
 
@@ -48,7 +48,7 @@ def test_the_ends_of_a_pipeline_add_up_their_tied_embedding(gloo: Pool) -> None:
     for rank, each in enumerate(found):
         is_end = rank in (0, 3)
         assert each.calls["embedding_group"] == is_end
-        # Of two ranks each sends all of it: half while it is summed, half while the sum returns.
+        # Each of two ranks sends all of it: half while it is summed, half while the sum returns.
         assert each.sent_bytes["embedding_group"] == is_end * rows * HIDDEN * 8
 
 

@@ -95,7 +95,7 @@ def program_of(command: Command) -> tuple[str, list[str], int]:
 
 
 def parse_command(command: Command) -> Any:
-    """What the program makes of the flags; an error where it would refuse them."""
+    """The settings that the program makes of the flags; an error where it would refuse them."""
     program, flags, world = program_of(command)
     if program in ("pretrain_gpt2.py", "pretrain_bert.py"):
         config = PretrainGPT2Config if "gpt2" in program else PretrainBertConfig

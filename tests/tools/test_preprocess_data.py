@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tokenise(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a run that succeeds says; of one worker, if not told otherwise."""
+    """Stderr of a run that succeeds; of one worker, if not told otherwise."""
     capsys.readouterr()
     preprocess_data.main(["--workers", "1", *words, *TOKENIZER])
     return capsys.readouterr().err

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def preprocess(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a run that succeeds says."""
+    """Stderr of a run that succeeds."""
     capsys.readouterr()
     preprocess_data.main([*GIVEN, *words])
     return capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_text_of_another_language_is_refused_before_anything_is_written(folder: 
 def test_a_share_of_unknown_tokens_is_told_warned_of_and_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 100 tokens 1, 2, and 8: the last is told at the end, when the share is certain."""
+    """1, 2 and 8 of 100 tokens: the last is told at the end, when the share is certain."""
 
     def write(unknown: int) -> None:
         text = " ".join(["the"] * (100 - unknown) + [UNKNOWN] * unknown)

@@ -218,7 +218,7 @@ def test_right_plans_are_proved(gloo: Pool, size: int) -> None:
         "an output layer that stays cut": config_of(
             "llama", toml(LLAMA | {"lm_head": "column"}), vocab_size=128
         ),
-        # What is tied to a cut weight is cut alike, whatever the plan says or forgets.
+        # A weight that is tied to a cut one is cut alike, whatever the plan says or forgets.
         "tie": config_of("gpt2", toml(GPT2 | {"lm_head": "whole"}), **STILL),
         "vocabulary": config_of(
             "gpt2",
@@ -273,7 +273,7 @@ def test_a_tiny_model_has_the_structure_of_the_whole_one() -> None:
 
 
 def required(configs: Sequence[HuggingFaceConfig], size: int) -> list[str]:
-    """Of each the flag of the error that it raises, or the first word of what is said."""
+    """For each, the flag of the error that it raises, or the first word of what is said."""
     mesh, found = mesh_of_ranks(size), list[str]()
     for config in configs:
         try:
@@ -368,7 +368,7 @@ def write(folder: Path, model_type: str, plan: Mapping[str, Any], **changes: Any
 
 
 def test_the_tool_says_which_module_is_wrong(tmp_path: Path) -> None:
-    """Of a model with 6 heads, which 4 ranks cannot share."""
+    """The model has 6 heads, which 4 ranks cannot share."""
     file = tmp_path / "found.json"
     changes = {"hidden_size": 96, "num_key_value_heads": 6}
     words = write(tmp_path, "qwen3", QWEN3 | {"*.input_layernorm": "summed"}, **changes)
@@ -393,7 +393,7 @@ def test_the_tool_says_which_module_is_wrong(tmp_path: Path) -> None:
     ],
     ids=["fits nothing", "no style", "no model"],
 )
-def test_what_is_wrong_at_every_size_is_the_users_error(
+def test_a_plan_that_is_wrong_at_every_size_is_the_users_error(
     tmp_path: Path, changes: Mapping[str, Any], plan: Mapping[str, Any], flag: str
 ) -> None:
     words = write(tmp_path, "llama", plan, **changes)

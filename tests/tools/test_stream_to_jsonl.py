@@ -53,7 +53,7 @@ def test_the_file_holds_the_texts_of_the_stream(
     assert "3 rows" in told.err
 
 
-def test_of_a_long_stream_only_the_first_documents_are_read(source: Path) -> None:
+def test_documents_limits_how_much_of_a_stream_is_read(source: Path) -> None:
     json_lines(source)
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"

@@ -260,7 +260,7 @@ def test_the_folder_and_its_file_give_the_same_data(
         ["--vocab-file", "empty"],
     ],
 )
-def test_what_preprocessing_refuses(
+def test_preprocessing_refuses_flags_of_other_tokenizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

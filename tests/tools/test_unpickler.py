@@ -199,7 +199,7 @@ def test_a_payload_runs_in_torch_load_and_not_here(
 @pytest.mark.parametrize(
     "known", [("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage")]
 )
-def test_what_rebuilds_tensors_cannot_be_changed_by_a_file(
+def test_a_file_cannot_change_how_tensors_are_rebuilt(
     tmp_path: Path, known: tuple[str, str]
 ) -> None:
     before = repr(NAMES[known])
