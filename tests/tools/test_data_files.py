@@ -3,6 +3,7 @@
 import itertools
 import os
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -180,41 +181,36 @@ def test_an_older_data_set_is_replaced_whole(tmp_path: Path, before: Shards, aft
     assert ("p.idx" in names(tmp_path)) == (len(after) == 1)
 
 
+def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
+    """An interrupt comes after so many changes of the folder."""
+    calls = itertools.count(1)
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def step(*arguments: object, **more: object) -> object:
+            if next(calls) > after:
+                raise KeyboardInterrupt
+            return real(*arguments, **more)
+
+        return step
+
+    for name in ("replace", "unlink", "mkdir"):
+        patch.setattr(Path, name, counted(getattr(Path, name)))
+
+
 @pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
 @pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
-def test_a_move_can_be_cut_off_anywhere(
-    tmp_path: Path, before: Shards, after: Shards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: Shards) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it."""
-    calls = 0
-    other = {"vocab.json": b"another"}
-
-    def cut_off(name: str, after_calls: int) -> None:
-        real = getattr(Path, name)
-
-        def step(self: Path, *arguments: object, **more: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls > after_calls:
-                raise KeyboardInterrupt
-            return real(self, *arguments, **more)
-
-        monkeypatch.setattr(Path, name, step)
-
+    other, finished = {"vocab.json": b"another"}, False
     for steps in itertools.count():
         folder = tmp_path / str(steps)
         folder.mkdir()
         prefix = write_shards(folder / "p", before, TOKENIZER)
         staged, description = stage_shards(folder, after)
-        calls = 0
-        for name in ("replace", "unlink", "mkdir"):
-            cut_off(name, steps)
-        try:
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            cut_off(patch, steps)
             move_data_set(staged, prefix, description, other)
             finished = True
-        except KeyboardInterrupt:
-            finished = False
-        monkeypatch.undo()
         if not finished:
             try:
                 assert IndexedDataset(prefix).num_documents == sum(map(len, before))
