@@ -22,7 +22,6 @@ from megatron.data.tokenizer_base import MARKS
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
-from tools import encoders
 from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference
 from tools.train_tokenizer import train_tokenizer
 
@@ -196,7 +195,7 @@ def test_berts_own_vocabulary_on_real_text(test_data: Path) -> None:
     refusal(lambda: BertWordPieceCase(vocab_file))  # none of its tokens has a capital
 
 
-def test_only_so_many_words_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_words_are_cached(tmp_path: Path) -> None:
     """Words that are dropped are asked for again."""
     library = BertWordPieceLowerCase(write_wordpiece(tmp_path, "thing", "inn")).library
     asked: list[int] = []
@@ -210,9 +209,8 @@ def test_only_so_many_words_are_cached(tmp_path: Path, monkeypatch: pytest.Monke
 
     texts = [f"the things {number}s in inn{number}" for number in range(30)]
     expected = lists(Encoder(library), texts)
-    for cached, most in ((1 << 22, 63), (50, 1 << 22)):
-        monkeypatch.setattr(encoders, "CACHED", cached)
-        words = Words(Counting())
+    for limit, most in ((1 << 22, 63), (50, 1 << 22)):
+        words = Words(Counting(), limit)
         asked.clear()
         for start in range(0, 30, 3):
             assert lists(words, texts[start : start + 3]) == expected[start : start + 3]

@@ -14,7 +14,6 @@ import pytest
 import pretrain
 from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.models import hf_plans
 from megatron.models.proof import prove, require_proof, tiny
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool
@@ -326,20 +325,13 @@ def test_a_wrong_plan_is_the_users_error_on_every_rank(gloo: Pool, size: int) ->
         assert found == [wanted for *_, wanted in REQUIRED[size]]
 
 
-def train(words: Sequence[str], norms: tuple[str, ...]) -> None:
-    """norms: of queries and keys, which plans of this project take care of."""
-    hf_plans.NORMS = norms
-    pretrain.main(words, os.environ)
-
-
 @pytest.mark.parametrize(
     ("model", "plan", "said", "status"),
     [
         ("llama", LLAMA | {"*.input_layernorm": "summed"}, {}, 2),
         ("phi", None, {"qk_layernorm": True}, 0),
-        ("phi", None, {"qk_layernorm": True}, 2),  # by transformers' own plan, without its norms
     ],
-    ids=["wrong", "auto", "wrong auto"],
+    ids=["wrong", "auto"],
 )
 def test_a_training_proves_its_plan_first(
     tmp_path: Path,
@@ -354,10 +346,13 @@ def test_a_training_proves_its_plan_first(
     words += ["--model", "huggingface", "--random-weights", "--mock-data", "--no-bf16"]
     words += ["--tensor-model-parallel-size", "2", "--seq-length", "8"]
     words += ["--micro-batch-size", "1", "--train-iters", "1"]
-    norms = hf_plans.NORMS if status == 0 else ()
-    with start_ranks(partial(train, words, norms), range(2), 2, tmp_path) as started:
+    with start_ranks(partial(train, words), range(2), 2, tmp_path) as started:
         assert started.wait() == [status] * 2, started.text()
         assert ("--plan" in started.text()) == (status == 2)
+
+
+def train(words: Sequence[str]) -> None:
+    pretrain.main(words, os.environ)
 
 
 def write(folder: Path, model_type: str, plan: Mapping[str, Any], **changes: Any) -> list[str]:
