@@ -88,18 +88,19 @@ class Words(Encoder):
 
     name = "words"
 
-    def __init__(self, library: Any) -> None:
-        """ValueError for a library that may look beyond a space."""
+    def __init__(self, library: Any, limit: int = CACHED) -> None:
+        """limit: characters of words that are kept. ValueError for a library that may look beyond
+        a space."""
         kinds = type(library.model).__name__, type(library.pre_tokenizer).__name__
         if kinds != ("WordPiece", "BertPreTokenizer"):
             raise ValueError(f"it is for a WordPiece, and this is a {kinds[0]}")
         self.description = f"tokenizers {version('tokenizers')}, once for each word"
         self._library = library
         self._cache: dict[str, bytes] = {}  # {word: its ids, as uint32}
-        self._cached = 0  # characters
+        self._cached, self._limit = 0, limit  # characters
 
     def arrays(self, texts: Sequence[str]) -> EncodedTexts:
-        if self._cached > CACHED:
+        if self._cached > self._limit:
             self._cache, self._cached = {}, 0
         words = [text.split(" ") for text in texts]
         new = list({word for each in words for word in each if word not in self._cache})

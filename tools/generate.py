@@ -104,12 +104,13 @@ class Settings:
                 f"left out with --temperature {self.temperature}",
                 works=("--no-greedy",),
             )
-        if bool(self.prompt) + (self.prompt_file is not None) + self.interactive != 1:
+        given = bool(self.prompt) + (self.prompt_file is not None) + self.interactive
+        if given != 1:
             raise UsageError(
                 "--prompt",
                 None,
                 "given alone, or --prompt-file, or --interactive",
-                works=("--prompt", "In the beginning"),
+                works=() if given else ("--prompt", "In the beginning"),
             )
         writable(self, "output")
 

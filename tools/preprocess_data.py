@@ -137,7 +137,7 @@ class Settings:
                 "--output-prefix",
                 self.output_prefix,
                 "P, for files P_text_document.*, or left out with --output FOLDER",
-                works=("--output-prefix", "P"),
+                works=("--output-prefix", "P") if self.output is None else (),
             )
         if self.split_sentences and self.append_eod:
             raise UsageError(

@@ -23,7 +23,7 @@ Rank = dict[str, Tensor]
 def old_weights(
     ranks: int, dtype: torch.dtype = torch.float32, divisible_by: int = 8
 ) -> list[Rank]:
-    """What each rank holds, random, by the flat names of 2019."""
+    """Random weights of each rank, by the flat names of 2019."""
     generator = torch.Generator().manual_seed(ranks)
 
     def drawn(*shape: int, scale: float = 0.2) -> Tensor:

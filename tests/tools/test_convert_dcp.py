@@ -4,7 +4,7 @@ import json
 import pickle
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.train.step import train_step
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.programs import assert_equal_bits, newest, pretrain
+from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, micro_batches, samples, whole_weights
 from tests.tools.tutorial import (
     BASE,
@@ -321,29 +322,24 @@ def test_names_and_places_are_those_of_the_file(
     folder = tmp_path / "theirs"
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
     path = import_folder(folder, tmp_path / "ours", flags)
-    assert "warning: " in (said := capsys.readouterr().err)
-    assert "--scheduler" in said
+    assert "--scheduler" in capsys.readouterr().err
     expected = import_folder(folders["one process"].path, tmp_path / "expected")
     assert_equal_bits(path, expected)
 
 
-def as_pickle(scheduler: Any, folder: Path) -> None:
-    (folder / "scheduler.pkl").write_bytes(pickle.dumps(scheduler.state_dict()))
-
-
-def whole(scheduler: Any, folder: Path) -> None:
-    torch.save(scheduler, folder / "scheduler.pt")
-
-
-@pytest.mark.parametrize("save", [as_pickle, whole])
+@pytest.mark.parametrize("is_pickle", [True, False])
 def test_a_scheduler_is_read_in_any_form(
-    tmp_path: Path, folders: dict[str, Folder], save: Callable[[Any, Path], None]
+    tmp_path: Path, folders: dict[str, Folder], is_pickle: bool
 ) -> None:
     folder = tmp_path / "theirs"
     shutil.copytree(folders["one process"].path, folder)
     expected = import_folder(folder, tmp_path / "expected")
     (folder / "lrscheduler.pt").unlink()
-    save(folders["one process"].script().scheduler, folder)
+    scheduler = folders["one process"].script().scheduler
+    if is_pickle:
+        (folder / "scheduler.pkl").write_bytes(pickle.dumps(scheduler.state_dict()))
+    else:
+        torch.save(scheduler, folder / "scheduler.pt")
     path = import_folder(folder, tmp_path / "ours")
     found, wanted = (read_manifest(each)["config"]["optimizer"] for each in (path, expected))
     assert found == wanted
@@ -357,40 +353,41 @@ def test_the_check_of_a_new_checkpoint_compares_weights(
     weights = folders["one process"].script().weights()
     check_weights(path, weights, "")
     weights["final_norm.weight"][0] += 1
-    with pytest.raises(ValueError, match=r"final_norm\.weight"):
-        check_weights(path, weights, "")
+    assert "final_norm.weight" in str(refusal(lambda: check_weights(path, weights, "")))
 
 
 @pytest.mark.parametrize(
-    ("settings", "flags", "said"),
+    ("settings", "flags", "warned", "schedule"),
     [
-        ({}, "", []),
-        ({"decay_biases_and_norms": False}, "", ["biases"]),
-        ({"decoupled_weight_decay": False, "lr_decay_style": "linear"}, "", ["style", "decoupled"]),
-        ({"lr_warmup_init": None}, "", ["--lr-warmup-init"]),
-        ({"lr_warmup_init": None}, "--lr-warmup-init 0.001", []),
-        ({"lr": 1e-2, "lr_warmup_init": 5e-3}, "--lr 1e-3 --min-lr 0", []),
-        ({"min_lr": 1e-3}, "--min-lr 0", []),
+        ({}, "", 0, {}),
+        ({"decay_biases_and_norms": False}, "", 1, {}),
+        ({"decoupled_weight_decay": False, "lr_decay_style": "linear"}, "", 2, {}),
+        ({"lr_warmup_init": None}, "", 1, {}),
+        ({"lr_warmup_init": None}, "--lr-warmup-init 0.001", 0, {"lr_warmup_init": 0.001}),
+        (
+            {"lr": 1e-2, "lr_warmup_init": 5e-3},
+            "--lr 1e-3 --min-lr 0",
+            0,
+            {"lr_warmup_init": 5e-4, "min_lr": 0},
+        ),
+        ({"min_lr": 1e-3}, "--min-lr 0", 0, {"min_lr": 0}),
     ],
 )
-def test_an_export_says_what_the_script_does_otherwise(
+def test_an_export_warns_of_each_setting_that_the_script_has_otherwise(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     folders: dict[str, Folder],
     settings: dict[str, Any],
     flags: str,
-    said: list[str],
+    warned: int,
+    schedule: dict[str, float],
 ) -> None:
     path = import_folder(folders["one process"].path, tmp_path / "imported")
     state = loaded(path, mesh_of_ranks(1), torch.float32)
     save_ours(state, path, tmp_path / "ours", **settings)
+    capsys.readouterr()
     to = export_folder(tmp_path / "ours", tmp_path / "theirs", flags)
-    lines = capsys.readouterr().err.splitlines()
-    found = sorted(line for line in lines if line.startswith("warning: the run"))
-    assert len(found) == len(said)
-    assert all(word in each for word, each in zip(said, found, strict=True))
-    schedule = read_schedule(to / "lrscheduler.pt")
-    if "--lr 1e-3" in flags:
-        assert schedule.lr_warmup_init == pytest.approx(5e-4)
-    if "--min-lr" in flags:
-        assert schedule.min_lr == 0
+    assert capsys.readouterr().err.count("warning: ") == warned
+    found = read_schedule(to / "lrscheduler.pt")
+    for name, value in schedule.items():
+        assert getattr(found, name) == pytest.approx(value)

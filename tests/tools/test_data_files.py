@@ -3,6 +3,8 @@
 import itertools
 import os
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from tests.data.samples import (
     write_sentences,
     write_shards,
 )
+from tests.refusals import refusal
 from tools.data_files import IndexedDatasetWriter, move_data_set, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
@@ -41,13 +44,12 @@ def test_an_interrupted_writer_leaves_what_was_there(tmp_path: Path) -> None:
     write_data(prefix, DOCUMENTS)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def interrupted() -> None:
-        with IndexedDatasetWriter(str(prefix), dtype) as writer:
-            writer.add(np.zeros(7, dtype), np.array([7], np.int32))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
+    with (
+        suppress(KeyboardInterrupt),
+        IndexedDatasetWriter(str(prefix), dtype) as writer,
+    ):
+        writer.add(np.zeros(7, dtype), np.array([7], np.int32))
+        raise KeyboardInterrupt
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     write_data(prefix, [[1, 2]])
     assert verify(str(prefix)).tokens == 2
@@ -84,76 +86,75 @@ def test_verify_reports_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "position", "content", "message"),
+    ("suffix", "position", "content", "named"),
     [
-        (".idx", 0, b"X", "no index"),
+        (".idx", 0, b"X", "p.idx"),
         (".idx", 9, b"\x02", "version 2"),
-        (".idx", 17, b"\x07", "token type 7"),
-        (".idx", 18, struct.pack("<Q", 2**63), "cut short"),
+        (".idx", 17, b"\x07", "type 7"),
+        (".idx", 18, struct.pack("<Q", 2**63), "p.idx"),
         (".idx", 34, struct.pack("<2i", 2, 4), "sequence 1"),
-        (".idx", 34, struct.pack("<i", -(2**31)), "sequence 0 has -2147483648"),
+        (".idx", 34, struct.pack("<i", -(2**31)), "-2147483648"),
         (".idx", 46, struct.pack("<3q", 8, 0, 12), "sequence 0"),
-        (".idx", 54, struct.pack("<q", -(2**31)), "sequence 1 .* byte -2147483648"),
-        (".idx", 70 + 8, struct.pack("<2q", 2, 1), "not in order"),
-        (".idx", 70 + 8, struct.pack("<q", 0), r"p\.idx has changed"),
-        (".bin", 0, struct.pack("<2H", 6, 5), r"p\.bin has changed"),
+        (".idx", 54, struct.pack("<q", -(2**31)), "-2147483648"),
+        (".idx", 70 + 8, struct.pack("<2q", 2, 1), "p.idx"),
+        (".idx", 70 + 8, struct.pack("<q", 0), "p.idx"),
+        (".bin", 0, struct.pack("<2H", 6, 5), "p.bin"),
         (".bin", 4, struct.pack("<H", 100), "id 100"),
-        (".json", 0, b"[", r"p\.json"),
+        (".json", 0, b"[", "p.json"),
     ],
 )
 def test_verify_finds_damage(
-    tmp_path: Path, suffix: str, position: int, content: bytes, message: str
+    tmp_path: Path, suffix: str, position: int, content: bytes, named: str
 ) -> None:
     """A sidecar that has samples of the files refuses all of it when the data set is opened."""
-    write_data(tmp_path / "p", DOCUMENTS)
-    sidecar = (tmp_path / "p.json").read_bytes()
-    forget_samples(tmp_path / "p")
-    change(tmp_path / "p", suffix, position, content)
-    with pytest.raises(ValueError, match=message):
-        verify(str(tmp_path / "p"))
+    prefix = tmp_path / "p"
+    write_data(prefix, DOCUMENTS)
+    sidecar = prefix.with_suffix(".json").read_bytes()
+    forget_samples(prefix)
+    change(prefix, suffix, position, content)
+    assert named in str(refusal(lambda: verify(str(prefix))))
     if suffix != ".json":
-        (tmp_path / "p.json").write_bytes(sidecar)
-        with pytest.raises(ValueError, match=rf"p\{suffix}|p holds"):
-            IndexedDataset(str(tmp_path / "p"))
+        prefix.with_suffix(".json").write_bytes(sidecar)
+        assert str(refusal(lambda: IndexedDataset(str(prefix)))).startswith(str(prefix))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ([(34 + 4, "<2i", (0, 4))], "sequence 2"),
-        ([(34 + 20 + 40 + 8, "<q", (0,))], "a document without a sentence"),
-        ([(34 + 20 + 40 + 8, "<2q", (3, 2))], "not in order"),
-        ([(34 + 4, "<2i", (0, 4)), (34 + 20 + 16, "<q", (4,))], "a sentence without a token"),
+        [(34 + 4, "<2i", (0, 4))],
+        [(34 + 20 + 40 + 8, "<q", (0,))],
+        [(34 + 20 + 40 + 8, "<2q", (3, 2))],
+        [(34 + 4, "<2i", (0, 4)), (34 + 20 + 16, "<q", (4,))],
     ],
+    ids=["places", "a document of no sentence", "order", "a sentence of no token"],
 )
 def test_verify_finds_damaged_sentences(
-    tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]], message: str
+    tmp_path: Path, changes: list[tuple[int, str, tuple[int, ...]]]
 ) -> None:
-    write_sentences(tmp_path / "p", SENTENCES)
-    forget_samples(tmp_path / "p")
+    prefix = tmp_path / "p"
+    write_sentences(prefix, SENTENCES)
+    forget_samples(prefix)
+    verify(str(prefix))
     for position, form, numbers in changes:
-        change(tmp_path / "p", ".idx", position, struct.pack(form, *numbers))
-    with pytest.raises(ValueError, match=message):
-        verify(str(tmp_path / "p"))
+        change(prefix, ".idx", position, struct.pack(form, *numbers))
+    assert str(prefix) in str(refusal(lambda: verify(str(prefix))))
 
 
 def test_verify_reads_every_shard_and_without_sidecar_every_id(tmp_path: Path) -> None:
-    prefix = write_shards(tmp_path / "p", SHARDS)
-    change(Path(f"{prefix}_00002"), ".bin", 18, b"\x01\x00")
-    with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
-        IndexedDataset(prefix)
-    forget_samples(tmp_path / "p")
-    assert IndexedDataset(prefix).num_documents == 6
-    with pytest.raises(ValueError, match=r"p_00002\.bin has changed"):
-        verify(prefix)
+    prefix = tmp_path / "p"
+    write_shards(prefix, SHARDS)
+    change(tmp_path / "p_00002", ".bin", 18, b"\x01\x00")
+    assert "p_00002.bin" in str(refusal(lambda: IndexedDataset(str(prefix))))
+    forget_samples(prefix)
+    assert IndexedDataset(str(prefix)).num_documents == 6
+    assert "p_00002.bin" in str(refusal(lambda: verify(str(prefix))))
     os.truncate(f"{prefix}_00002.bin", 18)
-    with pytest.raises(ValueError, match=r"p_00002\.bin is cut short"):
-        verify(prefix)
-    write_data(tmp_path / "q", DOCUMENTS, vocab_size=70_000)
-    (tmp_path / "q.json").unlink()
-    change(tmp_path / "q", ".bin", 0, struct.pack("<i", -3))
-    with pytest.raises(ValueError, match="negative id -3"):
-        verify(str(tmp_path / "q"))
+    assert "p_00002.bin" in str(refusal(lambda: verify(str(prefix))))
+    other = tmp_path / "q"
+    write_data(other, DOCUMENTS, vocab_size=70_000)
+    other.with_suffix(".json").unlink()
+    change(other, ".bin", 0, struct.pack("<i", -3))
+    assert "id -3" in str(refusal(lambda: verify(str(other))))
 
 
 def test_sentences_of_shards(tmp_path: Path) -> None:
@@ -180,41 +181,36 @@ def test_an_older_data_set_is_replaced_whole(tmp_path: Path, before: Shards, aft
     assert ("p.idx" in names(tmp_path)) == (len(after) == 1)
 
 
+def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
+    """An interrupt comes after so many changes of the folder."""
+    calls = itertools.count(1)
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def step(*arguments: object, **more: object) -> object:
+            if next(calls) > after:
+                raise KeyboardInterrupt
+            return real(*arguments, **more)
+
+        return step
+
+    for name in ("replace", "unlink", "mkdir"):
+        patch.setattr(Path, name, counted(getattr(Path, name)))
+
+
 @pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
 @pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
-def test_a_move_can_be_cut_off_anywhere(
-    tmp_path: Path, before: Shards, after: Shards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: Shards) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it."""
-    calls = 0
-    other = {"vocab.json": b"another"}
-
-    def cut_off(name: str, after_calls: int) -> None:
-        real = getattr(Path, name)
-
-        def step(self: Path, *arguments: object, **more: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls > after_calls:
-                raise KeyboardInterrupt
-            return real(self, *arguments, **more)
-
-        monkeypatch.setattr(Path, name, step)
-
+    other, finished = {"vocab.json": b"another"}, False
     for steps in itertools.count():
         folder = tmp_path / str(steps)
         folder.mkdir()
         prefix = write_shards(folder / "p", before, TOKENIZER)
         staged, description = stage_shards(folder, after)
-        calls = 0
-        for name in ("replace", "unlink", "mkdir"):
-            cut_off(name, steps)
-        try:
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            cut_off(patch, steps)
             move_data_set(staged, prefix, description, other)
             finished = True
-        except KeyboardInterrupt:
-            finished = False
-        monkeypatch.undo()
         if not finished:
             try:
                 assert IndexedDataset(prefix).num_documents == sum(map(len, before))

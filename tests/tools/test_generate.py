@@ -1,24 +1,30 @@
-"""tools/generate.py: its text against transformers', its records, its layouts, and what it refuses.
+"""tools/generate.py: its text against transformers', its records, its layouts, what it refuses, and
+lines that are typed at a terminal, into a pipe or to several processes.
 
-What is drawn, and how, is tested in tests/train/test_generate.py; typed lines are in
-test_generate_typed.py.
+What is drawn, and how, is tested in tests/inference/test_generate.py.
 """
 
 import json
+import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
-import torch
 
 from megatron.checkpoint.format import read_manifest
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
-from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tests.dist import Pool
+from tests.programs import start_ranks
+from tests.refusals import refusal, refused
 from tests.tools.convert.models import write_model
 from tests.tools.texts import POSITIONS, TEXTS, failure_of, generated, texts_of
 from tools.convert_hf import import_model
@@ -86,16 +92,6 @@ def test_a_record_says_what_its_text_depends_on(
         assert expected.items() <= record.items()
 
 
-def test_the_ids_of_a_text_are_printed_on_one_line(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records = generated(capsys, trained, "--prompt", "in", "the", "--max-new-tokens", "30")
-    main(["--load", str(trained), "--prompt", "in", "the", "--max-new-tokens", "30"], {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + sum(2 + len(record) for record in records)
-    assert f'  "tokens": {records[1]["tokens"]},' in lines
-
-
 def test_an_empty_prompt_begins_with_the_end_mark_and_no_other_does(trained: Path) -> None:
     settings = parse(Settings, ["--load", str(trained), "--prompt", "", "in"], {})
     tokenizer = open_trained(settings.trained, settings.parallel, 1)[1]
@@ -104,7 +100,7 @@ def test_an_empty_prompt_begins_with_the_end_mark_and_no_other_does(trained: Pat
 
 
 def test_a_text_ends_with_its_document(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of many draws of a model of 261 tokens that knows nothing, some are the end mark."""
+    """A model of 261 tokens that knows nothing draws the end mark now and then."""
     words = ["--prompt", *["in"] * 40, "--max-new-tokens", "40", "--temperature", "3"]
     records = generated(capsys, trained, *words)
     ends = {record["finished"] for record in records}
@@ -156,43 +152,38 @@ def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choic
             assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        ("", "--prompt"),
-        ("--prompt", "--prompt"),
-        ("--prompt a --interactive", "--prompt"),
-        ("--prompt a --prompt-file b", "--prompt"),
-        ("--prompt a --greedy --temperature 0.7", "--greedy"),
-        ("--prompt a --temperature -1", "--temperature"),
-        ("--prompt a --top-p 1.5", "--top-p"),
-        ("--prompt a --top-p 0", "--top-p"),
-        ("--prompt a --top-k -1", "--top-k"),
-        ("--prompt a --max-new-tokens 0", "--max-new-tokens"),
-        ("--prompt a --micro-batch-size 0", "--micro-batch-size"),
-        ("--prompt a --output nowhere/x.json", "--output"),
-        ("--prompt a --output .", "--output"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(words: str, flag: str) -> None:
-    with pytest.raises(UsageError, match=flag):
-        parse(Settings, ["--load", "x", *words.split()], {})
+# By the flag that is refused, what follows --load.
+REFUSED = {
+    "--prompt": " | --prompt | --prompt a --interactive | --prompt a --prompt-file b",
+    "--greedy": "--prompt a --greedy --temperature 0.7",
+    "--temperature": "--prompt a --temperature -1",
+    "--top-p": "--prompt a --top-p 1.5 | --prompt a --top-p 0",
+    "--top-k": "--prompt a --top-k -1",
+    "--max-new-tokens": "--prompt a --max-new-tokens 0",
+    "--micro-batch-size": "--prompt a --micro-batch-size 0",
+    "--output": "--prompt a --output nowhere/x.json | --prompt a --output .",
+}
 
 
-def test_a_prompt_may_begin_with_hyphens() -> None:
-    settings = parse(Settings, ["--load", "x", "--prompt=--greedy"], {})
-    assert settings.prompt == ("--greedy",)
-    assert not settings.greedy
+def settings_of(words: Sequence[str]) -> Settings:
+    return parse(Settings, ["--load", "x", *words], {})
 
 
-def test_greedy_and_temperature_0_are_one() -> None:
+@pytest.mark.parametrize("flag", REFUSED)
+def test_settings_that_cannot_be_are_refused(flag: str) -> None:
+    for words in REFUSED[flag].split("|"):
+        assert refused(settings_of, words) == flag
+
+
+def test_a_prompt_may_begin_with_hyphens_and_greedy_is_temperature_0() -> None:
+    settings = settings_of(["--prompt=--greedy"])
+    assert (settings.prompt, settings.greedy) == (("--greedy",), False)
+    assert settings.sampling.temperature == 1
     for words in (["--greedy"], ["--temperature", "0"], ["--greedy", "--temperature", "0"]):
-        settings = parse(Settings, ["--load", "x", "--prompt", "a", *words], {})
-        assert settings.sampling.temperature == 0
-    assert parse(Settings, ["--load", "x", "--prompt", "a"], {}).sampling.temperature == 1
+        assert settings_of(["--prompt", "a", *words]).sampling.temperature == 0
 
 
-def test_what_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> None:
+def test_a_prompt_that_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> None:
     words = ["--load", str(trained), "--max-new-tokens", "9", "--prompt", "in", "the" * 40]
     program = (
         "import os, sys\nfrom tools.generate import main\n"
@@ -203,56 +194,131 @@ def test_what_does_not_fit_is_told_before_torch_is_imported(trained: Path) -> No
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert ended.stdout == "2 False\n"
-    assert ended.stderr.startswith("error: --prompt 2: ")
+    assert "--prompt 2" in ended.stderr
 
 
-def test_a_model_that_has_diverged_is_told(
-    trained: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import megatron.train.evaluate
-
-    def broken(*arguments: Any) -> Any:
-        path, model = load_newest(*arguments)
-        torch.nn.init.constant_(model.final_norm.bias, torch.nan)
-        return path, model
-
-    monkeypatch.setattr(megatron.train.evaluate, "load_newest", broken)
-    with pytest.raises(SystemExit):
-        main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
-    assert "error: prompt 1: " in capsys.readouterr().err
-
-
-def test_what_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> None:
+def test_a_model_that_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> None:
     words = ["--load", str(trained), "--prompt", *TEXTS[1:3], "--max-new-tokens", "2"]
     words += ["--micro-batch-size", "1"]  # one prompt a rank, of which only the second is long
     for failure in gloo.run(2, failure_of, 1, words, 8):
         assert failure.startswith("prompt 2: ")
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(trained: Path, monkeypatch: Any) -> None:
-    import megatron.inference.generate
-
-    def broken(*_: Any) -> Any:
-        raise ValueError("shapes do not match")
-
-    monkeypatch.setattr(megatron.inference.generate, "draw", broken)
-    with pytest.raises(ValueError, match="shapes do not match"):
-        main(["--load", str(trained), "--prompt", "in", "--max-new-tokens", "8"], {})
-
-
-def test_a_file_is_written_whole_or_not_at_all(
-    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+def test_an_output_that_a_disk_has_no_room_for_is_whole_as_before(
+    trained: Path, small_disk: Path
 ) -> None:
-    output = tmp_path / "texts.json"
+    output = small_disk / "texts.json"
     output.write_text("before")
-
-    def full(*_: Any) -> Any:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    words = ["--prompt", "in", "--max-new-tokens", "2", "--output", str(output)]
-    with pytest.raises(SystemExit) as stop:
-        main(["--load", str(trained), *words], {})
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("error: no space left on device\n")
+    with suppress(OSError), (small_disk / "rest").open("wb") as rest:
+        rest.write(bytes(1 << 21))
+    words = ["--load", str(trained), "--prompt", *["in"] * 400, "--max-new-tokens", "2"]
+    error = refusal(
+        lambda: main([*words, "--micro-batch-size", "400", "--output", str(output)], {})
+    )
+    assert isinstance(error, OSError)
     assert output.read_text() == "before"
+
+
+def test_typed_lines_are_continued_to_an_empty_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    lines = [TEXTS[0].encode(), b"the " * POSITIONS, b"\xff", TEXTS[1].encode(), b"", b"never"]
+    typed, output = tmp_path / "typed", tmp_path / "texts.json"
+    typed.write_bytes(b"\n".join(lines))
+    with typed.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        words = ["--load", str(trained), "--max-new-tokens", "8", "--interactive"]
+        main([*words, "--output", str(output)], {})
+    records = json.loads(output.read_text(encoding="utf-8"))
+    printed = capsys.readouterr()
+    assert printed.out == "".join(record["text"] + "\n" for record in records)
+    errors = printed.err.splitlines()
+    assert [re.findall(r"line \d", each) for each in errors] == [["line 2"], ["line 3"]]
+    words = ["--prompt", *TEXTS[:2], "--max-new-tokens", "8"]
+    assert records == generated(capsys, trained, *words)
+
+
+Terminal: TypeAlias = tuple[int, subprocess.Popen[str]]
+
+
+@pytest.fixture
+def terminal(trained: Path) -> Iterator[Terminal]:
+    """(what is typed, the program), on a terminal that stays open."""
+    typed, seen = pty.openpty()
+    command = [sys.executable, "tools/generate.py", "--load", str(trained), "--interactive"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "8", "--greedy"],
+        cwd=ROOT, env=environ, text=True, stdin=seen, stderr=seen, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        os.close(seen)
+        yield typed, process
+        process.kill()
+    os.close(typed)
+
+
+def read_until(typed: int, end: str) -> None:
+    """Wait for these words on the screen."""
+    seen = ""
+    while not seen.endswith(end):
+        seen += os.read(typed, 1).decode()
+
+
+def rest(typed: int) -> str:
+    """The screen until the program has ended, which is told by an OSError."""
+    seen = b""
+    with suppress(OSError):
+        while True:
+            seen += os.read(typed, 1000)
+    return seen.decode()
+
+
+def test_a_blank_line_at_a_terminal_ends_in_silence(
+    terminal: Terminal, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed, process = terminal
+    for line in (b"in\n", b"\n"):
+        read_until(typed, "> ")
+        os.write(typed, line)
+    assert not rest(typed).strip()
+    assert process.wait() == 0
+    words = ["--prompt", "in", "--max-new-tokens", "8", "--greedy"]
+    assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
+
+
+def test_ctrl_c_at_a_terminal_ends_without_a_traceback(terminal: Terminal) -> None:
+    typed, process = terminal
+    read_until(typed, "> ")
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in rest(typed)
+    assert process.wait() == 130
+
+
+def test_a_pipe_that_stays_open_does_not_keep_the_program(trained: Path) -> None:
+    command = [sys.executable, "tools/generate.py", "--load", str(trained), "--interactive"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, "--max-new-tokens", "8"], cwd=ROOT, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"in\n\n")
+        process.stdin.flush()
+        assert process.wait() == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def typed_on_a_rank(words: list[str], typed: Path) -> None:
+    with typed.open() as sys.stdin:
+        main(words, os.environ)
+
+
+def test_several_processes_type_and_continue_together(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = tmp_path / "typed"
+    typed.write_text("\n".join([*TEXTS[:2], ""]))
+    words = ["--max-new-tokens", "8", "--greedy"]
+    ours = ["--load", str(trained), *words, "--interactive", "--tensor-model-parallel-size", "2"]
+    with start_ranks(partial(typed_on_a_rank, ours, typed), range(2), 2, tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.text()
+    expected = generated(capsys, trained, "--prompt", *TEXTS[:2], *words)
+    assert ranks.text(0) == "".join(record["text"] + "\n" for record in expected)

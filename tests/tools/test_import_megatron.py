@@ -1,7 +1,7 @@
 """Old checkpoints become ours: the same logits as the old model's, at every order and cut."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from megatron.checkpoint.load import verify
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
+from tests.refusals import field_of, refusal
 from tests.tools.megatron_files import (
     HIDDEN,
     POSITIONS,
@@ -32,16 +33,20 @@ from tests.tools.megatron_files import (
 from tools.import_megatron import main
 
 ROOT = Path(__file__).parents[2]
+NAN = float("nan")
 TOKENS = torch.arange(2 * POSITIONS).mul(37).remainder(VOCABULARY).view(2, POSITIONS)
 FLAGS = "--num-attention-heads 8 --make-vocab-size-divisible-by 8"
 
 
+def words_of(source: Path, to: Path, flags: str = "") -> list[str]:
+    vocabulary, merges = write_tokenizer(to.parent)
+    words = ["--from", str(source), "--to", str(to), "--vocab-file", vocabulary]
+    return [*words, "--merge-file", merges, *flags.split()]
+
+
 def run(source: Path, to: Path, flags: str = "") -> Path:
     """Import; the new checkpoint's step folder."""
-    vocabulary, merges = write_tokenizer(to.parent)
-    arguments = ["--from", str(source), "--to", str(to)]
-    arguments += ["--vocab-file", vocabulary, "--merge-file", merges, *flags.split()]
-    main(arguments, {})
+    main(words_of(source, to, flags), {})
     return to / "step_00000000"
 
 
@@ -73,7 +78,7 @@ def flat(part: Rank) -> Any:
 
 
 def wrapped(part: Rank) -> Any:
-    """Of a model that was saved with its wrappers of fp16 and data parallelism."""
+    """A model that was saved with its wrappers of fp16 and data parallelism."""
     return {f"module.module.{name}": tensor for name, tensor in part.items()}
 
 
@@ -132,16 +137,19 @@ def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path)
     assert (step / "vocab.json").read_bytes() == (tmp_path / "vocab.json").read_bytes()
 
 
-def failure(capsys: pytest.CaptureFixture[str], source: Path, to: Path, flags: str = "") -> str:
-    """The message with which an import ends that leaves nothing."""
-    with pytest.raises(SystemExit) as stop:
-        run(source, to, flags)
-    assert stop.value.code == 2
-    assert not to.exists()
-    assert not list(to.parent.glob(".*partial"))
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    return message[message.index("error: ") :]
+def program(words: list[str]) -> None:
+    """An import that is refused leaves nothing."""
+    to = Path(words[words.index("--to") + 1])
+    try:
+        main(words, {})
+    except SystemExit:
+        assert not to.exists()
+        assert not list(to.parent.glob(".*partial"))
+        raise
+
+
+def error_of_import(source: Path, to: Path, flags: str = "") -> str:
+    return str(refusal(lambda: program(words_of(source, to, flags))))
 
 
 Break = Callable[[list[Rank]], Any]
@@ -171,23 +179,17 @@ QKV = "transformer.layers.0.attention.query_key_value.weight"
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("broken", "named"),
     [
         (change(DENSE, 1, lambda t: t + 1e-6), DENSE.removeprefix("transformer.")),
         (change(DENSE, 1, lambda _: None), DENSE.removeprefix("transformer.")),
-        (change(QKV, 1, lambda t: t[:-3]), "query_key_value.weight is [45, 32]"),
-        (change(QKV, 0, lambda t: t.half()), "query_key_value.weight is float16"),
-        (
-            change(QKV, 0, lambda t: t.fill_(float("nan"))),
-            "attention.qkv.weight",
-        ),
-        (change(QKV, 0, lambda t: t.fill_(1e38)), "not finite"),
+        (change(QKV, 1, lambda t: t[:-3]), "[45, 32]"),
+        (change(QKV, 0, lambda t: t.half()), "float16"),
+        (change(QKV, 0, lambda t: t.fill_(NAN)), "attention.qkv.weight"),
+        (change(QKV, 0, lambda t: t.fill_(1e38)), "model_optim_rng.pt"),
         (add("transformer.layers.1.attention.rotary.weight"), "layers.1.attention.rotary"),
         (add("decoder.layers.0.input_layernorm.weight"), "decoder.layers.0.input_layernorm"),
-        (
-            add("transformer.layers.7.input_layernorm.bias"),
-            "num_layers 2",
-        ),
+        (add("transformer.layers.7.input_layernorm.bias"), "num_layers 2"),
         (add("language_model.pooler.dense.weight"), "pooler"),
         (add("lm_head.bias"), "lm_head"),
         (add("binary_head.weight"), "binary_head"),
@@ -195,118 +197,97 @@ QKV = "transformer.layers.0.attention.query_key_value.weight"
         (add(f"module.{DENSE}"), DENSE.removeprefix("transformer.")),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: Break, message: str
-) -> None:
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, broken: Break, named: str) -> None:
     parts = old_weights(2)
     broken(parts)
     source = write_old(tmp_path / "old", parts, args=old_args(2), model=flat)
-    assert message in failure(capsys, source, tmp_path / "new")
+    assert named in error_of_import(source, tmp_path / "new")
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "message"),
+    ("changes", "flags", "named"),
     [
         (None, "", "--num-attention-heads"),
         (None, "--num-attention-heads 5", "--num-attention-heads 5"),
         (None, "--num-attention-heads 1", "--num-attention-heads 1"),
         (None, "--num-attention-heads 0", "--num-attention-heads 0"),
-        (None, "--num-attention-heads 8", "make 512"),
+        (None, "--num-attention-heads 8", "512"),
         ({}, "--num-attention-heads 2", "--num-attention-heads 2"),
         ({}, "--layernorm-epsilon 0.5", "--layernorm-epsilon 0.5"),
         ({"num_layers": 3}, "", "num_layers 3"),
         ({"hidden_size": 64}, "", "hidden_size 64"),
         ({"model_parallel_size": 4}, "", "model_parallel_size 4"),
-        ({"num_attention_heads": torch.half}, "", "which is no number"),
-        ({"apply_residual_connection_post_layernorm": True}, "", "before the norm"),
+        ({"num_attention_heads": torch.half}, "", "num_attention_heads"),
+        (
+            {"apply_residual_connection_post_layernorm": True},
+            "",
+            "apply_residual_connection_post_layernorm",
+        ),
+        *(({"version": each}, "", f"checkpoint_version {each!r}") for each in (1.5, -1, "2", NAN)),
     ],
 )
 def test_settings_that_are_missing_or_disagree_are_named(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any] | None,
-    flags: str,
-    message: str,
+    tmp_path: Path, changes: dict[str, Any] | None, flags: str, named: str
 ) -> None:
+    version = changes.pop("version", None) if changes else None
     args = None if changes is None else old_args(2, **changes)
-    source = write_old(tmp_path / "old", old_weights(2), args=args)
-    assert message in failure(capsys, source, tmp_path / "new", flags)
+    source = write_old(tmp_path / "old", old_weights(2), args=args, version=version)
+    assert named in error_of_import(source, tmp_path / "new", flags)
 
 
-def test_a_vocabulary_of_another_size_is_told_with_both_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vocabulary_of_another_size_is_told_with_both_numbers(tmp_path: Path) -> None:
     parts = old_weights(1)
     words = parts[0]["word_embeddings.weight"]
     for number, rows in enumerate((words[:256], torch.cat([words, words[:8]]))):
         other = [parts[0] | {"word_embeddings.weight": rows}]
         source = write_old(tmp_path / f"old_{number}", other, args=old_args(1))
-        message = failure(capsys, source, tmp_path / "new")
-        assert f"has {len(rows)} rows" in message
-        assert "tokenizer" in message
-        assert "261 ids" in message
+        told = error_of_import(source, tmp_path / "new")
+        assert {str(len(rows)), str(VOCABULARY)} <= set(re.findall(r"\d+", told))
 
 
-def test_folders_that_are_no_checkpoint_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
     to = tmp_path / "new"
-    assert "--from" in failure(capsys, tmp_path / "old", to)
+    assert "--from" in error_of_import(tmp_path / "old", to)
     old = write_old(tmp_path / "old", old_weights(4), args=old_args(4))
     folder = old / "iter_0250000"
     (folder / "mp_rank_02" / "model_optim_rng.pt").unlink()
-    assert "mp_rank_02/model_optim_rng.pt is missing" in failure(capsys, old, to)
+    assert "mp_rank_02/model_optim_rng.pt" in error_of_import(old, to)
     (folder / "mp_rank_03" / "model_optim_rng.pt").rename(tmp_path / "away.pt")
     (folder / "mp_rank_03").rmdir()
     (folder / "mp_rank_02").rmdir()
-    assert "args have model_parallel_size 4, but" in failure(capsys, old, to)
+    assert "model_parallel_size 4" in error_of_import(old, to)
     (folder / "mp_rank_01").rename(folder / "mp_rank_00_001")
-    assert "--pipeline-model-parallel-size 1" in failure(capsys, old, to)
+    assert "--pipeline-model-parallel-size 1" in error_of_import(old, to)
     (old / "latest_checkpointed_iteration.txt").write_text("../../elsewhere")
-    assert "says '../../elsewhere'" in failure(capsys, old, to)
+    assert "../../elsewhere" in error_of_import(old, to)
     (tmp_path / "empty").mkdir()
-    assert "mp_rank_00" in failure(capsys, tmp_path / "empty", to)
+    assert "mp_rank_00" in error_of_import(tmp_path / "empty", to)
 
 
-def test_files_that_are_no_checkpoint_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
     file, to = tmp_path / "model_optim_rng.pt", tmp_path / "new"
     old = write_old(tmp_path / "old", old_weights(1), args=old_args(1))
     whole = (old / "iter_0250000/mp_rank_00/model_optim_rng.pt").read_bytes()
-    for content in (b"", b"hello, world\n" * 9, json.dumps({"model": 1}).encode()):
+    for content in (b"", b"hello, world\n" * 9, b'{"model": 1}', whole[: len(whole) // 2]):
         file.write_bytes(content)
-        assert f"{file} is damaged, or was not written by torch.save" in failure(capsys, file, to)
-    file.write_bytes(whole[: len(whole) // 2])
-    assert f"{file} is damaged: it ends within storage" in failure(capsys, file, to)
+        assert error_of_import(file, to).startswith(str(file))
     torch.save({"state_dict": {}}, file)
-    assert f"{file} has no weights under 'model'" in failure(capsys, file, to)
+    assert error_of_import(file, to).startswith(str(file))
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    source = write_old(tmp_path / "old", old_weights(1), args=old_args(1))
     (tmp_path / "new").mkdir()
-    with pytest.raises(SystemExit):
-        run(write_old(tmp_path / "old", old_weights(1), args=old_args(1)), tmp_path / "new")
-    assert "--to" in capsys.readouterr().err
+    words = words_of(source, tmp_path / "new")
+    assert field_of(refusal(lambda: main(words, {}))) == "--to"
     assert not list((tmp_path / "new").iterdir())
-
-
-@pytest.mark.parametrize("version", [1.5, -1, "2", float("nan")])
-def test_an_unknown_version_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], version: Any
-) -> None:
-    source = write_old(tmp_path / "old", old_weights(1), args=old_args(1), version=version)
-    assert f"checkpoint_version {version!r}" in failure(capsys, source, tmp_path / "new")
 
 
 def test_the_program_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     source = write_old(tmp_path / "old", old_weights(2), args=old_args(2, num_layers=3))
-    vocabulary, merges = write_tokenizer(tmp_path)
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
-    program = [sys.executable, "tools/import_megatron.py", "--from", str(source)]
-    program += ["--to", str(tmp_path / "new"), "--vocab-file", vocabulary, "--merge-file", merges]
+    words = [sys.executable, "tools/import_megatron.py", *words_of(source, tmp_path / "new")]
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(program, env=environ, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "args have num_layers 3" in done.stderr
+    assert "num_layers 3" in done.stderr

@@ -6,19 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.data.bert import Masking, open_bert_splits
+from megatron.data.bert import open_bert_splits
 from megatron.data.files import tokenizer_folder
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
-from tests.dist import PATIENCE
+from tests.refusals import refused
 from tools.inspect_data import main
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +57,10 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def numbers_in(line: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", line)]
+
+
 def table(text: str) -> dict[str, list[float]]:
     """{name: [found, and what was to be expected if it can be told]} of the statistics."""
     whole = text.split("samples     ")[1].split("\n\n")[0]
@@ -72,7 +75,6 @@ def test_a_sample_of_bert_reads_as_it_is_trained_on(
     prefix, tokenizer = sentences
     words = ["--data-path", prefix, "--seq-length", "64", "--statistics", "0", "--seed", "5"]
     text = printed(capsys, *words, "--samples", "3", "--first", "17")
-    assert f"{prefix}: 300 documents of " in text
     settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
     training = open_bert_splits(
         open_corpus([prefix], None), tokenizer, split="29,1,0", seq_length=64, seed=5, **settings
@@ -82,10 +84,8 @@ def test_a_sample_of_bert_reads_as_it_is_trained_on(
     assert shown[::2] == ["17", "18", "19"]
     for row, (facts, *lines) in enumerate(each.strip().splitlines() for each in shown[1::2]):
         real, hidden = int(batch.is_real[row].sum()), int(batch.loss_mask[row].sum())
-        order = "swapped" if batch.is_swapped[row] else "in order"
-        assert facts.startswith(
-            f"{order}, {real} tokens and {64 - real} of padding, {hidden} to be predicted"
-        )
+        assert ("swapped" in facts) == batch.is_swapped[row]
+        assert numbers_in(facts)[:3] == [real, 64 - real, hidden]
         stripped = " ".join(line.strip() for line in lines)
         for ids, choose in (
             (batch.labels, r"\{.*? <- (.*?)\}"),
@@ -123,30 +123,10 @@ def test_statistics_of_bert_are_near_what_is_expected(
     assert 0 < others["spare numbers, another block drawn"] < 60
 
 
-def test_a_word_is_whole_where_all_of_its_pieces_are_to_be_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    sentences: tuple[str, BertWordPieceLowerCase],
-) -> None:
-    """Of first pieces alone only the words of one piece are left: some 5 of 8, full stops too."""
-    choose = Masking.choose
-
-    def first_pieces(masking: Masking, segments: Any, rng: Any) -> Any:
-        chosen = choose(masking, segments, rng)
-        pairs = zip(segments, chosen, strict=True)
-        return [where & ~masking.is_continuation[ids] for ids, where in pairs]
-
-    monkeypatch.setattr(Masking, "choose", first_pieces)
-    words = ["--data-path", sentences[0], "--seq-length", "64", "--samples", "0"]
-    rows = table(printed(capsys, *words, "--statistics", "1500"))
-    assert rows["words to be predicted, whole"] == [pytest.approx(15 * 5 / 8, abs=1), 15]
-    assert rows["n-grams of 3 words"][0] < 9
-
-
 def test_padding_is_what_the_blocks_leave(
     capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
 ) -> None:
-    """Of samples that are not short on purpose; blocks come with the same probability each."""
+    """No sample is short on purpose; blocks come with the same probability each."""
     prefix, tokenizer = sentences
     words = ["--data-path", prefix, "--seq-length", "64", "--samples", "0", "--split", "1,0,0"]
     rows = table(printed(capsys, *words, "--statistics", "3000", "--short-seq-prob", "0"))
@@ -162,19 +142,13 @@ def test_padding_is_what_the_blocks_leave(
     assert rows["padding"] == [pytest.approx(padding, abs=1.5)]
 
 
-def test_what_preprocessing_counted_is_told_exactly(
+def test_counts_of_preprocessing_are_told_exactly(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     sentences: tuple[str, BertWordPieceLowerCase],
 ) -> None:
-    """However few samples are looked at; an older data set says nothing of it."""
-    prefix, tokenizer = sentences
-    words = ["--samples", "0", "--statistics", "5", "--data-path"]
-    older = printed(capsys, *words, prefix)
-    assert "one sentence only" not in older
-    assert "are [UNK] (" not in older
-    assert "A number is spare where its document has no block of sentences left" in older
-    assert "at most 5 of a data set's training split" in older
+    """However few samples are looked at."""
+    _, tokenizer = sentences
     folder = tokenizer_folder(str(tmp_path / "q"))
     folder.mkdir()
     for name, content in tokenizer.files.items():
@@ -183,9 +157,9 @@ def test_what_preprocessing_counted_is_told_exactly(
     facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     described = write_sentences(tmp_path / "q", [*[odd] * 4, odd[1:]] * 20, **facts)
     replace(described, one_sentence=20, unknown_tokens=240).write(str(tmp_path / "q"))
-    text = printed(capsys, *words, str(tmp_path / "q"), "--statistics", "300")
-    assert "\n  20 of the documents have one sentence only\n" in text
-    assert "\n  240 of the tokens are [UNK] (13.33%)\n" in text
+    words = ["--samples", "0", "--statistics", "300", "--data-path", str(tmp_path / "q")]
+    text = printed(capsys, *words)
+    assert [numbers_in(line) for line in text.splitlines()[2:4]] == [[20], [240, 13, 33]]
     assert table(text)["tokens that are [UNK]"] == [pytest.approx(15, abs=0.5)]
 
 
@@ -203,18 +177,16 @@ def test_a_sample_of_gpt2_is_shown_document_by_document(
     words += ["--samples", "4", "--first", "3"]
     words += [f"--{name.replace('_', '-')}" for name in flags]
     text = printed(capsys, *words)
-    assert f"{prefix}: 300 documents of " in text
     shown = re.split(r"sample (\d+): ", text)[1:]
     assert shown[::2] == ["3", "4", "5", "6"]
     for row, (facts, *lines) in enumerate(each.strip().splitlines() for each in shown[1::2]):
         tokens, starts = batch.tokens[row], batch.document_starts[row]
         firsts = np.unique(starts).tolist()
         counted = int(batch.loss_mask[row].sum())
-        assert facts == f"32 tokens of {len(firsts)} documents, {counted} count in the loss"
+        assert numbers_in(facts) == [32, len(firsts), counted]
         ends = [*firsts[1:], 32]
-        assert [line for line in lines if line.startswith("  tokens ")] == [
-            f"  tokens {first} to {end - 1}, positions 0 to {end - first - 1}, attends from token "
-            f"{first} on:"
+        assert [numbers_in(line) for line in lines if line.startswith("  tokens ")] == [
+            [first, end - 1, 0, end - first - 1, first]
             for first, end in zip(firsts, ends, strict=True)
         ]
         shown_text = "".join(line.strip() for line in lines if line.startswith("    "))
@@ -239,39 +211,31 @@ def test_statistics_of_gpt2_are_near_what_is_expected(
 
 
 @pytest.mark.parametrize(
-    ("kind", "flag", "bad", "works"),
+    ("kind", "words"),
     [
-        ("sentences", "--data-path", ["nowhere"], None),
-        ("sentences", "--samples", ["-1"], ["1"]),
-        ("sentences", "--split", ["0,1,1"], ["29,1,0"]),
-        ("sentences", "--mask-prob", ["0.9"], ["0.15"]),
-        ("sentences", "--eod-mask-loss", [], None),
-        ("documents", "--split", ["0,1,1"], ["29,1,0"]),
-        ("documents", "--seq-length", ["9999"], ["32"]),
-        ("documents", "--vocab-file", ["nowhere"], None),
+        ("sentences", "--data-path nowhere"),
+        ("sentences", "--samples -1"),
+        ("sentences", "--split 0,1,1"),
+        ("sentences", "--mask-prob 0.9"),
+        ("sentences", "--eod-mask-loss"),
+        ("documents", "--split 0,1,1"),
+        ("documents", "--seq-length 9999"),
+        ("documents", "--vocab-file nowhere"),
     ],
 )
-def test_bad_input_is_refused_with_its_flag(
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    flag: str,
-    bad: list[str],
-    works: list[str] | None,
+def test_bad_input_is_refused_by_its_flag(
+    request: pytest.FixtureRequest, kind: str, words: str
 ) -> None:
-    words = ["--data-path", request.getfixturevalue(kind)[0], "--statistics", "5"]
-    words += ["--seq-length", "64"]
-    with pytest.raises(SystemExit, match="2"):
-        main([*words, flag, *bad], {})
-    assert flag in capsys.readouterr().err
-    main([*words, flag, *works] if works else words, {})
+    given = ["--data-path", request.getfixturevalue(kind)[0], "--statistics", "5"]
+    given += ["--seq-length", "64", *words.split()]
+    assert refused(lambda each: main(each, {}), given) == words.split()[0]
 
 
 def test_it_runs_as_a_program_without_torch(sentences: tuple[str, BertWordPieceLowerCase]) -> None:
     program = str(ROOT / "tools" / "inspect_data.py")
     words = ["--data-path", sentences[0], "--samples", "1", "--statistics", "10"]
     command = [sys.executable, "-X", "importtime", program, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "sample 0: segments " in ended.stdout
+    assert "sample 0" in ended.stdout
     assert not re.search(r"\| +torch$", ended.stderr, re.MULTILINE)

@@ -53,7 +53,7 @@ def files(tmp_path: Path, test_data: Path) -> dict[str, Path]:
 
 
 def our_records(peer: Peer, files: dict[str, Path]) -> dict[str, Any]:
-    """What tasks/ say of both files."""
+    """The records of tasks/ for both files."""
     trained = TrainedConfig(load=str(peer.checkpoint))
     folders, tokenizer, manifest = open_trained(trained, ParallelConfig(), 1)
     mesh = serial_mesh()

@@ -1,9 +1,11 @@
-"""The plans of scripts/paper: every command is one that its program takes; what is refused."""
+"""The plans of scripts/paper: every command is one that its program takes, only what is compared
+differs, and what cannot be run is refused."""
 
-import functools
 import subprocess
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import tyro
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tasks.main import find_module, split_task
+from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
 from tools.command import ROOT, Command
 from tools.corpus.program import parse_settings
 from tools.paper.data import FILES, LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+from tools.paper.figure6 import plan as figure6_plan
+from tools.paper.figure6.__main__ import figure6
 from tools.paper.figure6.report import report as figure6_report
 from tools.paper.figure7 import plan as figure7_plan
 from tools.paper.figure7.__main__ import figure7
@@ -49,6 +54,16 @@ FIGURE7 = figure7_plan.Settings(
     rates=(2e-3, 5e-4),
     vocab_size=2048,
 )
+SIZES = ("2x64", "4x128", "6x256")
+FIGURE6 = figure6_plan.Settings(
+    data=Path("/data"),
+    output=ROOT / "runs" / "figure6",
+    preset=PRESETS / "figure6.toml",
+    sizes=SIZES,
+    vocab_size=8192,
+    overlapping_eval=64,
+)
+NO_ROWS = (("2x64",), ("2x64", "2x64"), ("4x128", "2x64"), ("2x64", "4-128"), ("2x64", "0x128"))
 FUNCTIONS = {
     "tools/train_tokenizer.py": train_tokenizer,
     "tools.paper.miniature.passages": passages,
@@ -58,9 +73,14 @@ FUNCTIONS = {
 }
 
 
-def miniature_stages(cores: int = 2, gpus: int = 0) -> list[Stage]:
-    processes = miniature_plan.choose_processes(MINIATURE, gpus, cores)
-    return miniature_plan.plan(MINIATURE, processes, cores)
+def plans() -> dict[str, list[Stage]]:
+    processes = miniature_plan.choose_processes(MINIATURE, 0, 2)
+    return {
+        "miniature": miniature_plan.plan(MINIATURE, processes, 2),
+        "figure6": figure6_plan.plan(FIGURE6, 0, 2),
+        "figure7": figure7_plan.plan(FIGURE7, 2),
+        "figure7 without data": figure7_plan.plan(replace(FIGURE7, data=None), 2),
+    }
 
 
 def program_of(command: Command) -> tuple[str, list[str], int]:
@@ -75,7 +95,7 @@ def program_of(command: Command) -> tuple[str, list[str], int]:
 
 
 def parse_command(command: Command) -> Any:
-    """What the program makes of the flags; an error where it would refuse them."""
+    """The settings that the program makes of the flags; an error where it would refuse them."""
     program, flags, world = program_of(command)
     if program in ("pretrain_gpt2.py", "pretrain_bert.py"):
         config = PretrainGPT2Config if "gpt2" in program else PretrainBertConfig
@@ -91,50 +111,66 @@ def parse_command(command: Command) -> Any:
         return parse_settings(program, flags)
     function = FUNCTIONS[program]
 
-    @functools.wraps(function)
+    @wraps(function)
     def stub(**values: Any) -> Any:
         return values
 
     return tyro.cli(stub, args=flags)
 
 
-@pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--output is refused where its folder is not there, and that of a plan need not be."""
-    monkeypatch.setattr("tasks.common.writable", lambda *_: None)
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize("name", plans())
+def test_every_command_is_one_that_its_program_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where the folders of what it writes are there, as they are in a run."""
+    monkeypatch.chdir(tmp_path)
+    Path("scripts").symlink_to(ROOT / "scripts")
+    commands = [command for stage in plans()[name] for command in stage.commands]
+    for command in commands:
+        if "--output" in command.argv:
+            output = Path(command.argv[command.argv.index("--output") + 1])
+            output.parent.mkdir(parents=True, exist_ok=True)
+    parsed = [parse_command(command) for command in commands]
+    if name == "figure6":
+        runs = [each.model for each in parsed if isinstance(each, PretrainGPT2Config)]
+        found = [f"{run.num_layers}x{run.hidden_size}" for run in runs]
+        assert found == list(SIZES)
+    if name.startswith("figure7"):
+        berts = [each for each in parsed if isinstance(each, PretrainBertConfig)]
+        found = [(r.model.residual_order, r.model.num_layers, r.optimizer.lr) for r in berts]
+        both = [(depth, rate) for rate in FIGURE7.rates for depth in FIGURE7.depths]
+        assert found == [(order, *each) for each in both for order in ("pre-ln", "post-ln")]
 
 
-@pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("stage", miniature_stages(), ids=lambda stage: stage.name)
-def test_every_command_of_the_miniature_is_one_that_its_program_takes(stage: Stage) -> None:
-    for command in stage.commands:
-        parse_command(command)
+def differing(one: Command, other: Command) -> set[str]:
+    """The flags whose values differ."""
+    ours, theirs = (program_of(command)[1] for command in (one, other))
+    return {flag for flag, a, b in zip(ours, ours[1:], theirs[1:], strict=False) if a != b}
 
 
-@pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("data", [Path("/data"), None])
-def test_every_command_of_figure_7_is_one_that_its_program_takes(data: Path | None) -> None:
-    stages = figure7_plan.plan(replace(FIGURE7, data=data), 2)
-    parsed = [parse_command(command) for stage in stages for command in stage.commands]
-    runs = [each for each in parsed if isinstance(each, PretrainBertConfig)]
-    found = [(r.model.residual_order, r.model.num_layers, r.optimizer.lr) for r in runs]
-    both = [(depth, rate) for rate in FIGURE7.rates for depth in FIGURE7.depths]
-    assert found == [(order, *each) for each in both for order in ("pre-ln", "post-ln")]
+def test_runs_that_are_compared_are_trained_alike() -> None:
+    pairs = [stage.commands for stage in plans()["figure7"] if stage.side_by_side]
+    for one, other in pairs:
+        assert differing(one, other) == {"--residual-order", "--metrics-file"}
+    assert pairs
+    sizes = [stage.commands[0] for stage in plans()["figure6"] if stage.name in SIZES]
+    for other in sizes[1:]:
+        names = {"--num-layers", "--hidden-size", "--save", "--metrics-file"}
+        assert differing(sizes[0], other) == names
 
 
-def test_both_orders_are_trained_alike_but_for_the_order() -> None:
-    for stage in figure7_plan.plan(FIGURE7, 2):
-        if stage.side_by_side:
-            one, other = (program_of(command)[1] for command in stage.commands)
-            differing = {
-                flag for flag, a, b in zip(one, one[1:], other[1:], strict=False) if a != b
-            }
-            assert differing == {"--residual-order", "--metrics-file"}
+def test_each_evaluation_is_of_every_size_by_one_convention() -> None:
+    for stage in plans()["figure6"]:
+        if stage.name in ("wikitext103", "lambada"):
+            flags = [list(program_of(command)[1]) for command in stage.commands]
+            places = [(each.pop(each.index("--load") + 1), each.pop()) for each in flags]
+            assert flags == flags[:1] * len(SIZES)
+            folders = [f"runs/figure6/runs/{name}" for name in SIZES]
+            assert places == [(f"{f}/checkpoints", f"{f}/{stage.name}.json") for f in folders]
 
 
-def test_what_is_trained_on_holds_no_text_that_is_evaluated_on() -> None:
-    clean = miniature_stages()[1]
+def test_text_that_is_evaluated_on_is_not_trained_on() -> None:
+    clean = plans()["miniature"][1]
     cut = next(c for c in clean.commands if c.argv[2] == "tools.corpus.decontaminate")
     flags = list(cut.argv)
     evaluated = flags[flags.index("--evaluation") + 1 :]
@@ -143,14 +179,14 @@ def test_what_is_trained_on_holds_no_text_that_is_evaluated_on() -> None:
 
 
 def test_missing_files_are_all_named_before_anything_is_written(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "data")
-    (folder / LAMBADA).unlink()
-    (folder / RACE_DEV).write_bytes(b"")
-    with pytest.raises((ValueError, OSError), match="RACE_dev.tar.xz.*lambada_test_first500.jsonl"):
-        miniature(folder, output=tmp_path / "out")
-    with pytest.raises((ValueError, OSError), match="--data"):
-        figure7(tmp_path / "nowhere", output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    data, output = write_folder(tmp_path / "data"), tmp_path / "out"
+    (data / LAMBADA).unlink()
+    (data / RACE_DEV).write_bytes(b"")
+    for script in (miniature, figure6):
+        error = str(refusal(partial(script, data, output=output)))
+        assert all(named in error for named in ("--data", LAMBADA, RACE_DEV))
+    assert "--data" in str(refusal(partial(figure7, tmp_path / "nowhere", output=output)))
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(
@@ -173,32 +209,26 @@ def test_the_scripts_name_missing_files_before_anything_is_installed(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("script", "changes", "named"),
     [
-        ({"race_dev": 0}, "--race-dev"),
-        ({"vocab_size": 100}, "--vocab-size 100"),
-        ({"tensor_parallel": 3}, "--tensor-model-parallel-size 3"),
+        (miniature, {"race_dev": 0}, "--race-dev"),
+        (miniature, {"vocab_size": 100}, "--vocab-size 100"),
+        (miniature, {"tensor_parallel": 3}, "--tensor-model-parallel-size 3"),
+        (figure6, {"overlapping_eval": 0}, "--overlapping-eval 0"),
+        (figure6, {"vocab_size": 100}, "--vocab-size 100"),
+        *((figure6, {"sizes": sizes}, "--sizes") for sizes in NO_ROWS),
+        (figure6, {"sizes": ("2x64", "4x130")}, "--hidden-size 130"),
+        (figure7, {"depths": (6, 6)}, "--depths 6 6"),
+        (figure7, {"depths": (0,)}, "--depths 0"),
+        (figure7, {"rates": ()}, "--rates"),
     ],
 )
-def test_what_cannot_be_run_is_refused(
-    tmp_path: Path, changes: dict[str, int], message: str
+def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(
+    tmp_path: Path, script: Callable[..., None], changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        miniature(write_folder(tmp_path / "data"), output=tmp_path / "out", **changes)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"depths": (6, 6)}, "--depths 6 6"),
-        ({"rates": ()}, "--rates"),
-        ({"depths": (0,)}, "--depths 0"),
-    ],
-)
-def test_depths_and_rates_are_checked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        figure7_plan.check_settings(replace(FIGURE7, **changes))
+    data, output = write_folder(tmp_path / "data"), tmp_path / "out"
+    assert named in str(refusal(lambda: script(data, output=output, **changes)))
+    assert not output.exists()
 
 
 def test_fewer_passages_are_part_of_more_and_of_both_levels(tmp_path: Path) -> None:
@@ -217,8 +247,7 @@ def test_fewer_passages_are_part_of_more_and_of_both_levels(tmp_path: Path) -> N
 def test_an_archive_without_passages_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "other.tar", "w") as members:
         members.add(__file__, "other/test.py")
-    with pytest.raises(ValueError, match="--archive"):
-        passages(tmp_path / "other.tar", 1, tmp_path / "out")
     (tmp_path / "cut.tar.xz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="--archive"):
-        passages(tmp_path / "cut.tar.xz", 1, tmp_path / "out")
+    for name in ("other.tar", "cut.tar.xz"):
+        error = refusal(partial(passages, tmp_path / name, 1, tmp_path / "out"))
+        assert field_of(error) == "--archive"

@@ -1,14 +1,11 @@
-"""Stages: run, reused, run again, failed; the report.  The commands here are small fakes."""
+"""The quickstart: its plan, its processes, what it refuses, its report."""
 
-import itertools
 import json
 import os
 import re
-import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +13,15 @@ import pytest
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
-from tools.command import ROOT, Command, cause
+from tests.refusals import refusal
+from tools.command import ROOT
 from tools.data_files import IndexedDatasetWriter
 from tools.processes import Processes, count_gpus, visible_gpus
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
 from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
 from tools.quickstart.report import report
-from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
+from tools.stages import own_folder, stamp_file
 
 SETTINGS = Settings(
     corpus=None,
@@ -36,111 +34,7 @@ SETTINGS = Settings(
     vocab_file=None,
     merge_file=None,
 )
-
-
-def fake(out: Path, name: str, text: str, inputs: tuple[Path, ...] = ()) -> Stage:
-    """A stage that writes `text` to a file and its own name to a diary."""
-    script = (
-        "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]);"
-        "open(sys.argv[3], 'a').write(sys.argv[4] + ' ')"
-    )
-    argv = (sys.executable, "-c", script, str(out / name), text, str(out / "diary"), name)
-    command = Command(argv=argv)
-    return Stage(name=name, commands=(command,), inputs=inputs, outputs=(out / name,))
-
-
-def diary(out: Path) -> list[str]:
-    """The stages that ran since the last look."""
-    file = out / "diary"
-    ran = file.read_text().split() if file.exists() else []
-    file.unlink(missing_ok=True)
-    return ran
-
-
-def test_finished_stages_are_reused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stages = [fake(tmp_path, name, "x") for name in ("a", "b", "c")]
-    own_folder(tmp_path, stages, fresh=False)
-    run_stages(stages, tmp_path, tmp_path)
-    assert diary(tmp_path) == ["a", "b", "c"]
-    assert "reused" not in capfd.readouterr().out
-    run_stages(stages, tmp_path, tmp_path)
-    assert diary(tmp_path) == []
-    assert capfd.readouterr().out.count("reused") == 3
-
-
-def test_what_changed_runs_again_with_all_that_follows(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_text("1")
-    first, *rest = [fake(tmp_path, name, "x") for name in ("a", "b", "c")]
-    stages = [replace(first, inputs=(source,)), *rest]
-    own_folder(tmp_path / "none", stages, fresh=False)
-    (tmp_path / "stages").mkdir()
-    run_stages(stages, tmp_path, tmp_path)
-    diary(tmp_path)
-    changed = [stages[0], fake(tmp_path, "b", "y"), stages[2]]
-    run_stages(changed, tmp_path, tmp_path)
-    assert diary(tmp_path) == ["b", "c"]
-    (tmp_path / "b").write_text("cut off")
-    run_stages(changed, tmp_path, tmp_path)
-    assert diary(tmp_path) == ["b", "c"]
-    source.write_text("2")
-    run_stages(changed, tmp_path, tmp_path)
-    assert diary(tmp_path) == ["a", "b", "c"]
-
-
-def test_a_failure_names_stage_cause_and_command(tmp_path: Path) -> None:
-    script = "import sys; sys.exit('error: --input x: no such file')"
-    command = Command(argv=(sys.executable, "-c", script), environ={"OMP_NUM_THREADS": "1"})
-    stages = [fake(tmp_path, "a", "x"), Stage(name="b", commands=(command,))]
-    own_folder(tmp_path, stages, fresh=False)
-    with pytest.raises(StageError) as failure:
-        run_stages(stages, tmp_path, tmp_path)
-    message = str(failure.value)
-    assert "stage b failed (exit status 1)" in message
-    assert "--input" in message
-    assert f"cd {tmp_path} && OMP_NUM_THREADS=1 {sys.executable} -c 'import sys;" in message
-    assert stamp_file(tmp_path, "a").exists()
-    assert not stamp_file(tmp_path, "b").exists()
-
-
-def test_a_stage_that_leaves_nothing_has_failed(tmp_path: Path) -> None:
-    stage = Stage(
-        name="a", commands=(Command(argv=(sys.executable, "-c", "")),), outputs=(tmp_path / "a",)
-    )
-    own_folder(tmp_path, [stage], fresh=False)
-    with pytest.raises(StageError, match="left no"):
-        run_stages([stage], tmp_path, tmp_path)
-
-
-def test_the_cause_is_not_the_launchers_summary() -> None:
-    tail = (
-        "pretrain:  10%|#\rpretrain:  20%|##\nTraceback (most recent call last):\n"
-        "RuntimeError: too hot\n"
-        "E1121 04:00:00 1 torch/distributed/elastic/multiprocessing/api.py:984] failed\n"
-        "Traceback (most recent call last):\n  ChildFailedError\n"
-    )
-    assert cause(tail).splitlines() == [
-        "  pretrain:  20%|##",
-        "  Traceback (most recent call last):",
-        "  RuntimeError: too hot",
-    ]
-
-
-def test_fresh_deletes_only_what_the_quickstart_wrote(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    stages = [fake(out, "a", "x"), fake(out, "b", "x")]
-    own_folder(out, stages, fresh=False)
-    run_stages(stages, out, tmp_path)
-    (out / "mine").write_text("kept")
-    own_folder(out, stages[:1], fresh=True)
-    assert {path.name for path in out.iterdir()} == {"mine", "diary", "stages"}
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "a").write_text("kept")
-    for fresh in (False, True):
-        with pytest.raises(ValueError, match="--out"):
-            own_folder(foreign, [fake(foreign, "a", "x")], fresh=fresh)
-    assert (foreign / "a").read_text() == "kept"
+KINDS = ("token", "word", "unigram", "bigram")  # of perplexity
 
 
 def test_gpus_are_used_where_one_model_fits(
@@ -152,8 +46,8 @@ def test_gpus_are_used_where_one_model_fits(
     assert choose_processes(SETTINGS, 5, 8) == Processes(2, 2, 2, "cuda", 2)
     assert choose_processes(SETTINGS, 7, 8) == Processes(2, 2, 2, "cuda", 2)
     assert choose_processes(SETTINGS, 8, 8) == Processes(2, 4, 1, "cuda", 1)
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 3"):
-        choose_processes(replace(SETTINGS, tensor_parallel=3), 0, 8)
+    three = replace(SETTINGS, tensor_parallel=3)
+    assert "--tensor-model-parallel-size 3" in str(refusal(lambda: choose_processes(three, 0, 8)))
 
 
 GPUS = {f"GPU-{name}": [] for name in ("8932f937", "8932aaaa", "5555", "7777")}
@@ -215,22 +109,6 @@ def test_the_training_command_fits_its_processes() -> None:
         assert config.logging.log_interval <= config.training.train_iters
 
 
-def test_the_corpus_goes_through_the_steps_and_each_reads_what_the_last_one_wrote() -> None:
-    clean = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[1]
-    assert [command.argv[2] for command in clean.commands] == [
-        f"tools.corpus.{step}" for step in ("clean", "dedup", "split")
-    ]
-    flags = [dict(zip(c.argv[3::2], c.argv[4::2], strict=True)) for c in clean.commands]
-    for before, after in itertools.pairwise(flags):
-        assert after["--input"] == before["--output"]
-    assert [str(output) for output in clean.outputs] == [
-        str(ROOT / each["--output"]) for each in flags
-    ]
-    tokenizer, preprocess = plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2)[2:4]
-    for command in (*tokenizer.commands, *preprocess.commands):
-        assert flags[-1]["--output"] + "/train" in command.argv
-
-
 @pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
 def test_samples_fit_the_positions_of_the_model(tmp_path: Path, positions: int, count: int) -> None:
     preset = tmp_path / "own.toml"
@@ -253,39 +131,19 @@ def data_set(folder: Path, sizes: list[int]) -> IndexedDataset:
     return IndexedDataset(prefix)
 
 
-def test_a_corpus_too_small_for_a_sample_is_told_how_much_is_needed(tmp_path: Path) -> None:
-    check_samples(data_set(tmp_path, [200] * 19), 256)
-    with pytest.raises(ValueError, match="gets 200 tokens, .* about 20 documents"):
-        check_samples(data_set(tmp_path, [200] * 10), 256)
-    with pytest.raises(ValueError, match="gets 0 tokens"):
-        check_samples(data_set(tmp_path, [2000]), 256)
-    check_samples(data_set(tmp_path, [257] * 2), 256)
-    with pytest.raises(ValueError, match="gets 256 tokens"):
-        check_samples(data_set(tmp_path, [256] * 2), 256)
-
-
-def test_a_folder_with_tools_of_its_own_and_a_relative_corpus(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "__init__.py").touch()
-    text = "This text is English but far too short to be kept"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "a.txt").write_text(text)
-    (tmp_path / "mine" / "b.jsonl").write_text(json.dumps({"body": text}))
-    script = (ROOT / "scripts" / "quickstart.sh").read_text()
-    flags = shlex.split(script.splitlines()[-1])
-    flags = flags[flags.index("-P") : -1]
-    ended = subprocess.run(
-        [sys.executable, *flags, "mine", "--out", "out", "--json-key", "body"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "stage clean failed" in ended.stderr
-    assert "2 under 128 pieces" in ended.stderr
-    assert (tmp_path / "out" / "stages" / "corpus.json").exists()
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [([200] * 19, None), ([200] * 10, 200), ([2000], 0), ([257] * 2, None), ([256] * 2, 256)],
+)
+def test_a_corpus_gives_training_and_validation_a_sample_each(
+    tmp_path: Path, sizes: list[int], tokens: int | None
+) -> None:
+    """tokens: of the smaller part where it is too small."""
+    data = data_set(tmp_path, sizes)
+    if tokens is None:
+        check_samples(data, 256)
+    else:
+        assert f" {tokens} tokens" in str(refusal(lambda: check_samples(data, 256)))
 
 
 def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_path: Path) -> None:
@@ -302,27 +160,25 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl, byte 0")],
 )
-def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
     corpus = tmp_path / "c.jsonl"
     if content is not None:
         corpus.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        quickstart(corpus, out=tmp_path / "out")
+    assert named in str(refusal(lambda: quickstart(corpus, out=tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--vocab-size"):
-        quickstart(out=tmp_path / "out", vocab_size=256)
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [("--vocab-size", {"vocab_size": 256}), ("--vocab-file", {"vocab_file": Path("vocab.json")})],
+    ids=["no room for the bytes", "one file alone"],
+)
+def test_a_bad_vocabulary_is_refused(tmp_path: Path, flag: str, changes: dict[str, Any]) -> None:
+    assert flag in str(refusal(lambda: quickstart(out=tmp_path / "out", **changes)))
     assert not (tmp_path / "out").exists()
-
-
-def test_one_vocabulary_file_alone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--vocab-file"):
-        quickstart(out=tmp_path / "out", vocab_file=tmp_path / "vocab.json")
 
 
 def finished_run(out: Path) -> None:
@@ -336,33 +192,33 @@ def finished_run(out: Path) -> None:
     step = {"settings": {}, "input": count, "output": count, "shards": [{"name": "x"}]}
     step |= {"dropped": {"not <English>": count}, "unit_of_length": "pieces", "repaired": 1}
     step |= {"sides": {"train": count, "valid": count}}
-    for name in ("clean", "dedup", "split"):
-        (out / "corpus" / name).mkdir(parents=True)
-        (out / "corpus" / name / "manifest.json").write_text(json.dumps(step))
-    (out / "corpus" / "harvest.json").write_text(json.dumps(step))
-    bad = {"file": "raw.jsonl", "offset": 70, "reason": "not JSON"}
-    (out / "corpus" / "clean" / "rejected.jsonl").write_text(json.dumps(bad) + "\n")
-    layout = {"tensor_parallel_size": 2, "data_parallel_size": 1}
-    described = {"layout": layout, "parameters": 5_000_000, "device": "cpu", "torch": "2.13.0"}
-    (out / "run.json").write_text(json.dumps(described))
-    lines = [{"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
-              for k in (1, 2, 3)]  # fmt: skip
-    lines += [{"step": 3, "validation_loss": 3.5}]
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = ("token", "word", "unigram", "bigram")
-    scores = {f"{name}_perplexity": 50.0 + k for k, name in enumerate(names)}
+    scores = dict.fromkeys((f"{name}_perplexity" for name in KINDS), 50.0)
     scores |= {"bits_per_byte": 1.5, "xz_bits_per_byte": 2.0, "cloze_accuracy": 0.25}
     scores |= {"tokens": 10, "words": 5, "bytes": 40, "documents": 2}
-    (out / "evaluation.json").write_text(json.dumps(scores))
-    samples = [{"prompt": "In order to", "text": "In order to <script>&"}]
-    (out / "samples.json").write_text(json.dumps(samples))
+    layout = {"tensor_parallel_size": 2, "data_parallel_size": 1, "commit": "<script>"}
+    described = {"layout": layout, "parameters": 5_000_000, "device": "cpu", "torch": "2.13.0"}
+    files = {f"corpus/{name}/manifest.json": step for name in ("clean", "dedup", "split")}
+    files |= {
+        "corpus/harvest.json": step,
+        "corpus/clean/rejected.jsonl": {"file": "raw", "offset": 70, "reason": "not JSON"},
+        "run.json": described,
+        "evaluation.json": scores,
+        "samples.json": [{"prompt": "In order to", "text": "In order to <script>&"}],
+    }
+    for name, facts in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(json.dumps(facts))
+    steps: list[dict[str, Any]] = [
+        {"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
+        for k in (1, 2, 3)
+    ]
+    steps += [{"step": 3, "validation_loss": 3.5}]
+    steps += [steps[0] | {"step": 4, "tokens_per_second": 9e9, "rewound": True}]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
 
 
-def test_the_report_leaves_out_the_steps_that_were_rewound(tmp_path: Path) -> None:
+def test_the_report_leaves_out_rewound_steps_and_escapes_text(tmp_path: Path) -> None:
     finished_run(tmp_path)
-    line = {"step": 4, "samples": 32, "loss": 1.0, "tokens_per_second": 9e9, "rewound": True}
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
     report(tmp_path)
     training = json.loads((tmp_path / "report.json").read_text())["training"]
     assert (training["steps"], training["tokens_per_second"]) == (3, 200)

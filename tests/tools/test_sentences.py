@@ -63,7 +63,7 @@ def test_real_text_loses_nothing(test_data: Path) -> None:
     "unit", ["\u6f22\u5b57\u3002", "\u201ca b. ", "x", ". ", "1. 2) ", "(\u00e9. "]
 )
 def test_a_long_line_is_looked_at_in_parts(unit: str) -> None:
-    """Of which the library would make minutes: 100,000 characters of each kind."""
+    """100,000 characters of each kind, at which the library would work for minutes."""
     found = check(unit * (100_000 // len(unit)))
     assert max(map(len, found)) <= LONGEST
 

@@ -1,6 +1,7 @@
 """Streams of `datasets` to JSON lines, which training reads."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from megatron.config.checks import UsageError
 from megatron.data.documents import open_documents
+from tests.refusals import field_of, refusal
 from tools.stream_to_jsonl import alone, stream_to_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +53,7 @@ def test_the_file_holds_the_texts_of_the_stream(
     assert "3 rows" in told.err
 
 
-def test_of_a_long_stream_only_the_first_documents_are_read(source: Path) -> None:
+def test_documents_limits_how_much_of_a_stream_is_read(source: Path) -> None:
     json_lines(source)
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"
@@ -64,8 +66,9 @@ def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"
     output.with_name("out.jsonl.0123.part").write_text("of a run that was killed")
-    with pytest.raises(ValueError, match="^--dataset-name .* 7 rows"):
-        stream_to_jsonl(str(source), output)
+    error = str(refusal(lambda: stream_to_jsonl(str(source), output)))
+    assert error.startswith("--dataset-name ")
+    assert " 7 rows" in error
     assert list(source.parent.iterdir()) == [source]
     (source / "b.jsonl").unlink()
     stream_to_jsonl(str(source), output)
@@ -86,13 +89,12 @@ def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source
     ],
 )
 @pytest.mark.parametrize("kind", [json_lines, parquet])
-def test_what_does_not_fit_is_refused_by_its_flag(
+def test_settings_that_do_not_fit_are_refused_by_their_flag(
     source: Path, kind: Callable[[Path], Path], flag: str, more: dict[str, object]
 ) -> None:
     arguments = {"output": source.parent / "out.jsonl", **more}
-    with pytest.raises(ValueError, match=f"^{flag} ") as refused:
-        stream_to_jsonl(str(kind(source)), **arguments)
-    assert "\n" not in str(refused.value)
+    place = str(kind(source))
+    assert field_of(refusal(lambda: stream_to_jsonl(place, **arguments))) == flag
     assert list(source.parent.iterdir()) == [source]
 
 
@@ -104,16 +106,14 @@ def test_a_run_that_is_at_it_is_left_alone(source: Path) -> None:
     with alone(output):
         at_it = output.with_name(f"{output.name}.2.part")
         at_it.touch()
-        with pytest.raises(UsageError) as refused:
-            stream_to_jsonl(str(others), output)
-        assert refused.value.flag == "--output"
+        assert field_of(refusal(lambda: stream_to_jsonl(str(others), output))) == "--output"
         assert at_it.exists()
     stream_to_jsonl(str(others), output)
     assert (other.exists(), at_it.exists()) == (True, False)
     assert set(source.parent.iterdir()) == {source, output, other}
-    with pytest.raises(UsageError) as refused:
-        stream_to_jsonl(str(others), output)
-    stream_to_jsonl(str(others), Path(refused.value.works[1]))
+    error = refusal(lambda: stream_to_jsonl(str(others), output))
+    assert isinstance(error, UsageError)
+    stream_to_jsonl(str(others), Path(error.works[1]))
 
 
 def test_a_text_that_no_reader_would_take_is_told_apart(
@@ -123,15 +123,13 @@ def test_a_text_that_no_reader_would_take_is_told_apart(
     output = source.parent / "out.jsonl"
     stream_to_jsonl(str(json_lines(source)), output)
     assert [json.loads(line)["text"] for line in output.open()] == ["one", " four "]
-    told = capsys.readouterr().err
-    assert "3 rows hold no text" in told
-    assert "2 rows are over 18 bytes" in told
+    assert re.findall(r"(\d+) rows", capsys.readouterr().err) == ["3", "2"]
 
 
 def test_rows_without_any_text_are_refused(source: Path) -> None:
     (source / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
-    with pytest.raises(ValueError, match="^--dataset-name"):
-        stream_to_jsonl(str(source), source.parent / "out.jsonl")
+    error = refusal(lambda: stream_to_jsonl(str(source), source.parent / "out.jsonl"))
+    assert field_of(error) == "--dataset-name"
     assert list(source.parent.iterdir()) == [source]
 
 
@@ -140,6 +138,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, datasets_cache
     command = [sys.executable, "-m", "tools.stream_to_jsonl", *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: --dataset-name nobody/nothing")
+    assert field_of(ended.stderr) == "--dataset-name"
     assert len(ended.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from transformers import AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError
 from megatron.config.parallel import ParallelConfig
-from megatron.config.parse import parse
+from megatron.config.parse import parse, parse_call
 from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.train.trained import open_trained
 from tests.data.samples import write_tokenizer_json
 from tests.programs import newest, pretrain
+from tests.refusals import refusal, refused
 from tests.tools.convert.models import change_json, weights_of
 from tests.tools.texts import generated
 from tools import inspect_data, preprocess_data
@@ -87,9 +87,10 @@ def test_generation_finds_the_tokenizer_in_the_checkpoint(
         assert record["text"] == tokenizer.decode(record["tokens"])
         assert 1 not in record["tokens"]
     other = write_tokenizer_json(folder / "other")
-    with pytest.raises(SystemExit, match="2"):
-        generated(capsys, folder / "trained", *words, "--tokenizer-model", other)
-    assert "--vocab-file" in capsys.readouterr().err
+    error = refusal(
+        lambda: generated(capsys, folder / "trained", *words, "--tokenizer-model", other)
+    )
+    assert "--vocab-file" in str(error)
 
 
 def test_a_run_is_resumed_with_its_tokenizer_and_no_other(folder: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_run_is_resumed_with_its_tokenizer_and_no_other(folder: Path) -> None:
     words = f"{data} --load {folder / 'trained'} --save {folder / 'resumed'}"
     with pretrain(f"{words} --tokenizer-type GPT2BPETokenizer", folder=folder) as run:
         assert run.wait() == [2]
-        assert f"--tokenizer-type {KIND} works" in run.text()
+        assert f"--tokenizer-type {KIND}" in run.text()
     given = f"--tokenizer-type {KIND} --tokenizer-model {folder / 'tokenizer'}"
     for flags in ("", f"{given} --train-iters 4"):  # of the checkpoint, or of the flags
         with pretrain(f"{words} {flags}", folder=folder) as run:
@@ -109,7 +110,7 @@ def test_samples_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     words = ["--data-path", str(folder / "p_text_document"), "--seq-length", "64"]
     inspect_data.main([*words, "--samples", "3", "--statistics", "4"], {})
     shown = capsys.readouterr().out
-    assert f"tokenizer {KIND}, 400 ids" in shown
+    assert KIND in shown
     given = ["--tokenizer-type", KIND, "--tokenizer-model", str(folder / "tokenizer")]
     inspect_data.main([*words, *given, "--samples", "3", "--statistics", "4"], {})
     assert capsys.readouterr().out == shown
@@ -128,8 +129,8 @@ def test_an_export_loads_in_transformers_and_comes_back(folder: Path, tmp_path: 
         assert theirs.encode(text, verbose=False) == ours.encode(text)
     config = json.loads((tmp_path / "back" / "config.json").read_bytes())
     assert (config["eos_token_id"], config["vocab_size"]) == (1, 400)
-    with pytest.raises(ValueError, match=f"--tokenizer-type {KIND}"):
-        import_model(str(tmp_path / "back"), tmp_path / "again")
+    error = refusal(lambda: import_model(str(tmp_path / "back"), tmp_path / "again"))
+    assert f"--tokenizer-type {KIND}" in str(error)
     import_model(str(tmp_path / "back"), tmp_path / "again", tokenizer_type=KIND)
     again = tmp_path / "again" / "step_00000000"
     one, other = weights_of(checkpoint), weights_of(again)
@@ -149,45 +150,33 @@ def test_imports_without_a_tokenizer_or_with_one_given(folder: Path, tmp_path: P
     import_model(str(tmp_path / "back"), tmp_path / "two", given, tokenizer_type=KIND)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "back" / name).unlink()
-    with pytest.raises(FileNotFoundError, match="--vocab-file"):
-        import_model(str(tmp_path / "back"), tmp_path / "none", tokenizer_type=KIND)
+    none = partial(import_model, str(tmp_path / "back"), tmp_path / "none", tokenizer_type=KIND)
+    assert "--vocab-file" in str(refusal(none))
     import_model(str(tmp_path / "back"), tmp_path / "given", given, tokenizer_type=KIND)
     import_model(str(tmp_path / "back"), tmp_path / "without", no_tokenizer=True)
     for place in (given, f"{given}/tokenizer.json"):
-        with pytest.raises(ValueError, match=f"--vocab-file .*--tokenizer-type {KIND}"):
-            export_model(str(tmp_path / "without"), tmp_path / "out", place)
+        error = refusal(partial(export_model, str(tmp_path / "without"), tmp_path / "out", place))
+        assert f"--tokenizer-type {KIND}" in str(error)
     export_model(str(tmp_path / "without"), tmp_path / "out", given, tokenizer_type=KIND)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_an_export_loads_as_its_tokenizer_json_says_whatever_class_it_came_with(
+def test_a_class_of_transformers_that_changes_the_ids_is_refused_or_left_out(
     folder: Path, tmp_path: Path
 ) -> None:
-    """GPT2Tokenizer of transformers would leave out the normalizer."""
+    """GPT2Tokenizer leaves out the normalizer: an import that would believe it is refused, and an
+    export loads as its tokenizer.json says."""
     export_model(str(folder / "trained"), tmp_path / "back")
-    import_model(str(tmp_path / "back"), tmp_path / "without", no_tokenizer=True)
-    file = tmp_path / "back" / "tokenizer.json"
-    lower = json.loads(file.read_bytes()) | {"normalizer": {"type": "Lowercase"}}
-    file.write_text(json.dumps(lower))
-    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
     given = str(tmp_path / "back")
+    import_model(given, tmp_path / "without", no_tokenizer=True)
+    change_json(tmp_path / "back" / "tokenizer.json", normalizer={"type": "Lowercase"})
+    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    refusal(lambda: import_model(given, tmp_path / "again", tokenizer_type=KIND))
+    assert not (tmp_path / "again").exists()
     export_model(str(tmp_path / "without"), tmp_path / "out", given, tokenizer_type=KIND)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = HuggingFaceTokenizer(given).encode("The END")
     assert theirs.encode("The END") == ids == theirs.encode("the end")
-
-
-def test_an_import_with_a_tokenizer_that_transformers_changes_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
-    """As a class of transformers does, which does not take tokenizer.json as it is."""
-    export_model(str(folder / "trained"), tmp_path / "back")
-    content = json.loads((tmp_path / "back" / "tokenizer.json").read_bytes())
-    content["normalizer"] = {"type": "Lowercase"}
-    (tmp_path / "back" / "tokenizer.json").write_text(json.dumps(content))
-    change_json(tmp_path / "back" / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
-    with pytest.raises(ValueError, match="other ids"):
-        import_model(str(tmp_path / "back"), tmp_path / "again", tokenizer_type=KIND)
 
 
 def test_the_trained_folder_loads_in_transformers(folder: Path) -> None:
@@ -238,21 +227,11 @@ def test_training_gives_the_same_files_in_processes_with_other_hashes(tmp_path: 
 def test_special_tokens_that_cannot_be(
     tmp_path: Path, kind: str, special: tuple[str, ...], size: int, flag: str
 ) -> None:
-    file = write_topics(tmp_path)
-    with pytest.raises(UsageError, match=flag) as refusal:
-        train_tokenizer((file,), size, tmp_path / "out", kind, special)
-    assert not (tmp_path / "out").exists()
-    arguments: dict[str, Any] = {"--tokenizer-type": [kind], "--special-tokens": list(special)}
-    arguments["--vocab-size"] = [str(size)]
-    for word in refusal.value.works:
-        if word.startswith("--"):
-            arguments[name := word] = []
-        else:
-            arguments[name].append(word)
-    (works,), tokens = arguments["--tokenizer-type"], tuple(arguments["--special-tokens"])
-    number = int(arguments["--vocab-size"][0])
-    train_tokenizer((file,), number, tmp_path / "out", works, tokens)
-    assert HuggingFaceTokenizer(str(tmp_path / "out")).vocab_size == number
+    words = ["--input", str(write_topics(tmp_path)), "--output-dir", str(tmp_path / "out")]
+    words += ["--vocab-size", str(size), "--tokenizer-type", kind]
+    words += ["--special-tokens", *special] if special else []
+    assert refused(lambda given: parse_call(train_tokenizer, given, {})(), words) == flag
+    assert HuggingFaceTokenizer(str(tmp_path / "out")).vocab_size >= 258
 
 
 def test_the_folder_and_its_file_give_the_same_data(
@@ -281,23 +260,17 @@ def test_the_folder_and_its_file_give_the_same_data(
         ["--vocab-file", "empty"],
     ],
 )
-def test_what_preprocessing_refuses(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
+def test_preprocessing_refuses_flags_of_other_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = write_topics(tmp_path)
     write_tokenizer_json(tmp_path / "t")
     (tmp_path / "empty").mkdir()
     given = ["--input", str(file), "--output-prefix", "p", *FLAGS, "--vocab-file", "t"]
-    with pytest.raises(SystemExit, match="2"):
-        preprocess_data.main([*given, *words])
     flag = "--tokenizer-type" if "--split-sentences" in words else words[0]
-    assert flag in capsys.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.glob("p_*"))
-    preprocess_data.main(given)
+    whole = flag == words[0]  # else the given vocabulary is none of the kind that works
+    assert refused(preprocess_data.main, [*given, *words], whole=whole) == flag
 
 
 def test_every_program_with_a_vocabulary_has_both_spellings() -> None:

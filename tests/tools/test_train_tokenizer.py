@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
 from megatron.data.tokenizer_base import MARKS
+from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
 
@@ -44,9 +46,8 @@ def test_a_small_corpus_gives_a_smaller_vocabulary(
     train_tokenizer((source,), 5000, tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1 < 300
-    assert "asked for 5000" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--vocab-size 256"):
-        train_tokenizer((source,), 256, tmp_path)
+    assert "5000" in capsys.readouterr().err
+    assert refused_field((source,), 256, tmp_path) == "--vocab-size"
 
 
 @pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, BertWordPieceCase.kind])
@@ -76,7 +77,7 @@ def test_the_same_text_gives_the_same_wordpiece(tmp_path: Path) -> None:
             [sys.executable, str(PROGRAM), *words, "BertWordPieceLowerCase", "--output-dir", name],
             cwd=tmp_path, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stderr.count("warning: 1 lines set aside") == 1
+        assert done.stderr.count("warning: 1 ") == 1
     contents = {(tmp_path / name / "vocab.txt").read_bytes() for name in "abc"}
     assert len(contents) == 1
 
@@ -88,59 +89,57 @@ def test_the_sample_that_unknown_tokens_are_counted_in_is_spread_evenly() -> Non
     assert sample == [text[:SAMPLE_CHARACTERS] for text in texts[:: 2345 // SAMPLE]]
 
 
-def test_letters_that_no_vocabulary_would_hold_are_told_with_another_cure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("count", "size", "words", "share"), [(1500, 9000, "", 33.3), (500, 100, "words ", 98.2)]
+)
+def test_letters_beyond_the_vocabulary_are_unknown_and_their_share_is_told(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    size: int,
+    words: str,
+    share: float,
 ) -> None:
-    letters = "".join(chr(0x4E00 + number) for number in range(1500))
-    source = write_jsonl(tmp_path / "in.jsonl", [{"text": letters}])
-    train_tokenizer((source,), 9000, tmp_path, BertWordPieceLowerCase.kind)
-    said = capsys.readouterr().err
-    assert "33.3% of the tokens" in said
-    assert "a ready vocabulary of this script (of letters no more than 1000 are learned)" in said
-
-
-def test_it_says_what_it_replaces_and_no_empty_line(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
-    words = ["--input", "in.jsonl", "--output-dir", "out", "--tokenizer-type"]
-    for kind, size, replaced in (
-        ("BertWordPieceLowerCase", "120", []),
-        ("BertWordPieceLowerCase", "120", []),
-        ("GPT2BPETokenizer", "257", []),
-        ("GPT2BPETokenizer", "258", ["replaced vocab.json and merges.txt in out"]),
-        ("BertWordPieceLowerCase", "100", []),
-    ):
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *words, kind, "--vocab-size", size],
-            cwd=tmp_path, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        *before, last = done.stderr.splitlines()
-        assert before == replaced
-        assert " ids in out" in last
-        assert done.stdout == ""
-
-
-def test_rare_letters_are_unknown_to_a_wordpiece(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    letters = "".join(chr(0x4E00 + number) for number in range(500))
-    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"words {letters} words"}] * 2)
-    train_tokenizer((source,), 100, tmp_path, BertWordPieceLowerCase.kind)
-    said = capsys.readouterr().err
-    assert "warning: 98.2% of the tokens of a sample of --input are [UNK]; a larger --voc" in said
+    letters = "".join(chr(0x4E00 + number) for number in range(count))
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": f"{words}{letters} {words}"}] * 2)
+    train_tokenizer((source,), size, tmp_path, BertWordPieceLowerCase.kind)
+    assert f"{share}%" in capsys.readouterr().err
     tokenizer = read_tokenizer(BertWordPieceLowerCase.kind, tmp_path)
-    assert tokenizer.vocab_size < 100
     assert tokenizer.encode(letters[-1]) == [1]
-    assert 1 not in tokenizer.encode("words")
+    assert 1 not in tokenizer.encode(words)
 
 
-def test_a_wordpiece_that_cannot_be(tmp_path: Path) -> None:
+def test_a_kind_is_replaced_by_another_run_of_it_alone(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
+    out = tmp_path / "out"
+    for kind, size in (
+        ("BertWordPieceLowerCase", 120),
+        ("GPT2BPETokenizer", 257),
+        ("GPT2BPETokenizer", 258),
+        ("BertWordPieceLowerCase", 100),
+    ):
+        train_tokenizer((source,), size, out, kind)
+    assert len(json.loads((out / "vocab.json").read_text())) == 258
+    assert len((out / "vocab.txt").read_text().splitlines()) <= 100
+
+
+def refused_field(*arguments: Any) -> str:
+    return field_of(refusal(lambda: train_tokenizer(*arguments)))
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "flag"),
+    [
+        (99, "BertWordPieceCase", "--vocab-size 99"),
+        (100, "T5", "--tokenizer-type T5"),
+        (100, "BertWordPieceCase", "--tokenizer-type BertWordPieceLowerCase"),
+    ],
+)
+def test_a_wordpiece_that_cannot_be_is_refused(
+    tmp_path: Path, size: int, kind: str, flag: str
+) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "all in lower case"}])
-    with pytest.raises(ValueError, match="--vocab-size 99: .*100"):
-        train_tokenizer((source,), 99, tmp_path, "BertWordPieceCase")
-    with pytest.raises(ValueError, match="--tokenizer-type T5.*GPT2BPE.*Case"):
-        train_tokenizer((source,), 100, tmp_path, "T5")
-    with pytest.raises(ValueError, match="--tokenizer-type BertWordPieceLowerCase"):
-        train_tokenizer((source,), 100, tmp_path, "BertWordPieceCase")
+    assert flag in str(refusal(lambda: train_tokenizer((source,), size, tmp_path, kind)))
 
 
 def test_a_folder_of_shards_gives_what_one_file_gives(tmp_path: Path) -> None:
@@ -161,18 +160,7 @@ def test_bad_lines_are_counted_and_no_document_is_an_error(
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "some words here"}\n{"body": 1}\n')
     train_tokenizer((source,), 260, tmp_path)
-    assert "warning: 1 lines set aside, the first: " in capsys.readouterr().err
+    assert "warning: 1 " in capsys.readouterr().err
     source.write_text('{"body": 1}\n')
-    with pytest.raises(ValueError, match=r'holds no document \(.*in.jsonl, byte 0: no "text"'):
-        train_tokenizer((source,), 260, tmp_path)
-
-
-def test_bad_input_is_one_message(tmp_path: Path) -> None:
-    words = ["--input", "none.jsonl", "--vocab-size", "300", "--output-dir", "out"]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *words],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --input none.jsonl")
-    assert done.stderr.count("\n") == 1
+    assert "in.jsonl, byte 0" in str(refusal(lambda: train_tokenizer((source,), 260, tmp_path)))
+    assert refused_field((tmp_path / "none.jsonl",), 300, tmp_path) == "--input"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.refusals import refusal
 from tools.convert.torch_file import MAGIC, NAMES, VERSION, Placeholder, StoredTensor, read_saved
 
 Write = Callable[[Path, bytes], Path]
@@ -75,7 +76,7 @@ def test_a_class_that_is_not_there_any_more_is_no_obstacle(
         scaler = module.LossScaler()
         scaler.cur_scale = 65536.0
         file = save({"scaler": scaler, "w": torch.ones(2)}, tmp_path / "a.pt", False)
-    with pytest.raises(ModuleNotFoundError, match="fp16_of_2019"):
+    with pytest.raises(ModuleNotFoundError):
         torch.load(file, weights_only=False)
     read = read_saved(file)
     assert read["scaler"].stands_for == "fp16_of_2019.LossScaler"
@@ -165,6 +166,17 @@ def write_zip(file: Path, instructions: bytes, *others: str) -> Path:
     return file
 
 
+def read_whole(file: Path) -> Any:
+    for value in (content := read_saved(file)).values():
+        value.check()
+        value.read()
+    return content
+
+
+def assert_refused(file: Path) -> None:
+    assert str(file) in str(refusal(lambda: read_whole(file)))
+
+
 @pytest.mark.parametrize("write", [write_old, write_zip])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_payload_runs_in_torch_load_and_not_here(
@@ -187,14 +199,14 @@ def test_a_payload_runs_in_torch_load_and_not_here(
 @pytest.mark.parametrize(
     "known", [("torch._utils", "_rebuild_tensor_v2"), ("torch", "FloatStorage")]
 )
-def test_what_rebuilds_tensors_cannot_be_changed_by_a_file(
+def test_a_file_cannot_change_how_tensors_are_rebuilt(
     tmp_path: Path, known: tuple[str, str]
 ) -> None:
     before = repr(NAMES[known])
     attributes = b"}" + b"".join(text(each) + text("evil") + b"s" for each in ("build", "dtype"))
     for state in (attributes, b"(N" + attributes + b"t"):  # of its __dict__, and of its slots
-        with pytest.raises(ValueError, match="is given a state"):
-            read_saved(write_old(tmp_path / "a.pt", name(*known) + state + b"b"))
+        file = write_old(tmp_path / "a.pt", name(*known) + state + b"b")
+        assert_refused(file)
     assert repr(NAMES[known]) == before
 
 
@@ -216,33 +228,22 @@ ONE, TWO, MINUS_ONE = b"K\x01\x85", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"
 
 
 @pytest.mark.parametrize(
-    ("instructions", "message"),
+    "instructions",
     [
-        (text("0") + b"Q", "'0' is no storage"),
-        (persistent(text("file"), text("/etc/passwd")), "is no storage of a kind"),
-        (storage(name("os", "system"), b"K\x04"), "is no storage of a kind"),
-        (storage(FLOATS, text("4")), "is no storage of a kind"),
-        (storage(FLOATS, b"J\xff\xff\xff\xff"), "has -1 elements"),
-        (tensor(FOUR, b"K\x03", TWO, ONE), "beyond the 4 elements"),
-        (tensor(FOUR, b"K\x00", b"J\xff\xff\xff\x7f\x85", b"K\x00\x85"), "beyond the 4 elements"),
-        (tensor(FOUR, b"K\x00", TWO, MINUS_ONE), "no tensor has"),
-        (tensor(FOUR, b"K\x00", TWO, b")"), "no tensor has"),
-        (tensor(text("0"), b"K\x00", TWO, ONE), "other than a storage"),
+        text("0") + b"Q",
+        persistent(text("file"), text("/etc/passwd")),
+        storage(name("os", "system"), b"K\x04"),
+        storage(FLOATS, text("4")),
+        storage(FLOATS, b"J\xff\xff\xff\xff"),
+        tensor(FOUR, b"K\x03", TWO, ONE),
+        tensor(FOUR, b"K\x00", b"J\xff\xff\xff\x7f\x85", b"K\x00\x85"),
+        tensor(FOUR, b"K\x00", TWO, MINUS_ONE),
+        tensor(FOUR, b"K\x00", TWO, b")"),
+        tensor(text("0"), b"K\x00", TWO, ONE),
     ],
 )
-def test_odd_storages_and_tensors_are_refused(
-    tmp_path: Path, instructions: bytes, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        read_saved(write_old(tmp_path / "a.pt", instructions))
-    assert "a.pt" in str(error.value)
-
-
-def read_whole(file: Path) -> Any:
-    for value in (content := read_saved(file)).values():
-        value.check()
-        value.read()
-    return content
+def test_odd_storages_and_tensors_are_refused(tmp_path: Path, instructions: bytes) -> None:
+    assert_refused(write_old(tmp_path / "a.pt", instructions))
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -252,8 +253,7 @@ def test_a_truncated_file_is_an_error_wherever_it_ends(tmp_path: Path, zipped: b
     read_whole(file)
     for end in {*range(0, len(whole), 29), len(whole) - 1}:
         file.write_bytes(whole[:end])
-        with pytest.raises(ValueError, match=r"a\.pt (is damaged|was not)"):
-            read_whole(file)
+        assert_refused(file)
 
 
 def test_a_changed_byte_of_a_zip_is_an_error(tmp_path: Path) -> None:
@@ -261,14 +261,11 @@ def test_a_changed_byte_of_a_zip_is_an_error(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert content.count(struct.pack("<f", 7.0) * 40) == 1
     file.write_bytes(content.replace(struct.pack("<2f", 7.0, 7.0), struct.pack("<2f", 7.0, 8.0), 1))
-    with pytest.raises(ValueError, match=r"a\.pt is damaged.*CRC"):
-        read_whole(file)
+    assert_refused(file)
 
 
 def test_torchscript_and_packed_archives_are_not_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="none of torch.save's"):
-        read_saved(write_zip(tmp_path / "b.pt", b"}", "constants.pkl"))
+    assert_refused(write_zip(tmp_path / "b.pt", b"}", "constants.pkl"))
     with zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}.")
-    with pytest.raises(ValueError, match="packed again"):
-        read_saved(tmp_path / "c.pt")
+    assert_refused(tmp_path / "c.pt")

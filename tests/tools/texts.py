@@ -1,4 +1,4 @@
-"""What tools/generate.py computes, as a function that ranks can run, and what it prints."""
+"""The work of tools/generate.py, as a function that ranks can run, and its output."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def failure_of(tensor_size: int, words: list[str], broken: int) -> str:
 def generated(
     capsys: pytest.CaptureFixture[str], trained: Path, *words: str
 ) -> list[dict[str, Any]]:
-    """What the program prints."""
+    """The records that the program prints."""
     capsys.readouterr()
     main(["--load", str(trained), *words], {})
     return json.loads(capsys.readouterr().out)
