@@ -1,8 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tools.corpus.evaluation import (
     Evaluation,
     hash_passage,
@@ -103,33 +101,6 @@ def test_passages_that_are_too_short_are_counted(tmp_path: Path) -> None:
         "words": 13,
         "distinct_ngrams": 3,
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\xff\xfe", "--evaluation"),
-        ("a.jsonl", b'{"text": "x"}\n{"text"', "--evaluation"),
-        ("a.txt", b" ... \n", "--evaluation"),
-    ],
-)
-def test_a_bad_file_is_refused_by_name(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path / name)
-
-
-def test_a_missing_file_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
-    path = place(tmp_path, "a.txt", "a b c")
-    with pytest.raises(OSError, match="--evaluation"):
-        load(tmp_path / "none.txt")
-    with pytest.raises(OSError, match="--titles"):
-        load(path, titles=(tmp_path / "none.txt",))
-    (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match="--evaluation"):
-        load(path, place(tmp_path / "b", "a.txt", "d e f"))
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:

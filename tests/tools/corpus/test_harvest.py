@@ -84,8 +84,3 @@ def test_workers_that_are_no_longer_needed_end_without_a_word(tmp_path: Path) ->
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert "KeyboardInterrupt" not in done.stderr
-
-
-def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--max-bytes 0"):
-        Settings(output=tmp_path / "out", max_bytes=0)
