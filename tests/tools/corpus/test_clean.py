@@ -132,12 +132,6 @@ def every_tuple(symbols: list[str], length: int) -> str:
     return "".join(symbols[number] for number in found)
 
 
-def test_the_sequence_contains_every_tuple() -> None:
-    text = every_tuple(list("abcd"), 3)
-    assert len(text) == 4**3 + 2
-    assert all("".join(triple) in text for triple in itertools.product("abcd", repeat=3))
-
-
 def test_ftfy_uncurls_easy_lines_and_does_no_more() -> None:
     """Any four of the characters in a row, beside one of each kind of ASCII that ftfy tells apart.
 
@@ -270,20 +264,6 @@ def test_the_shortcut_to_tokens_is_exact(tmp_path: Path) -> None:
         tokens = count(text)
         for least in {1, 3, tokens, tokens + 1}:
             assert has_tokens(text, least, count) == (tokens >= least), ascii(text)
-
-
-def test_long_texts_are_not_counted_whole() -> None:
-    counted: list[int] = []
-
-    def count(text: str) -> int:
-        counted.append(len(text))
-        return count_pieces(text)
-
-    assert has_tokens(ENGLISH * 100, 128, count)
-    assert not counted
-    assert has_tokens("https://example.org/a/long/address?of=no,words " * 1000, 128, count)
-    assert len(counted) == 1
-    assert counted[0] < 16 * 128
 
 
 def test_the_documents_kept_are_those_of_128_tokens(test_data: Path, tmp_path: Path) -> None:

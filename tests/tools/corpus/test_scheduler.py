@@ -16,9 +16,8 @@ import pytest
 from tests.refusals import refused
 from tests.tools.corpus.lines import content, wait_until, write_jsonl
 from tests.tools.corpus.steps_of_tests import Settings, run
-from tools.corpus import scheduler
 from tools.corpus.program import program
-from tools.corpus.scheduler import ATTEMPTS, HEADROOM, Call, InProcess, LocalPool, open_scheduler
+from tools.corpus.scheduler import ATTEMPTS, HEADROOM, Call, LocalPool, open_scheduler
 
 ROOT = Path(__file__).parents[3]
 TOY = "tests.tools.corpus.steps_of_tests"
@@ -93,21 +92,6 @@ def test_deaths_of_many_workers_in_a_long_stage_do_not_add_up(tmp_path: Path) ->
     calls = [Call(die_once, (str(tmp_path), k)) for k in range(4 * ATTEMPTS)]
     assert dict(LocalPool(1).run(calls)) == {k: k for k in range(4 * ATTEMPTS)}
     assert len(list(tmp_path.iterdir())) == 2 * ATTEMPTS > ATTEMPTS
-
-
-def fail_at(number: int, at: int) -> int:
-    if number == at:
-        raise KeyError(number)
-    return number
-
-
-@pytest.mark.parametrize("pool", [InProcess(), LocalPool(2)])
-def test_the_exception_of_a_call_comes_out(pool: scheduler.Scheduler) -> None:
-    calls = [Call(fail_at, (k, -1)) for k in range(5)]
-    assert sorted(pool.run(calls)) == [(k, k) for k in range(5)]
-    with pytest.raises(KeyError) as error:
-        list(pool.run([Call(fail_at, (k, 3)) for k in range(5)]))
-    assert error.value.args == (3,)
 
 
 def wait_in(folder: str, number: int) -> int:

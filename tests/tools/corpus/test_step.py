@@ -374,16 +374,6 @@ def test_shares_do_every_task_once_and_a_last_run_writes_the_same(
         assert content(output) == expected
 
 
-def test_shards_are_compressed_on_demand(tmp_path: Path, expected: dict[str, bytes]) -> None:
-    for compress, ending in (("gzip", ".gz"), ("zstd", ".zst")):
-        output = tmp_path / compress
-        run(toy(tmp_path / "in", output, compress=compress, workers=2))
-        assert read_jsonl(output) == read_jsonl(tmp_path / "expected")
-        shard = manifest(output)["shards"][0]
-        assert shard["name"] == f"part-00000.jsonl{ending}"
-        assert shard["bytes"] == (output / shard["name"]).stat().st_size
-
-
 def test_checksums_of_a_step_are_taken_unless_a_file_was_changed(
     tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
