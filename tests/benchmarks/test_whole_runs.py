@@ -13,13 +13,9 @@ from benchmarks import finetuning, learning_curves, lm_harness
 from benchmarks.harness import Flags, Rank
 from benchmarks.program import training
 from benchmarks.report import Results
-from megatron.models.build import build_model
-from megatron.parallel.dropout import Dropout
-from megatron.parallel.mesh import serial_mesh
 from tests.benchmarks.run import figures, run
 from tests.data.samples import write_data, write_tokenizer
 from tests.tasks.made import write_model
-from tests.tiny import VOCABULARY, samples, summed_loss, tiny_section
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +92,6 @@ def test_tolerance_is_of_the_largest_and_of_the_mean_gap(
     bf16 = [5.0 + gaps[0]] + [5.0 + gaps[1]] * 99
     found = results([5.0] * 100, bf16, **learning_curves.TOLERANCES["bf16"])
     assert bool(learning_curves.QUESTION.failure(found)) is outside
-
-
-def test_torchs_dropout_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Dropout, "forward", Dropout.forward)  # which is put back
-    monkeypatch.setattr("runpy.run_path", lambda *_, **__: None)
-    exec(learning_curves.TORCHS.removeprefix("-c"), {})
-    config = tiny_section(hidden_dropout=0.5, attention_dropout=0.0)
-    model = build_model(config, serial_mesh(), VOCABULARY, seed=1, dtype=torch.float64)
-    losses = {summed_loss(model, samples(2), torch.device("cpu"))[0].item() for _ in range(3)}
-    assert len(losses) == 3
 
 
 def test_learning_curves_are_compared(tmp_path: Path, data: Path) -> None:

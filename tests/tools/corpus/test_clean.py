@@ -293,11 +293,7 @@ def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> No
     ]
     folder = clean(tmp_path, records)
     assert read_jsonl(folder) == [{"text": ENGLISH + "schön", "url": "here", "id": 7}]
-    assert reasons(folder) == {
-        "another language": 1,
-        "language unknown": 2,
-        "under 128 pieces": 1,
-    }
+    assert reasons(folder) == {"another language": 1, "language unknown": 2, "under 128 pieces": 1}
     facts = manifest(folder)
     assert facts["languages"] == {"de": 1, "en": 2, "un": 2}
     assert facts["repaired"] == 1

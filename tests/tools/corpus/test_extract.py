@@ -72,20 +72,6 @@ def test_json_lines_get_one_shape_and_keep_their_fields(tmp_path: Path) -> None:
     }
 
 
-def test_what_holds_no_document_is_counted_and_set_aside(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    lines = [b'{"text": "good"}', b"{broken", b'{"text": 3}', b'{"text": " "}', b'{"text": "\xff"}']
-    lines += [b'{"text": "\\ud800"}', b"[]"]
-    path.write_bytes(b"\n".join(lines))
-    assert [each["text"] for each in extract(tmp_path / "out", path, format="jsonl")] == ["good"]
-    facts = manifest(tmp_path / "out")
-    lost = {why: count["documents"] for why, count in facts["dropped"].items()}
-    assert lost == {"bad line": 5, "empty text": 1}
-    assert facts["input"]["documents"] == 7
-    starts = [len(b"\n".join(lines[:k])) + 1 for k in (1, 2, 4, 5, 6)]
-    assert [each["offset"] for each in rejected(tmp_path / "out")] == starts
-
-
 def test_pages_of_wikipedia_are_found_in_their_folders(tmp_path: Path) -> None:
     pages = [
         {"id": str(k), "url": f"u{k}", "title": f"T{k}", "text": f"text {k}"} for k in range(4)

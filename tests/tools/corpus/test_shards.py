@@ -17,13 +17,7 @@ from typing import Any
 import pytest
 from backports import zstd
 
-from megatron.data.json_lines import (
-    LONGEST_LINE,
-    Line,
-    find_shards,
-    open_shard,
-    read_lines,
-)
+from megatron.data.json_lines import LONGEST_LINE, Line, find_shards, open_shard, read_lines
 from tools.corpus.records import Funnel, read_documents
 from tools.corpus.shards import Compression, concatenate, cut, placed, write_shard
 

@@ -59,20 +59,18 @@ def test_lines_pass_through_byte_for_byte(tmp_path: Path) -> None:
     assert sorted(written) == sorted(lines)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_sharding_order_and_workers_change_no_byte(tmp_path: Path, workers: int) -> None:
+def test_sharding_order_and_workers_change_no_byte(tmp_path: Path) -> None:
     documents = records(600)
     one = split(tmp_path / "one", write_jsonl(tmp_path / "in.jsonl", documents))
     random.Random(1).shuffle(documents)
     files = [write_jsonl(tmp_path / "many" / f"{k}.jsonl", documents[k::7]) for k in range(7)]
     packed = files[0].with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(files[0].read_bytes()))
-    other = split(tmp_path / "two", packed, *files[1:], workers=workers, unit="5KB")
+    other = split(tmp_path / "two", packed, *files[1:], workers=2, unit="5KB")
     for side in SIDES:
-        assert content(one / side) == {
-            name: data for name, data in content(other / side).items() if name != "manifest.json"
-        } | {"manifest.json": (one / side / "manifest.json").read_bytes()}
-        shards = [manifest(each / side)["shards"] for each in (one, other)]
+        files_of = [content(each / side) for each in (one, other)]
+        shards = [json.loads(each.pop("manifest.json"))["shards"] for each in files_of]
+        assert files_of[0] == files_of[1]
         assert shards[0] == shards[1]
 
 

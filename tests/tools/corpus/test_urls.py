@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.json_lines import open_shard
 from tests.refusals import field_of, refusal
-from tests.tools.corpus.lines import content, manifest, read_jsonl
+from tests.tools.corpus.lines import manifest, read_jsonl
 from tools.corpus import repeats
 from tools.corpus.urls import Settings, judge, load_blacklists, run
 
@@ -121,17 +121,6 @@ def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
     kept = urls(tmp_path / "out", *inputs, unit="9KB", memory=memory)
     assert kept == list(dict.fromkeys(lines))
     assert dropped(tmp_path / "out") == {"duplicate": len(lines) - len(kept)}
-
-
-def test_workers_memory_and_compression_change_no_line(tmp_path: Path) -> None:
-    path = write_list(tmp_path / "in.txt", random_list(2000, 500, seed=2))
-    results = []
-    for name, more in (("a", {}), ("b", {"workers": 2, "memory": "30KB"})):
-        urls(tmp_path / name, path, unit="10KB", **more)
-        results.append(content(tmp_path / name))
-    assert results[0] == results[1]
-    packed = urls(tmp_path / "packed", path, unit="10KB", compress="zstd")
-    assert packed == list(dict.fromkeys(path.read_text().split()))
 
 
 def test_small_memory_means_more_parts() -> None:
