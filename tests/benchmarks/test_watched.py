@@ -32,7 +32,7 @@ def test_cpu_seconds_are_those_of_all_processes(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_all_processes_at_a_time() -> None:
-    hold = HOLD.format(50_000_000, 0.5)
+    hold = HOLD.format(50_000_000, 3)
     used = watched("-c", START.format(hold, "") + hold + "; child.wait()")
     assert 100e6 < used["peak_bytes"] < 150e6
 

@@ -82,7 +82,7 @@ def fail(unit: Unit, offset: int) -> None:
     if (folder / "wait").exists():
         with placed(folder / "waiting") as file:
             file.write(str(os.getpid()).encode())
-        time.sleep(600)
+        time.sleep(1200)
     if (folder / "kill-always").exists():
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError):

@@ -107,7 +107,6 @@ def test_an_estimate_comes_near_what_the_run_takes(tmp_path: Path) -> None:
         written = sum(path.stat().st_size for path in job.output.rglob("*.jsonl"))
         assert told["disk"] == pytest.approx(written, rel=0.15)
         assert told["memory"] > 10e6
-        assert told["core_seconds"] > 0
         assert told["removal"] is None
     assert kept(tmp_path)["split"]["temporary"] > 0.9 * kept(tmp_path)["split"]["text_out"]
     split, clean = kept(tmp_path)["split"], kept(tmp_path)["clean"]

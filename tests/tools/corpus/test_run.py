@@ -57,7 +57,7 @@ def go(file: Path, **more: Any) -> None:
     run(Settings(config=file, **{"plan": False, **more}))
 
 
-def error_of(file: Path, *words: str, **more: Any) -> str:
+def error_naming(file: Path, *words: str, **more: Any) -> str:
     """With which the run ends; it names all these words."""
     error = str(refusal(partial(go, file, **more), lines=3))
     assert not [word for word in words if word not in error], error
@@ -101,7 +101,7 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     before = times(tmp_path)
     text = finished.read_text().replace(str(finished.parent), str(tmp_path))
     file.write_text(text.replace("0.7", "0.5"))
-    error_of(file, "jaccard 0.7", "0.5", f"python -m tools.corpus run {file} --overwrite")
+    error_naming(file, "jaccard 0.7", "0.5", f"python -m tools.corpus run {file} --overwrite")
     assert times(tmp_path) == before
     go(file, overwrite=True)
     after = times(tmp_path)
@@ -112,7 +112,7 @@ def test_a_changed_step_is_refused_and_with_overwrite_redone_with_all_after_it(
     (tmp_path / "test.txt").write_text(first)
     between = f"[decontaminate]\nevaluation = ['{tmp_path / 'test.txt'}']\n"
     file.write_text(file.read_text() + between)
-    error_of(file, "[dedup]", "--overwrite")  # which gets other input
+    error_naming(file, "[dedup]", "--overwrite")  # which gets other input
 
 
 def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) ->
     assert dedup["removal"] > 0.001
     dedup["removal"] = 0.001
     kept.write_text(json.dumps(told))
-    error_of(file, "[dedup]", "0.1%", plan=True)
+    error_naming(file, "[dedup]", "0.1%", plan=True)
     file.write_text(file.read_text() + "expected_removal = 0.5\n")
     go(file, plan=True)  # the file's word counts
 
@@ -218,7 +218,7 @@ def test_a_bad_description_is_refused_before_anything_starts(
 ) -> None:
     file = description(tmp_path, steps, head)
     for is_planned in (True, False):
-        error_of(file, str(file), *words.split(), plan=is_planned)
+        error_naming(file, str(file), *words.split(), plan=is_planned)
     assert not (tmp_path / "out").exists()
 
 
@@ -252,7 +252,7 @@ def test_a_cure_is_a_line_of_the_file_and_works_there(
 
 def test_a_description_that_is_not_there_is_named(tmp_path: Path) -> None:
     for file in (tmp_path / "none.toml", tmp_path):
-        error_of(file, str(file))
+        error_naming(file, str(file))
 
 
 def test_a_vocabulary_may_be_the_folder_of_a_tokenizer_json(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_what_the_run_itself_makes_need_not_be_there_yet(
         made = read_description(file)
         check_early(made, made.jobs({"scheduler": scheduler}))
     raw = tmp_path / "raw"  # a neighbour of OUTPUT
-    error_of(description(tmp_path, f"{EXTRACT}input = ['{raw}']\n"), str(raw))
+    error_naming(description(tmp_path, f"{EXTRACT}input = ['{raw}']\n"), str(raw))
 
 
 def test_the_usual_steps_run_without_a_file(tmp_path: Path) -> None:
