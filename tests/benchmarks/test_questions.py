@@ -46,7 +46,7 @@ OURS = "this project"
 SIZES = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --vocab-size 512"
 GPT2 = f"{SIZES} --max-position-embeddings 32"
 STAGES = GPT2.replace("layers 2", "layers 4")
-LLAMA = f"{SIZES} --ffn-hidden-size 192"
+LLAMA = "--num-layers 1 --hidden-size 96 --ffn-hidden-size 192 --seq-length 32 --vocab-size 512"
 ONE_RANK = "quickstart, fp32, t = 1"
 Record = dict[str, Any]
 
