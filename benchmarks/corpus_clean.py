@@ -82,10 +82,10 @@ def cuts(sentences: Sequence[str]) -> set[int]:
     return {*accumulate(len("".join(each.split())) for each in sentences)} - {0}
 
 
-def marks(split: Function) -> Figures:
+def marks(split: Function, file: Path = CASES) -> Figures:
     """right: cases without a wrong cut. extra, missed: cuts of all cases."""
     found = Counter[str]()
-    for line in CASES.read_text("utf-8").splitlines()[1:]:
+    for line in file.read_text("utf-8").splitlines()[1:]:
         case = line.replace("\\n", "\n").split(" | ")
         own, wanted = cuts(split(" ".join(case))), cuts(case)
         found.update(right=own == wanted, extra=len(own - wanted), missed=len(wanted - own))

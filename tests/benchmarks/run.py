@@ -1,11 +1,16 @@
-"""A question of benchmarks/ as its users run it, in miniature."""
+"""A question of benchmarks/ as its users run it, or on ranks of the pool, in miniature."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.harness import Contender, Figures, Rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,3 +40,15 @@ def figures(record: dict[str, Any], name: str, group: str = "") -> dict[str, Any
     assert not contender["reason"], contender["reason"]
     (only,) = contender["rounds"]
     return only
+
+
+class Connected(Rank):
+    """A rank of the pool."""
+
+    def connect(self) -> None: ...
+
+
+def turns(contenders: Sequence[Contender]) -> list[Figures | None]:
+    """Of each its first turn on this rank of the pool."""
+    rank = Connected(dist.get_rank(), dist.get_world_size())
+    return [each.run(rank, **each.arguments)() for each in contenders]

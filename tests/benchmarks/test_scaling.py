@@ -1,6 +1,5 @@
-"""Section 5.1: its points, what is computed of their seconds, and a run of some in miniature."""
+"""Section 5.1: its points, the proportions of the miniatures, and what is computed of seconds."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from benchmarks import steps
 from benchmarks.harness import Flags
 from benchmarks.scaling import COLUMNS, LINEAR, SPEED_UP, Point, contenders, studies
 from megatron.train.launch import default_precision
-from tests.benchmarks.run import figures, run
 from tools.planning.hardware import load_hardware
 from tools.planning.timing import predict
 from tools.planning.trace import Step
@@ -85,18 +83,3 @@ def test_figures_are_those_of_the_formulas() -> None:
     one, two = (predict(each, load_hardware("cpu")).total for each in cut)
     assert value(strong, f"{SPEED_UP}, predicted") == pytest.approx(one / two)
     assert value(points[2].name, f"{LINEAR}, paper") == 0.82
-
-
-def test_points_are_measured_in_miniature(tmp_path: Path) -> None:
-    models = "1.2B, 8 heads", "2.5B, 10 heads", "1.2B, 8 heads", "4.2B, 12 heads"
-    layouts = "1 x 1", "2 x 1", "1 x 2", "4 x 1"
-    names = [f"{x}, t x d = {layout}" for x, layout in zip(models, layouts, strict=True)]
-    record = run(tmp_path, "scaling", "--contenders", *names)
-    one, model, data = (figures(record, name) for name in names[:3])
-    assert set(model) & {"tensor", "data"} == {"tensor"}
-    assert set(data) & {"tensor", "data"} == {"data"}
-    assert 0 < model["tensor, exposed"] <= 1.001 * model["tensor"] < 1.001
-    reasons = {each["name"]: each["reason"] for each in record["contenders"]}
-    assert reasons[names[3]] == "takes 4 ranks, there are 2"
-    assert one["tokens"] == 8 * 128
-    assert "Share of linear: model parallel " in record["page"].splitlines()[2]

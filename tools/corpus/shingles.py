@@ -46,7 +46,7 @@ class Shingler:
     use_numba: bool = field(default=HAVE_NUMBA, repr=False)  # whose results are the same
 
     @cached_property
-    def _permutations(self) -> Points:
+    def permutations(self) -> Points:
         """[2, PERMUTATIONS]: factors and offsets."""
         random = np.random.default_rng(self.seed)
         drawn = random.integers(1 << 32, size=(2, PERMUTATIONS), dtype=np.uint32)
@@ -76,7 +76,7 @@ class Shingler:
     def sign(self, hashes: Words) -> Signatures:
         """MinHash, [PERMUTATIONS], of the set of these hashes."""
         fold = _fold if self.use_numba else _fold_by_numpy
-        return fold(hashes, *self._permutations)
+        return fold(hashes, *self.permutations)
 
     def sign_texts(self, texts: Sequence[str]) -> Signatures:
         """[texts, PERMUTATIONS]"""

@@ -1,10 +1,13 @@
 """JSON lines in and out of the tests of the corpus steps."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.data.json_lines import find_shards, open_shard
+from tests.dist import PATIENCE
 
 
 def write_jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -34,3 +37,17 @@ def content(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != "run.json"
     }
+
+
+def stages(folder: Path) -> dict[str, int]:
+    """Tasks of each stage of the run that filled the folder."""
+    facts = json.loads((folder / "run.json").read_text())
+    return {stage["stage"]: stage["tasks"] for stage in facts["stages"]}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """The time limit is a guard against hangs."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

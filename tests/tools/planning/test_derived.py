@@ -52,11 +52,10 @@ NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", 
 @pytest.mark.parametrize(
     ("name", "ranks", "flags"),
     [
-        ("gpt2_scaling_1.2b", 512, ()),
-        ("gpt2_scaling_2.5b", 512, ()),
-        ("gpt2_scaling_4.2b", 512, ()),
-        ("gpt2_scaling_8.3b", 512, ()),
-        ("gpt2_scaling_8.3b", 512, SEQUENCE),
+        ("gpt2_scaling_1.2b", 512, FEW),
+        ("gpt2_scaling_2.5b", 512, FEW),
+        ("gpt2_scaling_8.3b", 512, FEW),
+        ("gpt2_scaling_8.3b", 512, (*SEQUENCE, *FEW)),
         ("gpt2_scaling_8.3b", 8, ("--hidden-dropout", "0", *FEW)),
         ("gpt2_scaling_8.3b", 16, (*GATED, *FEW)),
         ("gpt2_8.3b", 64, ("--recompute-granularity", "none", *SHORT)),
@@ -64,7 +63,7 @@ NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", 
         ("bert_1.3b", 256, FEW),
         ("bert_3.9b", 512, ("--residual-order", "post-ln", *FEW)),
         ("bert_3.9b", 512, (*SEQUENCE, *FEW)),
-        ("llama3_8b", 64, FEW),
+        ("llama3_8b", 64, (*FEW, "--global-batch-size", "16")),
         # Keys and values of 2 heads on 4 ranks.
         ("miniature_llama", 4, ("--tensor-model-parallel-size", "4", *FEW)),
         ("quickstart", 8, ("--tensor-model-parallel-size", "4", "--global-batch-size", "8", *OWN)),
@@ -144,38 +143,31 @@ def test_a_step_of_zero_sends_what_is_planned(gloo: Pool, layout: str) -> None:
     assert_sends_what_is_planned(gloo, zero_steps(layout))
 
 
-MODES = {  # ranks, and the settings of the tensor-parallel mode
-    "2d": (4, {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d"}),
-    "2d d2 zero 1": (
-        8,
-        {"tensor_model_parallel_size": 4, "tensor_parallel_mode": "2d", "zero_stage": 1},
-    ),
-    "2.5d": (
-        8,
-        {
-            "tensor_model_parallel_size": 8,
-            "tensor_parallel_mode": "2.5d",
-            "tensor_parallel_depth": 2,
-        },
-    ),
-    "3d": (8, {"tensor_model_parallel_size": 8, "tensor_parallel_mode": "3d"}),
+GPT2, GPT2_AGAIN, BERT, LLAMA = MODELS = (  # and what of it is recomputed
+    ("quickstart", "none"), ("quickstart", "full"), ("miniature_bert", "none"),
+    ("miniature_llama", "selective"),
+)  # fmt: skip
+# Ranks, tensor-parallel ranks, settings and models of each mode.
+MODES: dict[str, tuple[int, int, dict[str, int], tuple[tuple[str, str], ...]]] = {
+    "2d": (4, 4, {}, MODELS),
+    "2d, zero 1": (8, 4, {"zero_stage": 1}, (GPT2_AGAIN, LLAMA)),
+    "2.5d": (8, 8, {"tensor_parallel_depth": 2}, (GPT2, BERT)),
+    "3d": (8, 8, {}, MODELS),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_of_every_mode_sends_what_is_planned(gloo: Pool, mode: str) -> None:
     """Of two micro-batches."""
-    ranks, settings = MODES[mode]
+    ranks, tensor, settings, models = MODES[mode]
     steps = []
-    for name, recompute in (
-        ("quickstart", "none"),
-        ("quickstart", "full"),
-        ("miniature_bert", "none"),
-        ("miniature_llama", "selective"),
-    ):
+    for name, recompute in models:
         flags = ["--num-layers", "3", *SHORT_SAMPLES, *NARROW, "--micro-batch-size", "1"]
         config = preset(name, *flags, "--recompute-granularity", recompute)
-        parallel = replace(config.parallel, **settings)
+        parallel = replace(
+            config.parallel, tensor_model_parallel_size=tensor,
+            tensor_parallel_mode=mode.partition(",")[0], **settings,
+        )  # fmt: skip
         batch = 2 * parallel.batch_parallel_size(ranks)
         training = replace(config.training, global_batch_size=batch)
         config = replace(config, parallel=parallel, training=training)
@@ -314,16 +306,8 @@ def test_what_is_kept_is_what_autograd_saves(
     precision: str, dropout: str, granularity: str
 ) -> None:
     flags = ("--recompute-granularity", granularity, "--attention-dropout", dropout)
-    config = preset(
-        "quickstart",
-        *NARROW,
-        *SHORT_SAMPLES,
-        *flags,
-        "--num-layers",
-        "4",
-        "--hidden-dropout",
-        dropout,
-    )
+    flags += ("--num-layers", "4", "--hidden-dropout", dropout)
+    config = preset("quickstart", *NARROW, *SHORT_SAMPLES, *flags)
     state = state_on(serial_mesh(), config, precision)
     saved = saved_bytes(state, batches(config)[0])
     assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
@@ -390,14 +374,8 @@ def test_a_step_allocates_what_is_planned(
 
 
 def built(mesh: Mesh, config: PretrainConfig, precision: str) -> TrainState:
-    return build_state(
-        config.model,
-        mesh,
-        4000,
-        seed=0,
-        dtype=DTYPES[precision],
-        zero_stage=config.parallel.stage_of_zero,
-    )
+    stage, dtype = config.parallel.stage_of_zero, DTYPES[precision]
+    return build_state(config.model, mesh, 4000, seed=0, dtype=dtype, zero_stage=stage)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.checks import UsageError
-from megatron.config.parse import parse
 from megatron.parallel.schedules import read_schedule, schedule, to_json
-from tests.dist import PATIENCE
+from tests.refusals import field_of, refusal, refused
 from tools import plan
 
 SIZES = ("--pipeline", "4", "--micro-batches", "8")
@@ -51,7 +49,6 @@ def test_the_text_shows_each_rank_without_torch() -> None:
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
         check=True,
     )
     lines = done.stdout.splitlines()
@@ -75,22 +72,14 @@ def test_the_text_shows_each_rank_without_torch() -> None:
         ("--pipeline=2 --micro-batches=2 --virtual=0", "--virtual"),
     ],
 )
-def test_refusals_name_what_works(words: str, flag: str) -> None:
-    with pytest.raises(UsageError) as error:
-        parse(plan.ScheduleConfig, words.split(), {})
-    assert error.value.flag == flag
-    kept = [word for word in words.split() if word.partition("=")[0] != flag]
-    assert plan.main(["schedule", *kept, *error.value.works], {}) == 0
+def test_schedules_that_cannot_be_are_refused(words: str, flag: str) -> None:
+    assert refused(lambda given: plan.main(["schedule", *given], {}), words) == flag
 
 
 @pytest.mark.parametrize("content", ['{"actions": [["0F0", "0B0"], ["1B0", "1F0"]]}', "{}"])
-def test_a_file_that_does_not_work(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_a_schedule_that_does_not_work_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "own.json"
     file.write_text(content)
-    for words in ([f"--file={file}"], [f"--file={file}", "--pipeline=2"]):
-        with pytest.raises(SystemExit) as stop:
-            plan.main(["schedule", *words], {})
-        assert stop.value.code == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    words = ["schedule", f"--file={file}"]
+    assert field_of(refusal(lambda: plan.main(words, {}))) == "--file"
+    refusal(lambda: plan.main([*words, "--pipeline=2"], {}))
