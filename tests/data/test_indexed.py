@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.files import DataError
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import Description, IndexedDataset, token_dtype
 from megatron.data.sources import open_corpus
@@ -25,6 +24,7 @@ from tests.data.samples import (
     write_shards,
     write_sparse,
 )
+from tests.refusals import field_of, refusal
 from tools.data_files import IndexedDatasetWriter, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
@@ -94,10 +94,9 @@ def test_sentences_are_sequences_of_their_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_truncated_and_overlong_files(prefix: Path, suffix: str) -> None:
     length = Path(f"{prefix}{suffix}").stat().st_size
-    for new, message in [(length - 2, "cut short"), (length + 2, "too long")]:
+    for new in (length - 2, length + 2):
         os.truncate(f"{prefix}{suffix}", new)
-        with pytest.raises(ValueError, match=f"p{suffix} is {message}"):
-            IndexedDataset(str(prefix))
+        assert field_of(refusal(lambda: IndexedDataset(str(prefix)))) == f"{prefix}{suffix}"
 
 
 def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +115,7 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
     assert f"{prefix}.bin" not in maps
     os.truncate(f"{prefix}.bin", 10)  # under a run
     assert data.read(0, 5).tolist() == [5, 6, 7, 0, 8]
-    with pytest.raises(DataError, match=r"p\.bin"):
-        data.read(4, 6)
+    assert "p.bin" in str(refusal(lambda: data.read(4, 6)))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +168,7 @@ def test_another_index_is_another_data_set(tmp_path: Path) -> None:
         assert whole(tmp_path / "p") == [*chain(*(documents[number] for number in order))]
         identities.append(open_corpus([str(tmp_path / "p")], PlainTokenizer()).identity)
     assert identities[0] != identities[1]
-    with pytest.raises(ValueError, match=r"p\.idx"):
-        verify(str(tmp_path / "p"))
+    assert "p.idx" in str(refusal(lambda: verify(str(tmp_path / "p"))))
 
 
 @pytest.mark.parametrize(
@@ -186,8 +183,7 @@ def test_an_index_that_points_outside_its_bin_is_damaged(
     (tmp_path / "p.json").unlink()
     form, place = ("<q", 34 + 12 + 16) if part == "pointers" else ("<i", 34 + 8)
     change(tmp_path / "p", ".idx", place, struct.pack(form, content))
-    with pytest.raises(ValueError, match="sequence 2"):
-        verify(str(tmp_path / "p"))
+    assert "sequence 2" in str(refusal(lambda: verify(str(tmp_path / "p"))))
     fits = 12 if part == "pointers" else 1
     change(tmp_path / "p", ".idx", place, struct.pack(form, fits))
     assert verify(str(tmp_path / "p")).documents == 3
@@ -252,9 +248,8 @@ def test_samples_cross_shards_and_are_asked_of_the_disk_before_any_is_read(
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     def check(*fragments: str) -> None:
-        with pytest.raises((ValueError, FileNotFoundError)) as error:
-            IndexedDataset(str(tmp_path / "p"))
-        assert all(fragment in str(error.value) for fragment in fragments)
+        error = refusal(lambda: IndexedDataset(str(tmp_path / "p")))
+        assert all(fragment in str(error) for fragment in fragments)
 
     def swap(*names: str) -> None:
         contents = [(tmp_path / name).read_bytes() for name in names]
@@ -292,8 +287,6 @@ def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
     assert found == range(first, first + 5)
     assert data.read(found.start, found.stop).tolist() == last
     change(prefix, ".idx", 34 + 12 + 24 + 8, struct.pack("<2q", 2, 1))
-    with pytest.raises(ValueError, match="documents are not in order"):
-        verify(str(prefix))
+    assert "p.idx" in str(refusal(lambda: verify(str(prefix))))
     change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", -(2**31)))
-    with pytest.raises(ValueError, match="sequence 2"):
-        verify(str(prefix))
+    assert "sequence 2" in str(refusal(lambda: verify(str(prefix))))

@@ -19,6 +19,7 @@ from tests.data.samples import (
     write_data,
     write_data_of_tokenizer,
 )
+from tests.refusals import field_of, refusal
 
 
 @pytest.fixture
@@ -80,8 +81,9 @@ def test_a_file_exchanged_under_its_sidecar(tmp_path: Path, suffix: str) -> None
         for place, content in (changed, sizes)[: 1 if suffix == ".bin" else 2]:
             change(Path(prefix), suffix, place, content)
         if kind == "new":
-            with pytest.raises(ValueError, match=f"--data-path: {file} .*{sample()}.*{was}"):
-                identity()
+            error = refusal(identity)
+            assert field_of(error) == "--data-path"
+            assert all(each in str(error) for each in (str(file), sample(), was))
         else:
             assert identity() != before
             assert identity().partition("; ")[0] == before.partition("; ")[0]
@@ -102,45 +104,44 @@ def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "tokenizer", "size", "message"),
+    ("paths", "tokenizer", "size", "named"),
     [
-        ("p", {"fingerprint": "other"}, None, "--data-path: .*other by --vocab-file.*p.json"),
-        ("p", {"vocab_size": 200}, None, "--data-path: .*200 by --vocab-file.*100 by .*p.json"),
-        ("p", {"kind": "words"}, None, "--data-path: .*words by --vocab-file.*test by .*p.json"),
-        ("1 p 1 q", None, None, "--data-path: .*100 by .*p.json.*300 by .*q.json"),
-        ("p", {}, 99, "--vocab-size 99 .*--vocab-size 100"),
-        ("nowhere", None, None, "--data-path: .*nowhere.idx"),
-        (".", None, None, r"--data-path \. .*--data-path p works .*q"),
-        *[(words, None, None, f"--data-path {words} .*--data-path 0.3")
-          for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")],
-        ("", None, None, "--data-path"),
+        ("p", {"fingerprint": "other"}, None, "other p.json"),
+        ("p", {"vocab_size": 200}, None, "200 100 p.json"),
+        ("p", {"kind": "words"}, None, "words test p.json"),
+        ("1 p 1 q", None, None, "100 p.json 300 q.json"),
+        ("p", {}, 99, "99 --vocab-size 100"),
+        ("nowhere", None, None, "nowhere.idx"),
+        (".", None, None, "p q"),
+        *((words, None, None, "0.3") for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")),
+        ("", None, None, ""),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_together_names_both_values(
+)
+def test_sources_that_do_not_fit_together_are_refused_with_both_values(
     tmp_path: Path,
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     paths: str,
     tokenizer: dict[str, Any] | None,
     size: int | None,
-    message: str,
+    named: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_data(Path("q"), [[1]], vocab_size=300)
     made = None if tokenizer is None else PlainTokenizer(**tokenizer)
-    with pytest.raises(ValueError, match=message):
-        open_corpus(paths.split(), made, size)
+    error = refusal(lambda: open_corpus(paths.split(), made, size))
+    assert field_of(error) == ("--vocab-size" if size else "--data-path")
+    assert all(each in str(error) for each in named.split()), error
 
 
 def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
     Path(f"{prefix}.json").unlink()
-    with pytest.warns(UserWarning, match="p.json is not there") as caught:
+    with pytest.warns(UserWarning, match="p.json") as caught:
         corpus = open_corpus([prefix], PlainTokenizer())
     assert len(caught) == 1
     assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
     assert [each.partition("; ")[0] for each in corpus.identity["data"]] == ["1 of 8 bytes"]
-    with pytest.raises(ValueError, match="--vocab-size"):
-        open_corpus([prefix], None)
+    assert "--vocab-size" in str(refusal(lambda: open_corpus([prefix], None)))
 
 
 @pytest.mark.parametrize("place", [0, 30 * SAMPLED_CHUNK, -1])
@@ -149,11 +150,9 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
     ids[place] = 99
     write_data(tmp_path / "p", [ids])
     (tmp_path / "p.json").unlink()
-    with (
-        pytest.warns(UserWarning, match="p.json is not there"),
-        pytest.raises(ValueError, match="id 99"),
-    ):
-        open_corpus([str(tmp_path / "p")], None, 99)
+    with pytest.warns(UserWarning, match="p.json"):
+        error = refusal(lambda: open_corpus([str(tmp_path / "p")], None, 99))
+    assert "id 99" in str(error)
 
 
 @pytest.mark.parametrize("shuffled", [None, False, "older"])
@@ -168,7 +167,7 @@ def test_documents_that_were_not_shuffled_get_one_warning(
             content = json.loads(Path(f"{path}.json").read_text())
             del content["shards"], content["shuffled"]
             Path(f"{path}.json").write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=f"{paths[0]}, {paths[1]}: .*tools.corpus.split") as caught:
+    with pytest.warns(UserWarning, match=f"{paths[0]}, {paths[1]}: ") as caught:
         open_corpus(["1", paths[0], "1", prefix, "1", paths[1]], PlainTokenizer())
     assert len(caught) == 1
 
@@ -189,7 +188,7 @@ def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: 
     assert (found.kind, found.fingerprint) == (tokenizer.kind, tokenizer.fingerprint)
     assert find_tokenizer(open_corpus([a], None)) is None
     (tmp_path / "b.json").unlink()  # a folder without it says nothing of the data set
-    with pytest.warns(UserWarning, match="b.json is not there"):
+    with pytest.warns(UserWarning, match="b.json"):
         assert find_tokenizer(open_corpus([b], None, 261)) is None
 
 
@@ -198,8 +197,6 @@ def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Pat
     corpus = open_corpus([str(tmp_path / "a")], None)
     merges = tmp_path / "a.tokenizer" / "merges.txt"
     merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="a.tokenizer .*--vocab-file and --merge-file"):
-        find_tokenizer(corpus)
+    assert "a.tokenizer" in str(refusal(lambda: find_tokenizer(corpus)))
     merges.unlink()
-    with pytest.raises(ValueError, match="a.tokenizer .*merges.txt"):
-        find_tokenizer(corpus)
+    assert "merges.txt" in str(refusal(lambda: find_tokenizer(corpus)))
