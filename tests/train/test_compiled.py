@@ -43,16 +43,21 @@ CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
 # fp32; the order of sums differs.
 TOLERANCE = 2e-5
+POST_LN = {"residual_order": "post-ln"}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+def forget_compiled() -> None:
+    # Plain instructions: to find out what the processor can do takes longer than these tests.
+    torch._inductor.config.cpp.simdlen = 1
+    torch._dynamo.reset()
 
 
 def first_steps(
     kind: str, size: int, cuts_stream: bool, is_compiled: bool, changes: dict[str, Any]
 ) -> Any:
     """(loss and gradients of a first step, loss of a second, graphs, and places that broke one)."""
-    # Plain instructions: to find out what the processor can do takes longer than these tests.
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
+    forget_compiled()
     counters.clear()
     mesh = mesh_of_ranks(size, sequence_parallel=cuts_stream)
     state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=torch.float32)
@@ -68,10 +73,8 @@ def first_steps(
 
 def steps_of_zero(zero_stage: int, is_compiled: bool) -> tuple[list[float], list[int]]:
     """(losses of three steps, layers whose weights are in memory behind each forward) of a rank."""
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
-    mesh = mesh_of_ranks(1)
-    section = tiny_section(num_layers=3)
+    forget_compiled()
+    mesh, section = mesh_of_ranks(1), tiny_section(num_layers=3)
     state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
     if is_compiled:
         compile_layers(state.model)
@@ -104,8 +107,7 @@ def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
 
 def steps_of_offload(zero_stage: int, offloads: bool) -> tuple[list[float], set[int]]:
     """(losses of three steps, bytes on the host behind the layers) of compiled layers."""
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
+    forget_compiled()
     mesh, held = mesh_of_ranks(1), set[int]()
     section = tiny_section(cpu_offload_activations=offloads)
     state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
@@ -140,13 +142,7 @@ def test_what_compiled_layers_keep_is_offloaded(gloo: Pool, stage: int) -> None:
         ("gpt2", 2, True, {}, True),
         ("llama", 2, True, {}, True),
         ("bert", 1, False, {"recompute_granularity": "selective"}, False),
-        (
-            "bert",
-            2,
-            False,
-            {"residual_order": "post-ln", "recompute_granularity": "full"} | DROPOUT,
-            True,
-        ),
+        ("bert", 2, False, POST_LN | {"recompute_granularity": "full"} | DROPOUT, True),
     ],
 )
 def test_losses_and_gradients_are_those_of_plain_layers(
@@ -181,10 +177,6 @@ def test_a_diagnosis_still_sees_every_module() -> None:
     assert found.what == "the output of transformer.layers.1.mlp.up"
 
 
-def refuse(*_: object) -> None:
-    raise RuntimeError("Cannot find a working triton installation.\nMore lines")
-
-
 def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
     """(whether layers are compiled, warnings) on a device of this kind."""
     mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
@@ -206,28 +198,26 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
         assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
 
 
-def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(UsageError, match="triton installation") as error:
-        choose_compile(True, serial_mesh())
-    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-    assert choose_compile(False, serial_mesh()) == (False, [])
+def test_a_compiler_that_does_not_work_and_a_grid_are_refused_by_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler")
 
-
-def test_layers_of_a_grid_are_not_compiled() -> None:
+    monkeypatch.setattr(torch, "compile", fail)
     grid = replace(serial_mesh(), tensor_parallel_mode="2d", device=torch.device("cuda"))
+    for mesh in (serial_mesh(), grid):
+        with pytest.raises(UsageError) as error:
+            choose_compile(True, mesh)
+        assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+        assert choose_compile(False, mesh) == (False, [])
     assert choose_compile(None, grid) == (False, [])
-    with pytest.raises(UsageError) as error:
-        choose_compile(True, grid)
-    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
 
 
 @GCC
 @pytest.mark.slow
-def test_the_record_says_that_a_run_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+def test_the_record_says_that_a_run_is_compiled(tmp_path: Path) -> None:
+    forget_compiled()
     prefix, file = tmp_path / "some_text_document", tmp_path / "metrics.jsonl"
     write_data(prefix, [[*range(1, 40), 0]] * 4)
     words = f"{SHAPE} {REST} --train-iters 1 --eval-iters 0 --compile".split()

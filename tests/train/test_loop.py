@@ -121,6 +121,12 @@ def run(
     return data.asked, saves.asked, state.step, end
 
 
+TINY = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16 --no-bf16 "
+    "--seq-length 16 --train-iters 2 --data-path {}/some_text_document"
+)
+
+
 def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "m.jsonl").read_text().splitlines()]
 
@@ -135,17 +141,8 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     }
     assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6]}
     first = lines(tmp_path)[0]
-    keys = {
-        "step",
-        "samples",
-        "loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "elapsed_seconds",
-        "peak_memory_bytes",
-    }
-    assert keys == first.keys()
+    keys = "step samples loss lr grad_norm tokens_per_second elapsed_seconds peak_memory_bytes"
+    assert set(keys.split()) == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
 
 
@@ -218,19 +215,15 @@ def test_with_fp16_every_line_has_the_scale_and_the_steps_skipped(tmp_path: Path
     assert [line["lr"] for line in steps] == pytest.approx([1e-3] * 3), "the schedule stands still"
 
 
-def test_only_a_run_that_saved_says_that_load_resumes_it(
+def test_a_run_says_how_it_ended_and_after_a_save_how_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prefix = tmp_path / "some_text_document"
-    write_data(prefix, [[*range(1, 40), 0]] * 4)
-    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
-    words = f"{shape} --seq-length 16 --train-iters 2 --exit-interval 1 --data-path {prefix}"
+    write_data(tmp_path / "some_text_document", [[*range(1, 40), 0]] * 4)
+    words = f"{TINY} --exit-interval 1 --metrics-file {tmp_path}/m.jsonl".format(tmp_path).split()
     for more, says_load in (([], False), (["--save", str(tmp_path / "saved")], True)):
-        metrics = tmp_path / "metrics.jsonl"
-        main([*words.split(), "--no-bf16", "--metrics-file", str(metrics), *more], {})
+        main([*words, *more], {})
         assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
-        last = {"step": 1, "ended": "exit_interval", "exit_code": 0}
-        assert json.loads(metrics.read_text().splitlines()[-1]) == last
+        assert lines(tmp_path)[-1] == {"step": 1, "ended": "exit_interval", "exit_code": 0}
 
 
 def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
@@ -238,9 +231,7 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
 ) -> None:
     """At the end, at the start of the second run, and not in the third one."""
     write_data(tmp_path / "some_text_document", [[*range(1, 40), 0]] * 60)
-    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --max-position-embeddings 16"
-    words += " --seq-length 16 --train-iters 2 --split 1,1,0 --no-bf16 --global-batch-size 32"
-    words += f" --data-path {tmp_path}/some_text_document"
+    words = f"{TINY} --split 1,1,0 --global-batch-size 32".format(tmp_path)
     original, groups = evaluate.Executor, list[int]()
 
     def second_group(**settings: Any) -> Any:

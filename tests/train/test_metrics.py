@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.train.metrics import LONGEST, Metrics, read_metrics
+from tests.refusals import field_of, refusal
 
 
 class Recorder:
@@ -75,13 +76,17 @@ def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) 
     assert len(every_line(path)) == 9
 
 
-def test_a_resume_where_the_last_process_ended_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_a_resume_where_the_last_process_ended_leaves_the_lines_alone(tmp_path: Path) -> None:
+    """Also where a kill cut off the end of the last line alone."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2)
     before = path.stat()
     with metrics(path, 2):
         after = path.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(path, 2, 3)
+    assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
 
 
 def test_a_run_from_scratch_keeps_no_line_of_an_earlier_one(tmp_path: Path) -> None:
@@ -104,14 +109,6 @@ def test_a_line_cut_short_by_a_kill_is_kept_and_does_not_stand(tmp_path: Path, t
     assert steps_that_stand(path) == [1, 2, 3]
     kept = torn.decode(errors="backslashreplace")
     assert every_line(path)[2] == {"torn": kept, "rewound": True}
-
-
-def test_a_line_that_lost_only_its_end_of_line_stands(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0, 1, 2)
-    path.write_bytes(path.read_bytes()[:-1])
-    write_steps(path, 2, 3)
-    assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
 
 
 def test_a_kill_while_marking_leaves_the_record_as_it_was(
@@ -167,7 +164,7 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(
         for step in steps[4000:]:
             file.write({"step": step})
     assert [line["step"] for line in every_line(path)] == steps
-    assert capsys.readouterr().out.count("its lines are kept in memory") == 1
+    assert capsys.readouterr().out.count(str(path)) == 1
 
 
 def test_a_full_disk_keeps_no_facts_and_the_run_goes_on(small_disk: Path) -> None:
@@ -181,8 +178,8 @@ def test_a_full_disk_keeps_no_facts_and_the_run_goes_on(small_disk: Path) -> Non
 
 def test_lines_that_are_lost_in_the_end_are_an_error(small_disk: Path) -> None:
     fill(small_disk)
-    with pytest.raises(OSError, match=r"metrics.jsonl: \d+ lines could not be written"):
-        write_steps(small_disk / "metrics.jsonl", 0, *range(1, 5000))
+    file = small_disk / "metrics.jsonl"
+    assert field_of(refusal(lambda: write_steps(file, 0, *range(1, 5000)))) == str(file)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +210,6 @@ def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
             file.write({"step": step})
     said = capsys.readouterr().out
     assert (said.count("ConnectionResetError"), said.count("TimeoutError")) == (1, 1)
-    assert "connection lost\n" in said, "on one line"
     assert [len(sink.lines) for sink in (failing, stuck, sound)] == [2, 4, 4]
     assert [sink.exit_codes for sink in (failing, stuck, sound)] == [[1], [0], [0]]
     assert steps_that_stand(path) == [1, 2, 3, 4]

@@ -12,13 +12,13 @@ import pytest
 
 from megatron.checkpoint.format import seal
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
+from tests.refusals import field_of, refusal
 
 
 def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
@@ -79,8 +79,7 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
     (folder / "vocab.json").write_text("x" * len(tokenizer.files["vocab.json"]))  # damaged
     config = TrainedConfig(load=str(folder))
-    with pytest.raises(ValueError, match="step_00000002 cannot be read: .* is not JSON"):
-        open_trained(config, ParallelConfig(), 1)
+    assert folder.name in str(refusal(lambda: open_trained(config, ParallelConfig(), 1)))
     vocab, merges = (str(tmp_path / name) for name in ("vocab.json", "merges.txt"))
     config = replace(config, vocab_file=vocab, merge_file=merges)
     assert open_trained(config, ParallelConfig(), 1)[1].fingerprint == tokenizer.fingerprint
@@ -91,7 +90,6 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
     [
         ({"vocab_file": None}, 1, 1, "--vocab-file"),
         ({"merge_file": None}, 1, 1, "--merge-file"),
-        ({"vocab_file": None, "merge_file": None}, 1, 1, "--vocab-file and --merge-file"),
         ({"tokenizer_type": "T5"}, 1, 1, "--tokenizer-type"),
         ({}, 2, 1, "--tensor-model-parallel-size"),
         ({}, 3, 3, "--tensor-model-parallel-size"),
@@ -102,8 +100,8 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     """size: of the tensor axis. world: processes."""
     parallel = ParallelConfig(tensor_model_parallel_size=size)
-    with pytest.raises(ValueError, match=flag):
-        open_trained(replace(trained, **changes), parallel, world)
+    error = refusal(lambda: open_trained(replace(trained, **changes), parallel, world))
+    assert field_of(error) == flag
 
 
 @pytest.mark.parametrize("attached", [False, True])
@@ -118,9 +116,9 @@ def test_refuses_another_tokenizer(
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer, attached=attached)
     flags = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
     given = {} if attached else {name: str(file) for name, file in flags.items()}
-    with pytest.raises(UsageError) as error:
-        open_trained(TrainedConfig(load=str(folder), **given), ParallelConfig(), 1)
-    assert error.value.flag == "--vocab-file and --merge-file"
+    config = TrainedConfig(load=str(folder), **given)
+    error = refusal(lambda: open_trained(config, ParallelConfig(), 1))
+    assert field_of(error) == "--vocab-file and --merge-file"
 
 
 def test_needs_no_torch() -> None:
