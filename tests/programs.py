@@ -3,9 +3,11 @@
 They come from the fork server of tests/dist.py, so that a start takes a tenth of a second.
 """
 
+import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +40,7 @@ class Run:
         """Whether no rank has ended yet."""
         return all(process.exitcode is None for process in self.processes)
 
-    def wait(self, timeout: float = 120, ranks: Sequence[int] | None = None) -> list[int]:
+    def wait(self, timeout: float = 1200, ranks: Sequence[int] | None = None) -> list[int]:
         """The exit codes of these ranks, or all; TimeoutError with what they printed if one still
         runs."""
         deadline, codes = time.monotonic() + timeout, []
@@ -49,7 +51,7 @@ class Run:
             codes.append(process.exitcode)
         return codes
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 1200) -> None:
         """Until the condition holds; fails where a process ends or the time is up before."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -188,3 +190,33 @@ def assert_equal_bits(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.tobytes() == theirs[name].tobytes(), name
+
+
+# Runs a program with each of the arguments in a JSON list.
+PROBE = """
+import contextlib, io, json, sys
+from {program} import main
+said = []
+for environ, words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words, environ)
+            raise AssertionError(words)
+        except SystemExit as stop:
+            assert stop.code == 2, (words, err.getvalue())
+    assert "torch" not in sys.modules, words
+    said.append(err.getvalue())
+print(json.dumps(said))
+"""
+
+
+def refused_before_torch(
+    program: str, cases: Sequence[tuple[Mapping[str, str], Sequence[str]]]
+) -> list[str]:
+    """What the program prints on stderr for each (environment, arguments), in one process; fails
+    where it accepts them or has imported torch."""
+    command = [sys.executable, "-c", PROBE.replace("{program}", program), json.dumps(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return said

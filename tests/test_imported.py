@@ -1,7 +1,6 @@
 """A checkpoint of imported weights: looked at, fine-tuned from, and no run to go on with."""
 
-import subprocess
-import sys
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import environment
 from tests.data.samples import write_data_of_tokenizer
 from tests.programs import newest, pretrain, some_data
+from tools import checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 RUN = "0123456789abcdef"
 
 
@@ -65,12 +64,12 @@ def train(words: str, folder: Path, code: int = 0) -> str:
         return run.text()
 
 
-def test_it_is_no_run_to_go_on_with(imported: Path, folder: Path, tmp_path: Path) -> None:
+def test_imported_weights_are_no_run_to_go_on_with(
+    imported: Path, folder: Path, tmp_path: Path
+) -> None:
     for save_to in (imported, tmp_path / "new"):
         words = f"--load {imported} --save {save_to} --train-iters 2"
-        text = train(words, folder, code=2)
-        assert f"{imported}/step_00000000" in text
-        assert "--finetune" in text
+        assert f"error: --load {imported}/step_00000000" in train(words, folder, code=2)
     assert [path.name for path in imported.glob("step_*")] == ["step_00000000"]
     assert not (tmp_path / "new").exists()
 
@@ -90,16 +89,13 @@ def test_fine_tuning_starts_from_it_and_goes_on(
     assert f"--load {tmp_path}" in message
 
 
-def look(*words: object) -> str:
-    command = [sys.executable, str(ROOT / "tools" / "checkpoint.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_it_can_be_looked_at(imported: Path) -> None:
-    assert look("verify", imported) == "step_00000000  whole\n"
-    assert look("ls", imported).splitlines()[1].endswith("latest  complete")
-    shown = [line.split(maxsplit=1) for line in look("show", imported).splitlines()]
-    assert ["imported_from", "a folder of theirs"] in shown
-    assert ["config.model.num_layers", "2"] in shown
+def test_imported_weights_can_be_looked_at(
+    imported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for look in (checkpoint.ls, checkpoint.verify, checkpoint.show):
+        look(imported, json=True)
+        found.append(json.loads(capsys.readouterr().out))
+    ((row,), damage, shown) = found
+    assert (row["latest"], damage) == (True, {"step_00000000": []})
+    assert shown["imported_from"] == "a folder of theirs"

@@ -32,35 +32,35 @@ def on_message(
 
 
 @pytest.mark.parametrize(
-    ("world", "fault", "more", "says"),
+    ("world", "fault", "more", "named"),
     [
         (
             3,
             on_message("start_receive", 1, 3, 2 * STEP, 3, die),
             "",
-            [r"rank 1 of 3 \(pipeline 1, data 0, tensor 0\) on \S+ vanished"],
+            [r"rank 1 of 3 \(pipeline 1, data 0, tensor 0\)"],
         ),
         (
             2,  # the fourth input of its step is never sent
             on_message("start_send", 0, 3, STEP, 3, partial(time.sleep, 1000)),
             "--distributed-timeout-minutes 0.15",
             [
-                r"no progress for 9 s: rank 0 of 2 \(pipeline 0, .*\) on \S+ is behind",
-                r"rank 1 of 2 .* pipeline 0 -> 1: receive of the input of stage 1, micro-batch 3 ",
+                r"9 s: rank 0 of 2 \(pipeline 0, .*\)",
+                r"rank 1 of 2 .* pipeline 0 -> 1: .* stage 1, micro-batch 3 ",
             ],
         ),
     ],
     ids=["a middle stage is killed", "a stage waits for its input"],
 )
 def test_a_fault_of_one_stage_ends_all_and_is_named(
-    folder: Path, tmp_path: Path, world: int, fault: Callable[[], None], more: str, says: list[str]
+    folder: Path, tmp_path: Path, world: int, fault: Callable[[], None], more: str, named: list[str]
 ) -> None:
     words = flags(tmp_path, 9, f"{PLAIN} {STAGES} {world} {more}")
     with pretrain(words, world=world, folder=folder, before=fault) as run:
         codes = run.wait()
         assert all(codes), run.text()
         assert codes.count(-signal.SIGKILL) == (not more), run.text()
-        for each in says:
+        for each in named:
             assert re.search(each, run.text()), run.text()
         assert run.text().count("Traceback") <= 1, run.text()
     assert not list(tmp_path.glob("step_*"))
