@@ -145,14 +145,20 @@ def pretrain(
     folder: of the logs, and of a data set where no other one is given. before:
     called in each process first, to break something. shape: the flags of the model's shape.
     """
+    has_files = not {"--mock-data", "--dataset-name"} & set(words.split())
+    arguments = arguments_of(words, data or (some_data(folder) if has_files else folder), shape)
+    target = partial(_program, program, arguments, before)
+    return start_ranks(target, range(world), world, folder)
+
+
+def arguments_of(words: str, data: Path, shape: str = SHAPE) -> list[str]:
+    """The arguments of a small run; data: of --data-path, where these name no other."""
     given = set(words.split())
     rest = REST.replace("--split 1,1,0", "") if "--mock-data" in given else REST
     arguments = [*shape.split(), *rest.split()]
     if not {"--mock-data", "--dataset-name"} & given:
-        arguments += ["--data-path", str(data or some_data(folder))]
-    arguments += words.split()
-    target = partial(_program, program, arguments, before)
-    return start_ranks(target, range(world), world, folder)
+        arguments += ["--data-path", str(data)]
+    return arguments + words.split()
 
 
 def _program(program: str, arguments: list[str], before: Callable[[], None] | None) -> None:
