@@ -46,12 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at_call(
-    target: str,
-    number: int,
-    ranks: Sequence[int],
-    action: Callable[[], None],
-    *,
-    instead: bool = True,
+    target: str, number: int, ranks: Sequence[int], action: Callable[[], None], instead: bool = True
 ) -> None:
     """Let `action` happen on these ranks instead of a call of "module:function", or before it, the
     number-th one (from 1); other calls are as they were."""
@@ -100,9 +95,7 @@ def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_half_a_run_and_its_other_half_equal_a_whole_one(
-    folder: Path, tmp_path: Path, world: int
-) -> None:
+def test_two_halves_of_a_run_equal_a_whole_one(folder: Path, tmp_path: Path, world: int) -> None:
     more = f"{DROPOUT} --save-interval 4"
     train(flags(tmp_path / "whole", 8, more), folder, world)
     save = tmp_path / "halves"
@@ -112,9 +105,7 @@ def test_half_a_run_and_its_other_half_equal_a_whole_one(
 
 
 @pytest.mark.parametrize("target", ["train.launch:launch", "train.state:build_state"])
-def test_a_signal_while_a_run_starts_ends_it_with_75(
-    folder: Path, tmp_path: Path, target: str
-) -> None:
+def test_a_signal_at_the_start_ends_with_75(folder: Path, tmp_path: Path, target: str) -> None:
     words = flags(tmp_path, 100_000, PLAIN)
     come = partial(signal.raise_signal, signal.SIGUSR1)
     before = partial(at_call, f"megatron.{target}", 1, [0], come)
@@ -183,9 +174,7 @@ def test_damage_is_passed_over_by_name_and_nothing_is_deleted(folder: Path, tmp_
     assert (save / "step_00000006.abandoned" / "manifest.json").exists()
 
 
-def test_a_full_disk_ends_all_ranks_by_name_and_keeps_what_was_there(
-    folder: Path, small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_all_ranks(folder: Path, small_disk: Path, tmp_path: Path) -> None:
     more = f"{PLAIN} {SPLIT} --save-interval 2 --async-save --hidden-size 40"
     record = f" --metrics-file {tmp_path / 'metrics.jsonl'}"
     with pretrain(flags(small_disk, 40, more) + record, world=2, folder=folder) as run:
@@ -220,24 +209,51 @@ def flip_in_step_3() -> None:
 
 
 IN_STEP_3 = partial(at_call, "megatron.train.loop:train_step", 3, [1])
+STAGES = "--num-layers 4 --pipeline-model-parallel-size"
+STEP = 4  # micro-batches, of one sample each
 
 
-@pytest.mark.parametrize(
-    ("fault", "more", "named"),
-    [
-        (partial(IN_STEP_3, fail), SPLIT, r"rank 1 of 2 \(data 0, tensor 1\) (.*\n)+Arithmetic"),
-        (flip_in_step_3, f"{SPLIT} --check-replicas-interval 1", "layers.1.mlp_norm.weight"),
-    ],
-    ids=["raises", "holds a flipped bit"],
-)
-def test_a_fault_of_one_rank_ends_all_and_is_named(
-    folder: Path, tmp_path: Path, fault: Callable[[], None], more: str, named: str
-) -> None:
-    """Ranks that sleep, die or skip a collective: train/test_watch.py, test_pipeline_faults.py."""
+def on_message(
+    name: str, rank: int, step: int, of_step: int, number: int, action: Callable[[], None]
+) -> Callable[[], None]:
+    """Let `action` happen on a rank instead of a message of a step (from 1): which one (from 0), of
+    how many the rank has in each."""
+    target = f"megatron.train.executor:{name}"
+    return partial(at_call, target, (step - 1) * of_step + number + 1, [rank], action)
+
+
+# Ranks, what goes wrong in the third step, flags, and what is named. Ranks that sleep, leave or
+# skip a collective: train/test_watch.py.
+FAULTS: dict[str, tuple[int, Callable[[], None], str, list[str]]] = {
+    "a rank raises": (
+        2, partial(IN_STEP_3, fail), SPLIT, [r"rank 1 of 2 \(data 0, tensor 1\) (.*\n)+Arithmetic"]
+    ),
+    "a rank holds a flipped bit": (
+        2, flip_in_step_3, f"{SPLIT} --check-replicas-interval 1", ["layers.1.mlp_norm.weight"]
+    ),
+    "a middle stage is killed": (
+        3, on_message("start_receive", 1, 3, 2 * STEP, 3, die), f"{STAGES} 3",
+        [r"rank 1 of 3 \(pipeline 1, data 0, tensor 0\)"],
+    ),
+    "the fourth input of a stage is never sent": (
+        2, on_message("start_send", 0, 3, STEP, 3, partial(time.sleep, 1000)),
+        f"{STAGES} 2 --distributed-timeout-minutes 0.15",
+        [r"9 s: rank 0 of 2 \(pipeline 0, .*\)",
+         r"rank 1 of 2 .* pipeline 0 -> 1: .* stage 1, micro-batch 3 "],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_rank_ends_all_and_is_named(folder: Path, tmp_path: Path, name: str) -> None:
+    world, fault, more, named = FAULTS[name]
     words = flags(tmp_path, 9, f"{PLAIN} {more}")
-    with pretrain(words, world=2, folder=folder, before=fault) as run:
-        assert all(run.wait()), run.text()
-        assert re.search(named, run.text()), run.text()
+    with pretrain(words, world=world, folder=folder, before=fault) as run:
+        codes = run.wait()
+        assert all(codes), run.text()
+        assert codes.count(-signal.SIGKILL) == ("killed" in name), run.text()
+        for each in named:
+            assert re.search(each, run.text()), run.text()
         assert run.text().count("Traceback") <= 1, run.text()
     assert not list(tmp_path.glob("step_*"))
 
@@ -247,13 +263,9 @@ def torchrun(words: str, folder: Path, *launcher: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [*launcher, *SHAPE.split(), *REST.split()]
     command += ["--data-path", str(some_data(folder)), *words.split()]
-    return subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environ, text=True, **pipes)
 
 
 @pytest.mark.slow
@@ -276,9 +288,7 @@ def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_script_can_stop_what_torchrun_started_and_read_that_it_should_go_on(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_script_can_stop_what_torchrun_started(folder: Path, tmp_path: Path) -> None:
     """As docs/operations.md says: torchrun's own status is 1 in any case."""
     words = flags(tmp_path, 100_000, f"{PLAIN} --save-interval 2")
     process = torchrun(words, folder, str(ROOT / "pretrain_gpt2.py"))
@@ -307,3 +317,24 @@ def test_requeued_fine_tuning_goes_on_where_it_was(folder: Path, tmp_path: Path)
     assert_equal_bits(tuned / "step_00000006", tmp_path / "calm" / "step_00000006")
     steps = [line["step"] for line in read_metrics(tuned / "metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def losses(save: Path) -> dict[int, tuple[float, float]]:
+    """(loss, norm of the gradient) by step."""
+    lines = (line for line in read_metrics(save / "metrics.jsonl") if "loss" in line)
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+
+
+def test_a_run_goes_on_with_other_stages(folder: Path, tmp_path: Path) -> None:
+    more = f"{DROPOUT} --log-interval 1 --lr 1e-2 --num-layers 4"
+    train(flags(tmp_path / "whole", 6, more), folder)
+    save = tmp_path / "stages"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    train(flags(save, 2, f"{more} {STAGES} 2 {virtual}"), folder, world=2)
+    train(flags(save, 4, f"{more} {STAGES} 3"), folder, world=3)
+    train(flags(save, 6, more), folder)
+    assert newest(save).name == "step_00000006"
+    expected = losses(tmp_path / "whole")
+    assert [*expected] == [1, 2, 3, 4, 5, 6]
+    for step, found in losses(save).items():
+        assert found == pytest.approx(expected[step], rel=1e-5), step

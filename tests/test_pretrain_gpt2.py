@@ -1,7 +1,6 @@
 """pretrain_gpt2.py in one process: what it refuses, before torch comes, and what it imports."""
 
 import json
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.train.trained import open_trained
 from pretrain_gpt2 import main
+from tests.config.test_checks import rows_of
 from tests.data.samples import (
     change,
     forget_samples,
@@ -54,60 +54,48 @@ def own(tmp_path: Path) -> Path:
 
 # Arguments, the environment, the field that is refused, and how many warnings come before.
 TENSOR, FILE = "--tensor-model-parallel-size", "--data-path {folder}"
+UNSAVED = "--save {folder}/new --split 0,1,0"  # whose checkpoints would hold no tokenizer
+LAST = """
+--seq-length 17 | --vocab-size 99 | --split 1,9999,0 | --split 0,1,0 | --loss-scale 8 | --finetune
+--fp16 --initial-loss-scale 2**x | --save x --keep-checkpoints 1 | --load nowhere
+--preset {folder}/mine.toml | --data-path {folder}/absent | --data-path {folder}/empty
+"""  # the last flag is refused
 REFUSED = [
-    (f"{TENSOR} 3", "RANK=0 WORLD_SIZE=3", "--num-attention-heads", 0),
-    ("--global-batch-size 3", "RANK=0 WORLD_SIZE=2", "--global-batch-size", 0),
+    *((words, "", flag, 0) for words, _, flag in rows_of(LAST)),
+    (f"{TENSOR} 3", "RANK=0 WORLD_SIZE=3", TENSOR, 0),
     (f"{TENSOR} 2", "RANK=0 WORLD_SIZE=3", TENSOR, 0),
+    ("--global-batch-size 3", "RANK=0 WORLD_SIZE=2", "--global-batch-size", 0),
     ("", "WORLD_SIZE=2", "WORLD_SIZE", 0),
     ("", "RANK=0 WORLD_SIZE=two", "WORLD_SIZE", 0),
     ("--seq-length 17", "RANK=1 WORLD_SIZE=2", "--seq-length", 0),
-    ("--seq-length 17", "", "--seq-length", 0),
-    ("--vocab-size 99", "", "--vocab-size", 0),
-    ("--split 1,9999,0", "", "--split", 0),
-    ("--split 0,1,0", "", "--split", 0),
-    ("--loss-scale 8", "", "--loss-scale", 0),
-    ("--fp16 --initial-loss-scale 2**x", "", "--initial-loss-scale", 0),
-    ("--finetune", "", "--finetune", 0),
-    ("--keep-checkpoints 1 --save x", "", "--keep-checkpoints", 0),
-    ("--load nowhere", "", "--load", 0),
-    ("--preset {folder}/mine.toml", "", "--preset", 0),
-    (f"{FILE}/absent", "", "--data-path", 0),
-    (f"{FILE}/empty", "", "{folder}/empty.bin", 0),
     ("--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", "", "--data-path", 0),
     (f"{FILE}/own_text_document --tokenizer-type BertWordPiece", "", "--tokenizer-type", 0),
-    (f"{FILE}/changed", "", "{folder}/changed.tokenizer", 0),
-    # Of checkpoints that will hold no tokenizer there is one warning.
-    ("--save {folder}/new --split 0,1,0", "", "--split", 1),
-    ("--save {folder}/new --split 0,1,0", "RANK=0 WORLD_SIZE=1", "--split", 1),
-    ("--save {folder}/new --split 0,1,0", "RANK=1 WORLD_SIZE=2", "--split", 0),
+    (UNSAVED, "", "--split", 1),
+    (UNSAVED, "RANK=0 WORLD_SIZE=1", "--split", 1),
+    (UNSAVED, "RANK=1 WORLD_SIZE=2", "--split", 0),
 ]
 
 
-def test_arguments_and_data_that_do_not_fit_are_refused_before_torch_is_imported(
+def test_wrong_arguments_are_refused_before_torch_is_imported(
     data: Path, own: Path, tmp_path: Path
 ) -> None:
     write_tokenizer(tmp_path)
     write_data(tmp_path / "empty", DOCUMENTS)
     (tmp_path / "empty.bin").write_bytes(b"")
     (tmp_path / "mine.toml").write_text("num_layers = 2\nhiden_size = 32\n")
-    for suffix in (".bin", ".idx", ".json"):
-        shutil.copy(f"{own}{suffix}", tmp_path / f"changed{suffix}")
-    shutil.copytree(f"{own}.tokenizer", tmp_path / "changed.tokenizer")
-    vocabulary = tmp_path / "changed.tokenizer" / "vocab.json"
-    vocabulary.write_text(vocabulary.read_text().replace("the", "teh"))
     cases = [
         (dict(each.split("=") for each in environ.split()), words.format(folder=tmp_path))
         for words, environ, *_ in REFUSED
     ]
     found = refused_before_torch("pretrain_gpt2", [(e, arguments(data, w)) for e, w in cases])
-    for said, (words, environ, field, warned) in zip(found, REFUSED, strict=True):
-        *warnings, error = said.splitlines()
-        assert field_of(error) == field.format(folder=tmp_path), (words, said)
-        assert len(warnings) == warned, said
+    lines = [said.splitlines() for said in found]
+    wanted = [(field, warned) for *_, field, warned in REFUSED]
+    assert [(field_of(error), len(warnings)) for *warnings, error in lines] == wanted
+    for (*_, error), (_, environ, *_) in zip(lines, REFUSED, strict=True):
         assert error.startswith("rank 1: ") == ("RANK=1" in environ)
 
 
-def test_a_step_imports_nothing_heavy_that_it_does_not_need(
+def test_a_step_imports_nothing_heavy(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a GPU steps are compiled
@@ -122,7 +110,7 @@ def test_a_step_imports_nothing_heavy_that_it_does_not_need(
     assert ended.stdout.splitlines()[-1] == "imported []"
 
 
-def test_checkpoints_hold_the_tokenizer_found_beside_the_data(
+def test_checkpoints_hold_the_tokenizer(
     own: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     save, fingerprint = tmp_path / "checkpoints", json.loads(own.with_suffix(".json").read_text())

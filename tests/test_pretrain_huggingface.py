@@ -1,8 +1,6 @@
 """pretrain.py --model huggingface and huggingface-masked: a run on tokenised data that goes on at
 another layout, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,12 +26,7 @@ from megatron.models.hf_weights import forms_of
 from megatron.models.registry import find_kind
 from megatron.parallel.mesh import absent_mesh
 from pretrain import main
-from tests.data.samples import (
-    write_data,
-    write_data_of_tokenizer,
-    write_sentences,
-    write_wordpiece,
-)
+from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
 from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
 from tests.programs import Run, refused_before_torch, start_ranks
 from tests.refusals import field_of, refused
@@ -251,9 +244,7 @@ def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
         ({"num_kv_shared_layers": 0}, True),
     ],
 )
-def test_a_few_layers_stand_for_those_that_are_alike(
-    changes: dict[str, Any], are_alike: bool
-) -> None:
+def test_a_few_layers_stand_for_alike_ones(changes: dict[str, Any], are_alike: bool) -> None:
     section = hf_section("gemma2", {"layer_types": [], "num_hidden_layers": 4, **changes})
     assert section.of_depth(4).described == section.described
     with nullcontext() if are_alike else pytest.raises(UsageError):
