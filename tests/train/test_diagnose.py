@@ -93,12 +93,9 @@ def diagnoses(
 ) -> dict[str, set[Diagnosis]]:
     """Of each fault, with and without recomputed activations."""
     mesh = mesh_of_ranks(tensor_size)
-    granularities = ("none", "full") if zero else GRANULARITIES
+    granularities, settings = ("none", "full") if zero else GRANULARITIES, (zero, offloads)
     return {
-        fault: {
-            diagnosis(mesh, fault, bad, each, torch.float32, zero, offloads)
-            for each in granularities
-        }
+        fault: {diagnosis(mesh, fault, bad, g, torch.float32, *settings) for g in granularities}
         for fault in WHAT
     }
 
@@ -180,7 +177,7 @@ def count_hooks(model: nn.Module) -> int:
         (2, 1, (1, 0), 3, True),
     ],
 )
-def test_every_rank_names_module_rank_and_samples(
+def test_every_rank_names_the_module(
     gloo: Pool, world: int, tensor_size: int, bad: tuple[int, int], zero: int, offloads: bool
 ) -> None:
     sample = GLOBAL_BATCH + 2 * (world // tensor_size) + bad[0]  # micro-batches of one sample

@@ -22,9 +22,7 @@ def test_one_process_needs_no_launcher() -> None:
 
 
 @pytest.mark.parametrize(("size", "environ"), [(2, {}), (3, LAUNCHED)])
-def test_a_launch_of_processes_that_do_not_fit_is_refused(
-    size: int, environ: dict[str, str]
-) -> None:
+def test_launch_refuses_sizes_that_do_not_fit(size: int, environ: dict[str, str]) -> None:
     wrong = ParallelConfig(tensor_model_parallel_size=size)
     with pytest.raises(UsageError) as refused, launch(wrong, environ):
         pass
@@ -99,7 +97,7 @@ start.choose_device = choose_and_leave
         (3, (0, 1, 1), "", {1, 2}, "RANK 1: "),
     ],
 )
-def test_a_rank_that_is_missing_or_leaves_ends_the_start_of_all(
+def test_a_missing_rank_ends_the_start(
     tmp_path: Path, world: int, ranks: tuple[int, ...], first: str, statuses: set[int], named: str
 ) -> None:
     program = write_program(tmp_path, "print('built')", tensor=1, first=first)

@@ -25,15 +25,13 @@ def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = 
     """Of 4 heads, without tensors."""
     folder = directory / "step_00000002"
     folder.mkdir(parents=True)
-    files = tokenizer.files if attached else {}
-    for name, content in files.items():
+    files = {}
+    for name, content in tokenizer.files.items() if attached else ():
         (folder / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     manifest = {
         "format": 2,
-        "files": {
-            name: {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-            for name, content in files.items()
-        },
+        "files": files,
         "tensors": {},
         "config": asdict(settings()),
         "vocab_size": 261,
@@ -73,9 +71,7 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETok
         assert found.encode("the thing") == tokenizer.encode("the thing")
 
 
-def test_flags_win_over_the_tokenizer_of_the_checkpoint(
-    tmp_path: Path, tokenizer: GPT2BPETokenizer
-) -> None:
+def test_flags_win_over_the_checkpoint(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
     (folder / "vocab.json").write_text("x" * len(tokenizer.files["vocab.json"]))  # damaged
     config = TrainedConfig(load=str(folder))
@@ -95,7 +91,7 @@ def test_flags_win_over_the_tokenizer_of_the_checkpoint(
         ({}, 3, 3, "--tensor-model-parallel-size"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_settings_that_do_not_fit_are_refused(
     trained: TrainedConfig, changes: dict[str, Any], size: int, world: int, flag: str
 ) -> None:
     """size: of the tensor axis. world: processes."""
@@ -105,7 +101,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_refuses_another_tokenizer(
+def test_another_tokenizer_is_refused(
     tmp_path: Path, tokenizer: GPT2BPETokenizer, attached: bool
 ) -> None:
     """That of the flags, or that in the checkpoint."""
@@ -124,4 +120,4 @@ def test_refuses_another_tokenizer(
 def test_needs_no_torch() -> None:
     program = "import sys, megatron.train.trained; sys.exit('torch' in sys.modules)"
     folder = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", program], cwd=folder, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=folder).returncode == 0
