@@ -193,9 +193,7 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
         ("split", "1,999,0", "1,0,0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    prefix: str, name: str, bad: object, works: object
-) -> None:
+def test_wrong_settings_are_refused(prefix: str, name: str, bad: object, works: object) -> None:
     error = refusal(lambda: opened(prefix, **{name: bad}))
     assert field_of(error) == f"--{name.replace('_', '-')}"
     opened(prefix, **{name: works})
@@ -280,9 +278,7 @@ def runs(words: NDArray[np.bool_]) -> list[int]:
 
 @pytest.mark.parametrize("mean", [1.0, 1.3, 5.0])
 @pytest.mark.parametrize("sizes", [(400, 2), (30, 20), (6, 9)])
-def test_the_share_of_tokens_is_mask_prob_for_short_samples_and_long_words(
-    sizes: Sequence[int], mean: float
-) -> None:
+def test_the_share_of_masked_tokens_is_mask_prob(sizes: Sequence[int], mean: float) -> None:
     """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
     rng, counts = np.random.default_rng(1), np.zeros(2)
     rounds = 30_000 // sum(sizes)

@@ -105,7 +105,7 @@ def test_processes_of_a_host_scan_one_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
-def test_where_nothing_can_be_locked_every_process_scans(
+def test_without_locks_every_process_scans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -124,23 +124,16 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     assert (field_of(error), path in str(error)) == ("--data-path", True)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("a.jsonl", "", ""),
-        ("a.jsonl", "\n  \n", ""),
-        ("a.jsonl", "x\n{}\n", "line 1"),
-        ("a.jsonl", '{"body": "x"}', "--json-key"),
-        ("a.json", '[{"text": "x"}, {"text": "y"}]', "--dataset-name"),
-        ("a.json", '[\n{"text": "x"},\n{"text": "y"}\n]\n', "--dataset-name"),
-        ("a.jsonl.gz", "{}", "/a.jsonl, "),
-        ("a.json.zst", "{}", "/a.json, "),
-        ("a.txt", "{}", ".jsonl"),
-        ("absent.jsonl", None, "absent"),
-        ("packed", None, "--pad"),
-    ],
-)
-def test_a_path_without_documents_is_refused(
+@pytest.mark.parametrize(("name", "content", "named"), [
+    ("a.jsonl", "", ""), ("a.jsonl", "\n  \n", ""), ("a.jsonl", "x\n{}\n", "line 1"),
+    ("a.jsonl", '{"body": "x"}', "--json-key"),
+    ("a.json", '[{"text": "x"}, {"text": "y"}]', "--dataset-name"),
+    ("a.json", '[\n{"text": "x"},\n{"text": "y"}\n]\n', "--dataset-name"),
+    ("a.jsonl.gz", "{}", "/a.jsonl, "), ("a.json.zst", "{}", "/a.json, "),
+    ("a.txt", "{}", ".jsonl"),
+    ("absent.jsonl", None, "absent"), ("packed", None, "--pad"),
+])  # fmt: skip
+def test_a_path_without_texts_is_refused(
     tmp_path: Path, name: str, content: str | None, named: str
 ) -> None:
     write_data(tmp_path / "packed", [[1, 2, 0]])

@@ -21,12 +21,7 @@ def documents(count: int, first: int = 1) -> list[list[int]]:
 
 
 def opened(
-    prefix: Path,
-    *,
-    split: str = "8,1,1",
-    seq_length: int = 5,
-    seed: int = 1,
-    shuffle: bool = True,
+    prefix: Path, *, split: str = "8,1,1", seq_length: int = 5, seed: int = 1, shuffle: bool = True
 ) -> list[GPT2Dataset | None]:
     corpus = open_corpus([str(prefix)], PlainTokenizer())
     return list(open_splits(corpus, split=split, seq_length=seq_length, seed=seed, shuffle=shuffle))
@@ -115,7 +110,6 @@ def test_boundaries_by_hand() -> None:
     assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0], [0, 9, 9, 9, 9, 0]]
     assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8], [9, 9, 9, 9, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
-    assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 1, 1, 1]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
     assert batch.loss_mask.dtype == np.float32

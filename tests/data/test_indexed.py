@@ -51,9 +51,7 @@ def whole(prefix: Path | str) -> list[int]:
 @pytest.mark.parametrize(
     ("vocab_size", "code", "letter"), [(100, 8, "H"), (65_499, 8, "H"), (65_500, 4, "i")]
 )
-def test_bytes_are_those_of_the_format(
-    tmp_path: Path, vocab_size: int, code: int, letter: str
-) -> None:
+def test_bytes_of_the_format(tmp_path: Path, vocab_size: int, code: int, letter: str) -> None:
     write_data(tmp_path / "p", DOCUMENTS, vocab_size=vocab_size)
     size = struct.calcsize(letter)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
@@ -121,9 +119,7 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "chosen", [(0, 2, 4, 6, 7), (7, 2, 2, 3, 0), (0, 1, 2), (5, None, 6, 7, None)], ids=str
 )
-def test_an_index_selects_repeats_and_reorders_documents(
-    tmp_path: Path, chosen: tuple[int | None, ...]
-) -> None:
+def test_an_index_selects_documents(tmp_path: Path, chosen: tuple[int | None, ...]) -> None:
     """Eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
     prefix, number = str(tmp_path / "p"), len(chosen)
     np.arange(1, 321, dtype="<u2").tofile(f"{prefix}.bin")
@@ -175,9 +171,7 @@ def test_another_index_is_another_data_set(tmp_path: Path) -> None:
     ("part", "content"),
     [("pointers", 18), ("pointers", 3), ("pointers", -2), ("pointers", 2**63 - 2), ("sizes", -1)],
 )
-def test_an_index_that_points_outside_its_bin_is_damaged(
-    tmp_path: Path, part: str, content: int
-) -> None:
+def test_an_index_that_points_outside_is_damaged(tmp_path: Path, part: str, content: int) -> None:
     """12 tokens, of which the last document has 6."""
     write_data(tmp_path / "p", DOCUMENTS)
     (tmp_path / "p.json").unlink()
@@ -215,7 +209,7 @@ def test_shards_read_as_one_data_set(sharded: str, tmp_path: Path) -> None:
     assert whole(f"{sharded}_00001") == [9, 10, 0]  # each shard is a data set by itself
 
 
-def test_samples_cross_shards_and_are_asked_of_the_disk_before_any_is_read(
+def test_samples_cross_shards_and_are_read_ahead(
     sharded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int, int, int]] = []

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def texts_of(documents: ColumnDocuments) -> list[str]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_source_gives_the_texts_in_order_and_the_same_identity(
+def test_every_source_gives_the_same_texts(
     source: str, tmp_path: Path, datasets_cache: Path
 ) -> None:
     with pytest.warns(UserWarning, match="4 of 44 "):
@@ -198,37 +198,6 @@ def test_what_is_kept_is_of_one_column(tmp_path: Path, kind: str) -> None:
             assert texts_of(open_map_style(str(path), column=column)) == texts
 
 
-class Changing:
-    """A column that changes."""
-
-    def __init__(self, rows: list[str | None]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> str | None:
-        return self.rows[row]
-
-    def batches(self) -> Iterator[pa.Array]:
-        yield pa.array(self.rows, pa.string())
-
-
-def test_a_row_that_has_lost_its_text_is_told_of(tmp_path: Path) -> None:
-    column = Changing(["a", "b"])
-    documents = ColumnDocuments("--data-path x", column)
-    column.rows[1] = None
-    assert documents.text(0) == "a"
-    error = refusal(lambda: documents.text(1))
-    assert field_of(error) == "--data-path"
-    assert "x, row 1 " in str(error)
-    for empty in (
-        DatasetColumn(table([None, "b"]), "text", "mine"),
-        ParquetColumn([parquet(tmp_path / "a.parquet", [None, "b"])], "text", "mine"),
-    ):
-        assert (empty[0], empty[1]) == (None, "b")
-
-
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_damaged_page_names_flag_and_file(tmp_path: Path, when: str) -> None:
@@ -245,9 +214,7 @@ def test_a_damaged_page_names_flag_and_file(tmp_path: Path, when: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
 @pytest.mark.parametrize("damage", ["a folder", "no archive"])
-def test_a_kept_pass_that_cannot_be_read_or_written_is_made_again(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_pass_is_made_again(tmp_path: Path, damage: str) -> None:
     file = parquet(tmp_path / "a.parquet")
     first = open_map_style(str(file))
     (kept,) = set(tmp_path.iterdir()) - {file}
@@ -267,7 +234,7 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
 
 
 @pytest.mark.parametrize(("cached_bytes", "decoded"), [(1 << 20, 2), (1, 20)])
-def test_decoded_row_groups_are_kept_up_to_a_size(
+def test_decoded_groups_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, decoded: int
 ) -> None:
     file, calls = parquet(tmp_path / "a.parquet", TEXTS[:20], 10), []
@@ -282,18 +249,6 @@ def test_decoded_row_groups_are_kept_up_to_a_size(
     rows = [row for pair in zip(range(10), range(10, 20), strict=True) for row in pair]
     assert [column[row] for row in rows] == [TEXTS[row] for row in rows]
     assert len(calls) == decoded
-
-
-@pytest.mark.parametrize(("group", "warned"), [(5, True), (1, False), (10, False)])
-def test_large_row_groups_that_do_not_fit_warn(tmp_path: Path, group: int, warned: bool) -> None:
-    rows = [f"{number}" * (1 << 20) for number in range(10)]
-    file = parquet(tmp_path / "a.parquet", rows, group)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        ParquetColumn([file], "text", "mine", cached_bytes=1 << 20)
-        assert bool(seen) == warned
-        ParquetColumn([file], "text", "mine")  # all of it fits
-        assert len(seen) == warned
 
 
 @pytest.mark.parametrize("source", ["saved", "parquet", "object"])
@@ -329,23 +284,16 @@ def one_file(folder: Path) -> Path:
 
 # A maker of what --data-path names, the arguments beside it, and the flag that is refused.
 REFUSED: list[tuple[Callable[[Path], Path], dict[str, str], str]] = [
-    (saved, {"column": "body"}, "--text-column"),
-    (saved, {"column": "id"}, "--text-column"),
-    (one_file, {"column": "id"}, "--text-column"),
-    (saved_splits, {"split": "other"}, "--dataset-split"),
-    (parquet_folder, {"split": "other"}, "--dataset-split"),
-    (saved, {"split": "test"}, "--dataset-split"),
+    *((make, {"column": "id"}, "--text-column") for make in (saved, one_file)),
+    *((make, {"column": "body"}, "--text-column") for make in (saved, one_file)),
+    *((make, {"split": "x"}, "--dataset-split") for make in (saved_splits, parquet_folder, saved)),
     (one_file, {"split": "test"}, "--dataset-split"),
-    (saved_splits, {"config": "a"}, "--dataset-config"),
-    (one_file, {"config": "a"}, "--dataset-config"),
+    *((make, {"config": "a"}, "--dataset-config") for make in (saved_splits, one_file)),
     (configurations, {"config": "a"}, "--dataset-config"),
-    (configurations, {}, "--data-path"),
-    (json_folder, {}, "--data-path"),
-    (lambda to: to, {}, "--data-path"),
+    *((make, {}, "--data-path") for make in (configurations, json_folder, cut, lambda to: to)),
     (lambda to: to / "absent.parquet", {}, "--data-path"),
     (lambda to: parquet(to / "a.parquet", [None, " "]), {}, "--data-path"),
     (lambda to: parquet(to / "a.parquet", []), {}, "--data-path"),
-    (cut, {}, "--data-path"),
     (lambda to: without(to, "state.json"), {}, "--data-path"),
     (lambda to: without(to, "*.arrow"), {}, "--data-path"),
 ]
@@ -353,7 +301,7 @@ REFUSED: list[tuple[Callable[[Path], Path], dict[str, str], str]] = [
 
 @pytest.mark.filterwarnings("ignore:.* hold no ")
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_a_path_that_does_not_fit_is_refused_by_its_flag(tmp_path: Path, number: int) -> None:
+def test_a_path_that_does_not_fit_is_refused(tmp_path: Path, number: int) -> None:
     make, more, flag = REFUSED[number]
     path = str(make(tmp_path))
     error = refusal(lambda: open_map_style(path, **more), lines=1)
@@ -385,7 +333,7 @@ def folder_of(name: str, folder: Path) -> str:
         *((name, {}, "--dataset-name") for name in ("empty", "no JSON", "saved", "script")),
     ],
 )
-def test_a_name_that_does_not_fit_is_refused_by_its_flag(
+def test_a_name_that_does_not_fit_is_refused(
     tmp_path: Path, datasets_cache: Path, name: str, more: dict[str, str], flag: str
 ) -> None:
     place = folder_of(name, tmp_path)
@@ -398,25 +346,22 @@ def test_a_name_that_does_not_fit_is_refused_by_its_flag(
 
 
 def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: Path) -> None:
-    folder = json_folder(tmp_path, TEXTS)
-    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in SPLITS)
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    assert texts_of(open_named(str(folder), config="test")) == ["of test"]
-    assert texts_of(open_named(str(folder), config="train")) == TEXTS
-    error = refusal(lambda: open_named(str(folder)))
-    assert field_of(error) == "--dataset-name"
-    assert "--dataset-config" in str(error)
-
-
-def test_a_configuration_of_a_folder_of_parquet(tmp_path: Path, datasets_cache: Path) -> None:
     folder = str(configurations(tmp_path))
     for name, texts in (("one", TEXTS), ("two", ["of two"]), ("one", TEXTS)):
         assert texts_of(open_map_style(folder, config=name)) == texts
         assert texts_of(open_documents(folder, config=name)) == texts
     assert not list(datasets_cache.iterdir())
+    lines = json_folder(tmp_path, TEXTS)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in SPLITS)
+    (lines / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert texts_of(open_named(str(lines), config="test")) == ["of test"]
+    assert texts_of(open_named(str(lines), config="train")) == TEXTS
+    error = refusal(lambda: open_named(str(lines)))
+    assert field_of(error) == "--dataset-name"
+    assert "--dataset-config" in str(error)
 
 
-def test_names_are_relative_to_where_the_program_runs(
+def test_names_are_relative(
     tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(json_folder(tmp_path, TEXTS))
@@ -426,9 +371,3 @@ def test_names_are_relative_to_where_the_program_runs(
     assert texts_of(open_map_style("a.parquet")) == TEXTS
     monkeypatch.chdir(saved(tmp_path, TEXTS))
     assert texts_of(open_map_style(".")) == TEXTS
-
-
-def test_a_stream_is_refused() -> None:
-    stream = table(TEXTS).to_iterable_dataset()
-    error = refusal(lambda: DatasetColumn(stream, "text", "mine"))
-    assert "tools.stream_to_jsonl" in str(error)

@@ -152,7 +152,7 @@ def test_decimal_weights_do_not_drift() -> None:
         (["1", "1e9", "2e9"], [1, 33_333, 66_667]),
     ],
 )
-def test_weights_too_fine_are_rounded_with_a_warning(
+def test_weights_too_fine_are_rounded(
     given: list[str], used: list[int] | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     weights = [Fraction(word) for word in given]

@@ -37,7 +37,6 @@ def open_training(
     corpus = open_document_corpus(paths, tokenizer)
     given = {"seq_length": 4, "seed": 5, "shuffle": False} | settings
     training, _, _ = open_padded_splits(corpus, tokenizer, split=split, **given)
-    assert training is not None
     return training
 
 
@@ -50,9 +49,7 @@ def documents(batch: GPT2Batch, tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("has_pad", [False, True])
-def test_a_sample_is_a_document_with_its_marks(
-    tmp_path: Path, tokenizer: Tokenizer, has_pad: bool
-) -> None:
+def test_a_padded_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: bool) -> None:
     if has_pad:
         tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))
     path = write(tmp_path / "a.jsonl", ["a", "abc", "abcd", "abcde"])
@@ -118,9 +115,7 @@ def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: T
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 10])
-def test_epochs_of_a_blend_end_where_its_first_data_set_has_been_read_so_often(
-    tmp_path: Path, tokenizer: Tokenizer, epochs: int
-) -> None:
+def test_epochs_of_a_blend(tmp_path: Path, tokenizer: Tokenizer, epochs: int) -> None:
     one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
     two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(5)])
     data = open_training(["1", one, "9", two], tokenizer)
@@ -205,7 +200,7 @@ def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokeniz
         assert cache.name in str(error)
 
 
-def test_without_a_place_for_a_cache_documents_are_tokenised_when_read(
+def test_without_a_cache_texts_are_tokenised_when_read(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more behind it

@@ -51,35 +51,39 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
         assert open_corpus(paths, PlainTokenizer()).identity["data"] != first["data"]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize(
+    ("suffix", "changes"),
+    [  # another token, or two documents that are cut elsewhere
+        (".bin", [(0, b"\x05\0")]),
+        (".idx", [(34 + 8 + 8, b"\x04\0"), (34, b"\x02\0\0\0\x03\0\0\0")]),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*json is not there")
-def test_a_file_exchanged_under_its_sidecar(tmp_path: Path, suffix: str) -> None:
+def test_a_file_exchanged_under_its_sidecar(
+    tmp_path: Path, suffix: str, changes: list[tuple[int, bytes]]
+) -> None:
     """With samples in the sidecar it is refused, with both values, as a program without this
     project counts them; with an older sidecar, or none, the data set is another one."""
-    prefix, documents = str(tmp_path / "p"), [[1, 2, 0], [3, 0]]
-    file = Path(f"{prefix}{suffix}")
+    prefix, file = tmp_path / "p", tmp_path / f"p{suffix}"
 
     def sample() -> str:
         content = file.read_bytes()
         return hashlib.sha256(str(len(content)).encode() + content).hexdigest()
 
     def identity() -> str:
-        (found,) = open_corpus([prefix], PlainTokenizer()).identity["data"]
+        (found,) = open_corpus([str(prefix)], PlainTokenizer()).identity["data"]
         return str(found)
 
     for kind in ("new", "older", "none"):
-        write_data(Path(prefix), documents)
+        write_data(prefix, [[1, 2, 0], [3, 0]])
         if kind == "older":
-            forget_samples(Path(prefix))
+            forget_samples(prefix)
         elif kind == "none":
             Path(f"{prefix}.json").unlink()
         before, was = identity(), sample()
         assert identity() == before
-        # Another token, or two documents that are cut elsewhere.
-        changed = (0, b"\x05\0") if suffix == ".bin" else (34 + 8 + 8, b"\x04\0")
-        sizes = (34, b"\x02\0\0\0\x03\0\0\0")
-        for place, content in (changed, sizes)[: 1 if suffix == ".bin" else 2]:
-            change(Path(prefix), suffix, place, content)
+        for place, content in changes:
+            change(prefix, suffix, place, content)
         if kind == "new":
             error = refusal(identity)
             assert field_of(error) == "--data-path"
@@ -117,7 +121,7 @@ def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
         ("", None, None, ""),
     ],
 )
-def test_sources_that_do_not_fit_together_are_refused_with_both_values(
+def test_sources_that_do_not_fit_are_refused(
     tmp_path: Path,
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +160,7 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
 
 
 @pytest.mark.parametrize("shuffled", [None, False, "older"])
-def test_documents_that_were_not_shuffled_get_one_warning(
+def test_unshuffled_documents_get_one_warning(
     tmp_path: Path, prefix: str, shuffled: bool | str | None
 ) -> None:
     """An older sidecar has no entries for shards and shuffling."""
@@ -184,7 +188,6 @@ def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: 
     (tmp_path / "c.tokenizer" / "vocab.json").write_text("never looked at")
     a, b, c = (str(tmp_path / name) for name in "abc")
     found = find_tokenizer(open_corpus(["1", a, "1", b, "1", c], None))
-    assert found is not None
     assert (found.kind, found.fingerprint) == (tokenizer.kind, tokenizer.fingerprint)
     assert find_tokenizer(open_corpus([a], None)) is None
     (tmp_path / "b.json").unlink()  # a folder without it says nothing of the data set

@@ -95,7 +95,7 @@ def test_a_tokenizer_json_by_hand(described: HuggingFaceTokenizer, bpe: GPT2BPET
     assert described.decode(ends) == "[BOT]in[EOT]"
 
 
-def test_ids_of_tokens(
+def test_token_ids(
     bpe: GPT2BPETokenizer, wordpiece: BertWordPieceLowerCase, described: HuggingFaceTokenizer
 ) -> None:
     table: list[tuple[Tokenizer, str, int, int | None, str]] = [
@@ -159,36 +159,37 @@ def test_every_id_is_below_the_vocabulary_size(tmp_path: Path) -> None:
     assert tokenizer.encode("a<new>") == [tokenizer.token_id("a"), 263]
 
 
+EOS_BOT = {"eos_token": "[BOT]"}
+
+
 @pytest.mark.parametrize(
     ("config", "special_map", "tokens", "marks"),
     [
         (None, None, [], ("[EOT]", "[PAD]")),
-        ({"eos_token": "[BOT]"}, {"eos_token": "[PAD]"}, [], ("[BOT]", "[PAD]")),
+        (EOS_BOT, {"eos_token": "[PAD]"}, [], ("[BOT]", "[PAD]")),
         ({"eos_token": None}, {"eos_token": {"content": "[BOT]"}}, [], ("[BOT]", "[PAD]")),
-        ({"eos_token": {"content": "the"}, "pad_token": "th"}, None, [], ("the", "th")),
         ({}, None, [("<pad>", 264), ("</s>", 263)], ("</s>", "<pad>")),
         ({}, None, [("<eos>", 263)], ("<eos>", "[PAD]")),  # [PAD] only in the vocabulary
     ],
 )
-def test_the_marks_are_those_of_the_files_beside_or_the_usual_ones(
-    tmp_path: Path,
-    config: dict[str, Any] | None,
-    special_map: dict[str, Any] | None,
-    tokens: list[tuple[str, int]],
-    marks: tuple[str, str],
+def test_marks_are_those_of_the_files_beside_or_the_usual_ones(
+    tmp_path: Path, config: Any, special_map: Any, tokens: Any, marks: tuple[str, str]
 ) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json", config=config))
     if special_map is not None:
         (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
     if tokens:
         change_json(folder, **added(*tokens))
-    if marks[0] == "the":  # which text does spell
-        assert field_of(refusal(lambda: HuggingFaceTokenizer(str(folder)))) == "--vocab-file"
-        return
     one, other = (HuggingFaceTokenizer(str(each)) for each in (folder, folder / "tokenizer.json"))
     assert one.files == other.files
     assert one.files.keys() == {file.name for file in folder.iterdir()}
     assert [one.eod, one.pad_id] == [one.token_id(mark) for mark in marks]
+
+
+def test_marks_that_text_spells_are_refused(tmp_path: Path) -> None:
+    config = {"eos_token": {"content": "the"}, "pad_token": "th"}
+    folder = write_tokenizer_json(tmp_path / "json", config=config)
+    assert field_of(refusal(lambda: HuggingFaceTokenizer(folder))) == "--vocab-file"
 
 
 def test_gpt2s_own_vocabulary_in_a_tokenizer_json(tmp_path: Path, test_data: Path) -> None:
@@ -259,10 +260,7 @@ def test_the_fingerprint_is_of_the_content_not_of_its_form(tmp_path: Path) -> No
 
 
 def test_from_its_files_it_is_made_again_under_their_usual_names(
-    bpe: GPT2BPETokenizer,
-    wordpiece: BertTokenizer,
-    described: HuggingFaceTokenizer,
-    tmp_path: Path,
+    bpe: GPT2BPETokenizer, wordpiece: BertTokenizer, described: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     config = "tokenizer_config.json"
     expected = {BPE: ("vocab.json", "merges.txt"), LOWER: ("vocab.txt",), JSON: ("tokenizer.json",)}
@@ -305,7 +303,7 @@ REFUSED: list[tuple[str, str, bytes | None, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "name", "content", "named"), REFUSED)
-def test_files_that_are_missing_or_damaged_are_refused_by_flag(
+def test_missing_or_damaged_files_are_refused(
     tmp_path: Path, kind: str, name: str, content: bytes | None, named: str
 ) -> None:
     write_tokenizer(tmp_path)
@@ -338,9 +336,7 @@ NO_BYTES = {"type": "WordLevel", "vocab": {"[EOT]": 0, "a": 1, "[UNK]": 2}, "unk
         {"model": NO_BYTES, "pre_tokenizer": {"type": "WhitespaceSplit"}},
     ],
 )
-def test_a_tokenizer_json_that_does_not_fit_is_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_tokenizer_json_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = write_tokenizer_json(tmp_path / "json")
     change_json(Path(folder), **changes)
     assert field_of(refusal(lambda: build_tokenizer(JSON, folder, None))) == "--vocab-file"
@@ -391,21 +387,13 @@ def test_a_few_odd_tokens_make_no_cased_vocabulary(tmp_path: Path) -> None:
     assert BertWordPieceLowerCase(vocab_file).vocab_size > 200
 
 
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("The cat", (1, 1)),
-        ("the Cat", (1, 1)),
-        ("the cat", (1, 0)),
-        ("\u043a\u043e\u0442 3", (1, 0)),  # Russian
-        ("ThE 漢字かなカナ", (1, 1)),
-        ("the 漢", (1, 0)),
-        ("the 漢字かなカナ", (0, 0)),  # mostly letters that are never capitals
-        ("საქართველო", (0, 0)),  # Georgian, whose capitals begin no word
-        ("1 + 1 = 2", (0, 0)),
-        ("", (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("text", "counts"), [
+    ("The cat", (1, 1)), ("the Cat", (1, 1)), ("the cat", (1, 0)), ("1 + 1 = 2", (0, 0)),
+    ("\u043a\u043e\u0442 3", (1, 0)),  # Russian
+    ("ThE 漢字かなカナ", (1, 1)), ("the 漢", (1, 0)), ("", (0, 0)),
+    ("the 漢字かなカナ", (0, 0)),  # mostly letters that are never capitals
+    ("საქართველო", (0, 0)),  # Georgian, whose capitals begin no word
+])  # fmt: skip
 def test_texts_count_whose_letters_could_be_capitals(text: str, counts: tuple[int, int]) -> None:
     assert count_casing([text]) == counts
     assert np.array_equal(count_casing([text, "", text]), 2 * np.array(counts))
