@@ -3,9 +3,11 @@
 They come from the fork server of tests/dist.py, so that a start takes a tenth of a second.
 """
 
+import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,14 +145,20 @@ def pretrain(
     folder: of the logs, and of a data set where no other one is given. before:
     called in each process first, to break something. shape: the flags of the model's shape.
     """
+    has_files = not {"--mock-data", "--dataset-name"} & set(words.split())
+    arguments = arguments_of(words, data or (some_data(folder) if has_files else folder), shape)
+    target = partial(_program, program, arguments, before)
+    return start_ranks(target, range(world), world, folder)
+
+
+def arguments_of(words: str, data: Path, shape: str = SHAPE) -> list[str]:
+    """The arguments of a small run; data: of --data-path, where these name no other."""
     given = set(words.split())
     rest = REST.replace("--split 1,1,0", "") if "--mock-data" in given else REST
     arguments = [*shape.split(), *rest.split()]
     if not {"--mock-data", "--dataset-name"} & given:
-        arguments += ["--data-path", str(data or some_data(folder))]
-    arguments += words.split()
-    target = partial(_program, program, arguments, before)
-    return start_ranks(target, range(world), world, folder)
+        arguments += ["--data-path", str(data)]
+    return arguments + words.split()
 
 
 def _program(program: str, arguments: list[str], before: Callable[[], None] | None) -> None:
@@ -188,3 +196,33 @@ def assert_equal_bits(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.tobytes() == theirs[name].tobytes(), name
+
+
+# Runs a program with each of the arguments in a JSON list.
+PROBE = """
+import contextlib, io, json, sys
+from {program} import main
+said = []
+for environ, words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words, environ)
+            raise AssertionError(words)
+        except SystemExit as stop:
+            assert stop.code == 2, (words, err.getvalue())
+    assert "torch" not in sys.modules, words
+    said.append(err.getvalue())
+print(json.dumps(said))
+"""
+
+
+def refused_before_torch(
+    program: str, cases: Sequence[tuple[Mapping[str, str], Sequence[str]]]
+) -> list[str]:
+    """What the program prints on stderr for each (environment, arguments), in one process; fails
+    where it accepts them or has imported torch."""
+    command = [sys.executable, "-c", PROBE.replace("{program}", program), json.dumps(cases)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return said

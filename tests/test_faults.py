@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron.train.metrics import read_metrics
-from tests.dist import PATIENCE
+from tests.checkpoint.saving import flip
 from tests.programs import REST, SHAPE, assert_equal_bits, newest, pretrain, some_data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,12 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at_call(
-    target: str,
-    number: int,
-    ranks: Sequence[int],
-    action: Callable[[], None],
-    *,
-    instead: bool = True,
+    target: str, number: int, ranks: Sequence[int], action: Callable[[], None], instead: bool = True
 ) -> None:
     """Let `action` happen on these ranks instead of a call of "module:function", or before it, the
     number-th one (from 1); other calls are as they were."""
@@ -90,7 +85,7 @@ def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> No
         way = " --async-save" if number % 2 else ""
         before = partial(at_call, *moment, die)
         with pretrain(flags(save, steps, more) + way, world=2, folder=folder, before=before) as run:
-            assert wait_for_any([process.sentinel for process in run.processes], 120)
+            assert wait_for_any([process.sentinel for process in run.processes])
             run.signal(signal.SIGKILL)
             assert -signal.SIGKILL in run.wait(), (moment, run.text())
     train(flags(save, steps, more), folder, world=2)
@@ -99,33 +94,21 @@ def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> No
     assert recorded == sorted(set(recorded))
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (2, 1)])
-def test_half_a_run_and_its_other_half_equal_a_whole_one(
-    folder: Path, tmp_path: Path, world: int, tensor_size: int
-) -> None:
-    more = f"{DROPOUT} --save-interval 4 --tensor-model-parallel-size {tensor_size}"
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_halves_of_a_run_equal_a_whole_one(folder: Path, tmp_path: Path, world: int) -> None:
+    more = f"{DROPOUT} --save-interval 4"
     train(flags(tmp_path / "whole", 8, more), folder, world)
     save = tmp_path / "halves"
     train(flags(save, 4, more), folder, world)
-    text = train(flags(save, 8, more), folder, world)
-    assert re.search(
-        r"step 4, 16 samples consumed, learning rate [\d.e-]+, data [0-9a-f]{12}", text
-    )
+    assert str(save / "step_00000004") in train(flags(save, 8, more), folder, world)
     assert_equal_bits(tmp_path / "whole" / "step_00000008", save / "step_00000008")
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "megatron.train.launch:launch",
-        "megatron.train.state:build_state",
-    ],
-)
-def test_a_signal_while_a_run_starts_ends_it_with_75(
-    folder: Path, tmp_path: Path, target: str
-) -> None:
+@pytest.mark.parametrize("target", ["train.launch:launch", "train.state:build_state"])
+def test_a_signal_at_the_start_ends_with_75(folder: Path, tmp_path: Path, target: str) -> None:
     words = flags(tmp_path, 100_000, PLAIN)
-    before = partial(at_call, target, 1, [0], partial(signal.raise_signal, signal.SIGUSR1))
+    come = partial(signal.raise_signal, signal.SIGUSR1)
+    before = partial(at_call, f"megatron.{target}", 1, [0], come)
     with pretrain(words, folder=folder, before=before) as run:
         assert run.wait() == [75], run.text()
         assert "Traceback" not in run.text()
@@ -137,7 +120,7 @@ def test_ctrl_c_saves_and_is_no_reason_to_requeue(folder: Path, tmp_path: Path) 
         run.wait_for(lambda: "step 3 |" in run.text(0))
         run.signal(signal.SIGINT)
         assert run.wait() == [130, 130], run.text()
-        assert "ended by SIGINT; the same command with --load goes on" in run.text()
+        assert "--load" in run.text()
     assert list(tmp_path.glob("step_*"))
 
 
@@ -176,63 +159,36 @@ def test_damage_is_passed_over_by_name_and_nothing_is_deleted(folder: Path, tmp_
     train(flags(save, 12, f"{PLAIN} --save-interval 3"), folder)
     shutil.copytree(save, tmp_path / "calm")
     flipped = save / "step_00000012" / "shard_00000.safetensors"
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 4
-    flipped.write_bytes(content)
+    size = flipped.stat().st_size
+    flip(flipped, size // 2)
     short = save / "step_00000009" / "shard_00000.safetensors"
-    short_size = len(content) - 7
-    short.write_bytes(short.read_bytes()[:short_size])
+    os.truncate(short, size - 7)
     (save / "step_00000006" / "shard_00000.safetensors").unlink()
     text = train(flags(save, 12, PLAIN), folder)
-    for name in (str(flipped), str(short), "step_00000006"):
-        assert re.search(rf"passed over: .*{name}", text), text
-    assert "going on from" in text
-    assert "step 3, 12 samples consumed" in text
+    for name in (str(flipped), str(short), "step_00000006", str(save / "step_00000003")):
+        assert name in text, text
     assert_equal_bits(newest(save), tmp_path / "calm" / "step_00000012")
-    for name, size in (("step_00000012", len(content)), ("step_00000009", short_size)):
+    for name, kept in (("step_00000012", size), ("step_00000009", size - 7)):
         aside = save / f"{name}.abandoned" / "shard_00000.safetensors"
-        assert aside.stat().st_size == size
+        assert aside.stat().st_size == kept
     assert (save / "step_00000006.abandoned" / "manifest.json").exists()
 
 
-def test_a_full_disk_ends_all_ranks_by_name_and_keeps_what_was_there(
-    folder: Path, small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_all_ranks(folder: Path, small_disk: Path, tmp_path: Path) -> None:
     more = f"{PLAIN} {SPLIT} --save-interval 2 --async-save --hidden-size 40"
     record = f" --metrics-file {tmp_path / 'metrics.jsonl'}"
     with pretrain(flags(small_disk, 40, more) + record, world=2, folder=folder) as run:
         assert run.wait() == [1, 1], run.text()
-        assert re.search(r"saving failed on rank .*shard_0000.*it needs [\d,]+ bytes", run.text())
+        assert re.search(r"rank data 0, tensor \d: .*shard_0000\d", run.text()), run.text()
     kept = sorted(each.name for each in small_disk.iterdir())
     assert kept == ["latest", newest(small_disk).name]
     assert (small_disk / "latest").read_text().strip() == kept[1]
     room = flags(small_disk, 40, more).replace(f"--save {small_disk}", f"--save {tmp_path / 'b'}")
-    assert f"going on from {small_disk / kept[1]}" in train(room, folder, 2)
+    assert str(small_disk / kept[1]) in train(room, folder, 2)
 
 
 def fail() -> None:
     raise ArithmeticError("the cause")
-
-
-def skip_in_step_3() -> None:
-    """Rank 1 leaves out the all-reduce with which its third step begins."""
-    from megatron.train import step
-
-    original, calls = step.count, itertools.count(1)
-
-    def without(x: Any, axis: Any, *more: Any) -> Any:
-        return x
-
-    def broken(*arguments: Any) -> Any:
-        if next(calls) != 3 or os.environ["RANK"] != "1":
-            return original(*arguments)
-        reduce, step.all_reduce = step.all_reduce, without
-        try:
-            return original(*arguments)
-        finally:
-            step.all_reduce = reduce
-
-    step.count = broken
 
 
 def flip_in_step_3() -> None:
@@ -253,43 +209,51 @@ def flip_in_step_3() -> None:
 
 
 IN_STEP_3 = partial(at_call, "megatron.train.loop:train_step", 3, [1])
+STAGES = "--num-layers 4 --pipeline-model-parallel-size"
+STEP = 4  # micro-batches, of one sample each
 
 
-@pytest.mark.parametrize(
-    ("fault", "more", "says"),
-    [
-        (
-            partial(IN_STEP_3, fail),
-            SPLIT,
-            r"rank 1 of 2 \(data 0, tensor 1\) on \S+ failed:\nTraceback(.*\n)+Arithm.* the cause",
-        ),
-        (
-            partial(IN_STEP_3, partial(time.sleep, 1000)),
-            "--distributed-timeout-minutes 0.15",
-            r"no progress for 9 s: rank 1 of 2 \(data 1, tensor 0\) on \S+ is behind",
-        ),
-        # gloo may abort a process that gets more than it waits for.
-        (
-            skip_in_step_3,
-            "--distributed-timeout-minutes 0.15",
-            r"rank 1 of 2 \(data 1, tensor 0\) on \S+ (is behind|vanished)|in train_step",
-        ),
-        (
-            flip_in_step_3,
-            f"{SPLIT} --check-replicas-interval 1",
-            "transformer.layers.1.mlp_norm.weight",
-        ),
-    ],
-    ids=["raises", "sleeps", "skips a collective", "holds a flipped bit"],
-)
-def test_a_fault_of_one_rank_ends_all_and_is_named(
-    folder: Path, tmp_path: Path, fault: Callable[[], None], more: str, says: str
-) -> None:
-    with pretrain(
-        flags(tmp_path, 9, f"{PLAIN} {more}"), world=2, folder=folder, before=fault
-    ) as run:
-        assert all(run.wait()), run.text()
-        assert re.search(says, run.text()), run.text()
+def on_message(
+    name: str, rank: int, step: int, of_step: int, number: int, action: Callable[[], None]
+) -> Callable[[], None]:
+    """Let `action` happen on a rank instead of a message of a step (from 1): which one (from 0), of
+    how many the rank has in each."""
+    target = f"megatron.train.executor:{name}"
+    return partial(at_call, target, (step - 1) * of_step + number + 1, [rank], action)
+
+
+# Ranks, what goes wrong in the third step, flags, and what is named. Ranks that sleep, leave or
+# skip a collective: train/test_watch.py.
+FAULTS: dict[str, tuple[int, Callable[[], None], str, list[str]]] = {
+    "a rank raises": (
+        2, partial(IN_STEP_3, fail), SPLIT, [r"rank 1 of 2 \(data 0, tensor 1\) (.*\n)+Arithmetic"]
+    ),
+    "a rank holds a flipped bit": (
+        2, flip_in_step_3, f"{SPLIT} --check-replicas-interval 1", ["layers.1.mlp_norm.weight"]
+    ),
+    "a middle stage is killed": (
+        3, on_message("start_receive", 1, 3, 2 * STEP, 3, die), f"{STAGES} 3",
+        [r"rank 1 of 3 \(pipeline 1, data 0, tensor 0\)"],
+    ),
+    "the fourth input of a stage is never sent": (
+        2, on_message("start_send", 0, 3, STEP, 3, partial(time.sleep, 1000)),
+        f"{STAGES} 2 --distributed-timeout-minutes 0.15",
+        [r"9 s: rank 0 of 2 \(pipeline 0, .*\)",
+         r"rank 1 of 2 .* pipeline 0 -> 1: .* stage 1, micro-batch 3 "],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_rank_ends_all_and_is_named(folder: Path, tmp_path: Path, name: str) -> None:
+    world, fault, more, named = FAULTS[name]
+    words = flags(tmp_path, 9, f"{PLAIN} {more}")
+    with pretrain(words, world=world, folder=folder, before=fault) as run:
+        codes = run.wait()
+        assert all(codes), run.text()
+        assert codes.count(-signal.SIGKILL) == ("killed" in name), run.text()
+        for each in named:
+            assert re.search(each, run.text()), run.text()
         assert run.text().count("Traceback") <= 1, run.text()
     assert not list(tmp_path.glob("step_*"))
 
@@ -299,13 +263,9 @@ def torchrun(words: str, folder: Path, *launcher: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [*launcher, *SHAPE.split(), *REST.split()]
     command += ["--data-path", str(some_data(folder)), *words.split()]
-    return subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environ, text=True, **pipes)
 
 
 @pytest.mark.slow
@@ -322,16 +282,13 @@ def test_torchrun_restarts_into_a_clean_resume(folder: Path, tmp_path: Path) -> 
         f"runpy.run_path({str(ROOT / 'pretrain_gpt2.py')!r}, run_name='__main__')\n"
     )
     process = torchrun(flags(save, steps, more), folder, "--max-restarts=1", str(program))
-    text, _ = process.communicate(timeout=PATIENCE)
+    text, _ = process.communicate()
     assert process.returncode == 0, text
-    assert "going on from" in text
     assert_equal_bits(newest(tmp_path / "calm"), newest(save))
 
 
 @pytest.mark.slow
-def test_a_script_can_stop_what_torchrun_started_and_read_that_it_should_go_on(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_script_can_stop_what_torchrun_started(folder: Path, tmp_path: Path) -> None:
     """As docs/operations.md says: torchrun's own status is 1 in any case."""
     words = flags(tmp_path, 100_000, f"{PLAIN} --save-interval 2")
     process = torchrun(words, folder, str(ROOT / "pretrain_gpt2.py"))
@@ -339,7 +296,7 @@ def test_a_script_can_stop_what_torchrun_started_and_read_that_it_should_go_on(
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     subprocess.run(["pkill", "-USR1", "-P", str(process.pid)], check=True)
-    text, _ = process.communicate(timeout=PATIENCE)
+    text, _ = process.communicate()
     assert process.returncode == 1, text
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["ended"], last["exit_code"]) == ("SIGUSR1", 75)
@@ -352,21 +309,32 @@ def test_requeued_fine_tuning_goes_on_where_it_was(folder: Path, tmp_path: Path)
     words = f"--load {pretrained} --save {tuned} --finetune --train-iters 6 --save-interval 3"
     words += f" --eval-iters 0 --log-interval 1 --seed 8 {PLAIN}"
     text = train(words, folder)
-    assert f"starting at step 0 from the weights of {pretrained / 'step_00000004'}" in text
+    assert str(pretrained / "step_00000004") in text
     shutil.copytree(tuned, tmp_path / "calm")
     shutil.rmtree(tuned / "step_00000006")
     text = train(words, folder)
-    assert f"going on from {tuned / 'step_00000003'}" in text
-    assert "changed:" not in text
+    assert str(tuned / "step_00000003") in text
     assert_equal_bits(tuned / "step_00000006", tmp_path / "calm" / "step_00000006")
     steps = [line["step"] for line in read_metrics(tuned / "metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_other_data_needs_to_be_asked_for(folder: Path, tmp_path: Path) -> None:
-    train(flags(tmp_path, 2, PLAIN), folder)
-    text = train(flags(tmp_path, 4, f"{PLAIN} --seed 5"), folder, codes=(2,))
-    assert all(word in text for word in ("--seed", "1234", "--override-data")), text
-    text = train(flags(tmp_path, 4, f"{PLAIN} --seed 5 --override-data"), folder)
-    assert "step 2, 8 samples consumed" in text
-    assert re.search("changed: --seed.*1234", text), text
+def losses(save: Path) -> dict[int, tuple[float, float]]:
+    """(loss, norm of the gradient) by step."""
+    lines = (line for line in read_metrics(save / "metrics.jsonl") if "loss" in line)
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+
+
+def test_a_run_goes_on_with_other_stages(folder: Path, tmp_path: Path) -> None:
+    more = f"{DROPOUT} --log-interval 1 --lr 1e-2 --num-layers 4"
+    train(flags(tmp_path / "whole", 6, more), folder)
+    save = tmp_path / "stages"
+    virtual = "--num-layers-per-virtual-pipeline-stage 1"
+    train(flags(save, 2, f"{more} {STAGES} 2 {virtual}"), folder, world=2)
+    train(flags(save, 4, f"{more} {STAGES} 3"), folder, world=3)
+    train(flags(save, 6, more), folder)
+    assert newest(save).name == "step_00000006"
+    expected = losses(tmp_path / "whole")
+    assert [*expected] == [1, 2, 3, 4, 5, 6]
+    for step, found in losses(save).items():
+        assert found == pytest.approx(expected[step], rel=1e-5), step

@@ -2,22 +2,25 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import pretrain_bert
+import pretrain_gpt2
 from megatron.config.training import BertDataConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.inputs import open_bert_data
 from tests.data.samples import (
-    write_data,
     write_data_of_tokenizer,
     write_sentences,
     write_tokenizer_json,
     write_wordpiece,
 )
-from tests.programs import assert_equal_bits, newest, pretrain
+from tests.programs import arguments_of, assert_equal_bits, newest, pretrain
+from tests.refusals import field_of, refusal
 
 KIND = "BertWordPieceLowerCase"
 
@@ -65,13 +68,12 @@ def test_layouts_agree_and_resuming_is_exact(data: Path, tmp_path: Path) -> None
     assert losses(tmp_path / "whole") == losses(tmp_path / "half")
 
     two = f"{ONE_BY_ONE} --tensor-model-parallel-size 2"
-    run(data, f"{two} --save {tmp_path}/tensor", world=2)
     run(data, f"{two} --sequence-parallel --save {tmp_path}/sequence", world=2)
     run(data, f"{ONE_BY_ONE} --save {tmp_path}/data", world=2)
     expected = losses(tmp_path / "whole")
     assert len(expected) == 4
     assert set(expected[0]) == {"loss", "mlm_loss", "sop_loss"}
-    for name in ("tensor", "sequence", "data"):
+    for name in ("sequence", "data"):
         for one, other in zip(losses(tmp_path / name), expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
 
@@ -93,35 +95,19 @@ def test_it_learns_in_every_precision_and_order(data: Path, tmp_path: Path) -> N
     assert ends["--fp16"] == pytest.approx(ends["--no-bf16"], abs=0.2)
 
 
-def test_narrow_precision_resumes_exactly_over_two_ranks(data: Path, tmp_path: Path) -> None:
-    words = (
-        f"{ONE_BY_ONE} --bf16 --residual-order post-ln --recompute-granularity full "
-        "--tensor-model-parallel-size 2 --check-replicas-interval 1"
-    )
-    run(data, f"{words} --save {tmp_path}/whole", world=2)
-    run(data, f"{words} --exit-interval 2 --save {tmp_path}/half", world=2)
-    run(data, f"{words} --save {tmp_path}/half --load {tmp_path}/half", world=2)
-    assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
-
-
 def test_the_samples_are_those_that_the_flags_ask_for(data: Path) -> None:
     vocabulary = str(data.with_name("vocab.txt"))
     section = BertDataConfig(data_path=(str(data),), vocab_file=vocabulary, seq_length=16)
-    numbers = range(40)
-    plain = open_bert_data(section, 1)[1].train.batch(numbers)
-    for name, value in (
-        ("mask_prob", 0.4),
-        ("short_seq_prob", 0.9),
-        ("max_ngram_size", 1),
-        ("seq_length", 12),
-    ):
-        _, inputs = open_bert_data(replace(section, **{name: value}), 1)
-        other = inputs.train.batch(numbers)
-        assert other.tokens.shape != plain.tokens.shape or (other.tokens != plain.tokens).any(), (
-            name
+    plain = open_bert_data(section, 1)[1].train.batch(range(40)).tokens
+    settings = {"mask_prob": 0.4, "short_seq_prob": 0.9, "max_ngram_size": 1, "seq_length": 12}
+    for name, value in settings.items():
+        other = (
+            open_bert_data(replace(section, **{name: value}), 1)[1].train.batch(range(40)).tokens
         )
-    assert (open_bert_data(section, 2)[1].train.batch(numbers).tokens != plain.tokens).any()
-    assert (open_bert_data(section, 1)[1].train.batch(numbers).tokens == plain.tokens).all()
+        assert other.shape != plain.shape or (other != plain).any(), name
+    for seed in (1, 2):
+        again = open_bert_data(section, seed)[1].train.batch(range(40)).tokens
+        assert (again == plain).all() == (seed == 1)
 
 
 def test_without_a_preset_the_rate_falls_linearly_to_nothing(data: Path, tmp_path: Path) -> None:
@@ -132,58 +118,38 @@ def test_without_a_preset_the_rate_falls_linearly_to_nothing(data: Path, tmp_pat
     assert rates == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0.0])
 
 
-def test_each_program_names_the_data_that_it_reads(data: Path, tmp_path: Path) -> None:
-    documents = tmp_path / "gpt2_text_document"
-    write_data_of_tokenizer(documents, [[*range(1, 40), 260]] * 4)
-    words = "--train-iters 1"
-    with pretrain(words, folder=tmp_path, program="pretrain_bert", data=documents) as each:
-        assert each.wait() == [2]
-        assert str(documents) in each.text()
-    with pretrain(words, folder=tmp_path, data=data) as each:
-        assert each.wait() == [2]
-        assert str(data) in each.text()
-
-
-def test_a_run_goes_on_with_its_own_model_and_samples_alone(data: Path, tmp_path: Path) -> None:
+def test_data_and_settings_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
+    """The data of the other program and of another tokenizer, and another model and samples."""
+    vocabulary = str(data.with_name("vocab.txt"))
     run(data, f"{ONE_BY_ONE} --train-iters 1 --save {tmp_path}/run")
-    again = f"{ONE_BY_ONE} --load {tmp_path}/run --save {tmp_path}/run"
-    for flag, value in (
-        ("--residual-order", "post-ln"),
-        ("--mask-prob", "0.2"),
-        ("--short-seq-prob", "0"),
+    gpt2, whole, other = (tmp_path / name for name in ("gpt2", "whole", "other"))
+    write_data_of_tokenizer(gpt2, [[*range(1, 40), 260]] * 4)
+    bert = build_tokenizer(KIND, vocabulary, None)
+    write_sentences(whole, [[[5, 6, 7]]] * 4, fingerprint=bert.fingerprint)
+    file = whole.with_name("whole.json")
+    facts = json.loads(file.read_text()) | {"sentences": None, "vocab_size": bert.vocab_size}
+    file.write_text(json.dumps(facts))
+    model = write_tokenizer_json(tmp_path / "json")
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", model, None)
+    own = {"tokenizer_type": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
+    write_sentences(other, [[[5, 6, 7]]] * 4, fingerprint=tokenizer.fingerprint, **own)
+    load = f"--load {tmp_path}/run --save {tmp_path}/run"
+    for program, prefix, words, field in (
+        (pretrain_bert.main, gpt2, "", "--data-path"),
+        (pretrain_gpt2.main, data, "", "--data-path"),
+        (pretrain_bert.main, whole, "", "--data-path"),
+        (pretrain_bert.main, data, f"{load} --residual-order post-ln", "--residual-order"),
+        (pretrain_bert.main, data, f"{load} --mask-prob 0.2", "--mask-prob"),
+        (pretrain_bert.main, data, f"{load} --short-seq-prob 0", "--short-seq-prob"),
+        (pretrain_bert.main, data, "--seq-length 4", "--seq-length"),
+        (pretrain_gpt2.main, gpt2, f"--load {tmp_path}/run", "--load"),
     ):
-        assert flag in run(data, f"{again} {flag} {value}", code=2)
-    gpt2 = tmp_path / "gpt2_text_document"
-    write_data(gpt2, [[*range(1, 40), 0]] * 4)
-    words = f"--load {tmp_path}/run --train-iters 2"
-    with pretrain(words, folder=tmp_path, data=gpt2) as each:
-        assert each.wait() == [2]
-        assert f"{tmp_path}/run" in each.text()
-
-
-def test_data_of_whole_documents_is_refused(data: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other_text_document"
-    vocabulary = data.with_name("vocab.txt")
-    tokenizer = build_tokenizer(KIND, str(vocabulary), None)
-    write_sentences(other, [[[5, 6, 7]]] * 4, fingerprint=tokenizer.fingerprint)
-    file = other.with_name(f"{other.name}.json")
-    content = json.loads(file.read_text())
-    size = tokenizer.vocab_size
-    file.write_text(json.dumps({**content, "sentences": None, "vocab_size": size}))
-    assert "--split-sentences" in run(other, ONE_BY_ONE, code=2)
-
-
-def test_a_tokenizer_that_is_no_wordpiece_is_refused(tmp_path: Path) -> None:
-    folder = write_tokenizer_json(tmp_path / "json")
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", folder, None)
-    facts = {"tokenizer_type": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
-    prefix = tmp_path / "some_text_sentence"
-    write_sentences(prefix, [[[5, 6, 7]]] * 4, fingerprint=tokenizer.fingerprint, **facts)
-    words = f"{ONE_BY_ONE} --tokenizer-type {tokenizer.kind} --tokenizer-model {folder}"
-    assert "WordPiece" in run(prefix, words, code=2)
-
-
-def test_too_short_a_sequence_is_refused(data: Path) -> None:
-    said = run(data, f"{ONE_BY_ONE} --seq-length 4", code=2)
-    assert "--seq-length" in said
+        arguments = arguments_of(f"--train-iters 1 {words}", prefix)
+        if program is pretrain_bert.main and prefix is not gpt2:
+            arguments += ["--vocab-file", vocabulary]
+        error = refusal(partial(program, arguments, {}))
+        assert field_of(error) == field, error
+    words = f"--train-iters 1 --tokenizer-type {tokenizer.kind} --tokenizer-model {model}"
+    error = refusal(lambda: pretrain_bert.main(arguments_of(words, other), {}))
+    assert field_of(error) == "--vocab-file", error
     run(data, f"{ONE_BY_ONE} --seq-length 5")

@@ -28,7 +28,6 @@ def commands() -> list[list[str]]:
 def rows(text: str) -> dict[str, str]:
     """Name to status of a page's first table; a name may be a link."""
     table = re.search(r"^\|(.*\n\|)+.*", text, re.MULTILINE)
-    assert table is not None
     cells = [line.split("|")[1:-1] for line in table[0].splitlines()[2:]]
     return {re.sub(r"\[|\]\(.*?\)", "", row[0]).strip(): row[2].strip() for row in cells}
 

@@ -1,6 +1,11 @@
 """A small state and its saver, for tests of saving."""
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,6 +18,8 @@ from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny_state
 
+SHARD = "shard_00000.safetensors"
+SAVE_FILE = "megatron.checkpoint.save.save_file"  # of safetensors, which opens the file itself
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 
 
@@ -76,5 +83,19 @@ def flip(file: Path, place: int = -1) -> None:
     file.write_bytes(content)
 
 
-def fail(*_: Any, **__: Any) -> None:
-    raise OSError("no luck")
+@contextmanager
+def failing(call: str, number: int = errno.EIO, *, of: str = "") -> Iterator[None]:
+    """Let a call fail, "os.fsync" or "pathlib.Path.rename"; of: only for files with this in their
+    path, the new one of a rename too."""
+    place, _, name = call.rpartition(".")
+    owner = resolve_name(place)
+    original = getattr(owner, name)
+
+    def call_or_fail(*given: Any, **more: Any) -> Any:
+        if of in " ".join(str(each) for each in given if isinstance(each, str | Path)):
+            raise OSError(number, os.strerror(number))
+        return original(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call_or_fail)
+        yield

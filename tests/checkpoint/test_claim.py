@@ -1,19 +1,19 @@
 """A --save directory belongs to one run, and one that cannot be written to is found at once."""
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.checkpoint.retention import claim
 from megatron.parallel.mesh import serial_mesh
+from tests.checkpoint.saving import failing
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
 
 HOLD = """
@@ -38,10 +38,8 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     root = Path(__file__).resolve().parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
-            with pytest.raises(OSError, match=f"--save {save}: another run"):
-                take(f"{save}/")
+            assert f"--save {save}: " in str(refusal(lambda: take(f"{save}/")))
             take(tmp_path / "a")  # its neighbours are free
         finally:
             process.send_signal(signal.SIGKILL)
@@ -56,35 +54,23 @@ def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     if os.geteuid():  # root may write everywhere but there
         only_read.mkdir(mode=0o555)
     for save in (tmp_path / "file", tmp_path / "file" / "a", only_read):
-        with pytest.raises(OSError, match=f"--save {save}: "):
-            take(save)
+        assert f"--save {save}: " in str(refusal(lambda path=save: take(path)))
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("broken", [(os, "open"), (fcntl, "flock"), (os, "fsync")])
-def test_a_failure_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock", "os.fsync"])
+def test_a_failed_claim_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
     (tmp_path / "a").mkdir()
     save = tmp_path / "a" / "b" / "c"
-    with monkeypatch.context() as patch:
-        patch.setattr(*broken, fail)
-        with pytest.raises(OSError, match=f"--save {save}: Disk quota exceeded"):
-            take(save)
+    with failing(call, errno.EDQUOT):
+        assert f"--save {save}: " in str(refusal(lambda: take(save)))
     assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
 
 
-def test_a_file_system_without_locks_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match=f"--save {tmp_path}"):
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
+    with failing("fcntl.flock", errno.ENOLCK), pytest.warns(UserWarning, match=str(tmp_path)):
         take(tmp_path)
 
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.format import (
     step_folders,
 )
 from tests.checkpoint.files import make_checkpoint
+from tests.refusals import field_of, refusal
 
 
 def test_step_folders_are_those_of_steps_the_highest_first(tmp_path: Path) -> None:
@@ -67,8 +68,7 @@ def test_what_is_no_manifest_is_named(tmp_path: Path, change: dict[str, Any] | s
     if isinstance(change, dict):
         change = json.dumps(json.loads(file.read_text()) | change)
     file.write_text(change)
-    with pytest.raises(ValueError, match=f"{file}"):
-        read_manifest(file.parent)
+    assert str(file) in str(refusal(lambda: read_manifest(file.parent)))
 
 
 def test_files_that_are_short_or_gone_are_named(tmp_path: Path) -> None:
@@ -77,8 +77,7 @@ def test_files_that_are_short_or_gone_are_named(tmp_path: Path) -> None:
     for spoil in (lambda: file.write_bytes(b"short"), file.unlink):
         spoil()
         assert [line.startswith(str(file)) for line in damage(checkpoint)] == [True]
-        with pytest.raises((ValueError, FileNotFoundError), match=f"^{file}"):
-            read_manifest(checkpoint.path)
+        assert field_of(refusal(lambda: read_manifest(checkpoint.path))) == str(file)
 
 
 @pytest.mark.parametrize(
@@ -95,12 +94,10 @@ def test_files_that_are_short_or_gone_are_named(tmp_path: Path) -> None:
         [([0], [6])],
     ],
 )
-def test_slices_that_do_not_tile_their_tensor_are_refused(
-    boxes: list[tuple[list[int], list[int]]],
-) -> None:
+def test_slices_that_do_not_tile_are_refused(boxes: list[tuple[list[int], list[int]]]) -> None:
     slices = [{"file": "a", "offset": offset, "shape": shape} for offset, shape in boxes]
-    with pytest.raises(ValueError, match="slices of weight do not cover it exactly once"):
-        check_tiling({"weight": {"shape": [2, 3], "slices": slices}}, {"a": {}})
+    tensors = {"weight": {"shape": [2, 3], "slices": slices}}
+    assert "weight" in str(refusal(lambda: check_tiling(tensors, {"a": {}})))
 
 
 def test_a_hundred_thousand_slices_are_checked_in_seconds() -> None:
@@ -111,15 +108,14 @@ def test_a_hundred_thousand_slices_are_checked_in_seconds() -> None:
     assert len(slices) == 100_800
     check_tiling({"weight": {"shape": shape, "slices": slices}}, {"a": {}})
     slices[50_000] = slices[50_001]
-    with pytest.raises(ValueError, match="weight do not cover it"):
-        check_tiling({"weight": {"shape": shape, "slices": slices}}, {"a": {}})
+    tensors = {"weight": {"shape": shape, "slices": slices}}
+    assert "weight" in str(refusal(lambda: check_tiling(tensors, {"a": {}})))
 
 
 def test_a_slice_in_a_file_that_is_not_listed_is_refused() -> None:
     tensors = {"w": {"shape": [1], "slices": [{"file": "b", "offset": [0], "shape": [1]}]}}
     check_tiling(tensors, {"b": {}})
-    with pytest.raises(ValueError, match="w is in b, which is not listed"):
-        check_tiling(tensors, {"a": {}})
+    assert "w is in b" in str(refusal(lambda: check_tiling(tensors, {"a": {}})))
 
 
 def test_a_seal_does_not_depend_on_how_the_file_is_spaced() -> None:

@@ -44,6 +44,7 @@ from tools.layouts.layout import parse_layout
 
 LAYOUTS = (
     "serial",
+    "tensor=2",
     "data=2",
     "data=2,zero=1",
     "data=2,zero=3",
@@ -56,9 +57,10 @@ LAYOUTS = (
 Tensors = dict[str, Tensor]
 
 
-def state_at(name: str, dtype: torch.dtype, seed: int = SEED) -> TrainState:
+def state_at(name: str, dtype: torch.dtype, seed: int = SEED, dropout: float = 0.0) -> TrainState:
     """Parts start at multiples of 64 elements, which cut rows of 24."""
-    layout, section = parse_layout(name), tiny_section(hidden_size=24)
+    rates = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    layout, section = parse_layout(name), tiny_section(hidden_size=24, **rates)
     parallel = TrainingParallelConfig(**layout.settings)
     plan = plan_pipeline(parallel, section, seq_length=SEQUENCE, vocab_size=VOCABULARY)
     mesh, settings = layout.mesh(torch.device("cpu")), {"pipeline": plan, "seed": seed}
@@ -100,12 +102,12 @@ def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layouts"), [(torch.float32, LAYOUTS[1:6:2]), (torch.bfloat16, LAYOUTS)]
+    ("dtype", "layouts"), [(torch.float32, LAYOUTS[2:7:2]), (torch.bfloat16, LAYOUTS)]
 )
-def test_every_tensor_is_the_same_at_another_stage_and_layout(
+def test_every_tensor_is_the_same_at_another_layout(
     gloo: Pool, tmp_path: Path, dtype: torch.dtype, layouts: Sequence[str]
 ) -> None:
-    """6 and 18 pairs: each loads those of the two layouts behind it."""
+    """6 and 20 pairs: each loads those of the two layouts behind it."""
     saved: dict[str, Tensors] = {}
     for number, name in enumerate(layouts):
         ranks, directory = parse_layout(name).ranks, tmp_path / name
@@ -124,7 +126,7 @@ def test_every_tensor_is_the_same_at_another_stage_and_layout(
 
 def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors, list[float]]:
     """Two steps from scratch or from `path`; then saved, and two more."""
-    state = state_at(name, torch.float64)
+    state = state_at(name, torch.float64, dropout=0.1)
     if path is not None:
         load(state, path)
     losses = train_at(state, 2)
@@ -134,7 +136,9 @@ def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors
     return slices(state), losses
 
 
-@pytest.mark.parametrize("name", ["data=2,zero=1", "tensor=2,data=2,zero=2", "data=3,zero=3"])
+@pytest.mark.parametrize(
+    "name", ["serial", "tensor=2", "data=2,zero=1", "tensor=2,data=2,zero=2", "data=3,zero=3"]
+)
 def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) -> None:
     """At the same stage and layout in all bits, at others but for the order of sums."""
     ranks, path = parse_layout(name).ranks, tmp_path / "step_00000002"
@@ -194,12 +198,8 @@ def test_a_model_is_copied_and_read(gloo: Pool, stage: int) -> None:
 
 def losses_of(save: Path) -> list[float]:
     lines = read_metrics(save / "metrics.jsonl")
-    found = {
-        (line["step"], name): line[name]
-        for line in lines
-        for name in ("loss", "validation_loss")
-        if line.get(name) is not None
-    }
+    kinds = ("loss", "validation_loss")
+    found = {(line["step"], kind): line[kind] for line in lines for kind in kinds if kind in line}
     return [found[key] for key in sorted(found)]
 
 
@@ -222,13 +222,13 @@ def test_a_run_of_the_program_killed_in_a_save_goes_on(tmp_path: Path) -> None:
     save = tmp_path / "killed"
     before = partial(at_call, "os:fsync", 2, [1], die)  # of its file of the second save
     with pretrain(words(save, 4, 3), world=2, folder=tmp_path, before=before) as run:
-        assert wait_for_any([process.sentinel for process in run.processes], 120)
+        assert wait_for_any([process.sentinel for process in run.processes])
         run.signal(signal.SIGKILL)
         assert -signal.SIGKILL in run.wait(), run.text()
     assert newest(save).name == "step_00000002"
     with pretrain(words(save, 4, 3), world=2, folder=tmp_path) as run:
         assert run.wait() == [0, 0], run.text()
-        assert f"going on from {save / 'step_00000002'}" in run.text()
+        assert str(save / "step_00000002") in run.text()
     losses[3] = losses_of(save)
     for stage in (1, 2, 3):
         assert losses[stage] == pytest.approx(losses[0], rel=1e-5), stage

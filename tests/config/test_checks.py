@@ -19,7 +19,7 @@ from megatron.config.pretrain import (
     epochs_of,
 )
 from megatron.config.training import PrecisionConfig
-from tests.refusals import mended, refused
+from tests.refusals import refused
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
 
@@ -33,6 +33,7 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
 EACH = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 HEAD, TAIL = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+TENSOR = "--tensor-model-parallel-size"
 GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
 SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
 CUBE = f"{GRID} 3d --tensor-model-parallel-size 8"
@@ -91,65 +92,42 @@ LAST_OF_LLAMA = """
 LAST_OF_BERT = """
 --max-ngram-size 0 | --short-seq-prob 1 | --short-seq-prob 0.2 --mock-data
 """
+# The same, by the number of processes.
+LAST_AT = {
+    2: f"""{DEPTH} 2 | {DEPTH} 0 | --zero-stage 4 | --tp 2
+--zero-stage 2 --use-distributed-optimizer | --sequence-parallel --seq-length 255 {TENSOR} 2""",
+    3: f"{TENSOR} 3",
+    4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
+{SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
+{SQUARE} --hidden-size 12 --num-attention-heads 3 | {SQUARE} --sequence-parallel
+{SQUARE} --micro-batch-size 3 --global-batch-size 8 | {SQUARE} --layernorm-impl apex
+{SQUARE} --compile""",
+    6: f"{TENSOR} 4 | {GRID} 2d {TENSOR} 4",
+    8: f"""{GRID} 2d {TENSOR} 8 | {GRID} 3d {TENSOR} 4 | {GRID} 2d {TENSOR} 4 {DEPTH} 2
+{CUBE} --hidden-size 20 --num-attention-heads 5 | {CUBE} --ffn-hidden-size 6""",
+}
 Row = tuple[str, int, str]
 
 
-def rows_of(table: str) -> list[Row]:
+def rows_of(table: str, processes: int = 1) -> list[Row]:
     rows = [row for line in table.split("\n") for row in line.split(" | ") if row]
-    return [(row, 1, [word for word in row.split() if word[:2] == "--"][-1]) for row in rows]
+    return [(row, processes, [w for w in row.split() if w[:2] == "--"][-1]) for row in rows]
 
 
 # Arguments, number of processes, and the flag that is refused; the error says what works.
 REFUSED = [
     *rows_of(LAST),
+    *(row for processes, table in LAST_AT.items() for row in rows_of(table, processes)),
     ("--fp16 --bf16", 1, "--fp16"),
-    ("--tensor-model-parallel-size 3", 3, "--tensor-model-parallel-size"),
-    ("--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
-    ("--ffn-hidden-size 6 --tensor-model-parallel-size 4", 4, "--tensor-model-parallel-size"),
-    ("--model-parallel-size 2", 1, "--tensor-model-parallel-size"),
-    (
-        "--sequence-parallel --seq-length 255 --tensor-model-parallel-size 2",
-        2,
-        "--tensor-model-parallel-size",
-    ),
-    (f"{GRID} 2d --tensor-model-parallel-size 8", 8, "--tensor-model-parallel-size"),
-    (f"{GRID} 2d --tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
-    (f"{GRID} 2.5d --tensor-model-parallel-size 4 {DEPTH} 2", 8, "--tensor-model-parallel-size"),
-    (f"{GRID} 3d --tensor-model-parallel-size 4", 8, "--tensor-model-parallel-size"),
-    (f"{GRID} 2d --tensor-model-parallel-size 4 {DEPTH} 2", 8, DEPTH),
-    (f"{DEPTH} 2", 2, DEPTH),
-    (f"{DEPTH} 0", 2, DEPTH),
-    (f"{GRID} 4d", 4, GRID),
-    *(
-        (f"{SQUARE} {words}", 4, flag)
-        for words, flag in (
-            ("--hidden-size 12 --num-attention-heads 1", "--num-attention-heads"),
-            ("--hidden-size 12 --num-attention-heads 3", "--num-attention-heads"),
-            ("--ffn-hidden-size 7", "--ffn-hidden-size"),
-            ("--micro-batch-size 3 --global-batch-size 8", "--global-batch-size"),
-            ("--sequence-parallel", "--sequence-parallel"),
-            ("--layernorm-impl apex", "--layernorm-impl"),
-            ("--compile", "--compile"),
-        )
-    ),
-    *(
-        (f"{CUBE} {words}", 8, flag)
-        for words, flag in (
-            ("--hidden-size 20 --num-attention-heads 5", "--num-attention-heads"),
-            ("--ffn-hidden-size 6", "--ffn-hidden-size"),
-        )
-    ),
-    ("--zero-stage 4", 2, "--zero-stage"),
-    ("--zero-stage 2 --use-distributed-optimizer", 2, "--use-distributed-optimizer"),
-    ("--micro-batch-size 3 --global-batch-size 8", 4, "--global-batch-size"),
+    ("--model-parallel-size 2", 1, TENSOR),
+    (f"{GRID} 2.5d {TENSOR} 4 {DEPTH} 2", 8, TENSOR),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
     ("--lr-warmup-iters 4 --lr-decay-iters 2", 1, "--lr-warmup-iters"),
     ("--learning-rate=1e-3", 1, "--learning-rate"),
     ("--warmup_steps 3", 1, "--warmup-steps"),
-    ("--tp 2", 2, "--tp"),
     ("--preset=", 1, "--preset"),
     ("--preset --lr=1", 1, "--preset"),
-]  # fmt: skip
+]
 OF_KINDS: dict[str, list[Row]] = {
     "gpt2": [
         *rows_of(LAST_OF_GPT2),
@@ -159,40 +137,33 @@ OF_KINDS: dict[str, list[Row]] = {
     "bert": rows_of(LAST_OF_BERT),
     "llama": rows_of(LAST_OF_LLAMA),
 }
-# Pipeline stages and layers of the model, then as above.
+# By stages, and layers of the model: what as many processes refuse, by the last flag.
+SCHEDULE = "--pipeline-schedule"
+LAST_OF_STAGES = {
+    (2, 12): f"""{EACH} 4 | {EACH} 12 | {EACH} 6 | {EACH} 3 {VIRTUAL} 2 | {VIRTUAL} 2 {HEAD} 1
+{EACH} 2 {TAIL} 1 | --pipeline-partition uniform {TAIL} 1 | {HEAD} 12 | {HEAD} 5 {TAIL} 6
+{HEAD} 5 {TAIL} 8 | {SCHEDULE} interleaved | {VIRTUAL} 1 {SCHEDULE} interleaved
+{VIRTUAL} 3 {SCHEDULE} gpipe | {VIRTUAL} 3 {SCHEDULE} 1f1b | {VIRTUAL} 3 {SCHEDULE} zb-h1
+{VIRTUAL} 3 {SCHEDULE} no/file.json | --recompute-granularity full {SCHEDULE} zb-h1""",
+    (2, 11): f"{EACH} 1",
+    (2, 5): f"{VIRTUAL} 3 | {VIRTUAL} 2 --pipeline-partition uniform",
+    (4, 6): f"{EACH} 1",
+    (4, 12): f"{HEAD} 5 {TAIL} 6 | {TAIL} 10 | {HEAD} 0",
+    (12, 12): f"{EACH} 1",
+}
 PIPELINES = [
-    (2, 12, "--tensor-model-parallel-size 2", 2, "--pipeline-model-parallel-size"),
-    (2, 12, "--tensor-model-parallel-size 4", 4, "--pipeline-model-parallel-size"),
-    (2, 12, "--tensor-model-parallel-size 4", 6, "--tensor-model-parallel-size"),
+    *(
+        (*sizes, *row)
+        for sizes, table in LAST_OF_STAGES.items()
+        for row in rows_of(table, sizes[0])
+    ),
+    (2, 12, f"{TENSOR} 2", 2, "--pipeline-model-parallel-size"),
+    (2, 12, f"{TENSOR} 4", 4, "--pipeline-model-parallel-size"),
+    (2, 12, f"{TENSOR} 4", 6, TENSOR),
     (8, 6, "", 8, "--pipeline-model-parallel-size"),
     (7, 6, "", 7, "--pipeline-model-parallel-size"),
     (2, 12, "--zero-stage 2", 4, "--zero-stage"),
     (2, 12, "--zero-stage 3", 4, "--zero-stage"),
-    (2, 12, f"{EACH} 4", 2, EACH),
-    (2, 12, f"{EACH} 12", 2, EACH),
-    (2, 12, f"{EACH} 6", 2, EACH),
-    (12, 12, f"{EACH} 1", 12, EACH),
-    (2, 11, f"{EACH} 1", 2, EACH),
-    (4, 6, f"{EACH} 1", 4, EACH),
-    (2, 12, f"{EACH} 3 {VIRTUAL} 2", 2, VIRTUAL),
-    (2, 5, f"{VIRTUAL} 3", 2, VIRTUAL),
-    (2, 12, f"{VIRTUAL} 2 {HEAD} 1", 2, HEAD),
-    (2, 12, f"{EACH} 2 {TAIL} 1", 2, TAIL),
-    (2, 12, f"--pipeline-partition uniform {TAIL} 1", 2, TAIL),
-    (2, 5, f"{VIRTUAL} 2 --pipeline-partition uniform", 2, "--pipeline-partition"),
-    (2, 12, f"{HEAD} 12", 2, HEAD),
-    (2, 12, f"{HEAD} 5 {TAIL} 6", 2, TAIL),
-    (2, 12, f"{HEAD} 5 {TAIL} 8", 2, TAIL),
-    (4, 12, f"{HEAD} 5 {TAIL} 6", 4, TAIL),
-    (4, 12, f"{TAIL} 10", 4, TAIL),
-    (4, 12, f"{HEAD} 0", 4, HEAD),
-    (2, 12, "--pipeline-schedule interleaved", 2, "--pipeline-schedule"),
-    (2, 12, f"{VIRTUAL} 1 --pipeline-schedule interleaved", 2, "--pipeline-schedule"),
-    *(
-        (2, 12, f"{VIRTUAL} 3 --pipeline-schedule {kind}", 2, "--pipeline-schedule")
-        for kind in ("gpipe", "1f1b", "zb-h1", "no/file.json")
-    ),
-    (2, 12, "--recompute-granularity full --pipeline-schedule zb-h1", 2, "--pipeline-schedule"),
 ]
 # Refused without one value that would do.
 NO_CURE = [
@@ -209,16 +180,10 @@ def settings(**changes: Any) -> PretrainGPT2Config:
     """A small run, with each change put into the config that has such a field."""
     small = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "train_iters": 3}
     given = small | changes
-    configs = {
-        each.name: each.type(
-            **{
-                name: value
-                for name, value in given.items()
-                if name in each.type.__dataclass_fields__
-            }
-        )
-        for each in fields(PretrainGPT2Config)
-    }
+    configs = {}
+    for each in fields(PretrainGPT2Config):
+        known = given.keys() & each.type.__dataclass_fields__
+        configs[each.name] = each.type(**{name: given[name] for name in known})
     return PretrainGPT2Config(**configs)
 
 
@@ -240,12 +205,9 @@ def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
 
 @pytest.mark.parametrize("row", PIPELINES, ids=str)
 def test_pipelines_that_cannot_be(row: tuple[int, int, str, int, str]) -> None:
-    stages, layers, text, world_size, flag = row
+    stages, layers, text, processes, flag = row
     words = [f"--num-layers={layers}", f"--pipeline-model-parallel-size={stages}", *text.split()]
-    with pytest.raises(UsageError) as refused:
-        accept("gpt2", words, world_size)
-    assert refused.value.flag == flag
-    accept("gpt2", mended(words, refused.value), world_size)
+    assert refused(lambda words: accept("gpt2", words, processes), words) == flag
 
 
 def test_no_stages_are_suggested_that_another_flag_forbids() -> None:
@@ -294,11 +256,8 @@ def test_what_is_missing_is_named() -> None:
     ],
 )
 def test_a_length_is_given_once(text: str, flag: str) -> None:
-    arguments, (kind, needed) = text.split(), PROGRAMS["gpt2"]
-    with pytest.raises(UsageError) as refused:
-        parse(kind, [*needed[:-1], *arguments], {}).check(1)
-    assert refused.value.flag == flag
-    parse(kind, [*needed[:-1], *mended(arguments, refused.value)], {}).check(1)
+    kind, (*needed, _) = PROGRAMS["gpt2"]
+    assert refused(lambda words: parse(kind, [*needed, *words], {}).check(1), text) == flag
 
 
 def test_epochs_are_whole_global_batches(tmp_path: Path) -> None:
@@ -343,9 +302,7 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
     ("--fp16", "cuda", 1), ("--attention-dropout-rng kernel", "cpu", 1),
     ("--fp16 --attention-dropout 0", "cuda", 0), ("--attention-dropout-rng coordinates", "cuda", 0),
 ])  # fmt: skip
-def test_what_is_slow_or_frees_nothing_or_depends_on_the_layout_is_warned_of(
-    words: str, device: str, count: int
-) -> None:
+def test_warnings_of_settings(words: str, device: str, count: int) -> None:
     config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)
     assert len(config.warnings(device)) == count
 
@@ -368,12 +325,8 @@ class Own:
 
 def test_checks_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, ending in (
-        ("", ".json"),
-        ("no/x.json", ".json"),
-        ("no/x.txt", ".png"),
-        ("new.txt", ".png"),
-    ):
+    wrong = ("", ".json"), ("no/x.json", ".json"), ("no/x.txt", ".png"), ("new.txt", ".png")
+    for path, ending in wrong:
         with pytest.raises(UsageError) as refused:
             writable(Own(output=tmp_path / path), "output", ending)
         name, works = refused.value.works
@@ -403,15 +356,11 @@ def test_a_sequence_that_nothing_shares_out_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"zero_stage": 3}, "--zero-stage"),
-        ({"use_distributed_optimizer": True}, "--use-distributed-optimizer"),
-    ],
+    ("field", "value"), [("zero_stage", 3), ("use_distributed_optimizer", True)]
 )
-def test_zero_of_one_model_is_a_warning(settings: Any, flag: str) -> None:
-    cut = TrainingParallelConfig(tensor_model_parallel_size=2, **settings)
-    with pytest.warns(UserWarning, match=flag):
+def test_zero_of_one_model_is_a_warning(field: str, value: Any) -> None:
+    cut = TrainingParallelConfig(tensor_model_parallel_size=2, **{field: value})
+    with pytest.warns(UserWarning, match=f"--{field.replace('_', '-')}"):
         cut.check(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

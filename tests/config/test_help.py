@@ -41,31 +41,14 @@ def test_help_is_printed_without_a_word_beside_it(program: str) -> None:
     assert len(output.splitlines()) > 5
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("pretrain_gpt2.py",),
-        ("tasks/main.py",),
-        ("tasks/main.py", "--task", "SQUAD"),
-        ("tools/checkpoint.py",),
-        ("tools/plan.py",),
-    ],
-)
-def test_a_reader_that_went_away_is_no_error(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("words", ["pretrain_gpt2.py", "tasks/main.py --task SQUAD"])
+def test_a_reader_that_went_away_is_no_error(words: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with start(*words, "--help", stdout=writing) as running:
+    with start(*words.split(), "--help", stdout=writing) as running:
         os.close(writing)
         _, errors = running.communicate()
     assert (running.returncode, errors) == (141, "")
-
-
-@pytest.mark.parametrize("task", ["SQUAD", "MNLI", "WIKITEXT103"])
-def test_a_task_without_data_names_its_own_help(task: str) -> None:
-    with start("tasks/main.py", "--task", task, stdout=subprocess.PIPE) as running:
-        _, errors = running.communicate()
-    assert running.returncode == 2
-    assert f"tasks/main.py --task {task} --help" in errors
 
 
 def test_without_the_environment_a_line_says_what_makes_it() -> None:

@@ -36,10 +36,10 @@ def test_processes_of_the_run(environ: dict[str, str], expected: int) -> None:
     ],
 )
 def test_processes_that_do_not_know_of_each_other(environ: dict[str, str], flag: str) -> None:
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError) as refused:
         world_size(environ)
-    assert refusal.value.flag == flag
-    assert refusal.value.works[:2] == ("torchrun", "--nproc-per-node")
+    assert refused.value.flag == flag
+    assert refused.value.works[:2] == ("torchrun", "--nproc-per-node")
 
 
 def test_the_error_file_is_as_torchrun_reads_it(tmp_path: Path) -> None:

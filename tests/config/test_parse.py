@@ -144,9 +144,7 @@ def test_an_error_names_the_preset_that_the_value_is_of(
         ("fp16 = true", "--bf16"),
     ],
 )
-def test_a_flag_wins_over_what_it_excludes_in_a_preset(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_a_flag_wins_over_a_preset(tmp_path: Path, text: str, words: str) -> None:
     config = pretrain("--preset", preset(tmp_path, text), *words.split())
     given = {word.removeprefix("--").replace("-", "_") for word in words.split()}
     for part in (config.data, config.precision):
@@ -170,9 +168,7 @@ def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:
         ("{}/presets.toml", "{}/preset.toml"),
     ],
 )
-def test_a_missing_preset_names_one_that_this_program_reads(
-    tmp_path: Path, given: str, nearest: str
-) -> None:
+def test_a_missing_preset_names_the_nearest(tmp_path: Path, given: str, nearest: str) -> None:
     preset(tmp_path, "lr = 1\n")
     (tmp_path / "presets_.toml").write_text("[tool]\nname = 1\n")
     with pytest.raises(UsageError) as refused:

@@ -82,46 +82,33 @@ def write_sentences(
     documents: Sequence[Sequence[Sequence[int]]],
     *,
     tokenizer_type: str = "BertWordPieceLowerCase",
-    fingerprint: str = "f",
     vocab_size: int = 100,
-    shuffled: bool | None = True,
+    is_split: bool = True,
+    **facts: Any,
 ) -> Description:
     """A data set of these sentences of documents, as --split-sentences leaves it."""
     dtype = token_dtype(vocab_size)
-    with IndexedDatasetWriter(str(prefix), dtype, sentences=True) as writer:
+    facts = {"fingerprint": "f", "eod": None, "shuffled": True} | facts
+    with IndexedDatasetWriter(str(prefix), dtype, sentences=is_split) as writer:
         for document in documents:
             sizes = np.array([len(sentence) for sentence in document], np.int32)
             tokens = np.concatenate([np.array(sentence, dtype) for sentence in document])
-            writer.add(tokens, sizes, np.array([len(document)], np.int32))
+            of_documents = [np.array([len(document)], np.int32)] if is_split else []
+            writer.add(tokens, sizes, *of_documents)
         return writer.commit(
             tokenizer_type=tokenizer_type,
-            tokenizer_fingerprint=fingerprint,
+            tokenizer_fingerprint=facts.pop("fingerprint"),
             vocab_size=vocab_size,
-            eod=None,
-            shuffled=shuffled,
+            **facts,
         )
 
 
 def write_data(
-    prefix: Path,
-    documents: Sequence[Sequence[int]],
-    *,
-    vocab_size: int = 100,
-    eod: int | None = 0,
-    shuffled: bool | None = True,
+    prefix: Path, documents: Sequence[Sequence[int]], *, eod: int | None = 0, **facts: Any
 ) -> Description:
     """A data set of these documents, whose tokenizer is called "test"."""
-    dtype = token_dtype(vocab_size)
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
-        for document in documents:
-            writer.add(np.array(document, dtype), np.array([len(document)], np.int32))
-        return writer.commit(
-            tokenizer_type="test",
-            tokenizer_fingerprint="f",
-            vocab_size=vocab_size,
-            eod=eod,
-            shuffled=shuffled,
-        )
+    whole = [[document] for document in documents]
+    return write_sentences(prefix, whole, tokenizer_type="test", is_split=False, eod=eod, **facts)
 
 
 def stage_shards(

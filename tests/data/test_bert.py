@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.bert import BertBatch, BertDataset, Masking, open_bert_splits
 from megatron.data.sources import open_corpus, require_sequences
 from tests.data.samples import write_data, write_index, write_sentences
+from tests.refusals import field_of, refusal
 
 PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4
 VOCABULARY = 20_000
@@ -165,37 +166,37 @@ def test_a_blend_takes_from_each_its_share(tmp_path: Path) -> None:
 
 def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
     write_data(tmp_path / "gpt2", [[5, 6, 7, 8]] * 9, eod=None)
-    corpus = open_corpus([str(tmp_path / "gpt2")], None)
-    with pytest.raises(ValueError, match="--data-path: .*gpt2.*--split-sentences"):
-        require_sequences(corpus, sentences=True)
-    require_sequences(corpus, sentences=False)
-    corpus = open_corpus([write(tmp_path / "pairs", documents(9))], None)
-    with pytest.raises(ValueError, match="--data-path: .*pairs.*--split-sentences"):
-        require_sequences(corpus, sentences=False)
-    write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
-    with pytest.raises(ValueError, match="--data-path: .*lines.*--split-sentences"):
-        opened(str(tmp_path / "lines"))
-    write(tmp_path / "marked", documents(60))
+    gpt2 = open_corpus([str(tmp_path / "gpt2")], None)
+    require_sequences(gpt2, sentences=False)
+    pairs = open_corpus([write(tmp_path / "pairs", documents(9))], None)
+    lines = write(tmp_path / "lines", [[[5, 6, 7]]] * 9)
+    marked = write(tmp_path / "marked", documents(60))
     sidecar = tmp_path / "marked.json"
     sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"eod": 2}))
-    with pytest.raises(ValueError, match="--data-path: .*marked.*--append-eod"):
-        opened(str(tmp_path / "marked"))
+    for call, name, cure in (
+        (lambda: require_sequences(gpt2, sentences=True), "gpt2", "--split-sentences"),
+        (lambda: require_sequences(pairs, sentences=False), "pairs", "--split-sentences"),
+        (lambda: opened(lines), "lines", "--split-sentences"),
+        (lambda: opened(marked), "marked", "--append-eod"),
+    ):
+        error = refusal(call)
+        assert field_of(error) == "--data-path"
+        assert all(each in str(error) for each in (name, cure)), error
 
 
 @pytest.mark.parametrize(
-    ("bad", "works"),
+    ("name", "bad", "works"),
     [
-        ({"seq_length": 4}, {"seq_length": 5}),
-        ({"mask_prob": 0.7}, {"mask_prob": 0.15}),
-        ({"mask_prob": 0.0}, {"mask_prob": 0.5}),
-        ({"split": "1,999,0"}, {"split": "1,0,0"}),
+        ("seq_length", 4, 5),
+        ("mask_prob", 0.7, 0.15),
+        ("mask_prob", 0.0, 0.5),
+        ("split", "1,999,0", "1,0,0"),
     ],
 )
-def test_settings_that_cannot_be(prefix: str, bad: dict[str, Any], works: dict[str, Any]) -> None:
-    (name,) = bad
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} "):
-        opened(prefix, **bad)
-    opened(prefix, **works)
+def test_wrong_settings_are_refused(prefix: str, name: str, bad: object, works: object) -> None:
+    error = refusal(lambda: opened(prefix, **{name: bad}))
+    assert field_of(error) == f"--{name.replace('_', '-')}"
+    opened(prefix, **{name: works})
 
 
 def test_the_shortest_sequence_has_room_for_a_pair(prefix: str) -> None:
@@ -208,8 +209,8 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> N
     training = opened(prefix, split="1,0,0")[0]
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.write(np.full(40, VOCABULARY, "<u2").tobytes())
-    with pytest.raises(ValueError, match="p .*id 20000"):
-        training.batch(range(training.samples_per_epoch))
+    error = refusal(lambda: training.batch(range(training.samples_per_epoch)))
+    assert all(each in str(error) for each in (prefix, "id 20000"))
 
 
 def test_an_index_selects_and_reorders_documents_of_sentences(tmp_path: Path) -> None:
@@ -277,9 +278,7 @@ def runs(words: NDArray[np.bool_]) -> list[int]:
 
 @pytest.mark.parametrize("mean", [1.0, 1.3, 5.0])
 @pytest.mark.parametrize("sizes", [(400, 2), (30, 20), (6, 9)])
-def test_the_share_of_tokens_is_mask_prob_for_short_samples_and_long_words(
-    sizes: Sequence[int], mean: float
-) -> None:
+def test_the_share_of_masked_tokens_is_mask_prob(sizes: Sequence[int], mean: float) -> None:
     """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
     rng, counts = np.random.default_rng(1), np.zeros(2)
     rounds = 30_000 // sum(sizes)

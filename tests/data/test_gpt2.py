@@ -12,6 +12,7 @@ from megatron.data.gpt2 import Boundaries, GPT2Dataset, open_splits
 from megatron.data.order import Blend
 from megatron.data.sources import open_corpus
 from tests.data.samples import PlainTokenizer, write_data
+from tests.refusals import field_of, refusal
 
 
 def documents(count: int, first: int = 1) -> list[list[int]]:
@@ -20,12 +21,7 @@ def documents(count: int, first: int = 1) -> list[list[int]]:
 
 
 def opened(
-    prefix: Path,
-    *,
-    split: str = "8,1,1",
-    seq_length: int = 5,
-    seed: int = 1,
-    shuffle: bool = True,
+    prefix: Path, *, split: str = "8,1,1", seq_length: int = 5, seed: int = 1, shuffle: bool = True
 ) -> list[GPT2Dataset | None]:
     corpus = open_corpus([str(prefix)], PlainTokenizer())
     return list(open_splits(corpus, split=split, seq_length=seq_length, seed=seed, shuffle=shuffle))
@@ -76,16 +72,16 @@ def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:
     assert windows(opened(prefix, seed=2)[0], range(size)) != epochs[0]
     size = validation.samples_per_epoch
     validation.batch([size - 1])
-    with pytest.raises(ValueError, match=f"validation .*{size} .*--eval-iters"):
-        validation.batch([0, size])
+    assert "--eval-iters" in str(refusal(lambda: validation.batch([0, size])))
 
 
 def test_a_split_of_exactly_one_sample(tmp_path: Path) -> None:
     write_data(tmp_path / "p", [[1, 2, 3, 4, 5, 6]])
     data = opened(tmp_path / "p", split="1,0,0")[0]
     assert windows(data, [0, 1, 2]) == [(1, 2, 3, 4, 5, 6)] * 3
-    with pytest.raises(ValueError, match="--seq-length 6 .*--seq-length 5"):
-        opened(tmp_path / "p", split="1,0,0", seq_length=6)
+    error = refusal(lambda: opened(tmp_path / "p", split="1,0,0", seq_length=6))
+    assert "--seq-length 6 " in str(error)
+    assert "--seq-length 5" in str(error)
 
 
 def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
@@ -93,8 +89,6 @@ def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
     write_data(tmp_path / "b", documents(30, first=50))
     corpus = open_corpus(["0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")], PlainTokenizer())
     training, validation, test = open_splits(corpus, split="8,2,0", seq_length=5, seed=1)
-    assert training is not None
-    assert validation is not None
     assert test is None
     own = [windows(opened(tmp_path / name, split="8,2,0")[0], range(70)) for name in "ab"]
     sources, local = Blend([Fraction(3), Fraction(7)]).locate(np.arange(100))
@@ -102,8 +96,7 @@ def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
     assert windows(training, range(100)) == expected
     size = validation.samples_per_epoch
     validation.batch(range(size))
-    with pytest.raises(ValueError, match="validation .*--eval-iters"):
-        validation.batch([size])
+    assert "--eval-iters" in str(refusal(lambda: validation.batch([size])))
 
 
 WINDOW = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 9, 9, 9, 9, 0, 0]])  # the end mark is 0
@@ -117,7 +110,6 @@ def test_boundaries_by_hand() -> None:
     assert batch.tokens.tolist() == [[5, 0, 6, 7, 0, 0], [0, 9, 9, 9, 9, 0]]
     assert batch.labels.tolist() == [[0, 6, 7, 0, 0, 8], [9, 9, 9, 9, 0, 0]]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 1, 2, 3, 4]]
-    assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 1, 1, 1, 1]]
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
     assert batch.loss_mask.dtype == np.float32
@@ -140,8 +132,9 @@ def test_each_flag_does_its_own_part() -> None:
 def test_boundaries_without_end_marks_are_an_error(tmp_path: Path) -> None:
     write_data(tmp_path / "p", documents(40), eod=None)
     corpus = open_corpus([str(tmp_path / "p")], PlainTokenizer())
-    with pytest.raises(ValueError, match="--eod-mask-loss .*--append-eod"):
-        open_splits(corpus, split="1,0,0", seq_length=5, seed=1, eod_mask_loss=True)
+    settings = {"split": "1,0,0", "seq_length": 5, "seed": 1}
+    error = refusal(lambda: open_splits(corpus, **settings, eod_mask_loss=True))
+    assert field_of(error) == "--eod-mask-loss"
 
 
 def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: Path) -> None:
@@ -149,5 +142,5 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: Path) -> 
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.seek(20)
         stream.write(np.uint16(100).tobytes())
-    with pytest.raises(ValueError, match="p .*id 100"):
-        training.batch(range(training.samples_per_epoch))
+    error = refusal(lambda: training.batch(range(training.samples_per_epoch)))
+    assert all(each in str(error) for each in (str(prefix), "id 100"))

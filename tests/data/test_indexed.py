@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.files import DataError
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import Description, IndexedDataset, token_dtype
 from megatron.data.sources import open_corpus
@@ -25,6 +24,7 @@ from tests.data.samples import (
     write_shards,
     write_sparse,
 )
+from tests.refusals import field_of, refusal
 from tools.data_files import IndexedDatasetWriter, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
@@ -51,9 +51,7 @@ def whole(prefix: Path | str) -> list[int]:
 @pytest.mark.parametrize(
     ("vocab_size", "code", "letter"), [(100, 8, "H"), (65_499, 8, "H"), (65_500, 4, "i")]
 )
-def test_bytes_are_those_of_the_format(
-    tmp_path: Path, vocab_size: int, code: int, letter: str
-) -> None:
+def test_bytes_of_the_format(tmp_path: Path, vocab_size: int, code: int, letter: str) -> None:
     write_data(tmp_path / "p", DOCUMENTS, vocab_size=vocab_size)
     size = struct.calcsize(letter)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
@@ -94,10 +92,9 @@ def test_sentences_are_sequences_of_their_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_truncated_and_overlong_files(prefix: Path, suffix: str) -> None:
     length = Path(f"{prefix}{suffix}").stat().st_size
-    for new, message in [(length - 2, "cut short"), (length + 2, "too long")]:
+    for new in (length - 2, length + 2):
         os.truncate(f"{prefix}{suffix}", new)
-        with pytest.raises(ValueError, match=f"p{suffix} is {message}"):
-            IndexedDataset(str(prefix))
+        assert field_of(refusal(lambda: IndexedDataset(str(prefix)))) == f"{prefix}{suffix}"
 
 
 def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,16 +113,13 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
     assert f"{prefix}.bin" not in maps
     os.truncate(f"{prefix}.bin", 10)  # under a run
     assert data.read(0, 5).tolist() == [5, 6, 7, 0, 8]
-    with pytest.raises(DataError, match=r"p\.bin"):
-        data.read(4, 6)
+    assert "p.bin" in str(refusal(lambda: data.read(4, 6)))
 
 
 @pytest.mark.parametrize(
     "chosen", [(0, 2, 4, 6, 7), (7, 2, 2, 3, 0), (0, 1, 2), (5, None, 6, 7, None)], ids=str
 )
-def test_an_index_selects_repeats_and_reorders_documents(
-    tmp_path: Path, chosen: tuple[int | None, ...]
-) -> None:
+def test_an_index_selects_documents(tmp_path: Path, chosen: tuple[int | None, ...]) -> None:
     """Eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
     prefix, number = str(tmp_path / "p"), len(chosen)
     np.arange(1, 321, dtype="<u2").tofile(f"{prefix}.bin")
@@ -170,24 +164,20 @@ def test_another_index_is_another_data_set(tmp_path: Path) -> None:
         assert whole(tmp_path / "p") == [*chain(*(documents[number] for number in order))]
         identities.append(open_corpus([str(tmp_path / "p")], PlainTokenizer()).identity)
     assert identities[0] != identities[1]
-    with pytest.raises(ValueError, match=r"p\.idx"):
-        verify(str(tmp_path / "p"))
+    assert "p.idx" in str(refusal(lambda: verify(str(tmp_path / "p"))))
 
 
 @pytest.mark.parametrize(
     ("part", "content"),
     [("pointers", 18), ("pointers", 3), ("pointers", -2), ("pointers", 2**63 - 2), ("sizes", -1)],
 )
-def test_an_index_that_points_outside_its_bin_is_damaged(
-    tmp_path: Path, part: str, content: int
-) -> None:
+def test_an_index_that_points_outside_is_damaged(tmp_path: Path, part: str, content: int) -> None:
     """12 tokens, of which the last document has 6."""
     write_data(tmp_path / "p", DOCUMENTS)
     (tmp_path / "p.json").unlink()
     form, place = ("<q", 34 + 12 + 16) if part == "pointers" else ("<i", 34 + 8)
     change(tmp_path / "p", ".idx", place, struct.pack(form, content))
-    with pytest.raises(ValueError, match="sequence 2"):
-        verify(str(tmp_path / "p"))
+    assert "sequence 2" in str(refusal(lambda: verify(str(tmp_path / "p"))))
     fits = 12 if part == "pointers" else 1
     change(tmp_path / "p", ".idx", place, struct.pack(form, fits))
     assert verify(str(tmp_path / "p")).documents == 3
@@ -219,7 +209,7 @@ def test_shards_read_as_one_data_set(sharded: str, tmp_path: Path) -> None:
     assert whole(f"{sharded}_00001") == [9, 10, 0]  # each shard is a data set by itself
 
 
-def test_samples_cross_shards_and_are_asked_of_the_disk_before_any_is_read(
+def test_samples_cross_shards_and_are_read_ahead(
     sharded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int, int, int]] = []
@@ -252,9 +242,8 @@ def test_samples_cross_shards_and_are_asked_of_the_disk_before_any_is_read(
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     def check(*fragments: str) -> None:
-        with pytest.raises((ValueError, FileNotFoundError)) as error:
-            IndexedDataset(str(tmp_path / "p"))
-        assert all(fragment in str(error.value) for fragment in fragments)
+        error = refusal(lambda: IndexedDataset(str(tmp_path / "p")))
+        assert all(fragment in str(error) for fragment in fragments)
 
     def swap(*names: str) -> None:
         contents = [(tmp_path / name).read_bytes() for name in names]
@@ -292,8 +281,6 @@ def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
     assert found == range(first, first + 5)
     assert data.read(found.start, found.stop).tolist() == last
     change(prefix, ".idx", 34 + 12 + 24 + 8, struct.pack("<2q", 2, 1))
-    with pytest.raises(ValueError, match="documents are not in order"):
-        verify(str(prefix))
+    assert "p.idx" in str(refusal(lambda: verify(str(prefix))))
     change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", -(2**31)))
-    with pytest.raises(ValueError, match="sequence 2"):
-        verify(str(prefix))
+    assert "sequence 2" in str(refusal(lambda: verify(str(prefix))))

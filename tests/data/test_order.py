@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron.data.batch import micro_batch_numbers
 from megatron.data.order import LONGEST_PERIOD, Blend, permute, split_documents
+from tests.refusals import field_of, refusal
 
 
 def test_every_document_is_in_one_split_in_proportion() -> None:
@@ -32,9 +33,8 @@ def test_every_document_is_in_one_split_in_proportion() -> None:
         *[(split, 10) for split in ("", "1,2", "a,b,c", "1,-1,0", "0,0,0", "nan,1,0", "1/0,1,1")],
     ],
 )
-def test_splits_that_cannot_be(split: str, documents: int) -> None:
-    with pytest.raises(ValueError, match=f"--split {split}"):
-        split_documents(split, documents)
+def test_splits_that_cannot_be_are_refused(split: str, documents: int) -> None:
+    assert field_of(refusal(lambda: split_documents(split, documents))) == "--split"
 
 
 def epoch(size: int, seed: int, number: int) -> NDArray[np.int64]:
@@ -152,7 +152,7 @@ def test_decimal_weights_do_not_drift() -> None:
         (["1", "1e9", "2e9"], [1, 33_333, 66_667]),
     ],
 )
-def test_weights_too_fine_are_rounded_with_a_warning(
+def test_weights_too_fine_are_rounded(
     given: list[str], used: list[int] | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     weights = [Fraction(word) for word in given]

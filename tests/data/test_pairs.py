@@ -11,6 +11,7 @@ import pytest
 from megatron.data.indexed import IndexedDataset
 from megatron.data.pairs import Blocks, Pair, draw_pair, lengths_kept
 from tests.data.samples import write_index, write_sentences
+from tests.refusals import field_of, refusal
 
 Sizes = Sequence[Sequence[int]]  # tokens of each sentence of each document
 
@@ -95,8 +96,7 @@ def test_a_sentence_without_tokens_is_none(tmp_path: Path) -> None:
     np.arange(9, dtype="<u2").tofile(tmp_path / "p.bin")
     blocks = Blocks(IndexedDataset(str(tmp_path / "p")), range(3), 509)
     assert all_of(blocks) == []
-    with pytest.raises(ValueError, match="--data-path: of 3 documents"):
-        blocks.check("training")
+    assert field_of(refusal(lambda: blocks.check("training"))) == "--data-path"
 
 
 def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_one_sentence_documents_are_counted_refused_and_warned_of(tmp_path: Path
     everything = Blocks(data, range(10), 20)
     assert everything.one_sentence(100) == (6, 10)
     assert everything.one_sentence(5) == (3, 5)
-    with pytest.warns(UserWarning, match="of 10 documents of the test split .* 6"):
+    with pytest.warns(UserWarning, match="of 10 .* 6"):
         everything.check("test")
     Blocks(data, range(2, 10), 20).check("training")
-    with pytest.raises(ValueError, match="--data-path: of 6 documents .*--split-sentences"):
-        Blocks(data, range(6), 20).check("validation")
+    error = refusal(lambda: Blocks(data, range(6), 20).check("validation"))
+    assert (field_of(error), "--split-sentences" in str(error)) == ("--data-path", True)
 
 
 def pairs(block: list[int], length: int, short: float, count: int) -> list[Pair]:

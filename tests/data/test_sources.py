@@ -19,6 +19,7 @@ from tests.data.samples import (
     write_data,
     write_data_of_tokenizer,
 )
+from tests.refusals import field_of, refusal
 
 
 @pytest.fixture
@@ -50,38 +51,43 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
         assert open_corpus(paths, PlainTokenizer()).identity["data"] != first["data"]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize(
+    ("suffix", "changes"),
+    [  # another token, or two documents that are cut elsewhere
+        (".bin", [(0, b"\x05\0")]),
+        (".idx", [(34 + 8 + 8, b"\x04\0"), (34, b"\x02\0\0\0\x03\0\0\0")]),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*json is not there")
-def test_a_file_exchanged_under_its_sidecar(tmp_path: Path, suffix: str) -> None:
+def test_a_file_exchanged_under_its_sidecar(
+    tmp_path: Path, suffix: str, changes: list[tuple[int, bytes]]
+) -> None:
     """With samples in the sidecar it is refused, with both values, as a program without this
     project counts them; with an older sidecar, or none, the data set is another one."""
-    prefix, documents = str(tmp_path / "p"), [[1, 2, 0], [3, 0]]
-    file = Path(f"{prefix}{suffix}")
+    prefix, file = tmp_path / "p", tmp_path / f"p{suffix}"
 
     def sample() -> str:
         content = file.read_bytes()
         return hashlib.sha256(str(len(content)).encode() + content).hexdigest()
 
     def identity() -> str:
-        (found,) = open_corpus([prefix], PlainTokenizer()).identity["data"]
+        (found,) = open_corpus([str(prefix)], PlainTokenizer()).identity["data"]
         return str(found)
 
     for kind in ("new", "older", "none"):
-        write_data(Path(prefix), documents)
+        write_data(prefix, [[1, 2, 0], [3, 0]])
         if kind == "older":
-            forget_samples(Path(prefix))
+            forget_samples(prefix)
         elif kind == "none":
             Path(f"{prefix}.json").unlink()
         before, was = identity(), sample()
         assert identity() == before
-        # Another token, or two documents that are cut elsewhere.
-        changed = (0, b"\x05\0") if suffix == ".bin" else (34 + 8 + 8, b"\x04\0")
-        sizes = (34, b"\x02\0\0\0\x03\0\0\0")
-        for place, content in (changed, sizes)[: 1 if suffix == ".bin" else 2]:
-            change(Path(prefix), suffix, place, content)
+        for place, content in changes:
+            change(prefix, suffix, place, content)
         if kind == "new":
-            with pytest.raises(ValueError, match=f"--data-path: {file} .*{sample()}.*{was}"):
-                identity()
+            error = refusal(identity)
+            assert field_of(error) == "--data-path"
+            assert all(each in str(error) for each in (str(file), sample(), was))
         else:
             assert identity() != before
             assert identity().partition("; ")[0] == before.partition("; ")[0]
@@ -102,45 +108,44 @@ def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "tokenizer", "size", "message"),
+    ("paths", "tokenizer", "size", "named"),
     [
-        ("p", {"fingerprint": "other"}, None, "--data-path: .*other by --vocab-file.*p.json"),
-        ("p", {"vocab_size": 200}, None, "--data-path: .*200 by --vocab-file.*100 by .*p.json"),
-        ("p", {"kind": "words"}, None, "--data-path: .*words by --vocab-file.*test by .*p.json"),
-        ("1 p 1 q", None, None, "--data-path: .*100 by .*p.json.*300 by .*q.json"),
-        ("p", {}, 99, "--vocab-size 99 .*--vocab-size 100"),
-        ("nowhere", None, None, "--data-path: .*nowhere.idx"),
-        (".", None, None, r"--data-path \. .*--data-path p works .*q"),
-        *[(words, None, None, f"--data-path {words} .*--data-path 0.3")
-          for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")],
-        ("", None, None, "--data-path"),
+        ("p", {"fingerprint": "other"}, None, "other p.json"),
+        ("p", {"vocab_size": 200}, None, "200 100 p.json"),
+        ("p", {"kind": "words"}, None, "words test p.json"),
+        ("1 p 1 q", None, None, "100 p.json 300 q.json"),
+        ("p", {}, 99, "99 --vocab-size 100"),
+        ("nowhere", None, None, "nowhere.idx"),
+        (".", None, None, "p q"),
+        *((words, None, None, "0.3") for words in ("a b", "0.3 a 0.7", "0 a 1 b", "-1 a", "nan a")),
+        ("", None, None, ""),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_together_names_both_values(
+)
+def test_sources_that_do_not_fit_are_refused(
     tmp_path: Path,
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
     paths: str,
     tokenizer: dict[str, Any] | None,
     size: int | None,
-    message: str,
+    named: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_data(Path("q"), [[1]], vocab_size=300)
     made = None if tokenizer is None else PlainTokenizer(**tokenizer)
-    with pytest.raises(ValueError, match=message):
-        open_corpus(paths.split(), made, size)
+    error = refusal(lambda: open_corpus(paths.split(), made, size))
+    assert field_of(error) == ("--vocab-size" if size else "--data-path")
+    assert all(each in str(error) for each in named.split()), error
 
 
 def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
     Path(f"{prefix}.json").unlink()
-    with pytest.warns(UserWarning, match="p.json is not there") as caught:
+    with pytest.warns(UserWarning, match="p.json") as caught:
         corpus = open_corpus([prefix], PlainTokenizer())
     assert len(caught) == 1
     assert (corpus.vocab_size, corpus.eod, corpus.fingerprint) == (100, 0, "f")
     assert [each.partition("; ")[0] for each in corpus.identity["data"]] == ["1 of 8 bytes"]
-    with pytest.raises(ValueError, match="--vocab-size"):
-        open_corpus([prefix], None)
+    assert "--vocab-size" in str(refusal(lambda: open_corpus([prefix], None)))
 
 
 @pytest.mark.parametrize("place", [0, 30 * SAMPLED_CHUNK, -1])
@@ -149,15 +154,13 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
     ids[place] = 99
     write_data(tmp_path / "p", [ids])
     (tmp_path / "p.json").unlink()
-    with (
-        pytest.warns(UserWarning, match="p.json is not there"),
-        pytest.raises(ValueError, match="id 99"),
-    ):
-        open_corpus([str(tmp_path / "p")], None, 99)
+    with pytest.warns(UserWarning, match="p.json"):
+        error = refusal(lambda: open_corpus([str(tmp_path / "p")], None, 99))
+    assert "id 99" in str(error)
 
 
 @pytest.mark.parametrize("shuffled", [None, False, "older"])
-def test_documents_that_were_not_shuffled_get_one_warning(
+def test_unshuffled_documents_get_one_warning(
     tmp_path: Path, prefix: str, shuffled: bool | str | None
 ) -> None:
     """An older sidecar has no entries for shards and shuffling."""
@@ -168,7 +171,7 @@ def test_documents_that_were_not_shuffled_get_one_warning(
             content = json.loads(Path(f"{path}.json").read_text())
             del content["shards"], content["shuffled"]
             Path(f"{path}.json").write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match=f"{paths[0]}, {paths[1]}: .*tools.corpus.split") as caught:
+    with pytest.warns(UserWarning, match=f"{paths[0]}, {paths[1]}: ") as caught:
         open_corpus(["1", paths[0], "1", prefix, "1", paths[1]], PlainTokenizer())
     assert len(caught) == 1
 
@@ -185,11 +188,10 @@ def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: 
     (tmp_path / "c.tokenizer" / "vocab.json").write_text("never looked at")
     a, b, c = (str(tmp_path / name) for name in "abc")
     found = find_tokenizer(open_corpus(["1", a, "1", b, "1", c], None))
-    assert found is not None
     assert (found.kind, found.fingerprint) == (tokenizer.kind, tokenizer.fingerprint)
     assert find_tokenizer(open_corpus([a], None)) is None
     (tmp_path / "b.json").unlink()  # a folder without it says nothing of the data set
-    with pytest.warns(UserWarning, match="b.json is not there"):
+    with pytest.warns(UserWarning, match="b.json"):
         assert find_tokenizer(open_corpus([b], None, 261)) is None
 
 
@@ -198,8 +200,6 @@ def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Pat
     corpus = open_corpus([str(tmp_path / "a")], None)
     merges = tmp_path / "a.tokenizer" / "merges.txt"
     merges.write_text(merges.read_text("utf-8").replace("i n\n", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="a.tokenizer .*--vocab-file and --merge-file"):
-        find_tokenizer(corpus)
+    assert "a.tokenizer" in str(refusal(lambda: find_tokenizer(corpus)))
     merges.unlink()
-    with pytest.raises(ValueError, match="a.tokenizer .*merges.txt"):
-        find_tokenizer(corpus)
+    assert "merges.txt" in str(refusal(lambda: find_tokenizer(corpus)))

@@ -1,6 +1,5 @@
 """Which code runs: layers that torch.compile has compiled compute the same; the commit."""
 
-import json
 import shutil
 import subprocess
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import pretrain_gpt2
 from megatron.config.checks import UsageError
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
@@ -24,10 +22,8 @@ from megatron.train.diagnose import find_first
 from megatron.train.state import choose_compile, commit, compile_layers
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
-from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.llama import llama_section
-from tests.programs import REST, SHAPE
 from tests.tiny import (
     assert_gradients,
     mesh_of_ranks,
@@ -43,16 +39,21 @@ CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
 # fp32; the order of sums differs.
 TOLERANCE = 2e-5
+POST_LN = {"residual_order": "post-ln"}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+def forget_compiled() -> None:
+    # Plain instructions: to find out what the processor can do takes longer than these tests.
+    torch._inductor.config.cpp.simdlen = 1
+    torch._dynamo.reset()
 
 
 def first_steps(
     kind: str, size: int, cuts_stream: bool, is_compiled: bool, changes: dict[str, Any]
 ) -> Any:
     """(loss and gradients of a first step, loss of a second, graphs, and places that broke one)."""
-    # Plain instructions: to find out what the processor can do takes longer than these tests.
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
+    forget_compiled()
     counters.clear()
     mesh = mesh_of_ranks(size, sequence_parallel=cuts_stream)
     state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=torch.float32)
@@ -66,69 +67,54 @@ def first_steps(
     return loss, gradients, again, counters["stats"]["unique_graphs"], [*counters["graph_break"]]
 
 
-def steps_of_zero(zero_stage: int, is_compiled: bool) -> tuple[list[float], list[int]]:
-    """(losses of three steps, layers whose weights are in memory behind each forward) of a rank."""
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
-    mesh = mesh_of_ranks(1)
-    section = tiny_section(num_layers=3)
+def three_steps(
+    zero_stage: int, is_compiled: bool, offloads: bool = False
+) -> tuple[list[float], list[int], set[int]]:
+    """(losses of three steps; behind the layers of each forward, how many of them have their
+    weights in memory, and bytes of activations on the host) of a rank."""
+    forget_compiled()
+    mesh, section = mesh_of_ranks(1), tiny_section(num_layers=3, cpu_offload_activations=offloads)
     state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
     if is_compiled:
         compile_layers(state.model)
-    batches, gathered, alive = micro_batches(samples(4), mesh, 2), list[StorageWeakRef](), []
-    gather = Bucket.gather
+    batches, gathered, alive = micro_batches(samples(8), mesh, 4), list[StorageWeakRef](), []
+    gather, held = Bucket.gather, set[int]()
 
     def watched(bucket: Bucket) -> None:
         gather(bucket)
         if bucket.is_of_layer and bucket.weights is not None:
             gathered.append(StorageWeakRef(bucket.weights.untyped_storage()))
 
-    def count_alive(*_: object) -> None:
+    def count_kept(*_: object) -> None:
         alive.append(len({each.cdata for each in gathered if not each.expired()}))
+        held.add(sum(each.nbytes for each in on_host))
 
-    state.model.final_norm.register_forward_pre_hook(count_alive)
+    state.model.final_norm.register_forward_pre_hook(count_kept)
     with patch.object(Bucket, "gather", watched):
         losses = [train_step(state, batches, 1e-3).loss for _ in range(3)]
-    return losses, alive
+    return losses, alive, held
 
 
 @GCC
 @pytest.mark.slow
 def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
-    plain = gloo.run(2, steps_of_zero, 0, False)[0][0]
+    plain = gloo.run(2, three_steps, 0, False)[0][0]
     for stage in (1, 2, 3):
-        for losses, alive in gloo.run(2, steps_of_zero, stage, True):
+        for losses, alive, _ in gloo.run(2, three_steps, stage, True):
             assert losses == pytest.approx(plain, rel=TOLERANCE)
             assert alive == [1 if stage == 3 else 0] * 3
-
-
-def steps_of_offload(zero_stage: int, offloads: bool) -> tuple[list[float], set[int]]:
-    """(losses of three steps, bytes on the host behind the layers) of compiled layers."""
-    torch._inductor.config.cpp.simdlen = 1
-    torch._dynamo.reset()
-    mesh, held = mesh_of_ranks(1), set[int]()
-    section = tiny_section(cpu_offload_activations=offloads)
-    state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
-    compile_layers(state.model)
-    batches = micro_batches(samples(8), mesh, 4)
-
-    def count_bytes(*_: object) -> None:
-        held.add(sum(each.nbytes for each in on_host))
-
-    state.model.final_norm.register_forward_pre_hook(count_bytes)
-    return [train_step(state, batches, 1e-3).loss for _ in range(3)], held
 
 
 @GCC
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_what_compiled_layers_keep_is_offloaded(gloo: Pool, stage: int) -> None:
-    (wanted, nothing), (losses, held) = (
-        gloo.run(2, steps_of_offload, stage, offloads)[0] for offloads in (False, True)
+def test_compiled_layers_offload_what_they_keep(gloo: Pool, stage: int) -> None:
+    (wanted, _, nothing), (losses, _, held) = (
+        gloo.run(2, three_steps, stage, True, offloads)[0] for offloads in (False, True)
     )
     assert losses == wanted
     assert nothing == {0}
-    assert min(held) > 2 * 4 * 16 * 32 * 4  # more than what enters the layers
+    assert min(held) > 3 * 4 * 16 * 32 * 4  # more than what enters the layers
 
 
 @GCC
@@ -140,16 +126,10 @@ def test_what_compiled_layers_keep_is_offloaded(gloo: Pool, stage: int) -> None:
         ("gpt2", 2, True, {}, True),
         ("llama", 2, True, {}, True),
         ("bert", 1, False, {"recompute_granularity": "selective"}, False),
-        (
-            "bert",
-            2,
-            False,
-            {"residual_order": "post-ln", "recompute_granularity": "full"} | DROPOUT,
-            True,
-        ),
+        ("bert", 2, False, POST_LN | {"recompute_granularity": "full"} | DROPOUT, True),
     ],
 )
-def test_losses_and_gradients_are_those_of_plain_layers(
+def test_compiled_layers_compute_the_same(
     gloo: Pool, kind: str, size: int, cuts_stream: bool, changes: dict[str, Any], is_whole: bool
 ) -> None:
     """is_whole: whether all layers share one graph, collectives and dropout in it. Where a part of
@@ -177,12 +157,7 @@ def test_a_diagnosis_still_sees_every_module() -> None:
     with torch.no_grad():
         state.model.transformer.layers["1"].mlp.up.weight.fill_(1e38)
     found = find_first(state, replay)
-    assert found is not None
     assert found.what == "the output of transformer.layers.1.mlp.up"
-
-
-def refuse(*_: object) -> None:
-    raise RuntimeError("Cannot find a working triton installation.\nMore lines")
 
 
 def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
@@ -206,33 +181,20 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
         assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
 
 
-def test_a_compiler_that_does_not_work_is_refused_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(UsageError, match="triton installation") as error:
-        choose_compile(True, serial_mesh())
-    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-    assert choose_compile(False, serial_mesh()) == (False, [])
-
-
-def test_layers_of_a_grid_are_not_compiled() -> None:
-    grid = replace(serial_mesh(), tensor_parallel_mode="2d", device=torch.device("cuda"))
-    assert choose_compile(None, grid) == (False, [])
-    with pytest.raises(UsageError) as error:
-        choose_compile(True, grid)
-    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-
-
-@GCC
-@pytest.mark.slow
-def test_the_record_says_that_a_run_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_compile_is_refused_without_a_compiler_and_of_a_grid(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
-    prefix, file = tmp_path / "some_text_document", tmp_path / "metrics.jsonl"
-    write_data(prefix, [[*range(1, 40), 0]] * 4)
-    words = f"{SHAPE} {REST} --train-iters 1 --eval-iters 0 --compile".split()
-    pretrain_gpt2.main([*words, "--data-path", str(prefix), "--metrics-file", str(file)], {})
-    assert json.loads(file.read_text().splitlines()[0])["compiled"]
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    grid = replace(serial_mesh(), tensor_parallel_mode="2d", device=torch.device("cuda"))
+    for mesh in (serial_mesh(), grid):
+        with pytest.raises(UsageError) as error:
+            choose_compile(True, mesh)
+        assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+        assert choose_compile(False, mesh) == (False, [])
+    assert choose_compile(None, grid) == (False, [])
 
 
 def git(folder: Path, *words: str) -> str:
@@ -241,9 +203,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_record_names_the_commit_of_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag is not named; the code may be installed inside somebody else's repository."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "file").write_text("first")

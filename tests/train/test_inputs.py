@@ -56,13 +56,11 @@ def test_no_shuffle_takes_the_order_of_the_file(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples"),
-    [(PretrainGPT2Config, random_text), (PretrainBertConfig, random_pairs)],
+    ("kind", "samples"), [(PretrainGPT2Config, random_text), (PretrainBertConfig, random_pairs)]
 )
 def test_mock_data_are_validated_on_other_samples(kind: type[PretrainConfig], samples: Any) -> None:
     words = [*SHAPE.split(), "--train-iters=1", "--mock-data", "--vocab-size=64"]
     inputs = mock_inputs(parse(kind, words, {}), samples)
-    assert inputs.validation is not None
     train, validation = (each.batch([0, 1]).tokens for each in (inputs.train, inputs.validation))
     assert train.shape == validation.shape
     assert not (train == validation).all(axis=1).any()

@@ -10,6 +10,7 @@ from megatron.config.checks import UsageError
 from megatron.config.launch import read_rank_info
 from megatron.config.parallel import ParallelConfig
 from megatron.train.launch import Arrival, choose_device, launch
+from tests.refusals import field_of, refusal
 from tests.train.ranks import run_ranks, write_program
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -21,11 +22,11 @@ def test_one_process_needs_no_launcher() -> None:
 
 
 @pytest.mark.parametrize(("size", "environ"), [(2, {}), (3, LAUNCHED)])
-def test_the_processes_fit_before_anything_is_built(size: int, environ: dict[str, str]) -> None:
+def test_launch_refuses_sizes_that_do_not_fit(size: int, environ: dict[str, str]) -> None:
     wrong = ParallelConfig(tensor_model_parallel_size=size)
-    with pytest.raises(UsageError) as refusal, launch(wrong, environ):
+    with pytest.raises(UsageError) as refused, launch(wrong, environ):
         pass
-    assert refusal.value.flag == "--tensor-model-parallel-size"
+    assert refused.value.flag == "--tensor-model-parallel-size"
 
 
 def test_a_launchers_variables_are_read() -> None:
@@ -39,9 +40,8 @@ def test_a_launchers_variables_are_read() -> None:
     ("variable", "value"), [("RANK", "2"), ("MASTER_ADDR", ""), ("MASTER_PORT", "70000")]
 )
 def test_what_a_launcher_left_out_is_not_made_up(variable: str, value: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        read_rank_info(LAUNCHED | {variable: value})
-    assert refusal.value.flag == variable
+    error = refusal(lambda: read_rank_info(LAUNCHED | {variable: value}))
+    assert field_of(error) == variable
 
 
 def arrivals(*hosts: tuple[str, int]) -> list[Arrival]:
@@ -54,8 +54,7 @@ def test_the_device_is_the_processes_own_gpu_or_the_cpu_for_all() -> None:
     assert choose_device(3, both, {"LOCAL_RANK": "0"}) == torch.device("cuda", 0)
     assert choose_device(1, arrivals(("a", 0), ("b", 0)), {}) == torch.device("cpu")
     assert choose_device(1, arrivals(("a", 1), ("a", 1)), {}) == torch.device("cpu")
-    with pytest.raises(ValueError, match="b runs 1 processes but has 0 GPU"):
-        choose_device(0, arrivals(("a", 1), ("b", 0)), {})
+    assert str(refusal(lambda: choose_device(0, arrivals(("a", 1), ("b", 0)), {}))).startswith("b ")
 
 
 UNREACHED = "start.PATIENCE = 3.0"
@@ -89,21 +88,21 @@ start.choose_device = choose_and_leave
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks", "first", "statuses", "says"),
+    ("world", "ranks", "first", "statuses", "named"),
     [
-        (4, (0, 1), SHORT, {1, 2}, "ranks 2, 3 of 4 did not arrive at rank 0 at 127.0.0.1:"),
-        (2, (1,), UNREACHED, {1}, "did not reach rank 0 at 127.0.0.1:"),
-        (3, (0, 1), MEETING, {75}, r"rank 1 of 3 on \S+ left, with exit status 75, before the run"),
-        (2, (0, 1), BUILDING, {75}, r"rank 1 of 2 on \S+ left, with exit status 75, before the"),
-        (3, (0, 1, 1), "", {1, 2}, "RANK 1: must be the rank of one process"),
+        (4, (0, 1), SHORT, {1, 2}, "ranks 2, 3 of 4 .* 127.0.0.1:"),
+        (2, (1,), UNREACHED, {1}, "rank 0 at 127.0.0.1:"),
+        (3, (0, 1), MEETING, {75}, r"rank 1 of 3 on \S+ .* 75"),
+        (2, (0, 1), BUILDING, {75}, r"rank 1 of 2 on \S+ .* 75"),
+        (3, (0, 1, 1), "", {1, 2}, "RANK 1: "),
     ],
 )
-def test_who_is_missing_twice_or_leaves_ends_the_start_of_all(
-    tmp_path: Path, world: int, ranks: tuple[int, ...], first: str, statuses: set[int], says: str
+def test_a_missing_rank_ends_the_start(
+    tmp_path: Path, world: int, ranks: tuple[int, ...], first: str, statuses: set[int], named: str
 ) -> None:
     program = write_program(tmp_path, "print('built')", tensor=1, first=first)
     ended = run_ranks(program, world, ranks=ranks)
     assert {each.status for each in ended} <= statuses, ended
     text = "\n".join(each.text for each in ended)
-    assert len(re.findall(f"(?m)^.*{says}", text)) == 1, text
+    assert len(re.findall(f"(?m)^.*{named}", text)) == 1, text
     assert "built" not in text

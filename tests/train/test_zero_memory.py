@@ -1,8 +1,6 @@
 """What ZeRO divides is divided: bytes of live tensors between steps, and most of them in a step. In
 stage 3 the weights of a layer are gathered while the one before it computes."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,0 +1,220 @@
+"""What an installation holds, what is loaded of it when asked, what may stand beside it, and which
+files a training step enters."""
+
+import ast
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from megatron import api
+from megatron.parallel import kernels
+from megatron.train.step import train_step
+from tests.data.samples import write_data_of_tokenizer
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_state
+from tools.api_page import page
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "transformers", "datasets", "tokenizers")
+# Imported where a flag asks for them.
+OPTIONAL = ("apex", "datasets", "datasketch", "pyarrow", "tensorboard", "wandb")
+
+
+def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> str:
+    """What Python prints; it has to end well."""
+    inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**inherited, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_every_name_of_the_api_is_there_and_says_what_it_is() -> None:
+    assert set(dir(api)) == set(api.__all__)
+    for name in api.__all__:
+        assert getattr(api, name).__doc__, name
+    assert not hasattr(api, "no_such_name")
+
+
+def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
+    """python tools/api_page.py makes it anew."""
+    assert (ROOT / "docs" / "api.md").read_text() == page()
+
+
+def test_the_api_opens_a_data_set_by_its_names(tmp_path: Path) -> None:
+    """Packed and padded, as the programs open them."""
+    tokenizer = write_data_of_tokenizer(tmp_path / "packed", [[*range(1, 40), 0]] * 4)
+    packed, *_ = api.open_splits(
+        api.open_corpus([str(tmp_path / "packed")], tokenizer), split="1,0,0", seq_length=8, seed=1
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 4)
+    texts = api.open_document_corpus([str(tmp_path / "a.jsonl")], tokenizer)
+    padded, *_ = api.open_padded_splits(texts, tokenizer, split="1,0,0", seq_length=8, seed=1)
+    for data, count in ((packed, 19), (padded, 4)):
+        assert data.samples_per_epoch == count
+        numbers = api.micro_batch_numbers(
+            0, global_batch_size=4, micro_batch_size=2, data_rank=1, data_size=2
+        )
+        assert data.batch(numbers[0]).tokens.shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("code", "libraries", "loaded"),
+    [
+        ("import megatron.api", LIBRARIES, set()),
+        ("from megatron.api import GPT2Config, RandomText, ParallelConfig", LIBRARIES, set()),
+        ("from megatron.api import launch", LIBRARIES, {"torch"}),
+        ("from megatron.api import GradientBuckets, build_state, train_step", LIBRARIES, {"torch"}),
+        ("import megatron.train.pretrain, tools.corpus.dedup", OPTIONAL, set()),
+        ("import tasks.main, tools.generate", OPTIONAL, set()),
+    ],
+)
+def test_libraries_are_loaded_when_asked_for(
+    code: str, libraries: tuple[str, ...], loaded: set[str]
+) -> None:
+    said = run("-c", f"{code}; import sys; print(*(set({libraries}) & set(sys.modules)))")
+    assert set(said.split()) == loaded
+
+
+def test_a_wheel_holds_what_a_type_checker_reads(tmp_path: Path) -> None:
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
+    options = ("--no-deps", "--no-build-isolation", "--quiet")
+    run("-m", "pip", "wheel", ".", *options, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"megatron/py.typed", "megatron/api.py", "megatron/api.pyi"} <= set(names)
+
+
+def required(file: str) -> set[str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return {re.split(r"[=\[]", line)[0] for line in lines if line and not line.startswith("-r")}
+
+
+def test_the_package_depends_on_what_setup_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[>=\[]", each)[0] for each in project["dependencies"]}
+    assert names == required("requirements.txt")
+    assert {"wandb", "datasketch"} <= names
+    assert not names & required("requirements-test.txt")
+
+
+def programs() -> list[Path]:
+    """Files that are run, or of `python -m` what Python reads first."""
+    files = [file for file in ROOT.glob("[!.]*/**/*.py") if "tests" not in file.parts]
+    starts = [file for file in (*ROOT.glob("*.py"), *files) if "__main__" in file.read_text()]
+    tools = ROOT / "tools"
+    outer = [file for file in starts if file.parent == tools or tools not in file.parents]
+    return [tools / "__init__.py", *outer]
+
+
+def test_every_program_says_which_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before it imports anything; an older one can parse the whole file."""
+    started = programs()
+    assert len(started) > 50
+    before = set(sys.modules)
+    for file in started:
+        ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=(3, 8))
+        monkeypatch.setattr("sys.hexversion", 0x30A0DF0)
+        with pytest.raises(SystemExit) as refused:
+            runpy.run_path(str(file), run_name="__main__")
+        monkeypatch.undo()
+        assert re.fullmatch(r".*\b3\.11\b.*", str(refused.value.code)), file
+    assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize("program", ["tools/generate.py", "tools/plan.py", "pretrain_gpt2.py"])
+def test_a_program_runs_from_any_folder(tmp_path: Path, program: str) -> None:
+    run(str(ROOT / program), "--help", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_second_megatron_is_found_beside_this_one(tmp_path: Path, ours_first: bool) -> None:
+    """NVIDIA's megatron.core may be in the same environment: megatron is a namespace."""
+    core = tmp_path / "other" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("NAME = 'core'\n")
+    folders = [str(ROOT), str(core.parents[1])]
+    path = os.pathsep.join(folders if ours_first else folders[::-1])
+    code = "import megatron.core, megatron.config, megatron.parallel.mesh\n"
+    code += "print(megatron.core.NAME, megatron.config.__file__)"
+    said = run("-c", code, cwd=tmp_path, PYTHONPATH=path)
+    assert said.split() == ["core", str(ROOT / "megatron" / "config" / "__init__.py")]
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+
+
+def test_the_installed_package_is_found_without_the_repository(tmp_path: Path) -> None:
+    """As an editable installation leaves it, beside another megatron.core."""
+    if "megatron-lm-reproduction" not in {each.name for each in distributions()}:
+        pytest.skip("the project is not installed; scripts/setup.sh installs it")
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    run("-c", "import megatron.core, megatron.config", cwd=tmp_path)
+
+
+# What a reader opens to follow one training step stays short.
+NOT_READ = ("<module>", "<lambda>")  # an import, and an entry of the table that the factory is
+
+
+def core_path() -> list[str]:
+    """The files that CONTRIBUTING.md lists."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The core path")[2]
+    return re.findall(r"^\d+\. `(\S+)`", text, re.MULTILINE)
+
+
+def entered_by_a_step() -> set[tuple[str, str]]:
+    """(file of megatron/, function) of each call of the main thread."""
+    package, found = str(ROOT / "megatron"), set[tuple[str, str]]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        is_ours = code.co_filename.startswith(package) and code.co_name not in NOT_READ
+        if event == "call" and is_ours:
+            found.add((str(Path(code.co_filename).relative_to(ROOT)), code.co_name))
+
+    before, kernels.use_cpu_kernels = kernels.use_cpu_kernels, False
+    try:
+        mesh = mesh_of_ranks(2)
+        state, batches = tiny_state(mesh), micro_batches(samples(4), mesh, 2)
+        sys.setprofile(note)
+        train_step(state, batches, 1e-3)
+    finally:
+        sys.setprofile(None)
+        kernels.use_cpu_kernels = before
+    return found
+
+
+def test_a_step_enters_the_files_of_the_core_path_alone(gloo: Pool) -> None:
+    for found in gloo.run(2, entered_by_a_step):
+        files = {file for file, _ in found}
+        assert files <= set(core_path())
+        # The program and the loop come before the step, and a schedule is kept from the first on.
+        before = {"megatron/train/pretrain.py", "megatron/train/loop.py"}
+        kept = {"megatron/parallel/schedules.py"}
+        assert set(core_path()) - files - kept == before
+        # Autograd calls the backward of our own functions on this thread too.
+        assert ("megatron/parallel/collectives.py", "backward") in found
+
+
+def test_the_core_path_is_short() -> None:
+    names = core_path()
+    assert len(set(names)) == len(names) <= 21
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 5900
