@@ -292,3 +292,21 @@ def test_an_axis_of_size_one_returns_its_argument() -> None:
     assert copy_to(x, axis) is x
     assert gather_from(x, 1, axis) is x
     assert all_reduce(x, axis) is x
+
+
+def gradients_beside_f() -> tuple[Tensor, Tensor]:
+    """Of x and z in f(x) + z, whose gradients autograd passes on as one tensor."""
+    axis = mesh_of_ranks(2).tensor
+    x, z = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    beside = z.view_as(z)  # made first, so that its backward comes behind that of f
+    total = copy_to(x, axis) + beside
+    total.backward(torch.full((3,), 1.0 + axis.rank))
+    assert x.grad is not None
+    assert z.grad is not None
+    return x.grad, z.grad
+
+
+def test_f_leaves_a_gradient_that_others_read_as_it_is(gloo: Pool) -> None:
+    for rank, (of_x, of_z) in enumerate(gloo.run(2, gradients_beside_f)):
+        assert of_x.tolist() == [3.0] * 3
+        assert of_z.tolist() == [1.0 + rank] * 3

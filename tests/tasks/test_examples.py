@@ -288,3 +288,8 @@ def test_another_shape_is_refused(pretrained: Path) -> None:
     config = config_of("choice", hidden_size=64)
     with pytest.raises(ValueError, match=r"is \[.*32\], this model's \[.*64\]"):
         begin(pretrained, "choice", config=config)
+
+
+def test_the_optimizer_has_the_decay_and_the_clip_of_the_task() -> None:
+    config = optimizer_config(replace(SETTINGS, weight_decay=0.3, clip_grad=0.7), len(HEADS))
+    assert (config.weight_decay, config.clip_grad) == (0.3, 0.7)
