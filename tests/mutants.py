@@ -215,7 +215,7 @@ receive-non-contiguous
 gather-from-non-contiguous
 - own = x.detach().contiguous()
 + own = x.detach()
-f-overwrites-its-gradient
+f-overwrites-its-gradient | parallel/test_collectives::test_f_leaves
 # a reader of dy beside f would see the sum over ranks
 - start_sum(dy.clone(memory_format=torch.contiguous_format), axis, stream)()
 + start_sum(dy, axis, stream)()
@@ -235,9 +235,6 @@ column-wrong-group
 norms-decay | optim/test_adam::test_biases_and_norms
 - fill=1, decay=False, partial=partial)
 + fill=1, partial=partial)
-attention-dropout-of-first-heads | parallel/test_dropout::test_ranks_share_one
-- first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
-+ first = 0
 @ megatron/parallel/layers_llama.py | parallel/test_layers::test_rotary
 key-value-head-modulo | matrix[tensor=2-llama]
 - needed = [head * key_value_heads // heads for head in own]
@@ -245,13 +242,9 @@ key-value-head-modulo | matrix[tensor=2-llama]
 rotary-interleaved
 - (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
 + first, second, one, two = x[..., ::2], x[..., 1::2], y[..., ::2], y[..., 1::2]
-rms-norms-decay | models/test_settings::test_matrices_have
+rms-norms-decay | parallel/test_sharding::test_matrices
 - fill=1, decay=False, partial=partial)
 + fill=1, partial=partial)
-@ megatron/parallel/layers_3d.py | parallel/test_layers_2d::test_masks_are_those
-3d-exchange-by-wrong-axis
-- .chunk(mesh.input.size)[mesh.output.rank]
-+ .chunk(mesh.input.size)[mesh.weight.rank]
 @ megatron/parallel/mesh.py | parallel/test_mesh::test_unions_join
 depth-not-reduced
 - "replicas": ("data", "context", *copies),
@@ -260,9 +253,6 @@ depth-not-reduced
 masks-by-local-rows
 - own_rows(known(rows), self.stream)
 + known(rows)[: x.shape[:-1].numel()]
-dropout-ignores-the-seed | models/test_settings::test_no_two_places
-- derive_seed(seed, "dropout", name)
-+ derive_seed(0, "dropout", name)
 @ megatron/parallel/cross_entropy.py | parallel/test_cross_entropy
 padding-in-the-softmax
 - real = exponentials[:, :columns]
@@ -270,10 +260,6 @@ padding-in-the-softmax
 last-chunk-lost
 - for start in range(0, tokens, length):
 + for start in range(0, tokens - length + 1, length):
-last-chunk-of-dx-not-awaited
--     finish()
--     if dw is not None and is_gathered:
-+     if dw is not None and is_gathered:
 @ megatron/parallel/sharding.py | matrix[tensor=2-gpt2]
 norm-counts-copies | parallel/test_buckets::test_the_norm_counts
 - return all(axis.rank == 0 for axis in self.copied_over(*axes))
@@ -289,7 +275,7 @@ zero-boundary-off-by-one | checkpoint/test_zero::test_every_tensor_is
 tie-not-summed | matrix[pipeline=2-gpt2-accumulate]
 - bucket.add_up(is_of_stages=True)
 + pass
-zero-bubble-loses-a-weight | matrix[pipeline=2-gpt2-accumulate]
+zero-bubble-loses-a-weight | matrix[pipeline=4,schedule=zb-h1-gpt2-accumulate]
 - for view, work in deferred:
 + for view, work in deferred[1:]:
 @ megatron/parallel/offload.py | parallel/test_offload::test_of_each
@@ -345,10 +331,6 @@ bias-correction-off-by-one-on-resume
 leftover-counts-everywhere
 - (own[even:] or range(1), len(own) > even)
 + (own[even:] or range(1), True)
-evaluation-with-dropout
-- was_training = model.training
--     model.eval()
-+ was_training = model.training
 @ megatron/train/replicas.py | train/test_replicas::test_one_flipped
 replica-check-forgets
 - found[1] |= (largest != ~smallest).any()
@@ -371,9 +353,6 @@ one-moment-zeroed-on-resume | checkpoint/test_layouts::test_resuming_at_the
 clip-scales-up | optim/test_adam::test_five_steps
 - clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 + clip = limit / (norm + 1e-6) if limit else 1.0
-hysteresis-never-renewed | optim/test_schedule
-- self.good_steps = self.overflows = 0
-+ self.good_steps = 0
 adam-epsilon-ignored | optim/test_adam::test_betas
 - eps=config.adam_eps,
 -                 maximize
@@ -404,7 +383,7 @@ begin-token-twice
 one-order-for-all-epochs
 - ^ epochs.astype(np.uint64))
 + ^ np.zeros_like(epochs).astype(np.uint64))
-split-bounds-rounded
+split-bounds-rounded | data/test_order::test_the_splits
 - bounds = [floor(documents *
 + bounds = [round(documents *
 @ megatron/data/bert.py | data/test_bert
@@ -421,27 +400,17 @@ loss-mask-ignored | matrix[tensor=2-gpt2]
 documents-see-each-other
 - same_document = document_starts[:, :, None] == document_starts[:, None, :]
 + same_document = document_starts[:, :, None] >= document_starts[:, None, :]
-@ megatron/models/transformer.py | models/test_settings
+@ megatron/models/transformer.py | parallel/test_sharding::test_matrices
 selective-recomputes-nothing | models/test_recompute::test_full_keeps_a
 - self.run_core = _runner(config, factory, "selective")
 + self.run_core = _run
-dropout-of-attention-and-mlp-alike | models/test_settings::test_no_two_places
-# two places with one mask
-- factory.dropout(config.hidden_dropout, f"{name}.mlp")
-+ factory.dropout(config.hidden_dropout, f"{name}.attention")
-norm-epsilon-ignored | models/test_settings::test_every_norm
-- return make(config.hidden_size, epsilon=config.layernorm_epsilon)
-+ return make(config.hidden_size)
-mlp-of-another-std | models/test_settings::test_matrices_have
+mlp-of-another-std
 - self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
 + self.up = factory.column(h, f, parts=parts, bias=bias, std=0.02)
 @ megatron/models/bert.py | train/test_bert
 padding-is-attended-to | matrix[tensor=2-bert-dropout]
 - mask=is_real,
 + mask=is_real | True,
-span-in-the-padding | models/test_finetuned::test_no_span
-- return scores.masked_fill(~batch.is_real[..., None], -torch.inf)
-+ return scores
 @ megatron/models/hf_layers.py | models/test_unmodified::test_it_is_what
 attention-scaling-ignored
 - query = query * (scaling * size**0.5)
@@ -488,7 +457,7 @@ top-p-takes-one-more | inference/test_generate::test_top_p
 end-mark-ignored | inference/test_generate::test_a_text_ends_at
 - return tokens[-1] in ends or
 + return
-padding-of-the-vocabulary-is-drawn | inference/test_generate::test_the_texts_of
+padding-of-the-vocabulary-is-drawn | inference/test_generate::test_padding
 - gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
 + gather_from(logits, -1, mesh.vocabulary)
 @ megatron/inference/cache.py | inference/test_cache
@@ -503,6 +472,9 @@ window-off-by-one
 perplexity-of-plain-words
 - "word_perplexity": stream.perplexity(original),
 + "word_perplexity": stream.perplexity(words),
+articles-without-their-mark
+- Sliding(np.array([*first, *tokens], np.int32), length, length, reach_back=True)
++ Sliding(np.array(tokens, np.int32), length, length, reach_back=True)
 @ tasks/lambada.py | tasks/test_lambada::test_a_tokenizer_json
 begin-mark-twice
 - tokens = np.array([*begin, *start, *ids], np.int32)
@@ -511,6 +483,9 @@ begin-mark-twice
 document-read-after-two-marks
 - [*first, *each, tokenizer.eod]
 + [*first, *first, *each, tokenizer.eod]
+held-out-windows-without-context
+- half = max(1, length // 2)
++ half = length
 @ tasks/squad/windows.py | tasks/test_squad_windows::test_windows_are_labelled
 answer-ends-a-token-early
 - (first, after - 1) if first < after else
@@ -534,7 +509,7 @@ keys-and-values-exchanged
 - (f"{THEIRS}.self_attn.k_proj.weight", f"{THEIRS}.self_attn.v_proj.weight"),
 + (f"{THEIRS}.self_attn.v_proj.weight", f"{THEIRS}.self_attn.k_proj.weight"),
 @ tools/corpus/shingles.py | tools/corpus/test_shingles
-seed-of-the-signatures-ignored
+seed-of-the-signatures-ignored | tools/corpus/test_shingles::test_another
 - random = np.random.default_rng(self.seed)
 + random = np.random.default_rng(0)
 @ tools/corpus/duplicates/sets.py | tools/corpus/test_dedup::test_the_threshold_is
@@ -553,14 +528,10 @@ extension-in-capitals-stays
 end-mark-before-the-document
 - np.insert(ids, np.cumsum(sizes), settings.eod)
 + np.insert(ids, np.cumsum(sizes) - sizes, settings.eod)
-@ megatron/models/gpt2.py | models/test_settings::test_matrices
+@ megatron/models/gpt2.py | parallel/test_sharding::test_matrices
 positions-of-another-std
 - std=config.init_method_std
 + std=0.02
-@ megatron/models/llama.py | models/test_settings::test_rotary
-rotary-base-ignored
-- config.head_size, base=config.rotary_base, scaling
-+ config.head_size, scaling
 """
 
 EQUIVALENT = r"""

@@ -86,9 +86,3 @@ def test_scores_of_narrow_formats_are_told_apart(head: str, dtype: torch.dtype) 
     gradients = {each.dtype for each in model.parameters() if each.grad is not None}
     assert gradients == {dtype}
     assert model.head.weight.grad.abs().min() > 0
-
-
-def test_no_span_begins_or_ends_in_the_padding() -> None:
-    is_real = inputs(3).is_real
-    assert 0 < is_real.sum() < is_real.numel()
-    assert torch.equal(scores("span", 1).isneginf().any(-1), ~is_real)
