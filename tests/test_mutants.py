@@ -20,9 +20,9 @@ def functions(file: str) -> set[str]:
 
 @pytest.mark.parametrize("mutant", [*LISTED, *parse(EQUIVALENT)], ids=lambda each: each.name)
 def test_a_mutant_is_a_change_that_can_be_made(mutant: Mutant) -> None:
-    """Its text is there once, what comes of it is Python, and somebody looks at it."""
-    source = (ROOT / mutant.file).read_text()
-    assert ast.dump(ast.parse(mutant.patched())) != ast.dump(ast.parse(source))
+    """Its text is there once, what comes of it is Python, and there are tests of it."""
+    assert mutant.text != mutant.replacement
+    ast.parse(mutant.patched())
     for test in mutant.tests:
         file, _, function = test.partition("::")
         assert (ROOT / file).is_file(), file

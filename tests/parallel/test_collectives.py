@@ -1,11 +1,13 @@
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.parallel.collectives import (
     all_reduce,
@@ -310,3 +312,33 @@ def test_f_leaves_a_gradient_that_others_read_as_it_is(gloo: Pool) -> None:
     for rank, (of_x, of_z) in enumerate(gloo.run(2, gradients_beside_f)):
         assert of_x.tolist() == [3.0] * 3
         assert of_z.tolist() == [1.0 + rank] * 3
+
+
+class InPieces(TorchDispatchMode):
+    """Names the collectives that are given a tensor that is not contiguous, which gloo copies and
+    NCCL refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            if not all(each.is_contiguous() for each in tensors):
+                self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def given_in_pieces() -> list[str]:
+    axis = mesh_of_ranks(2).tensor
+    with InPieces() as found:
+        for case in CASES.values():
+            case.run(random(axis.rank).T, axis)
+    return found.names
+
+
+def test_backends_get_contiguous_tensors(gloo: Pool) -> None:
+    assert gloo.run(2, given_in_pieces) == [[], []]

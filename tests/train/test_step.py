@@ -335,3 +335,9 @@ def test_the_host_waits_for_the_device_once_a_step(kind: Any, draw: Any) -> None
     with host_reads() as found:
         train_step(state, batches, 1e-3)
     assert found.total() == 1 + len(batches)
+
+
+def test_a_step_counts_the_tokens_that_it_reads() -> None:
+    batches = [samples(3), samples(3, first=3)]
+    result = train_step(tiny_state(serial_mesh()), batches, 1e-3)
+    assert result.tokens == sum(each.tokens.size for each in batches) == 6 * 16
