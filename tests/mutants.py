@@ -247,11 +247,11 @@ rotary-interleaved
 rms-norms-decay | parallel/test_sharding::test_matrices
 - fill=1, decay=False, partial=partial)
 + fill=1, partial=partial)
-@ megatron/parallel/mesh.py | parallel/test_mesh::test_unions_join
+@ megatron/parallel/mesh.py | parallel/test_mesh::test_unions_of
 depth-not-reduced
 - "replicas": ("data", "context", *copies),
 + "replicas": ("data", "context"),
-@ megatron/parallel/dropout.py | parallel/test_dropout::test_ranks_share_one
+@ megatron/parallel/dropout.py | parallel/test_dropout::test_the_stream
 masks-by-local-rows
 - own_rows(known(rows), self.stream)
 + known(rows)[: x.shape[:-1].numel()]
@@ -292,7 +292,7 @@ offload-ignores-versions
 warm-up-off-by-one
 - warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
 + warm_up = micro_batches if kind == "gpipe" else ranks - rank
-@ megatron/parallel/pipeline.py | train/test_pipelining::test_layers_of_each
+@ megatron/parallel/pipeline.py | train/test_pipelining::test_a_rank_has
 virtual-stages-of-neighbours
 - self.layers[rank :: self.ranks]
 + self.layers[rank * self.virtual : (rank + 1) * self.virtual]
@@ -402,7 +402,7 @@ order-of-segments-exchanged
 - is_swapped=np.array([sample.pair.is_swapped for
 + is_swapped=np.array([not sample.pair.is_swapped for
 @ megatron/models/decoder.py | models/test_gpt2
-loss-mask-ignored | optim/test_adam::test_five_steps
+loss-mask-ignored | train/test_step::test_the_loss_is
 - batch.loss_mask.double() * loss_scales)
 + torch.ones_like(batch.loss_mask).double() * loss_scales)
 documents-see-each-other
