@@ -452,7 +452,7 @@ latest-before-the-checkpoint | checkpoint/test_faults::test_a_failure_anywhere
 +         notes = set_aside(final, went_back_to)
 +         staging.rename(final)
 checkpoint-follows-the-training | checkpoint/test_saver::test_what_is_saved
-# of a save beside training the copy has to be made before the next step
+# a save beside training copies the tensors before the next step
 - self._host[each.key].copy_(each.local, non_blocking=True)
 + self._host[each.key] = each.local
 @ megatron/inference/generate.py | inference/test_generate
@@ -553,12 +553,12 @@ warm-up-ends-a-step-early
 + if update < warmup:
 @ megatron/data/indexed.py
 shard-end-looks-at-the-next
-# of the shard behind no token is read
+# no token of the next shard is read
 - if stop <= offset + shard.num_tokens:
 + if stop < offset + shard.num_tokens:
 @ megatron/parallel/pipeline.py
 stage-of-least-cost-later
-# of equal costs the first stage is taken either way, as min keeps the first
+# min takes the first of equal costs either way
 - key=lambda each: (each in fixed, costs[each]))
 + key=lambda each: (each in fixed, costs[each], each))
 @ megatron/parallel/schedules.py

@@ -243,7 +243,7 @@ def test_the_texts_of_many_seeds_have_the_distribution_of_the_model() -> None:
 
 
 def test_top_p_ends_at_the_token_that_reaches_it() -> None:
-    """Of four tokens of one quarter each."""
+    """The four tokens have a quarter of the probability each."""
     for top_p, kept in ((0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)):
         shares = probabilities(torch.zeros(1, 4), Sampling(1, top_p=top_p))
         assert shares.count_nonzero() == kept, top_p

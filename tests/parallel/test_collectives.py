@@ -297,7 +297,7 @@ def test_an_axis_of_size_one_returns_its_argument() -> None:
 
 
 def gradients_beside_f() -> tuple[Tensor, Tensor]:
-    """Of x and z in f(x) + z, whose gradients autograd passes on as one tensor."""
+    """The gradients of x and z in f(x) + z, which autograd passes on as one tensor."""
     axis = mesh_of_ranks(2).tensor
     x, z = (torch.zeros(3, requires_grad=True) for _ in range(2))
     beside = z.view_as(z)  # made first, so that its backward comes behind that of f

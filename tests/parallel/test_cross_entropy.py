@@ -289,7 +289,7 @@ def test_chunks_are_of_few_sizes(tokens: int, number: int) -> None:
 
 
 def test_real_logits_may_lie_far_below_padding() -> None:
-    """Whose exponentials would all be zero, were the maximum that of padding."""
+    """With the maximum of padding all their exponentials would be zero."""
     labels = torch.tensor([0, 2, 3])
     real = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) - 1000
     padded = F.pad(real, (0, 4))

@@ -145,7 +145,7 @@ def test_articles_start_at_their_titles() -> None:
 
 
 def test_perplexities_are_of_the_words_that_they_name(tmp_path: Path) -> None:
-    """Of tokens of log-probability -1 each: the paper's are of the tokens of the file as released,
+    """Every token has the log-probability -1. The paper counts the words of the file as released,
     which single blanks part."""
     text = " \n = Title = \n \n one  two three , four \n"
     (tmp_path / "wiki").write_text(text)
