@@ -416,7 +416,7 @@ mlp-of-another-std
 - self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
 + self.up = factory.column(h, f, parts=parts, bias=bias, std=0.02)
 @ megatron/models/bert.py | train/test_bert
-padding-is-attended-to | models/test_huggingface
+padding-is-attended-to | tasks/test_examples::test_the_loss_is_the_mean
 - mask=is_real,
 + mask=is_real | True,
 @ megatron/models/hf_layers.py | models/test_unmodified::test_it_is_what
