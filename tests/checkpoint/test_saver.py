@@ -1,6 +1,7 @@
 """Saving beside training: the same bytes, the reports, going back, and what is kept."""
 
 import json
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -183,3 +184,53 @@ def test_a_failure_after_a_save_is_a_note(gloo: Pool, tmp_path: Path, call: str,
     assert [report.removed for report in (*ours, *theirs)] == [()] * 4
     there = {"latest", "step_00000002", "step_00000003"}
     assert there <= set(names(tmp_path))
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power a name must not stand for what was never written."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def flush(descriptor: int) -> None:
+        calls.append(("flush", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def move(function: Any) -> Any:
+        def call(path: Path, target: Path) -> Any:
+            if ".tmp" not in path.name:
+                calls.append(("name", Path(target).name))
+            return function(path, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", move(rename))
+    monkeypatch.setattr(Path, "replace", move(replace))
+    state = fresh()
+    save_steps(saver_into(tmp_path, state), state, [1])
+    done, latest = calls.index(("name", "step_00000001")), calls.index(("name", "latest"))
+    flushed = [name.partition(".tmp")[0] for kind, name in calls[:done] if kind == "flush"]
+    assert {"shard_00000.safetensors", "manifest.json", "latest"} <= {*flushed}
+    assert flushed[-1] == ".step_00000001.partial"
+    folder = ("flush", tmp_path.name)
+    assert folder in calls[done:latest], "the checkpoint has its name before `latest` says it"
+    assert folder in calls[latest:]
+
+
+def test_a_run_that_skipped_is_resumed_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """Adam's bias correction counts updates, of which a skipped step is none."""
+    state = fresh()
+    train(state, 2)
+    state.step, state.skipped = state.step + 3, 3
+    with saver_into(tmp_path, state) as saver:
+        save(saver, state)
+    resumed = fresh()
+    load(resumed, tmp_path / "step_00000005")
+    assert resumed.updates == 2
+    train(state)
+    train(resumed)
+    found = {each.key: each.local for each in resumed.slices()}
+    for each in state.slices():
+        assert torch.equal(found[each.key], each.local), each.key

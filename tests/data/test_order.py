@@ -180,3 +180,9 @@ def test_samples_before_repeat_is_the_first_sample_that_there_is_not() -> None:
         too_many = local >= np.array(sizes)[sources]
         assert not too_many[:-1].any()
         assert too_many[-1]
+
+
+def test_the_splits_are_those_of_this_format_for_ever() -> None:
+    """A resumed run, and an evaluation, must not meet documents of another split."""
+    assert split_documents("2,1,1", 5) == (range(2), range(2, 3), range(3, 5))
+    assert split_documents("1,1,1", 4) == (range(1), range(1, 2), range(2, 4))

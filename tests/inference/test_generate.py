@@ -232,3 +232,16 @@ def test_the_texts_of_many_seeds_have_the_distribution_of_the_model() -> None:
     assert (found.bincount(minlength=VOCABULARY) / 2000).tolist() == pytest.approx(
         expected.tolist(), abs=0.04
     )
+
+
+def test_top_p_ends_at_the_token_that_reaches_it() -> None:
+    """The four tokens have a quarter of the probability each."""
+    for top_p, kept in ((0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (0.76, 4)):
+        shares = probabilities(torch.zeros(1, 4), Sampling(1, top_p=top_p))
+        assert shares.count_nonzero() == kept, top_p
+
+
+def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+    """At so high a temperature all logits are alike, those of padding too."""
+    found = continued(1, Sampling(24, temperature=1e6))
+    assert max(id for tokens in found for id in tokens) < VOCABULARY

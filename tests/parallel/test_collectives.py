@@ -1,11 +1,13 @@
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.parallel.collectives import (
     all_reduce,
@@ -270,3 +272,51 @@ def test_an_axis_of_size_one_returns_its_argument() -> None:
     assert copy_to(x, axis) is x
     assert gather_from(x, 1, axis) is x
     assert all_reduce(x, axis) is x
+
+
+def gradients_beside_f() -> tuple[Tensor, Tensor]:
+    """The gradients of x and z in f(x) + z, which autograd passes on as one tensor."""
+    axis = mesh_of_ranks(2).tensor
+    x, z = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    beside = z.view_as(z)  # made first, so that its backward comes behind that of f
+    total = copy_to(x, axis) + beside
+    total.backward(torch.full((3,), 1.0 + axis.rank))
+    assert x.grad is not None
+    assert z.grad is not None
+    return x.grad, z.grad
+
+
+def test_f_leaves_a_gradient_that_others_read_as_it_is(gloo: Pool) -> None:
+    for rank, (of_x, of_z) in enumerate(gloo.run(2, gradients_beside_f)):
+        assert of_x.tolist() == [3.0] * 3
+        assert of_z.tolist() == [1.0 + rank] * 3
+
+
+class InPieces(TorchDispatchMode):
+    """Names the collectives that are given a tensor that is not contiguous, which gloo copies and
+    NCCL refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            if not all(each.is_contiguous() for each in tensors):
+                self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def given_in_pieces() -> list[str]:
+    axis = mesh_of_ranks(2).tensor
+    with InPieces() as found:
+        for case in CASES.values():
+            case.run(STRIDES["transposed"].part(torch.ones(6, 4)), axis)
+    return found.names
+
+
+def test_backends_get_contiguous_tensors(gloo: Pool) -> None:
+    assert gloo.run(2, given_in_pieces) == [[], []]

@@ -286,3 +286,12 @@ def test_chunks_are_of_few_sizes(tokens: int, number: int) -> None:
     lengths = [rows.stop - rows.start for rows in found]
     assert set(lengths[:-1]) <= {padded_rows(lengths[0])}
     assert max(lengths) <= padded_rows(cross_entropy.CHUNK_BYTES // (4 * 50304))
+
+
+def test_real_logits_may_lie_far_below_padding() -> None:
+    """With the maximum of padding all their exponentials would be zero."""
+    labels = torch.tensor([0, 2, 3])
+    real = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) - 1000
+    padded = F.pad(real, (0, 4))
+    losses = vocab_parallel_cross_entropy(padded, labels, axis_of_all(), 4)
+    torch.testing.assert_close(losses, F.cross_entropy(real, labels, reduction="none"))

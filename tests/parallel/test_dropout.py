@@ -23,6 +23,7 @@ from megatron.parallel.dropout import (
     row_keys,
 )
 from megatron.parallel.layers import AttentionCore
+from megatron.parallel.mesh import Axis
 from megatron.parallel.random import derive_seed
 from tests.dist import Pool
 from tests.refusals import refusal
@@ -197,3 +198,14 @@ def test_seeds_are_the_same_on_every_machine_and_tell_keys_apart() -> None:
     keys = [(1, 2), (12,), ("1", 2), (1, "2"), (1, 2, 0)]
     assert len({derive_seed(*key) for key in keys}) == len(keys)
     assert all(0 <= derive_seed(number) < 2**63 for number in range(100))
+
+
+def test_the_stream_drops_alike_however_it_is_cut() -> None:
+    rows, x = row_keys(torch.tensor([3]), torch.arange(8)), torch.ones(8, 6)
+    whole = Dropout(5, 0.5, "stream")(x, rows)
+    for rank in (0, 1):
+        axis = Axis("tensor", 2, rank)
+        by_rows = Dropout(5, 0.5, "stream", stream=axis)(x[:4], rows)
+        by_columns = Dropout(5, 0.5, "stream", hidden=axis)(x[:, :3], rows)
+        assert torch.equal(by_rows, whole.chunk(2)[rank])
+        assert torch.equal(by_columns, whole.chunk(2, 1)[rank])

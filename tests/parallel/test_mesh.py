@@ -155,3 +155,16 @@ def test_the_serial_mesh_needs_no_process_group() -> None:
     assert (mesh.size(), mesh.is_first) == (1, True)
     assert mesh.coordinates == {"data": 0, "tensor": 0}
     assert mesh.describe_rank() == "data 0, tensor 0"
+
+
+def test_unions_of_each_mode_have_the_axes_of_their_paper() -> None:
+    """Copies of 2.5D read other samples and hold the same weights; the rest is one model."""
+    names = ("replicas", "batch", "loss", "model_parallel", "tokens", "hidden", "vocabulary")
+    for mode, axes, wanted in (
+        ("1d", {"data": 3, "tensor": 2}, (3, 3, 3, 2, 1, 1, 2)),
+        ("2d", {"data": 3, "row": 2, "column": 2}, (3, 6, 6, 4, 2, 2, 2)),
+        ("2.5d", {"data": 3, "depth": 2, "row": 2, "column": 2}, (6, 12, 12, 4, 2, 2, 2)),
+        ("3d", {"data": 3, "weight": 2, "input": 2, "output": 2}, (3, 12, 12, 8, 4, 2, 2)),
+    ):
+        mesh = absent_mesh(axes, torch.device("meta"), tensor_parallel_mode=mode)
+        assert tuple(mesh.size(name) for name in names) == wanted, mode

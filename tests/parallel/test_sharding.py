@@ -32,6 +32,7 @@ from megatron.parallel.sharding import (
 from megatron.train.executor import on_device
 from tests.bert import bert_section
 from tests.dist import Pool
+from tests.llama import llama_section
 from tests.refusals import refusal
 from tests.tiny import (
     SEED,
@@ -92,6 +93,22 @@ def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelCo
         # Five standard errors of the mean and of the standard deviation.
         assert abs(real.mean().item()) < 5 * std / sqrt(count), name
         assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
+
+
+@pytest.mark.parametrize("section", [tiny_section, bert_section, llama_section])
+def test_matrices_have_the_std_that_is_set_and_alone_decay(
+    section: Callable[..., ModelConfig],
+) -> None:
+    config = section(num_layers=8, init_method_std=0.5)
+    model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
+    table = sharding_specs(model)
+    for name, weight in model.named_parameters():
+        is_vector = name.endswith("bias") or "norm" in name
+        assert table[name].decay != is_vector, name
+        if not is_vector:
+            before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
+            std, real = 0.5 / sqrt(2 * 8) if before_a_residual else 0.5, table[name].real(weight)
+            assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * real.numel())), name
 
 
 def test_every_parameter_and_seed_has_its_own_draw() -> None:

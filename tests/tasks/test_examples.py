@@ -281,3 +281,8 @@ def test_another_shape_is_refused(pretrained: Path) -> None:
     message = str(refusal(lambda: begin(pretrained, wide)))
     assert "32]" in message
     assert "64]" in message
+
+
+def test_the_optimizer_has_the_decay_and_the_clip_of_the_task() -> None:
+    config = optimizer_config(replace(SETTINGS, weight_decay=0.3, clip_grad=0.7), len(HEADS))
+    assert (config.weight_decay, config.clip_grad) == (0.3, 0.7)

@@ -147,3 +147,17 @@ def test_decoding_ends_at_the_word_boundary_and_long_passages_are_counted(tmp_pa
     assert len(long.inputs) == 24
     assert [len(each) for each in task.prompts.tokens] == [6, 8]
     assert task.prompts.most == 16
+
+
+def test_a_word_counts_whole_and_its_perplexity_is_of_words_or_of_tokens(tmp_path: Path) -> None:
+    file = write_json(tmp_path / "test.jsonl", ["in the inn, the thing", "the thing in"])
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    task = prepare(settings, {"config": {"model": {"max_position_embeddings": 64}}}, tokenizer)
+    counts = np.array([len(each.labels) - each.first for each in (task[0], task[1])])
+    assert counts.tolist() == [len(tokenizer.encode(each)) for each in (" thing", " in")]
+    scores = Scores(-1.0 * counts, counts, counts - [1, 0], np.array([True, True]))
+    figures = task.score(scores, [[], []])
+    assert (figures["strict_accuracy"], figures["last_token_accuracy"]) == (0.5, 1.0)
+    assert figures["target_token_perplexity"] == pytest.approx(exp(1))
+    assert figures["last_word_perplexity"] == pytest.approx(exp(counts.sum() / 2))

@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.evaluate import batch_of
-from tasks.common import Scores, Sliding, Window, score_windows
-from tasks.heldout import Settings, cloze_windows, read_texts, training_tokens
+from tasks.common import Scores, Sliding, Task, Window, score_windows
+from tasks.heldout import Settings, cloze_windows, prepare, read_texts, training_tokens
 from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
 from tests.dist import Pool
 from tests.refusals import field_of, refusal
@@ -234,3 +234,37 @@ def test_training_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     other = manifest | {"tokenizer": "g"}
     error = refusal(lambda: training_tokens(str(tmp_path / "train"), other))
     assert field_of(error) == "--train-data"
+
+
+def minus_one_each(task: Task) -> Scores:
+    """Scores of which every scored token has the log-probability -1."""
+    counts = np.array([len(each.labels) - each.first for each in task.windows])
+    return Scores(-1.0 * counts, counts, 0 * counts, counts < 0)
+
+
+def test_heldout_documents_stand_between_two_marks_and_one_sum_is_divided(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    end, texts = tokenizer.eod, ["in  the inn", "One two three\n four"]
+    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps({'text': x})}\n" for x in texts))
+    train = [[*tokenizer.encode(text), end] for text in texts]
+    write_data(tmp_path / "train", train, vocab_size=tokenizer.vocab_size)
+    files = {"input": (tmp_path / "texts.jsonl",), "train_data": str(tmp_path / "train")}
+    settings = Settings(trained=TrainedConfig(load=""), **files)
+    manifest = {"tokenizer": "f", "config": {"data": {"seq_length": 8, "split": "1,0,0"}}}
+    task = prepare(settings, manifest, tokenizer)
+    windows = iter(task.windows)
+    for ids in train:
+        first = next(windows)
+        assert [*first.inputs, first.labels[-1]] == [end, *ids][: len(first.inputs) + 1]
+        found = [*first.labels[first.first :]]
+        while len(found) < len(ids):
+            window = next(windows)
+            assert window.first >= 4, "half a window stands before what is scored"
+            found += [*window.labels[window.first :]]
+        assert found == ids
+    figures = task.score(minus_one_each(task), [])
+    tokens, words, size = sum(map(len, train)), 3 + 4, len("\n".join(texts))
+    assert (figures["tokens"], figures["words"], figures["bytes"]) == (tokens, words, size)
+    assert figures["token_perplexity"] == pytest.approx(np.e)
+    assert figures["word_perplexity"] == pytest.approx(np.exp(tokens / words))
+    assert figures["bits_per_byte"] == pytest.approx(tokens / np.log(2) / size)

@@ -6,10 +6,14 @@ from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.config.checkpoint import TrainedConfig
-from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise
+from megatron.data.tokenizer import build_tokenizer
+from tasks.common import Scores
+from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
+from tests.data.samples import write_tokenizer
 from tests.tasks.passages import some_articles
 from tests.tasks.peer import POSITIONS, Peer
 from tests.tasks.program import figures_of, without_words
@@ -123,3 +127,28 @@ def test_articles_start_at_their_titles() -> None:
     one = " = One = \n \n text = x \n = = Part = = \n more "
     assert cut_articles(text) == [one, " = Two = \n end \n"]
     assert cut_articles("before \n = A = \n") == ["before ", " = A = \n"]
+
+
+def test_perplexities_are_of_the_words_that_they_name(tmp_path: Path) -> None:
+    """Every token has the log-probability -1. The paper counts the words of the file as released,
+    which single blanks part."""
+    text = " \n = Title = \n \n one  two three , four \n"
+    (tmp_path / "wiki").write_text(text)
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=tmp_path / "wiki")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+    config = {"model": {"max_position_embeddings": 8}, "data": {"seq_length": 8}}
+    task = prepare(settings, {"config": config}, tokenizer)
+    counts = np.array([len(each.labels) - each.first for each in task.windows])
+    figures = task.score(Scores(-1.0 * counts, counts, 0 * counts, counts < 0), [])
+    tokens = len(tokenizer.encode(detokenise(text))) - 1  # the first is not predicted
+    alone = sum(len(tokenizer.encode(detokenise(each))) for each in cut_articles(text))
+    released = ["=", "Title", "=", "\n", "\n", "one", "", "two", "three", ",", "four"]
+    expected = {
+        "token_perplexity": exp(1),
+        "word_perplexity": exp(tokens / len(released)),
+        "word_perplexity_authors_code": exp(tokens / (len(released) - 1)),
+        "word_perplexity_plain_words": exp(tokens / 8),
+        "word_perplexity_per_document": exp(alone / (8 + 2)),
+        "bits_per_byte": tokens / log(2) / len(text),
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)

@@ -154,3 +154,9 @@ def test_a_file_that_is_none_ends_the_program_without_torch(text: str, tmp_path:
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert field_of(ended.stderr) == "--pipeline-schedule"
+
+
+def test_a_rank_has_every_so_many_th_virtual_stage() -> None:
+    layers = (range(2), range(2, 4), range(4, 5), range(5, 6))
+    plan = PipelinePlan(2, 2, "interleaved", layers)
+    assert [plan.numbers(rank) for rank in (0, 1)] == [(0, 1, 4), (2, 3, 5)]

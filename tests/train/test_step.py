@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.data.bert import BertBatch
 from megatron.data.files import DataError
-from megatron.models.bert import BERT
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.diagnose import NonFiniteError
-from megatron.train.executor import on_device
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, count, forward_backward, train_step
-from tests.bert import bert_samples, bert_section, whole_bert
+from tests import plain
+from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import (
@@ -351,25 +349,19 @@ def test_the_host_waits_for_the_device_once_a_step(kind: Any, draw: Any) -> None
     assert found.total() == 1 + len(batches)
 
 
-def plain_bert_losses(model: nn.Module, batch: BertBatch) -> tuple[Tensor, Tensor]:
-    """The means that the paper's losses are, over one batch, as anyone would write them."""
-    batch = on_device(batch, torch.device("cpu"))
-    masked, order = model(batch)
-    places = batch.loss_mask.flatten() > 0
-    of_masked = F.cross_entropy(masked[places], batch.labels.flatten()[places])
-    return of_masked, F.cross_entropy(order, batch.is_swapped)
-
-
 def test_bert_losses_are_means_over_masked_tokens_and_samples() -> None:
     state = tiny_state(serial_mesh(), bert_section(), OptimizerConfig(clip_grad=0.0))
-    dense = whole_bert(BERT, bert_section(), tiny_weights(state.model))
+    dense = plain.BERT(tiny_weights(state.model), 4)
     batch = bert_samples(4)
     assert len(set(batch.loss_mask.sum(axis=1).tolist())) > 1, "samples differ in masked tokens"
-    masked, order = plain_bert_losses(dense, batch)
-    (masked + order).backward()
+    masked, order = dense(batch)
+    places = torch.from_numpy(batch.loss_mask) > 0
+    mlm = F.cross_entropy(masked[places], torch.from_numpy(batch.labels)[places])
+    sop = F.cross_entropy(order, torch.from_numpy(batch.is_swapped))
+    (mlm + sop).backward()
     result = train_step(state, micro_batches(batch, state.mesh, 1), 0.0)
-    assert result.terms == pytest.approx({"mlm_loss": masked.item(), "sop_loss": order.item()})
-    assert result.loss == pytest.approx((masked + order).item(), rel=1e-12)
+    assert result.terms == pytest.approx({"mlm_loss": mlm.item(), "sop_loss": sop.item()})
+    assert result.loss == pytest.approx((mlm + sop).item(), rel=1e-12)
     assert result.tokens == batch.is_real.sum()
     expected = {name: each.grad for name, each in dense.named_parameters()}
     for name, gradient in whole_gradients(state.gradients).items():
@@ -384,3 +376,20 @@ def test_bert_masked_tokens_come_in_few_sizes() -> None:
     assert len(set(masked)) > 5
     assert [int(batch.is_counted.sum()) for batch in batches] == masked
     assert [len(batch.masked) for batch in batches] == [-(-each // 16) * 16 for each in masked]
+
+
+def test_a_step_counts_the_tokens_that_it_reads() -> None:
+    batches = [samples(3), samples(3, first=3)]
+    result = train_step(tiny_state(serial_mesh()), batches, 1e-3)
+    assert result.tokens == sum(each.tokens.size for each in batches) == 6 * 16
+
+
+def test_the_loss_is_the_mean_over_the_counted_tokens() -> None:
+    batch = samples(4)
+    batch.loss_mask[1:, 3:] = 0
+    result = train_step(tiny_state(serial_mesh()), [batch], 1e-3, return_outputs=True)
+    assert result.outputs is not None
+    logits, labels = (each.flatten(0, 1) for each in vars(result.outputs).values())
+    counted = torch.from_numpy(batch.loss_mask).flatten().bool()
+    expected = torch.nn.functional.cross_entropy(logits[counted], labels[counted]).item()
+    assert result.loss == pytest.approx(expected, rel=1e-12)

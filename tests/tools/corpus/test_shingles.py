@@ -87,3 +87,8 @@ def test_signatures_agree_as_often_as_the_sets_are_similar() -> None:
         assert abs(np.mean(shares) - jaccard) < 4 * spread + 1 / 600
         # The places are as good as independent: the spread is that of as many coins.
         assert np.std(shares) < 1.5 * spread * 40**0.5
+
+
+def test_another_seed_permutes_otherwise() -> None:
+    one, other = (Shingler("char5", seed).sign_texts(["some text or other"]) for seed in (1, 2))
+    assert (one == other).mean() < 0.1
