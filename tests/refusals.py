@@ -23,8 +23,8 @@ def refused(
     """The field that the program refuses; fails where it accepts the words.
 
     program: ends with status 2 or raises an error. Where the error says which arguments work,
-    `retry`, by default the program, runs again with these in place of the refused ones. whole: it
-    must accept them; else it must not refuse the same field again.
+    `retry`, by default the program, runs again with these in place of the refused ones. whole:
+    whether it must accept them; else it may end with status 2 for another field.
     """
     words = shlex.split(words) if isinstance(words, str) else list(words)
     error = refusal(lambda: program(words))
@@ -34,8 +34,9 @@ def refused(
             (retry or program)(cured)
         except (SystemExit, *ERRORS) as stop:
             again = cause_of(stop)
-            is_open = not whole and field_of(again) != error.flag
-            assert is_open, f"{shlex.join(cured)}: {again}"
+            is_refused = isinstance(stop, SystemExit) and field_of(again) != error.flag
+            assert is_refused, f"{shlex.join(cured)}: {again}"
+            assert not whole, f"{shlex.join(cured)}: {again}"
     return field_of(error)
 
 

@@ -96,7 +96,7 @@ def test_tolerance_is_of_the_largest_and_of_the_mean_gap(
 
 def test_learning_curves_are_compared(tmp_path: Path, data: Path) -> None:
     names = ["serial", "transformers", *learning_curves.MASKS]
-    words = ["--data-path", data, "--steps", 20, "--contenders", *names]
+    words = ["--data-path", data, "--steps", 52, "--contenders", *names]
     record = run(tmp_path, "learning_curves", *words)
     serial, theirs = (figures(record, name, "layouts")["losses"] for name in names[:2])
     assert serial[-1] < serial[0]

@@ -34,7 +34,9 @@ from tests import plain
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.programs import assert_equal_bits, start_ranks
+from tests.refusals import field_of
 from tests.tiny import mesh_of_ranks, set_weights
+from tools import generate
 
 HEADS, KV_HEADS, LAYERS, BATCH, WARMUP, STEPS = 12, 3, 2, 8, 5, 21
 HIDDEN = 96
@@ -61,7 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(folder: Path, *more: str | Path, **given: Any) -> list[str]:
-    flags = {"--vocab-file": folder, "--data-path": folder / "web.jsonl", **SMALL, **given}
+    flags = {"--vocab-file": folder, **SMALL, **given}
+    if "--dataset-name" not in more and "--data-path" not in more:
+        flags["--data-path"] = folder / "web.jsonl"
     return [str(word) for pair in flags.items() for word in pair] + [str(word) for word in more]
 
 
@@ -147,6 +151,54 @@ def test_killed_and_resumed_it_is_the_same_run(
 
 def program(arguments: list[str]) -> None:
     pretrain.main(arguments, os.environ)
+
+
+def test_another_run_is_not_resumed(folder: Path, tmp_path: Path) -> None:
+    save = ("--save", tmp_path / "save")
+    run(folder, tmp_path / "first", *save)
+    for words in ("--global-batch-size 4", "--epochs 3", "--hidden-size 48", "--pure-bf16"):
+        precision = [word for word in ("--no-bf16",) if "bf16" not in words]
+        given = words_of(folder, *precision, *save, **OF_EXAMPLE)
+        target = partial(example, [*given, *words.split()], tmp_path / "other")
+        with start_ranks(target, range(1), 1, tmp_path) as started:
+            assert started.wait() == [2], started.text()
+        assert field_of(started.text()) == "--save"
+
+
+def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path: Path) -> None:
+    words = words_of(folder, "--pure-bf16", "--save", tmp_path / "save", **OF_EXAMPLE)
+    target = partial(example, words, tmp_path / "losses")
+    with start_ranks(target, range(1), 1, tmp_path) as started:
+        assert started.wait() == [0], started.text()
+    assert losses(tmp_path) == pytest.approx(serial, rel=0.03)
+    manifest = json.loads((tmp_path / "save" / "step_00000021" / "manifest.json").read_text())
+    assert {each["dtype"] for each in manifest["tensors"].values()} == {"bfloat16"}
+    words = ["--load", str(tmp_path / "save"), "--prompt", "ab", "--max-new-tokens", "3"]
+    generate.main([*words, "--output", str(tmp_path / "texts.json")], {})
+    (text,) = json.loads((tmp_path / "texts.json").read_text())
+    assert text["prompt"] == "ab"
+
+
+def test_every_kind_of_data_is_read_alike(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    file = str(folder / "web.jsonl")
+    datasets.Dataset.from_json(file, cache_dir=str(tmp_path)).save_to_disk(tmp_path / "saved")
+    ways = (("--data-path", file), ("--data-path", tmp_path / "saved"), ("--dataset-name", file))
+    first, *others = (llama_2d.open_data(read_flags(words_of(folder, *way))) for way in ways)
+    batch = first[0].batch(range(BATCH))
+    ends = batch.is_real.sum(axis=1) - 1
+    assert (batch.tokens[:, 0] == 0).all()  # [BOT]
+    assert 0 < batch.is_cut.sum() < BATCH
+    for row, (end, is_cut) in enumerate(zip(ends, batch.is_cut, strict=True)):
+        if not is_cut:
+            assert (batch.tokens[row, end:] == [1] + [2] * (63 - end)).all()  # [EOT] [PAD] ..
+            assert batch.loss_mask[row].sum() == end
+    for data, tokenizer, identity in others:
+        assert identity["data"] != []
+        sizes = tokenizer.vocab_size, data.samples_per_epoch
+        assert sizes == (263, 84) == (first[1].vocab_size, 84)
+        assert (data.batch(range(BATCH)).tokens == batch.tokens).all()
 
 
 def test_the_preset_is_the_same_run(folder: Path, serial: list[float], tmp_path: Path) -> None:

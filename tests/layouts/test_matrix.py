@@ -16,6 +16,7 @@ from tests.dist import Pool
 from tests.layouts.cover import FACTORS, OF_LLAMA, UNMODIFIED, case_of, cover, every_row
 from tests.layouts.matrix import (
     GLOBAL_BATCH,
+    TOLERANCES,
     Case,
     alone,
     differences,
@@ -151,5 +152,9 @@ def test_other_numbers_are_seen() -> None:
     }
     assert max(differences(right, right).values()) == 0
     for kind, found in wrong.items():
-        seen = {each for each, value in differences(found, right).items() if value > 1e-11}
+        seen = {
+            each
+            for each, value in differences(found, right).items()
+            if value > TOLERANCES[torch.float64]
+        }
         assert seen == {kind}

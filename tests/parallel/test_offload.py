@@ -1,5 +1,6 @@
 """Offload against the same run without, in bits; and what leaves the device."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import pretrain_gpt2
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import newest_whole
 from megatron.config.training import OptimizerConfig, PrecisionConfig
@@ -27,9 +29,11 @@ from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
+from tests.data.samples import write_data
 from tests.dist import Pool
 from tests.huggingface import hf_section
 from tests.llama import llama_section
+from tests.programs import REST, SHAPE
 from tests.refusals import refusal
 from tests.tiny import (
     live_memories,
@@ -173,6 +177,30 @@ def test_checkpoints_resume_with_and_without(precision: str, tmp_path: Path) -> 
         steps(again, [2])
         own = tensors(first)
         assert all(torch.equal(each, own[key]) for key, each in tensors(again).items())
+
+
+def test_programs_resume_with_and_without(tmp_path: Path) -> None:
+    """A step more of a checkpoint, with what saved its memory changed, has the same loss."""
+    prefix = tmp_path / "some_text_document"
+    write_data(prefix, [[*range(1, 40), 0]] * 4)
+    offload = "--optimizer-cpu-offload --cpu-offload-activations"
+    found: list[tuple[float, float]] = []
+
+    def run(words: str) -> None:
+        file = tmp_path / "metrics.jsonl"
+        words = f"{SHAPE} {REST} --eval-iters 0 --lr-decay-iters 9 {words}"
+        given = [*words.split(), "--data-path", str(prefix), "--metrics-file", str(file)]
+        pretrain_gpt2.main(given, {})
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        found.append([(each["loss"], each["grad_norm"]) for each in lines if "loss" in each][-1])
+        file.unlink()
+
+    for number, (before, now) in enumerate(product(("", offload), repeat=2)):
+        save = tmp_path / str(number)
+        run(f"--train-iters 1 --save {save} {before}")
+        run(f"--train-iters 2 --load {save} {now}")
+    assert len(set(found[1::2])) == 1
+    assert found[0] != found[1]
 
 
 def device_bytes() -> int:

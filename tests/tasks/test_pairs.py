@@ -70,3 +70,9 @@ def test_texts_encoded_in_portions_have_the_same_tokens() -> None:
     assert parts.lengths.tolist() == [1, 0, 4, 2, 1] * (AT_ONCE // 4)
     assert np.shares_memory(parts[2], parts.tokens)
     assert (len(encode([], TOKENIZER)), parts.tokens.dtype) == (0, np.int32)
+
+
+def test_white_space_of_any_kind_parts_words() -> None:
+    rows = encode(["the cat sits", "the\ncat \t sits", " the\x0bcat\x85sits\u3000"], TOKENIZER)
+    assert len(rows[0]) == 3
+    assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()

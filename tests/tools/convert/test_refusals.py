@@ -171,7 +171,7 @@ Tensors = dict[str, Tensor]
 EMBEDDING, BIAS = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
 NORM, LAYER = "bert.embeddings.LayerNorm", "model.layers.0.self_attn"
 POOLER = "bert.pooler.dense.bias"
-ONES = torch.ones(7)
+ONES, PLACES = torch.ones(7), torch.arange(1, 17)[None]
 
 
 # The name in the error, and the tensors that are replaced, added, or removed (None).
@@ -196,7 +196,7 @@ ONES = torch.ones(7)
         ("bert", "LayerNorm.weight", lambda t: {f"{NORM}.gamma": t[f"{NORM}.weight"] + 0}),
         ("bert", "decoder.weight", lambda t: {"cls.predictions.decoder.weight": t[EMBEDDING] + 1}),
         ("bert", "decoder.bias", lambda t: {"cls.predictions.decoder.bias": t[BIAS] + 1}),
-        ("bert", "position_ids", lambda t: {"bert.embeddings.position_ids": ONES}),
+        ("bert", "position_ids", lambda t: {"bert.embeddings.position_ids": PLACES}),
         ("bert", f"{BIAS} torch.float16", lambda t: {BIAS: t[BIAS].half()}),
         ("bert", "self.key.bias", lambda t: {"bert.encoder.layer.0.attention.self.key.bias": ONES}),
     ],
