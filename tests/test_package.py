@@ -218,3 +218,11 @@ def test_the_core_path_is_short() -> None:
     names = core_path()
     assert len(set(names)) == len(names) <= 21
     assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 5900
+
+
+def test_every_promise_names_its_test() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Promises")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\S+\.py)::(test_\w+)` \|$", text, re.MULTILINE)
+    assert len(named) == text.count("\n|") - 2 > 30
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), name
