@@ -67,7 +67,7 @@ ours="this project" full="this project, full recomputation" compiled="transforme
 hardware() { run hardware 45 tools/plan.py --measure "$out/hardware.toml"; }
 matrix() { # several gloo ranks share the GPU: torch documents some collectives for CPUs alone
     run layouts 180 -m pytest -q -p no:cacheprovider tests/layouts --device "$device" \
-        -k "$([[ $small ]] && echo one_process || echo test_it_equals)"
+        -k "$([[ $small ]] && echo one_process || echo test_a_layout)"
 }
 offload() { # not yet run on a GPU: memory, time and copies beside kernels, with and without
     local sizes=()
