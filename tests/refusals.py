@@ -34,7 +34,7 @@ def refused(
             (retry or program)(cured)
         except (SystemExit, *ERRORS) as stop:
             again = cause_of(stop)
-            is_refused = isinstance(stop, SystemExit) and field_of(again) != error.flag
+            is_refused = isinstance(stop, SystemExit | UsageError) and field_of(again) != error.flag
             assert is_refused, f"{shlex.join(cured)}: {again}"
             assert not whole, f"{shlex.join(cured)}: {again}"
     return field_of(error)
@@ -65,7 +65,7 @@ def field_of(error: Exception | str) -> str:
     """The flag or the file that an error, or a program's text on stderr, begins with."""
     if isinstance(error, UsageError):
         return error.flag
-    text = str(error).rpartition("error: ")[2]
+    text = error.rpartition("error: ")[2] if isinstance(error, str) else str(error)
     return re.split(r"[\s:,;]", text.strip(), maxsplit=1)[0]
 
 

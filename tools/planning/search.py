@@ -50,14 +50,22 @@ def check(config: PretrainConfig, gpus: int) -> None:
         _check(config, gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
-            works = [word for name in SIZES for word in (flag(name), str(settings(found)[name]))]
             allowed = f"{error.allowed}; on {gpus} GPUs"
-            raise UsageError(error.flag, error.value, allowed, works=(*works,)) from error
+            raise UsageError(error.flag, error.value, allowed, works=sizes(found)) from error
         if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
             raise
-        fewer = next(each for each in range(gpus - 1, 0, -1) if nearest(config, each))
+        each = gpus - 1
+        while (found := nearest(config, each)) is None:
+            each -= 1
+        works = ("--gpus", str(each), *sizes(found))
         allowed = f"a number of GPUs that some layout fits ({error})"
-        raise UsageError("--gpus", gpus, allowed, works=("--gpus", str(fewer))) from error
+        raise UsageError("--gpus", gpus, allowed, works=works) from error
+
+
+def sizes(config: PretrainConfig) -> tuple[str, ...]:
+    """The flags of its layout."""
+    found = settings(config)
+    return tuple(word for name in SIZES for word in (flag(name), str(found[name])))
 
 
 def _check(config: PretrainConfig, gpus: int) -> None:

@@ -250,8 +250,7 @@ def checked(words: list[str]) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: str, flag: str) -> None:
-    whole = flag != "--gpus"  # which asks for another layout
-    assert refused(partial(plan.main, environ={}), words, retry=checked, whole=whole) == flag
+    assert refused(partial(plan.main, environ={}), words, retry=checked) == flag
 
 
 def test_a_machine_without_what_is_asked_of_it_is_refused() -> None:
