@@ -130,7 +130,7 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     ("a.json", '[{"text": "x"}, {"text": "y"}]', "--dataset-name"),
     ("a.json", '[\n{"text": "x"},\n{"text": "y"}\n]\n', "--dataset-name"),
     ("a.jsonl.gz", "{}", "/a.jsonl, "), ("a.json.zst", "{}", "/a.json, "),
-    ("a.txt", "{}", ".jsonl"),
+    ("a.txt", "{}", "--dataset-name"), ("a.csv", "a", ".jsonl"),
     ("absent.jsonl", None, "absent"), ("packed", None, "--pad"),
 ])  # fmt: skip
 def test_a_path_without_texts_is_refused(
