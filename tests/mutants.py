@@ -424,7 +424,7 @@ attention-scaling-ignored
 - query = query * (scaling * size**0.5)
 + pass
 @ megatron/models/proof.py | tools/test_prove_plan::test_corrupted
-proof-of-the-first-rank-alone
+proof-of-the-first-rank-alone | tools/test_prove_plan::test_what_one_rank
 - ranks = mesh.control.gather(own)
 -     failures
 + ranks = mesh.control.gather(own)[:1]

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,21 @@ def refused(
             assert is_refused, f"{shlex.join(cured)}: {again}"
             assert not whole, f"{shlex.join(cured)}: {again}"
     return field_of(error)
+
+
+def leaving_nothing(program: Program) -> Program:
+    """The program; where it is refused, nothing may be at the folder of --to, nor half written."""
+
+    def run(words: list[str]) -> None:
+        to = Path(words[words.index("--to") + 1])
+        try:
+            program(words)
+        except SystemExit:
+            assert not to.exists()
+            assert not list(to.parent.glob(".*partial"))
+            raise
+
+    return run
 
 
 def refusal(call: Callable[[], object], *, lines: int = 2) -> Exception:

@@ -5,6 +5,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.config.model import LlamaConfig
 from megatron.train.state import build_state
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
-from tests.refusals import refusal, refused
+from tests.refusals import leaving_nothing, refusal, refused
 from tests.tiny import mesh_of_ranks, tiny_section
 from tests.tools.test_convert_dcp import DONE, IMPORT, import_folder, save_on_ranks
 from tests.tools.test_unpickler import PAYLOADS, write_zip
@@ -78,15 +79,7 @@ def read_by_pickle(folder: Path) -> None:
     Script().load(folder, by_name=False)
 
 
-def program(words: list[str]) -> None:
-    """An import or export that is refused leaves nothing, nor something half written."""
-    to = Path(words[words.index("--to") + 1])
-    try:
-        main(words, {})
-    except SystemExit:
-        assert not to.exists()
-        assert not list(to.parent.glob(".*partial"))
-        raise
+program = leaving_nothing(partial(main, environ={}))
 
 
 def check_import(folder: Path, flags: str, named: str) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron.checkpoint.load import verify
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
-from tests.refusals import field_of, refusal
+from tests.refusals import field_of, leaving_nothing, refusal
 from tests.tools.megatron_files import (
     HIDDEN,
     POSITIONS,
@@ -137,15 +138,7 @@ def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path)
     assert (step / "vocab.json").read_bytes() == (tmp_path / "vocab.json").read_bytes()
 
 
-def program(words: list[str]) -> None:
-    """An import that is refused leaves nothing."""
-    to = Path(words[words.index("--to") + 1])
-    try:
-        main(words, {})
-    except SystemExit:
-        assert not to.exists()
-        assert not list(to.parent.glob(".*partial"))
-        raise
+program = leaving_nothing(partial(main, environ={}))
 
 
 def error_of_import(source: Path, to: Path, flags: str = "") -> str:

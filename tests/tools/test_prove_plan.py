@@ -5,11 +5,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import pretrain
 from megatron.config.checks import UsageError
@@ -252,6 +257,22 @@ def test_corrupted_plans_are_caught(gloo: Pool) -> None:
             outcome, proof = found[name]
             assert outcome == each.caught, f"{name}: {proof}"
             assert each.where in str(proof), f"{name}: {proof}"
+
+
+def is_wrong_where_one_rank_is(config: HuggingFaceConfig) -> bool:
+    def shift(module: nn.Module, _: Any, output: Tensor) -> Tensor | None:
+        is_last = getattr(module, "full_name", "") == "model.layers.1.mlp.down_proj"
+        return output + 1e-3 if is_last and not torch.is_grad_enabled() else None
+
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:  # after all that ranks send each other
+            stack.callback(register_module_forward_hook(shift).remove)
+        return bool(prove(config, mesh_of_ranks(2)).wrong)
+
+
+def test_what_one_rank_finds_wrong_is_known_to_all(gloo: Pool) -> None:
+    config = config_of("llama", toml(LLAMA | {"lm_head": "whole"}))
+    assert gloo.run(2, is_wrong_where_one_rank_is, config) == [True, True]
 
 
 NO_POSITIONS = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}  # of the last one
