@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.files import ScanCache
-from megatron.data.json_lines import warn_not_read
+from megatron.data.json_lines import NOT_SHARDS, warn_not_read
 
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of texts
@@ -181,7 +181,9 @@ def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str
     """Files of texts that `datasets` leaves out, as it reads one kind of a folder alone."""
     read = {Path(file) for files in splits.values() for file in files}
     found = (file for file in sorted(folder.rglob("*")) if file.suffix in ENDINGS)
+    no_texts = {*NOT_SHARDS, "dataset_infos.json"}  # of corpus steps, and of `datasets`
     others = (str(file.relative_to(folder)) for file in found if file not in read)
+    others = (name for name in others if Path(name).name not in no_texts)
     warn_not_read(flag, others, "a folder with files of one kind is read whole")
 
 

@@ -383,7 +383,10 @@ def test_a_text_file_is_a_document(tmp_path: Path, datasets_cache: Path) -> None
     assert field_of(error) == "--data-path"
     assert f"--dataset-name {alone}" in str(error)
     assert texts_of(open_named(str(alone))) == [texts["a.txt"]]
-    assert texts_of(open_named(str(tmp_path))) == [*texts.values()]
+    (tmp_path / "dataset_infos.json").write_text("{}")  # of no texts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert texts_of(open_named(str(tmp_path))) == [*texts.values()]
     (tmp_path / "d.jsonl").write_text('{"text": "five"}')
     with pytest.warns(UserWarning, match=r"d\.jsonl"):
         assert texts_of(open_named(str(tmp_path))) == [*texts.values()]
