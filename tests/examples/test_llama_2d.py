@@ -1,5 +1,5 @@
-"""Source C: the tutorial's Llama, a small one here, by its example, by pretrain.py, and as the
-tutorial builds it with torch's own tensor parallelism."""
+"""Source C: the tutorial's Llama, a small one here, by its example, by pretrain.py, and in plain
+torch; the tutorial's own tensor parallelism is in tests/tools/test_convert_dcp.py."""
 
 import json
 import os
@@ -14,17 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import pretrain
@@ -214,33 +203,7 @@ def test_the_preset_is_the_same_run(folder: Path, serial: list[float], tmp_path:
     assert lines[0]["lr"] == 1e-4
 
 
-# The tutorial's loop, with no line of this project.
-
-
-def plan() -> dict[str, Any]:
-    whole, cut = Replicate(), Shard(1)
-    gathered = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
-    layer = {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(
-            input_layouts=(cut, None), desired_input_layouts=(whole, None)
-        ),
-        **{f"self_attn.{each}_proj": ColwiseParallel(output_layouts=whole) for each in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(input_layouts=whole, output_layouts=cut),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": gathered,
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=cut),
-    }
-    return {
-        "embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=cut),
-        **{f"layers.{n}.{name}": style for n in range(LAYERS) for name, style in layer.items()},
-        "norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(
-            input_layouts=cut, output_layouts=Shard(-1), use_local_output=False
-        ),
-    }
+# The tutorial's loop in plain torch, in one process.
 
 
 def model_of(vocabulary: int) -> plain.Llama:
@@ -265,7 +228,6 @@ def train_ours(words: list[str]) -> list[float]:
 def train_theirs(words: list[str]) -> list[float]:
     data, tokenizer, _ = llama_2d.open_data(read_flags(words))
     model = model_of(tokenizer.vocab_size)
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     schedulers = [
         LinearLR(optimizer, start_factor=0.1, end_factor=1.0, total_iters=WARMUP),
@@ -274,27 +236,16 @@ def train_theirs(words: list[str]) -> list[float]:
     scheduler, losses = SequentialLR(optimizer, schedulers, milestones=[WARMUP]), []
     for first in range(0, STEPS * BATCH, BATCH):
         batch = data.batch(range(first, first + BATCH))
-        labels, mask = (torch.from_numpy(each) for each in (batch.labels, batch.loss_mask))
-        labels = labels.masked_fill(mask == 0, -100).flatten()
-        optimizer.zero_grad()
-        with loss_parallel():
-            logits = model(torch.from_numpy(batch.tokens))
-            loss: Any = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100)
-            loss.backward()
-        gradients: list[Any] = [each.grad for each in model.parameters()]
-        assert all(isinstance(each, DTensor) for each in gradients)
-        norm = sum(each.full_tensor().double().square().sum() for each in gradients) ** 0.5
-        for each in gradients:
-            each.mul_(min(1.0, 1.0 / (float(norm) + 1e-6)))
-        optimizer.step()
+        logits = model(torch.from_numpy(batch.tokens))
+        loss = plain.summed_loss(logits, batch) / float(batch.loss_mask.sum())
+        plain.update(optimizer, loss, 1.0)
         scheduler.step()
-        losses.append(float(loss.full_tensor() if isinstance(loss, DTensor) else loss))
+        losses.append(loss.item())
     return losses
 
 
-def test_twenty_steps_are_those_of_torch_s_tensor_parallelism(folder: Path, gloo: Pool) -> None:
+def test_twenty_steps_are_those_of_plain_torch(folder: Path, gloo: Pool) -> None:
     words = words_of(folder, **OF_EXAMPLE)
-    ours, theirs = (gloo.run(2, train, words) for train in (train_ours, train_theirs))
-    assert theirs[0] == theirs[1]
-    for each in ours:
-        assert each == pytest.approx(theirs[0], abs=1e-5)
+    expected = train_theirs(words)
+    for found in gloo.run(2, train_ours, words):
+        assert found == pytest.approx(expected, abs=1e-5)

@@ -17,7 +17,6 @@ from tests.dist import Pool
 from tests.tiny import SEQUENCE, mesh_of_ranks, samples, tiny_model
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 TEXTS = [row.tolist() for row in torch.from_numpy(samples(4).tokens)]
 LENGTHS = [3, 7, 1, 7]  # of the prompts, so that two rows are padded
 STEPS = SEQUENCE - max(LENGTHS)
@@ -49,15 +48,15 @@ def largest_difference(tensor_size: int, dtype: torch.dtype) -> float:
     return torch.tensor([0.0, *differences]).max().item()  # NaN, if one is
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_logits_of_each_step_are_those_without_a_cache(dtype: torch.dtype) -> None:
-    assert largest_difference(1, dtype) <= TOLERANCE[dtype]
-
-
-def test_the_logits_of_a_cut_model_are_those_without_a_cache(gloo: Pool) -> None:
-    for size in (2, 4):
-        for difference in gloo.run(size, largest_difference, size, torch.float64):
-            assert difference <= 1e-12
+@pytest.mark.parametrize(
+    ("size", "dtype", "tolerance"),
+    [(1, torch.float32, 1e-5), *((size, torch.float64, 1e-12) for size in (1, 2, 4))],
+)
+def test_the_logits_of_each_step_are_those_without_a_cache(
+    gloo: Pool, size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    for difference in gloo.run(size, largest_difference, size, dtype):
+        assert difference <= tolerance
 
 
 def behind_layers(
@@ -119,13 +118,6 @@ def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
     mask = cache.mask(1, CPU)
     assert mask is not None
     assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-
-
-def test_without_padding_there_is_no_mask() -> None:
-    cache = KeyValueCache(4)
-    assert cache.mask(3, CPU) is None
-    cache.advance(3)
-    assert cache.mask(1, CPU) is None
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""Generation: transformers' greedy text, the same text at every layout and batch, and the draws."""
+"""Generation: the same text at every layout and batch, its end, and the draws.
+
+Greedy text beside that of transformers is in test_unmodified.py and tests/tools/test_generate.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.inference.generate import (
     BatchReader,
@@ -18,8 +20,7 @@ from megatron.inference.generate import (
 )
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.models.test_huggingface import KINDS, by_our_names
-from tests.tiny import VOCABULARY, mesh_of_ranks, scatter_weights, tiny_model, tiny_section
+from tests.tiny import VOCABULARY, mesh_of_ranks, tiny_model, tiny_section
 
 POSITIONS = 64
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]
@@ -28,23 +29,17 @@ DRAWN = Sampling(24, seed=5)
 
 
 def continued(
-    tensor_size: int | str,
-    sampling: Sampling,
-    batch: int = len(PROMPTS),
-    eod: int = 0,
-    weights: dict[str, Tensor] | None = None,
+    tensor_size: int | str, sampling: Sampling, batch: int = len(PROMPTS)
 ) -> list[list[int]]:
     """The new tokens of PROMPTS, so many of them together."""
     mesh = mesh_of_ranks(tensor_size)
     config = tiny_section(max_position_embeddings=POSITIONS)
     model = tiny_model(mesh, config, dtype=torch.float32)
-    if weights is not None:
-        scatter_weights(model, weights)
     new = []
     for start in range(0, len(PROMPTS), batch):
         numbers = range(len(PROMPTS))[start : start + batch]
         prompts = [PROMPTS[number] for number in numbers]
-        new += generate(model.eval(), mesh, prompts, sampling, ends=[eod], numbers=numbers)
+        new += generate(model.eval(), mesh, prompts, sampling, ends=[0], numbers=numbers)
     return new
 
 
@@ -65,64 +60,6 @@ def test_draws_depend_on_the_seed_and_on_the_number_of_the_prompt() -> None:
     assert first == again
     assert all(one != two for one, two in zip(first, other, strict=True))
     assert first[0] != first[4], "one prompt, two numbers"
-
-
-@pytest.fixture(scope="module")
-def transformers_run() -> tuple[dict[str, Tensor], list[list[int]], list[list[int]]]:
-    """(weights in our names, new tokens of each of PROMPTS alone, and in one batch)."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = tiny_section(max_position_embeddings=POSITIONS)
-    theirs = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=POSITIONS,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_attention_heads,
-        eos_token_id=END,
-        bos_token_id=END,
-    )
-    torch.manual_seed(7)
-    model = GPT2LMHeadModel(theirs).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    weights = by_our_names(KINDS["gpt2"]._replace(config=config), model.state_dict())
-    prompts = [prompt or [END] for prompt in PROMPTS]
-    alone = [run for prompt in prompts for run in _transformers_text(model, [prompt])]
-    return weights, alone, _transformers_text(model, prompts)
-
-
-END = 98  # which the text of the first prompt comes to
-
-
-def _transformers_text(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    gaps = [longest - len(prompt) for prompt in prompts]
-    texts = model.generate(
-        torch.tensor([[0] * gap + prompt for gap, prompt in zip(gaps, prompts, strict=True)]),
-        attention_mask=torch.tensor([[0] * gap + [1] * (longest - gap) for gap in gaps]),
-        max_new_tokens=GREEDY.max_new_tokens,
-        do_sample=False,
-        pad_token_id=END,
-    )
-    rows = texts[:, longest:].tolist()
-    return [row[: row.index(END)] if END in row else row for row in rows]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_greedy_text_is_that_of_transformers(
-    gloo: Pool,
-    transformers_run: tuple[dict[str, Tensor], list[list[int]], list[list[int]]],
-    size: int,
-) -> None:
-    weights, alone, together = transformers_run
-    assert alone == together
-    assert any(len(tokens) < 24 for tokens in alone), "one comes to its end"
-    assert any(len(tokens) == 24 for tokens in alone)
-    for batch in (1, len(PROMPTS)):
-        for found in gloo.run(size, continued, size, GREEDY, batch, END, weights):
-            assert found == alone
 
 
 FULL = [prompt for prompt in PROMPTS if prompt]  # none of them needs an end mark
