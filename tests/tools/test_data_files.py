@@ -169,18 +169,6 @@ def test_sentences_of_shards(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "p")).sequences == 6
 
 
-@pytest.mark.parametrize("before", [SHARDS, SHARDS[:1], SHARDS[1:]])
-@pytest.mark.parametrize("after", [SHARDS, SHARDS[:1], SHARDS[:2]])
-def test_an_older_data_set_is_replaced_whole(tmp_path: Path, before: Shards, after: Shards) -> None:
-    """One shard alone has the name of the data set."""
-    write_shards(tmp_path / "p", before)
-    prefix = write_shards(tmp_path / "p", after)
-    assert verify(prefix).documents == sum(map(len, after))
-    pairs = len(after) if len(after) > 1 else 1
-    assert len(names(tmp_path)) == 2 * pairs + 1
-    assert ("p.idx" in names(tmp_path)) == (len(after) == 1)
-
-
 def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
     """An interrupt comes after so many changes of the folder."""
     calls = itertools.count(1)
@@ -200,7 +188,8 @@ def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
 @pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
 @pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
 def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: Shards) -> None:
-    """Until it is done no data set is there, or the old one; the same call finishes it."""
+    """Until it is done no data set is there, or the old one; the same call finishes it. One shard
+    alone has the name of the data set."""
     other, finished = {"vocab.json": b"another"}, False
     for steps in itertools.count():
         folder = tmp_path / str(steps)

@@ -1,15 +1,16 @@
-"""From JSON lines to .bin, .idx and .json, through the command."""
+"""From JSON lines to .bin, .idx and .json, through the command.
 
-import fcntl
+What it shares with the steps of a corpus (kills, bad lines, shards, shares) is tested in
+tests/tools/corpus/test_faults.py.
+"""
+
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
 from backports import zstd
 
@@ -21,9 +22,7 @@ from tests.refusals import field_of, refusal, refused
 from tests.tools.corpus.lines import content, manifest, write_jsonl
 from tools import preprocess_data
 from tools.corpus import split
-from tools.corpus.shards import cut
 from tools.data_files import verify
-from tools.tokenise import LARGEST_UNIT, SMALLEST_UNIT, group_units, unit_bytes
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
@@ -114,57 +113,20 @@ def test_text_files_are_documents_beside_lines(
     assert bad["file"].endswith("d.txt")
 
 
-def test_the_encoder_can_be_forced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for encoder in ("tokenizers", "gigatoken"):
-        words = ["--input", "a.jsonl", "--output-prefix", encoder, "--encoder", encoder]
-        assert encoder in tokenise(capsys, *words)
-        found.append(outputs(folder, encoder))
-    assert found[0] == found[1]
-
-
-def test_the_same_bytes_for_any_number_of_workers_and_shards(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Lines for several units, some of them bad, of files of several kinds."""
-    texts = lines([f"{number} {text}" for number, text in enumerate(TEXTS * 20)])
-    each = texts.splitlines(keepends=True)
+def test_units_are_put_together_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By several workers: units of one shard, and of several; with bad lines between."""
+    texts = [f"{number} {text}" for number, text in enumerate(TEXTS * 20)]
+    each = lines(texts).splitlines(keepends=True)
     each[5::100] = [b"bad\n"] * len(each[5::100])
-    (folder / "in").mkdir()
-    (folder / "in" / "a.jsonl").write_bytes(b"".join(each[:3000]))
-    (folder / "in" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(each[3000:])))
-    good = encoded([orjson.loads(line)["text"] for line in each if line != b"bad\n"])
-    found = {}
-    runs = {"one": [], "cut": ["--shard-size", "75KB"]}
-    runs["cut by 3"] = [*runs["cut"], "--workers", "3"]
-    for prefix, more in runs.items():
-        tokenise(capsys, "--input", "in", "--output-prefix", prefix, *more)
-        found[prefix] = outputs(folder, prefix)
+    (folder / "a.jsonl").write_bytes(b"".join(each[:3000]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(each[3000:])))
+    good = encoded([json.loads(line)["text"] for line in each if line != b"bad\n"])
+    for prefix, more in (("one", []), ("cut", ["--shard-size", "75KB"])):
+        words = ["--input", "a.jsonl", "b.jsonl.gz", "--output-prefix", prefix, *more]
+        tokenise(capsys, *words, "--workers", "3")
         assert read(f"{prefix}_text_document") == good
         verify(f"{prefix}_text_document")
-    assert found["cut"] == found["cut by 3"]
-    names = sorted(name for name in found["cut"] if name.endswith(".bin"))
-    assert len(names) > 4
-    whole = b"".join(found["cut"][name] for name in names)
-    assert whole == found["one"]["_text_document.bin"]
-
-
-BAD = [b"{not json", b'{"title": "a"}', b'{"text": ""}', b'["text"]']
-
-
-def test_bad_lines_are_set_aside_and_the_run_goes_on(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = ["first", "nul \x00 and \r alone", "last"]
-    good = [json.dumps({"text": text}).encode() for text in texts]
-    (folder / "a.jsonl").write_bytes(b"\n".join([good[0], b"", *BAD, *good[1:]]))
-    tokenise(capsys, "--input", "a.jsonl", "--output-prefix", "p")
-    assert read("p_text_document") == encoded(texts)
-    rejected = (folder / "p_text_document.rejected.jsonl").read_text().splitlines()
-    whole = (folder / "a.jsonl").read_bytes()
-    for line, bad in zip(map(json.loads, rejected), BAD, strict=True):
-        assert (line["file"], bool(line["reason"])) == ("a.jsonl", True)
-        assert whole[line["offset"] :].startswith(bad + b"\n")
+    assert len(list(folder.glob("cut_*.bin"))) > 4
 
 
 def test_a_wrong_json_key_is_named_with_the_keys_that_are_there(
@@ -208,9 +170,7 @@ def test_an_earlier_output_is_kept_or_with_overwrite_replaced_whole(
         (folder / "p_text_document.json").write_text("{}")
 
 
-def test_a_folder_is_filled_as_by_a_step_and_once(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_filled_as_by_a_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "a.jsonl").write_bytes(lines(TEXTS) + b"bad\n")
     words = ["--input", "a.jsonl", "--output", "out", "--append-eod"]
     tokenise(capsys, *words)
@@ -221,41 +181,20 @@ def test_a_folder_is_filled_as_by_a_step_and_once(
     assert (facts["step"], facts["output"]["documents"]) == ("tokenise", len(TEXTS))
     assert facts["dropped"]["bad line"]["documents"] == 1
     assert facts["tokens"] == sum(map(len, read("out/text_document")))
-    stamps = [file.stat().st_mtime_ns for file in sorted((folder / "out").iterdir())]
-    tokenise(capsys, *words)
-    assert [file.stat().st_mtime_ns for file in sorted((folder / "out").iterdir())] == stamps
-    other = [*words, *TOKENIZER, "--no-append-eod"]
-    assert "--overwrite" in refused_with(*other)
-    (folder / "out" / "text_document.tokenizer" / "mine.txt").touch()
-    assert "mine.txt" in refused_with(*other, "--overwrite")
-    (folder / "out" / "text_document.tokenizer" / "mine.txt").unlink()
+    refused_with(*words, *TOKENIZER, "--no-append-eod")
     tokenise(capsys, *words, "--no-append-eod", "--overwrite")
     assert set(content(folder / "out")) == data_set | {"manifest.json", "rejected.jsonl"}
-
-
-def test_two_runs_with_one_prefix(folder: Path) -> None:
-    """While one is at work, its folder is locked; the other is refused by name."""
-    (folder / "p_text_document.work").mkdir()
-    lock = os.open(folder / "p_text_document.work", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    said = refused_with("--input", "a.jsonl", "--output-prefix", "p", *TOKENIZER)
-    os.close(lock)
-    assert "p_text_document.work" in said
-    assert not (folder / "p_text_document.bin").exists()
 
 
 def test_a_move_that_failed_is_finished_by_the_same_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All is done in the work folder by then."""
-    (folder / "a.jsonl").write_bytes(lines(TEXTS * 5) + b"bad\n")
-    words = ["--input", "a.jsonl", "--shard-size", "40KB", "--workers", "1", *TOKENIZER]
+    words = ["--input", "a.jsonl", "--shard-size", "4KB", "--workers", "1", *TOKENIZER]
     tokenise(capsys, *words, "--output-prefix", "whole")
     in_the_way = folder / "p_text_document_00002.bin"
     in_the_way.mkdir()
     assert in_the_way.name in refused_with(*words, "--output-prefix", "p")
-    with pytest.raises((FileNotFoundError, ValueError)):
-        IndexedDataset("p_text_document")
     in_the_way.rmdir()
     tokenise(capsys, *words, "--output-prefix", "p")
     assert outputs(folder, "p") == outputs(folder, "whole")
@@ -282,19 +221,6 @@ def test_whether_documents_were_shuffled_is_noted(
         assert described.shuffled is expected
 
 
-def test_units_and_shards_are_cut_by_the_input_alone(tmp_path: Path) -> None:
-    assert unit_bytes(10**3, 10**9) == SMALLEST_UNIT
-    assert unit_bytes(10**12, 10**9) == LARGEST_UNIT
-    assert unit_bytes(10**7, 10**5) == 10**5
-    for name, size in (("a", 700), ("b", 0), ("c", 300)):
-        (tmp_path / name).write_bytes(bytes(size))
-    units = cut([tmp_path / name for name in "abc"], 100)
-    shards = group_units(units, 400)
-    assert [unit for shard in shards for unit in shard] == units
-    assert [sum(unit.stop - unit.start for unit in shard) for shard in shards] == [400, 300, 300]
-    assert len(group_units(units, 1000)) == 1
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -317,11 +243,6 @@ def test_bad_input_is_refused_by_its_flag(folder: Path, words: str) -> None:
     assert words.split()[0] in refused_with(*given)
     assert not list(folder.glob("p_*"))
     refused(preprocess_data.main, given, whole=False)
-
-
-@pytest.mark.parametrize("words", [["verify"], ["verify", "nowhere"]])
-def test_verify_takes_one_data_set(words: list[str]) -> None:
-    refused_with(*words)
 
 
 def test_real_text(folder: Path, test_data: Path) -> None:

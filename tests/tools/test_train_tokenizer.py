@@ -13,9 +13,10 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
 from megatron.data.tokenizer_base import MARKS
+from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import write_jsonl
-from tools.train_tokenizer import SAMPLE, SAMPLE_CHARACTERS, sampled, train_tokenizer
+from tools.train_tokenizer import train_tokenizer
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 
@@ -67,26 +68,24 @@ def test_a_wordpiece_begins_with_its_marks(tmp_path: Path, kind: str) -> None:
     )
 
 
-def test_the_same_text_gives_the_same_wordpiece(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, HuggingFaceTokenizer.kind])
+def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path, kind: str) -> None:
     """In processes with other hashes: the library's own order changes from run to run."""
     records = [{"text": text} for _, text in sorted(topics.items())[:30]]
     write_jsonl(tmp_path / "in.jsonl", [*records, {"body": 1}])
-    words = ["--input", "in.jsonl", "--vocab-size", "500", "--tokenizer-type"]
+    words = ["--input", "in.jsonl", "--vocab-size", "500", "--tokenizer-type", kind]
+    words += [] if "Bert" in kind else ["--special-tokens", "<pad>", "</s>"]
     for name in "abc":
         done = subprocess.run(
-            [sys.executable, str(PROGRAM), *words, "BertWordPieceLowerCase", "--output-dir", name],
+            [sys.executable, str(PROGRAM), *words, "--output-dir", name],
             cwd=tmp_path, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stderr.count("warning: 1 ") == 1
-    contents = {(tmp_path / name / "vocab.txt").read_bytes() for name in "abc"}
-    assert len(contents) == 1
-
-
-def test_the_sample_that_unknown_tokens_are_counted_in_is_spread_evenly() -> None:
-    texts = [f"{number} " * 1000 for number in range(2345)]
-    sample: list[str] = []
-    assert list(sampled(texts, sample)) == texts
-    assert sample == [text[:SAMPLE_CHARACTERS] for text in texts[:: 2345 // SAMPLE]]
+    one, *others = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in "abc")
+    assert others == [one] * 2
+    config = json.loads(one.get("tokenizer_config.json", "{}"))
+    marks = [config.get(f"{mark}_token") for mark in ("bos", "eos", "pad")]
+    assert marks == ([None] * 3 if "Bert" in kind else [None, "</s>", "<pad>"])
 
 
 @pytest.mark.parametrize(
