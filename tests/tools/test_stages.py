@@ -1,6 +1,8 @@
 """Stages of scripts: run, reused, run again, side by side, failed; the commands are small fakes."""
 
+import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,9 +11,8 @@ import pytest
 
 from megatron.train.diagnose import NonFiniteError
 from tests.refusals import field_of, refusal
-from tests.tools.test_paper_plans import FIGURE7
 from tools.command import Command, cause
-from tools.paper.figure7 import plan as figure7_plan
+from tools.paper.figure7.ending import is_result
 from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
 
 
@@ -138,32 +139,10 @@ def test_the_first_command_that_fails_ends_those_beside_it(tmp_path: Path) -> No
     assert "too hot" in str(failure.value)
 
 
-# It leaves a record of how it ended, and then ends with a status; the other waits for that.
-ENDS = """
-import json, os, pathlib, sys
-file, word, status = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-file.parent.mkdir(parents=True)
-text = json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else ""
-file.with_name("pid").write_text(str(os.getpid()))
-file.write_text(text)
-os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
-"""
-# It goes on once the first has ended, or where that ends all, would for ever.
-GOES_ON = """
-import pathlib, sys, time
-first, own = map(pathlib.Path, sys.argv[1:3])
-while not first.exists(): time.sleep(0.01)
-stat = pathlib.Path("/proc", first.with_name("pid").read_text(), "stat")
-while stat.exists() and stat.read_text().split()[2] != "Z": time.sleep(0.01)
-if sys.argv[3] == "for ever": time.sleep(6000)
-own.parent.mkdir(parents=True)
-own.touch()
-"""
-
-
 @pytest.mark.parametrize(
-    ("word", "status", "is_result"),
+    ("word", "status", "wanted"),
     [
+        ("train_iters", 0, True),
         (NonFiniteError.__name__, 1, True),
         (NonFiniteError.__name__, -9, False),
         ("ValueError", 1, False),
@@ -171,24 +150,20 @@ own.touch()
     ],
 )
 def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
-    tmp_path: Path, word: str, status: int, is_result: bool
+    tmp_path: Path, word: str, status: int, wanted: bool
 ) -> None:
-    settings = replace(FIGURE7, output=tmp_path / "out")
-    stage = next(stage for stage in figure7_plan.plan(settings, 2) if stage.side_by_side)
-    one, other = (
-        figure7_plan.metrics_file(settings.output, run)
-        for run in figure7_plan.runs_of(settings)[:2]
-    )
-    how_long = "a while" if is_result else "for ever"
-    waits = script(GOES_ON, str(one), str(other), how_long)
-    instead = script(ENDS, str(one), word, str(status)), waits
-    pair = zip(stage.commands, instead, strict=True)
-    stage = replace(stage, commands=tuple(replace(a, argv=b.argv) for a, b in pair))
-    own_folder(settings.output, [stage], fresh=False)
-    if is_result:
-        run_stages([stage], settings.output, tmp_path)
-    else:
-        with pytest.raises(StageError) as failure:
-            run_stages([stage], settings.output, tmp_path)
-        assert f"status {status}" in str(failure.value)
-    assert other.exists() == is_result
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else "")
+    assert is_result(file, status) == wanted
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_command_beside_one_whose_end_is_accepted_goes_on(tmp_path: Path, accepted: bool) -> None:
+    fails = script("import sys; sys.exit(3)")
+    fails = replace(fails, accepts=lambda status: status == 3 and accepted)
+    out = tmp_path / "out"
+    other = script("import pathlib, sys; pathlib.Path(sys.argv[1]).touch()", str(out / "a"))
+    stage = Stage(name="pair", commands=(fails, other), side_by_side=True, outputs=(out / "a",))
+    own_folder(out, [stage], fresh=False)
+    with nullcontext() if accepted else pytest.raises(StageError, match="status 3"):
+        run_stages([stage], out, tmp_path)
