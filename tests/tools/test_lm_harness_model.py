@@ -92,24 +92,19 @@ def test_a_greedy_text_ends_before_its_stop_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
+    ("kind", "arguments", "named"),
     [
-        ("generate_until", ("A", {"max_gen_toks": SEQUENCE})),
-        ("loglikelihood", ("A", LONG)),
+        ("generate_until", ("A", {"max_gen_toks": SEQUENCE}), str(SEQUENCE)),
+        ("loglikelihood", ("A", LONG), str(SEQUENCE)),
+        ("generate_until", ("A", {"do_sample": True, "max_gen_toks": 4}), ""),
     ],
-    ids=["too many tokens", "a long continuation"],
+    ids=["too many tokens", "a long continuation", "a drawn text"],
 )
 def test_requests_that_the_model_cannot_answer_are_refused(
-    kind: str, arguments: tuple[Any, ...]
+    kind: str, arguments: tuple[Any, ...], named: str
 ) -> None:
     answer = getattr(tiny_lm(), kind)
-    assert str(SEQUENCE) in str(refusal(lambda: answer(instances(kind, arguments))))
-
-
-def test_a_drawn_text_is_refused() -> None:
-    options = {"do_sample": True, "temperature": 0.7, "max_gen_toks": 4}
-    lm = tiny_lm()
-    refusal(lambda: lm.generate_until(instances("generate_until", ("A", options))))
+    assert named in str(refusal(lambda: answer(instances(kind, arguments))))
 
 
 def test_an_unknown_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
