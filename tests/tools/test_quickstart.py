@@ -1,4 +1,4 @@
-"""The quickstart: its plan, its processes, what it refuses, its report."""
+"""The quickstart: its plan, its processes, what it refuses, what its report tells."""
 
 import json
 import os
@@ -7,21 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
+from megatron.train.metrics import read_metrics
+from tests.data.samples import write_data
 from tests.refusals import refusal
 from tools.command import ROOT
-from tools.data_files import IndexedDatasetWriter
+from tools.page import training
 from tools.processes import Processes, count_gpus, visible_gpus
 from tools.quickstart.__main__ import quickstart
 from tools.quickstart.enough import check_samples
+from tools.quickstart.page import samples
 from tools.quickstart.plan import Settings, choose_processes, plan, pretrain_stage
-from tools.quickstart.report import report
-from tools.stages import own_folder, stamp_file
 
 SETTINGS = Settings(
     corpus=None,
@@ -34,7 +34,6 @@ SETTINGS = Settings(
     vocab_file=None,
     merge_file=None,
 )
-KINDS = ("token", "word", "unigram", "bigram")  # of perplexity
 
 
 def test_gpus_are_used_where_one_model_fits(
@@ -121,16 +120,6 @@ def test_samples_fit_the_positions_of_the_model(tmp_path: Path, positions: int, 
     assert argv[argv.index("--max-new-tokens") + 1] == str(count)
 
 
-def data_set(folder: Path, sizes: list[int]) -> IndexedDataset:
-    prefix = str(folder / "data")
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add(np.zeros(sum(sizes), np.uint16), np.array(sizes, np.int32))
-        writer.commit(
-            tokenizer_type="GPT2BPETokenizer", tokenizer_fingerprint="", vocab_size=300, eod=299
-        )
-    return IndexedDataset(prefix)
-
-
 @pytest.mark.parametrize(
     ("sizes", "tokens"),
     [([200] * 19, None), ([200] * 10, 200), ([2000], 0), ([257] * 2, None), ([256] * 2, 256)],
@@ -139,7 +128,8 @@ def test_a_corpus_gives_training_and_validation_a_sample_each(
     tmp_path: Path, sizes: list[int], tokens: int | None
 ) -> None:
     """tokens: of the smaller part where it is too small."""
-    data = data_set(tmp_path, sizes)
+    write_data(tmp_path / "data", [[1] * size for size in sizes])
+    data = IndexedDataset(str(tmp_path / "data"))
     if tokens is None:
         check_samples(data, 256)
     else:
@@ -160,68 +150,39 @@ def test_a_corpus_of_ones_own_and_gpt2s_vocabulary_take_their_stages_place(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
-    [(None, "c.jsonl"), ("", "c.jsonl"), ('{"body": 1}\n{}\n', "c.jsonl, byte 0")],
+    ("content", "changes", "named"),
+    [
+        (None, {}, "c.jsonl"),
+        ("", {}, "c.jsonl"),
+        ('{"body": 1}\n{}\n', {}, "c.jsonl, byte 0"),
+        ('{"text": "in"}\n', {"vocab_size": 256}, "--vocab-size"),  # no room for the bytes
+        ('{"text": "in"}\n', {"vocab_file": Path("vocab.json")}, "--vocab-file"),  # alone
+    ],
 )
-def test_a_bad_corpus_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
+def test_a_bad_corpus_or_vocabulary_is_refused(
+    tmp_path: Path, content: str | None, changes: dict[str, Any], named: str
+) -> None:
     corpus = tmp_path / "c.jsonl"
     if content is not None:
         corpus.write_text(content)
-    assert named in str(refusal(lambda: quickstart(corpus, out=tmp_path / "out")))
+    assert named in str(refusal(lambda: quickstart(corpus, out=tmp_path / "out", **changes)))
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("flag", "changes"),
-    [("--vocab-size", {"vocab_size": 256}), ("--vocab-file", {"vocab_file": Path("vocab.json")})],
-    ids=["no room for the bytes", "one file alone"],
-)
-def test_a_bad_vocabulary_is_refused(tmp_path: Path, flag: str, changes: dict[str, Any]) -> None:
-    assert flag in str(refusal(lambda: quickstart(out=tmp_path / "out", **changes)))
-    assert not (tmp_path / "out").exists()
+def test_samples_are_shown_as_text() -> None:
+    page = samples([{"prompt": "<b>", "text": "<b> <script>&"}])
+    assert "&lt;script&gt;&amp;" in page
+    assert "<script" not in page
 
 
-def finished_run(out: Path) -> None:
-    """A folder as the stages leave it, with made-up numbers."""
-    own_folder(out, [], fresh=False)
-    for stage in plan(SETTINGS, Processes(2, 1, 4, "cpu", 1), 2):
-        commands = [str(command) for command in stage.commands]
-        stamp = {"seconds": 2.0, "commands": commands, "facts": stage.facts, "outputs": {}}
-        stamp_file(out, stage.name).write_text(json.dumps(stamp))
-    count = {"documents": 9, "bytes": 12_345, "sources": {"a": {"documents": 9, "bytes": 12_345}}}
-    step = {"settings": {}, "input": count, "output": count, "shards": [{"name": "x"}]}
-    step |= {"dropped": {"not <English>": count}, "unit_of_length": "pieces", "repaired": 1}
-    step |= {"sides": {"train": count, "valid": count}}
-    scores = dict.fromkeys((f"{name}_perplexity" for name in KINDS), 50.0)
-    scores |= {"bits_per_byte": 1.5, "xz_bits_per_byte": 2.0, "cloze_accuracy": 0.25}
-    scores |= {"tokens": 10, "words": 5, "bytes": 40, "documents": 2}
-    layout = {"tensor_parallel_size": 2, "data_parallel_size": 1, "commit": "<script>"}
-    described = {"layout": layout, "parameters": 5_000_000, "device": "cpu", "torch": "2.13.0"}
-    files = {f"corpus/{name}/manifest.json": step for name in ("clean", "dedup", "split")}
-    files |= {
-        "corpus/harvest.json": step,
-        "corpus/clean/rejected.jsonl": {"file": "raw", "offset": 70, "reason": "not JSON"},
-        "run.json": described,
-        "evaluation.json": scores,
-        "samples.json": [{"prompt": "In order to", "text": "In order to <script>&"}],
-    }
-    for name, facts in files.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(json.dumps(facts))
+def test_rewound_steps_count_in_no_figure(tmp_path: Path) -> None:
     steps: list[dict[str, Any]] = [
         {"step": k, "samples": 8 * k, "loss": 9 / k, "tokens_per_second": 100.0 * k}
         for k in (1, 2, 3)
     ]
     steps += [{"step": 3, "validation_loss": 3.5}]
     steps += [steps[0] | {"step": 4, "tokens_per_second": 9e9, "rewound": True}]
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-
-
-def test_the_report_leaves_out_rewound_steps_and_escapes_text(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    report(tmp_path)
-    training = json.loads((tmp_path / "report.json").read_text())["training"]
-    assert (training["steps"], training["tokens_per_second"]) == (3, 200)
-    html = (tmp_path / "report.html").read_text()
-    assert "&lt;script&gt;" in html
-    assert "<script" not in html
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    figures = {"steps": 3, "samples": 24, "tokens_per_second": 200, "train_loss": 3}
+    assert training(read_metrics(file)) == figures | {"validation_loss": 3.5}

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -205,40 +204,30 @@ def test_special_tokens_that_cannot_be(
     assert HuggingFaceTokenizer(str(tmp_path / "out")).vocab_size >= 258
 
 
-def test_the_folder_and_its_file_give_the_same_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write_topics(tmp_path)
-    write_tokenizer_json(tmp_path / "t", config={"eos_token": "[PAD]"})
-    for prefix, words in (
-        ("a", ["--vocab-file", "t"]),
-        ("b", ["--tokenizer-model", "t/tokenizer.json", "--encoder", "tokenizers"]),
-    ):
-        preprocess_data.main(["--input", str(file), "--output-prefix", prefix, *FLAGS, *words])
-    pairs = [IndexedDataset(f"{prefix}_text_document") for prefix in "ab"]
-    assert np.array_equal(*(each.read(0, each.num_tokens) for each in pairs))
-    assert pairs[0].read(pairs[0].num_tokens - 1, pairs[0].num_tokens).tolist() == [2]
+def test_the_folder_and_its_file_are_one_tokenizer(tmp_path: Path) -> None:
+    place = write_tokenizer_json(tmp_path, config={"eos_token": "[PAD]"})
+    both = [HuggingFaceTokenizer(each) for each in (place, f"{place}/tokenizer.json")]
+    assert [(each.eod, each.fingerprint) for each in both] == [(2, both[0].fingerprint)] * 2
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["--split-sentences", "--no-append-eod"],
-        ["--encoder", "gigatoken"],
-        ["--merge-file", "t/tokenizer.json"],
-        ["--vocab-file", "nowhere"],
-        ["--vocab-file", "empty"],
+        "--split-sentences --no-append-eod",
+        "--encoder gigatoken",
+        "--merge-file t/tokenizer.json",
+        "--vocab-file nowhere",
+        "--vocab-file empty",
     ],
 )
 def test_preprocessing_refuses_flags_of_other_tokenizers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = write_topics(tmp_path)
     write_tokenizer_json(tmp_path / "t")
     (tmp_path / "empty").mkdir()
     given = ["--input", str(file), "--output-prefix", "p", *FLAGS, "--vocab-file", "t"]
-    flag = "--tokenizer-type" if "--split-sentences" in words else words[0]
-    whole = flag == words[0]  # else the given vocabulary is none of the kind that works
-    assert refused(preprocess_data.main, [*given, *words], whole=whole) == flag
+    whole = "--split-sentences" not in words  # else the vocabulary is none of the kind that works
+    flag = words.split()[0] if whole else "--tokenizer-type"
+    assert refused(preprocess_data.main, [*given, *words.split()], whole=whole) == flag
