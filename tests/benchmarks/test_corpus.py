@@ -3,16 +3,13 @@
 import itertools
 import random
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import corpus_clean, corpus_generator, corpus_grouping, corpus_steps, tokenise
+from benchmarks import corpus_generator, tokenise
 from benchmarks.corpus_generator import five_grams, generate, read
 from tests.benchmarks.run import figures, run
 from tests.data.samples import write_tokenizer
-from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, write_jsonl
 from tools.corpus import harvest
 
@@ -36,16 +33,7 @@ def test_deduplication_finds_the_known_pairs(text: Path, tmp_path: Path) -> None
         assert found["missed"] == found["wrong"] == 0
 
 
-def test_grouping_finds_the_groups_that_sorting_finds(tmp_path: Path) -> None:
-    drawn, expected = np.random.default_rng(0), []
-    for band in range(2):
-        keys = drawn.integers(50_000, size=70_000, dtype=np.uint64) << np.uint64(48)
-        keys.tofile(tmp_path / f"{band}.keys")
-        _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        members = np.flatnonzero(counts[inverse] > 1)
-        expected.append([(counts > 1).sum(), len(members), members.sum()])
-    found = corpus_grouping.ours(sorted(tmp_path.glob("*.keys")))
-    assert np.array_equal(np.sum(found, axis=0), np.sum(expected, axis=0))
+def test_all_find_the_same_groups(tmp_path: Path) -> None:
     record = run(tmp_path, "corpus_grouping", "--rows", 140_000, "--bands", 2)
     assert figures(record, OURS)["cpu"]
 
@@ -58,22 +46,6 @@ def test_cleaning_and_sentences(text: Path, tmp_path: Path) -> None:
     found = figures(record, OURS, "sentences")
     assert [found[key] for key in ("right", "extra", "missed")] == [50, 11, 3]
     assert figures(record, "sentencex", "sentences")["right"] == 48
-
-
-@pytest.mark.parametrize(
-    ("split", "right", "extra", "missed"),
-    [
-        (lambda text: text.replace("! ", "!|").split("|"), 2, 0, 0),
-        (lambda text: [text], 1, 0, 1),
-        (str.split, 0, 3, 0),
-    ],
-)
-def test_cuts_into_sentences_are_counted(
-    tmp_path: Path, split: Any, right: int, extra: int, missed: int
-) -> None:
-    file = tmp_path / "cases.txt"
-    file.write_text("# a case a line\nA b! | C d.\nE\\n f.\n")
-    assert corpus_clean.marks(split, file) == {"right": right, "extra": extra, "missed": missed}
 
 
 def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
@@ -101,11 +73,6 @@ def test_a_step_over_the_limit_is_a_failure(text: Path, tmp_path: Path) -> None:
     (only,) = record["contenders"]
     assert only["reason"]
     assert "dedup 200KB" in record["page"]
-
-
-def test_growth_is_a_power_of_the_size() -> None:
-    first, own = {"tasks": 2.0, "bytes": 10}, {"tasks": 16.0, "bytes": 20}
-    assert corpus_steps.power(own, first) == pytest.approx(3)
 
 
 # The generator
@@ -163,11 +130,3 @@ def test_bytes_depend_on_seed_and_shard_alone(made_up: Path, corpus: Path, tmp_p
     generate(tmp_path / "other", (made_up,), "900KB", seed=5)
     texts = [{each["text"] for each in read(tmp_path / n / "shards")} for n in ("small", "other")]
     assert not texts[0] & texts[1]
-
-
-def test_what_cannot_be_made_is_refused(made_up: Path, corpus: Path, tmp_path: Path) -> None:
-    error = refusal(lambda: generate(tmp_path / "large", (made_up,), "500GB"))
-    assert field_of(error) == "--text"
-    assert not (tmp_path / "large").exists()
-    with pytest.raises(FileExistsError):
-        generate(corpus, (made_up,), "300KB")

@@ -56,14 +56,3 @@ def test_what_is_kept_is_what_the_schedule_promises(gloo: Pool) -> None:
 def test_the_first_number_of_micro_batches_is_the_largest() -> None:
     error = refusal(lambda: miniature(bubble_micro_batches=(2, 4)))
     assert field_of(error) == "--bubble-micro-batches"
-
-
-def test_stages_cost_alike_at_the_sizes_of_the_page() -> None:
-    """A head of one layer, so that the bubble is that of stages that cost alike."""
-    (own, *_) = pipeline.contenders(Flags(), dtypes=("fp32",))
-    for kind, sizes in (("1f1b", [4, 3]), ("interleaved", [2, 2, 2, 1])):
-        config = pipeline.steps.read(own.arguments["flags"])
-        assert [len(each) for each in pipeline.plan_of(config, 2, kind).layers] == sizes
-        assert config.data.seq_length == 512
-        h, v = config.model.hidden_size, pipeline.open_samples(config)[1]
-        assert (h, pipeline.head_weight(h, 512, v)) == (768, 1.0)

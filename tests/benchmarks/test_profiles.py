@@ -3,13 +3,8 @@
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks.harness import Contender, Rank, Turn
-from benchmarks.profiles import communication, shares_by_axis
-from tests.benchmarks.run import turns
-from tests.dist import Pool
+from benchmarks.profiles import communication
 
 
 def event(name: str, start: float, stop: float, thread: int = 1, **more: Any) -> dict[str, Any]:
@@ -55,22 +50,3 @@ def test_kernels_name_their_group_on_a_gpu() -> None:
     ]
     assert communication(events, "5") == (pytest.approx(4), pytest.approx(2))
     assert communication(events, "6") == (pytest.approx(4), pytest.approx(4))
-
-
-def all_reducing(rank: Rank, **sizes: int) -> Turn:
-    """Communicates much, and computes nothing."""
-    mesh, numbers = rank.mesh(sizes), torch.ones(2**20)
-
-    def turn() -> None:
-        for _ in range(6):
-            dist.all_reduce(numbers)
-
-    shares = shares_by_axis(turn, rank, mesh)
-    return lambda: shares
-
-
-def test_gloo_says_nothing_of_several_axes(gloo: Pool) -> None:
-    for ranks in (2, 4):
-        asked = [Contender("all-reduces", all_reducing, {"tensor": 2}, ranks=ranks)]
-        [found] = gloo.run(ranks, turns, asked)[0]
-        assert {*found} == ({"tensor", "tensor, exposed"} if ranks == 2 else set())

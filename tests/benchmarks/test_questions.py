@@ -13,23 +13,18 @@ from benchmarks import (
     activations,
     commits,
     data,
-    growth,
     huggingface,
     llama,
     pipeline,
-    steps,
     tensor_modes,
-    train_step,
     zero,
 )
 from benchmarks.data_path import CACHE, DISK, DOCUMENT, SPARSE, SPLIT, configure, write_sparse
 from benchmarks.harness import Flags
 from benchmarks.report import Results
 from megatron.data.indexed import IndexedDataset
-from megatron.parallel.kernels import use_cpu_kernels
 from tests.benchmarks.run import ROOT, figures, run
 from tools.layouts.job import open_samples
-from tools.planning.trace import Step
 
 PRESET = """
 num_layers = 2
@@ -204,26 +199,6 @@ def test_a_step_that_reads_more_than_once_is_a_failure(reads: int) -> None:
     assert bool(activations.QUESTION.failure(found)) is (reads > 1)
 
 
-def test_recomputation_keeps_less_and_is_exact_beside_this_project_alone() -> None:
-    names = OURS, f"{OURS}, selective recomputation", f"{OURS}, full recomputation"
-    words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
-    words += "--max-position-embeddings 64 --vocab-size 512 --micro-batch-size 2 "
-    words += "--attention-dropout 0.1 --hidden-dropout 0.1"
-    common: Record = {"presets": ("quickstart",), "dtypes": ("fp32",), "tensor_parallel": (1,)}
-    whole = list(train_step.contenders(Flags(contenders=names), program_flags=words, **common))
-    none, selective, full = (each.facts["kept"] for each in whole)
-    assert none > selective > full > 0
-    probabilities = 2 * 2 * 4 * 64**2  # layers, batch, heads
-    if use_cpu_kernels:  # torch's attention keeps other tensors
-        keys, rows = probabilities // 64 * 8, 2 * 64 * 8  # of dropout; the core is given the rows
-        assert none - selective == probabilities * 4 + keys - rows
-    flops = [each.facts["executed"] for each in whole]
-    assert 1 < flops[1] / flops[0] < flops[2] / flops[0] < 4 / 3
-    assert whole[2].same == {"loss": 0.0}
-    beside = train_step.contenders(Flags(contenders=("transformers", names[2])), **common)
-    assert [each.same for each in beside][1] == {"loss": train_step.TOLERANCES["fp32"]}
-
-
 @pytest.mark.skipif(find_spec("megatron.core") is None, reason="megatron-core is not installed")
 def test_megatron_core_trains_the_same_model(tmp_path: Path) -> None:
     words = ["--presets", "quickstart", "--dtypes", "fp32", "--tensor-parallel", 1, 2]
@@ -231,22 +206,6 @@ def test_megatron_core_trains_the_same_model(tmp_path: Path) -> None:
     record = run(tmp_path, "train_step", *words)
     for size in (1, 2):
         assert figures(record, "Megatron-Core", f"quickstart, fp32, t = {size}")["peak_bytes"] > 0
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_what_a_rank_does_on_paper_is_the_papers(tmp_path: Path, size: int) -> None:
-    (tmp_path / "preset.toml").write_text(PRESET)
-    flags = ["--preset", f"{tmp_path}/preset.toml", "--tensor-model-parallel-size", str(size)]
-    flags += ["--no-bf16", "--attention-dropout", "0", "--hidden-dropout", "0"]
-    found = growth.on_paper(flags, size, "cpu")
-    n, h, s, layers = 128, 128, 64, 2
-    linear, attention = 6 * n * (12 * layers * h**2 + 512 * h), 12 * n * s * h * layers
-    assert found["flops"] * size == pytest.approx(linear + attention / 2)
-    loss = 3 * 4 * n + 24  # a maximum and two sums; what ranks agree on
-    stream = 4 * n * h
-    step = Step(steps.read(flags, size), size, "fp32", "cpu")
-    assert step.sent("tensor") == ((4 * layers + 2) * stream + loss) * 2 * (size - 1) / size
-    assert found["paper_bytes"] == step.memory["total"]
 
 
 def test_losses_of_a_commit_are_compared_unless_elements_are_dropped() -> None:

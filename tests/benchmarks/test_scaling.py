@@ -41,18 +41,6 @@ def test_the_points_are_those_of_section_5_1() -> None:
     assert cut[0].executed_flops == cut[1].executed_flops  # the vocabulary is padded alike
 
 
-def test_miniatures_have_the_proportions_of_table_1() -> None:
-    points = list(studies(2, is_small=True))[:4]
-    sizes = [[step(p, is_small=each) for p in points] for each in (True, False)]
-    for small, large in zip(*sizes, strict=True):
-        of_small = small.model.local / sizes[0][0].model.local
-        assert of_small == pytest.approx(large.model.local / sizes[1][0].model.local, rel=0.05)
-        assert small.config.model.hidden_size == large.config.model.hidden_size // 8
-    for ranks, tensor in ((1, 1), (2, 2), (3, 2), (64, 4)):
-        on = [p.tensor for p in studies(ranks, is_small=True) if p.heads]
-        assert on == [tensor] * 3
-
-
 def test_figures_are_those_of_the_formulas() -> None:
     points, precision = list(contenders(Flags(), hardware="cpu")), default_precision(CPU)
     base = {**points[0].facts, "wall": 4.0}

@@ -10,6 +10,7 @@ from tests.dist import PATIENCE
 
 BURN = "import time\nwhile time.process_time() < {}: pass\n"
 HOLD = "import time; held = b'x' * {}; time.sleep({})"
+TOGETHER = HOLD.format(80_000_000, PATIENCE)
 START = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', '''{}''']{})\n"
 APART = ", start_new_session=True"
 POOL = """
@@ -38,16 +39,18 @@ def test_memory_is_that_of_all_processes_at_a_time() -> None:
     assert 100e6 < used["peak_bytes"] < 150e6
 
 
-@pytest.mark.parametrize("hold", ["held = b'x' * 10**9", START.format("x = b'x' * 10**9", "")])
-def test_no_process_gets_more_than_the_limit(hold: str) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        "held = b'x' * 10**9",
+        START.format("x = b'x' * 10**9", "") + "sys.exit(child.wait())",
+        START.format(TOGETHER, "") + TOGETHER,
+    ],
+    ids=["one", "its child", "both together"],
+)
+def test_no_program_gets_more_than_the_limit(code: str) -> None:
     with pytest.raises(MemoryError):
-        watched("-c", f"{hold}\nif 'child' in globals(): sys.exit(child.wait())", limit=10**8)
-
-
-def test_all_together_stay_below_the_limit() -> None:
-    hold = HOLD.format(80_000_000, PATIENCE)
-    with pytest.raises(MemoryError):
-        watched("-c", START.format(hold, "") + hold, limit=10**8)
+        watched("-c", code, limit=10**8)
 
 
 def test_what_is_left_behind_ends_and_counts(tmp_path: Path) -> None:
