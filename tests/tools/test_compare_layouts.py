@@ -145,9 +145,7 @@ def test_a_failure_names_its_layout(preset: Path, capfd: pytest.CaptureFixture[s
 # By the field that is refused.
 REFUSED = {
     "LAYOUT": """tensor=2,context=2 | tensor=2,tensor=2 | tensor=0 | tensor=4:4d | tensor=8:2.5d:0
-        data=2,sequence | tensor=2,sequence,sequence | tensor=2,virtual=2
-        pipeline=2,virtual=2,virtual=2 | pipeline=2,schedule=zbv
-        pipeline=2,schedule=gpipe,schedule=1f1b | --steps 2""",
+        data=2,sequence | tensor=2,virtual=2 | pipeline=2,schedule=zbv | --steps 2""",
     "--tensor-model-parallel-size": "tensor=8:2d | tensor=4:3d",
     "layout": """pipeline=2 | pipeline=2,virtual=2 --num-layers 3 | tensor=3 | data=3
         tensor=2,sequence --seq-length 15 | pipeline=1,schedule=interleaved""",
@@ -226,13 +224,14 @@ def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
 
 
 def test_a_layout_has_one_name() -> None:
-    assert parse_layout("sequence,data=3,tensor=2").name == "tensor=2,data=3,sequence"
-    pipelined = "data=2,pipeline=2,virtual=2,schedule=interleaved"
-    assert parse_layout("schedule=interleaved,virtual=2,pipeline=2,data=2").name == pipelined
-    assert parse_layout(pipelined).name == pipelined
-    assert parse_layout("data=2,tensor=8:2.5d:2").name == "tensor=8:2.5d:2,data=2"
+    for words, name in (
+        ("sequence,data=3,tensor=2", "tensor=2,data=3,sequence"),
+        ("data=2,tensor=8:2.5d:2", "tensor=8:2.5d:2,data=2"),
+        ("schedule=interleaved,virtual=2,pipeline=2", "pipeline=2,virtual=2,schedule=interleaved"),
+        ("pipeline=1,virtual=1", "serial"),
+        ("data=1,tensor=1", "serial"),
+    ):
+        assert parse_layout(words).name == parse_layout(name).name == name
     assert parse_layout("tensor=4:2d").settings["tensor_parallel_mode"] == "2d"
-    assert parse_layout("pipeline=1,virtual=1").name == "serial"
-    assert parse_layout("data=1,tensor=1").name == "serial"
     with pytest.raises(UsageError):
         parse_layout("")
