@@ -641,8 +641,9 @@ stage-computed-twice
 +         if stage == 0:
 message-of-the-micro-batch-before
 - self.ready[direction, stage, number] = tuple(tensors)
-+ vars(self)["late"], tensors = tuple(tensors), vars(self).get("late", tensors)
-+         self.ready[direction, stage, number] = tuple(tensors)
++ tensors = tuple(tensors)
++         vars(self)["late"], tensors = tensors, vars(self).get("late", tensors)
++         self.ready[direction, stage, number] = tensors
 @ megatron/parallel/pipeline.py | matrix[pipeline=2-gpt2-accumulate]
 all-layers-on-every-stage
 -         if self.stages == 1:
