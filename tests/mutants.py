@@ -221,6 +221,11 @@ f-overwrites-its-gradient | parallel/test_collectives::test_f_leaves
 # a reader of dy beside f would see the sum over ranks
 - start_sum(dy.clone(memory_format=torch.contiguous_format), axis, stream)()
 + start_sum(dy, axis, stream)()
+waits-for-what-begins | parallel/test_buckets::test_the_sum_of_f
+# the right numbers without any overlap
+- work = collective(block, *given, group=axis.group, async_op=True)
++ work = collective(block, *given, group=axis.group, async_op=True)
++     work.wait()
 @ megatron/parallel/layers.py | matrix[tensor=2,sequence-gpt2]
 row-bias-not-partial
 - self.add_bias(bias, (out_features,), partial=mesh.of_stream)
@@ -280,6 +285,12 @@ zero-boundary-off-by-one
 tie-not-summed | parallel/test_buckets::test_a_tie_of
 - bucket.add_up(is_of_stages=True)
 + pass
+waits-for-each-bucket | parallel/test_buckets::test_reduction_overlaps
+- bucket.reduce()
+-         self.next += 1
++ bucket.reduce()
++         bucket.wait()
++         self.next += 1
 zero-bubble-loses-a-weight | matrix[pipeline=4,schedule=zb-h1-gpt2-accumulate]
 - for view, work in deferred:
 + for view, work in deferred[1:]:

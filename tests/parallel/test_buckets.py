@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
@@ -499,11 +499,23 @@ def test_a_tie_of_two_stages_is_summed_and_counted_once(gloo: Pool) -> None:
 
 
 class Order(TorchDispatchMode):
-    """Names of the matrix products and collectives inside, in order."""
+    """Names of the matrix products and collectives inside, and the waits for these, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+
+    def __enter__(self) -> Self:
+        wait = dist.Work.wait
+        self.waits = patch.object(
+            dist.Work, "wait", lambda *given: (self.seen.append("wait"), wait(*given))[1]
+        )
+        self.waits.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.waits.stop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -530,6 +542,7 @@ def test_reduction_overlaps_the_backward(gloo: Pool) -> None:
         products = [number for number, each in enumerate(seen) if "mm" in each]
         assert calls[0] < products[len(products) // 4]
         assert len(calls) > 10
+        assert "wait" not in seen, "the end of the step waits"
 
 
 def order_of_a_layer(sequence_parallel: bool) -> list[str]:
@@ -546,7 +559,7 @@ def order_of_a_layer(sequence_parallel: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "order"),
-    [(False, "mm allreduce mm"), (True, "allgather_base mm reduce_scatter_base mm")],
+    [(False, "mm allreduce mm wait"), (True, "allgather_base mm reduce_scatter_base wait mm wait")],
 )
 def test_the_sum_of_f_begins_before_the_gradient_of_the_weight_is_computed(
     gloo: Pool, sequence_parallel: bool, order: str
