@@ -1,5 +1,6 @@
 """Fine-tuned tasks through tasks/main.py: seeds, epochs, what is kept, reused and stopped."""
 
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -151,11 +152,13 @@ def test_metrics_come_a_few_times_an_epoch(tuned: Tuned) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_narrow_formats_train_and_are_evaluated_as_they_were(
-    words: list[str], tmp_path: Path, capsys: Capture, dtype: str
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
+    """bf16 without a flag, on a processor that multiplies in it."""
     save = tmp_path / "save"
-    words = [*words, "--save", str(save)]
-    record = result([*words, "--dtype", dtype], capsys)
+    words = [*words[: words.index("--dtype")], "--save", str(save)]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    record = result([*words, *["--dtype", dtype][: 2 * (dtype != "bf16")]], capsys)
     assert record["dtype"] == record["hyper_parameters"]["dtype"] == dtype
     manifest = read_manifest(Path(record["seeds"][0]["checkpoints"]["last"]))
     assert manifest["precision"] == dtype
@@ -332,8 +335,13 @@ def test_a_stopped_seed_is_told_of_when_it_stops_is_loaded_and_begins_anew(
     assert told(["--load", str(step), *evaluating(save)], capsys) == []
     assert told(["--load", str(save / "seed_1234"), *evaluating(save)], capsys) == []
     before = (save / "seed_1234" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
     run([TASK, *words])
-    assert "%|" not in capsys.readouterr().err, "no progress bar in a log"
+    record, printed = capsys.readouterr()
+    assert "%|" not in printed, "no progress bar in a log"
+    assert re.findall(r"(\d) (key|alike)\b", printed) == [("0", "key"), ("1", "alike")]
+    losses = [f"{each['train_loss']:.4g}" for each in json.loads(record)["seeds"][1]["epochs"]]
+    assert re.findall(r"\btrain_loss (\S+)", printed) == losses
     assert (save / "seed_1234" / "metrics.jsonl").read_bytes() == before
     assert told(["--load", str(seed), *evaluating(save)], capsys) == []
 
