@@ -625,6 +625,10 @@ zero-micro-batch-forgotten | matrix[data=2,zero=2-gpt2-accumulate-full]
 -             self.own.add_(arrived())
 +         if False:
 +             self.own.add_(arrived())
+zero-2-keeps-all-gradients | train/test_zero_memory::test_what_lasts
+- arrived = start_sum(flat, self.shared, self.shared)
++ vars(self)["kept"] = flat
++         arrived = start_sum(flat, self.shared, self.shared)
 zero-3-keeps-all-weights | matrix[data=2,zero=3-bert]
 -         if self.zero_stage < 3:
 -             return
@@ -635,6 +639,12 @@ zero-3-keeps-all-weights | matrix[data=2,zero=3-bert]
 +         if self.coming is not None:
 +             self.coming()
 +         self.coming = self.weights
+@ megatron/parallel/zero3.py | train/test_zero_memory::test_what_lasts
+zero-3-gathers-all-layers
+- bucket.start_gather()
++ bucket.start_gather()
++         if self.before is not None and self.before.before is not None:
++             self.before.start()
 @ megatron/parallel/buckets.py | matrix[data=2,zero=1-gpt2]
 zero-norm-of-one-part
 - return all_reduce(total, shared)

@@ -52,23 +52,6 @@ class Saves:
         pass
 
 
-class SignalAt(StopSignals):
-    """As if a signal came to data rank `rank` while step `step` was computed."""
-
-    def __init__(self, step: int, rank: int, state: Any) -> None:
-        super().__init__()
-        self.due, self.rank, self.state = step, rank, state
-
-    @property
-    def received(self) -> str | None:
-        is_due = self.state.step + 1 >= self.due and self.state.mesh.data.rank == self.rank
-        return "SIGUSR1" if is_due else None
-
-    @received.setter
-    def received(self, value: str | None) -> None:
-        pass
-
-
 def run(
     tensor_size: int,
     directory: Path,
@@ -77,14 +60,15 @@ def run(
     precision: PrecisionConfig | None = None,
     **settings: Any,
 ) -> tuple[list[int], list[tuple[int, bool]], int, str]:
-    """(samples read for training, saves, steps done, what ended it). stops_at: after this step a
-    signal comes to the last rank while the others evaluate."""
+    """(samples read for training, saves, steps done, what ended it). signal_at: in this step one
+    comes to this data rank. stops_at: after this step one comes to the last rank while the others
+    evaluate."""
     mesh = mesh_of_ranks(tensor_size)
     state = tiny_state(mesh)
     if precision is not None:
         state = tiny_state(mesh, precision=precision, dtype=torch.float16)
     data, saves = Recorded(), Saves()
-    signals = StopSignals() if signal_at is None else SignalAt(*signal_at, state)
+    signals = StopSignals()
     training = TrainingConfig(**{"train_iters": 6, "eval_interval": 4} | settings)
     batches = prefetch(
         data,
@@ -93,6 +77,12 @@ def run(
         data_rank=mesh.data.rank,
         data_size=mesh.data.size,
     )
+
+    def learning_rate(update: int) -> float:
+        if signal_at == (update, mesh.data.rank):
+            signals.ask("SIGUSR1")
+        return 1e-3 * update
+
     with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
 
         def evaluate(state: Any) -> float:
@@ -106,7 +96,7 @@ def run(
         loop = Loop(
             training=training,
             batches=batches,
-            learning_rate=lambda step: 1e-3 * step,
+            learning_rate=learning_rate,
             evaluate=evaluate,
             save=saves.save,
             saver=saves,
@@ -144,22 +134,6 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     keys = "step samples loss lr grad_norm tokens_per_second elapsed_seconds peak_memory_bytes"
     assert set(keys.split()) == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
-
-
-def test_layouts_read_the_same_samples(gloo: Pool, tmp_path: Path) -> None:
-    run(1, tmp_path)
-    expected = lines(tmp_path)
-    for world, tensor_size in ((2, 2), (2, 1)):
-        directory = tmp_path / f"{world}-{tensor_size}"
-        directory.mkdir()
-        ranks = gloo.run(world, run, tensor_size, directory)
-        read = sorted({sample for asked, *_ in ranks for sample in asked})
-        assert read == list(range(24))
-        assert len(ranks[0][0]) == 24 // (world // tensor_size)
-        for line, wanted in zip(lines(directory), expected, strict=True):
-            assert line.keys() == wanted.keys()
-            for key in {"loss", "grad_norm"} & line.keys():
-                assert line[key] == pytest.approx(wanted[key], rel=1e-10)
 
 
 def test_it_leaves_when_told_to_and_saves(tmp_path: Path) -> None:

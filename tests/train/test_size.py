@@ -22,7 +22,7 @@ from megatron.data.sources import open_corpus
 from megatron.data.tokenizer import build_tokenizer
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, mean_losses
-from tools.data_files import IndexedDatasetWriter
+from tests.data.samples import write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -40,18 +40,11 @@ def draw(count: int, vocabulary: int) -> NDArray[Any]:
     return (vocabulary * random.random(count) ** 6).astype(token_dtype(vocabulary))
 
 
-def write_documents(prefix: str) -> None:
+def write_documents(prefix: Path) -> None:
     documents, length = 40, 256
     tokens = draw(documents * length, GPT2_VOCABULARY)
-    tokens[length - 1 :: length] = GPT2_VOCABULARY - 1
-    with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
-        writer.add(tokens, np.full(documents, length, np.int32))
-        writer.commit(
-            tokenizer_type="GPT2BPETokenizer",
-            tokenizer_fingerprint="ids that are no text",
-            vocab_size=GPT2_VOCABULARY,
-            eod=GPT2_VOCABULARY - 1,
-        )
+    tokens[length - 1 :: length] = eod = GPT2_VOCABULARY - 1
+    write_data(prefix, tokens.reshape(documents, length), vocab_size=GPT2_VOCABULARY, eod=eod)
 
 
 def write_pages(prefix: Path, data: Path) -> tuple[str, str]:
@@ -115,14 +108,14 @@ def check(save: Path, parameters: int, first: float) -> Path:
 
 @pytest.mark.sweep
 def test_gpt2_355m_trains_at_2_and_is_the_same_model_at_1(tmp_path: Path, save: Path) -> None:
-    prefix = str(tmp_path / "ids_text_document")
+    prefix = tmp_path / "ids_text_document"
     write_documents(prefix)
     places = (f"--data-path={prefix}", f"--save={save}", "--seq-length=1024")
     pretrain("pretrain_gpt2.py", "gpt2_355m", *places)
     checkpoint = check(save, GPT2_PARAMETERS, np.log(GPT2_VOCABULARY))
     losses = [line["loss"] for line in read_lines(save)[0]]
     assert losses == sorted(losses, reverse=True), "it learns"
-    loss = serial_loss(partial(open_splits, seq_length=1024), prefix, checkpoint)
+    loss = serial_loss(partial(open_splits, seq_length=1024), str(prefix), checkpoint)
     assert loss == pytest.approx(read_lines(save)[1], rel=1e-5)
 
 

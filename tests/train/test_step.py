@@ -196,14 +196,6 @@ def test_the_run_stops_when_no_more_steps_may_be_skipped(scaler: LossScaler, ste
     assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
 
 
-def test_an_infinite_loss_ends_a_run_without_scaling() -> None:
-    state = tiny_state(mesh_of_ranks(1), dtype=torch.bfloat16)
-    infinite_loss(state)
-    with pytest.raises(NonFiniteError) as raised:
-        step(state, 0)
-    assert raised.value.what == "loss"
-
-
 def stops(tensor_size: int, voter: int) -> list[bool]:
     """Whether each of three steps asks to stop; one rank votes in the second."""
     state = tiny_state(mesh_of_ranks(tensor_size))
