@@ -2,21 +2,15 @@
 
 import hashlib
 import os
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import filelock
-import numpy as np
 import pytest
 
-from megatron.data import files
 from megatron.data.documents import Documents, open_documents
 from tests.data.samples import write_data
-from tests.dist import PATIENCE
 from tests.refusals import field_of, refusal
 
 LINES = ['{"text": "one", "n": 1}', "", '{"text": "zwölf\\n"}', '{"text": "drei", "body": "3"}']
@@ -79,38 +73,6 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
     other = open_documents(path)
     assert texts(other) == ["other, but as long as"]
     assert other.content != first.content
-
-
-def test_processes_of_a_host_scan_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two threads stand for them, as a lock of files holds for these, too."""
-    file, scans, both = tmp_path / "a", list[str](), threading.Semaphore(0)
-    file.touch()
-    acquire = filelock.FileLock.acquire
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        both.release()
-        return acquire(*args, **kwargs)
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", counted)
-
-    def scan(name: str) -> dict[str, np.ndarray]:
-        scans.append(name)
-        if name == "first":
-            found.append(threads.submit(find, "second"))
-            assert all(both.acquire(timeout=PATIENCE) for _ in range(2))  # both are at the lock
-        return {"name": np.array(name)}
-
-    def find(name: str) -> str:
-        return str(files.ScanCache(file, [file]).find(partial(scan, name))["name"])
-
-    with ThreadPoolExecutor(2) as threads:
-        found = list[Future[str]]()
-        assert threads.submit(find, "first").result() == "first"
-        assert found[0].result() == "first"
-    assert scans == ["first"]
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotImplementedError])

@@ -209,35 +209,15 @@ def test_shards_read_as_one_data_set(sharded: str, tmp_path: Path) -> None:
     assert whole(f"{sharded}_00001") == [9, 10, 0]  # each shard is a data set by itself
 
 
-def test_samples_cross_shards_and_are_read_ahead(
-    sharded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, int, int, int]] = []
-    preadv = os.preadv
-
-    def read(file: int, parts: list[memoryview], start: int) -> int:
-        calls.append(("read", file, start, len(parts[0])))
-        return preadv(file, parts, start)
-
-    def ask(file: int, start: int, size: int, advice: int) -> None:
-        calls.append(("ask", file, start, size))
-
+def test_samples_cross_shards(sharded: str, tmp_path: Path) -> None:
     write_data(tmp_path / "single", [*chain(*SHARDS)])
     batches = []
     for prefix in (str(tmp_path / "single"), sharded):
         corpus = open_corpus([prefix], PlainTokenizer())
         training, _, _ = open_splits(corpus, split="1,0,0", seq_length=3, seed=1)
-        monkeypatch.setattr(os, "preadv", read)
-        monkeypatch.setattr(os, "posix_fadvise", ask)
-        calls.clear()
         batches.append(training.batch(range(training.samples_per_epoch)))
-        monkeypatch.undo()
     assert batches[0].tokens.tolist() == batches[1].tokens.tolist()
     assert batches[0].labels.tolist() == batches[1].labels.tolist()
-    asked, done = ([each[1:] for each in calls if each[0] == kind] for kind in ("ask", "read"))
-    assert len({file for file, *_ in done}) == 3
-    assert sorted(asked) == sorted(done)
-    assert [each[0] for each in calls] == ["ask"] * len(asked) + ["read"] * len(done)
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:

@@ -212,18 +212,6 @@ def test_a_damaged_page_names_flag_and_file(tmp_path: Path, when: str) -> None:
     assert file.name in str(error)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows hold no text")
-@pytest.mark.parametrize("damage", ["a folder", "no archive"])
-def test_a_damaged_pass_is_made_again(tmp_path: Path, damage: str) -> None:
-    file = parquet(tmp_path / "a.parquet")
-    first = open_map_style(str(file))
-    (kept,) = set(tmp_path.iterdir()) - {file}
-    kept.unlink()
-    kept.mkdir() if damage == "a folder" else kept.write_bytes(b"PK\x03\x04")
-    again = open_map_style(str(file))
-    assert (again.content, texts_of(again)) == (first.content, TEXTS)
-
-
 @pytest.mark.filterwarnings("ignore:.* hold no ")
 def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache: Path) -> None:
     open_map_style(str(parquet(tmp_path / "folder" / "a.parquet")))
@@ -231,24 +219,6 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
     lines = json_folder(tmp_path)
     open_documents(str(lines / "train.jsonl"))
     assert texts_of(open_named(str(lines))) == TEXTS
-
-
-@pytest.mark.parametrize(("cached_bytes", "decoded"), [(1 << 20, 2), (1, 20)])
-def test_decoded_groups_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int, decoded: int
-) -> None:
-    file, calls = parquet(tmp_path / "a.parquet", TEXTS[:20], 10), []
-    read = pq.ParquetFile.read_row_group
-
-    def counted(self: pq.ParquetFile, *given: object, **more: object) -> pa.Table:
-        calls.append(given)
-        return read(self, *given, **more)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
-    column = ParquetColumn([file], "text", "mine", cached_bytes)
-    rows = [row for pair in zip(range(10), range(10, 20), strict=True) for row in pair]
-    assert [column[row] for row in rows] == [TEXTS[row] for row in rows]
-    assert len(calls) == decoded
 
 
 @pytest.mark.parametrize("source", ["saved", "parquet", "object"])

@@ -13,15 +13,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.checkpoint.format import read_manifest
-from megatron.checkpoint.load import model_slices, verify
-from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.load import verify
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
 from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
-from megatron.parallel.sharding import ShardingSpec, TensorSlice, gather_whole
+from megatron.parallel.sharding import gather_whole
 from megatron.train.executor import on_device, run_whole
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
@@ -258,29 +256,6 @@ def test_a_weight_too_few_or_too_many_is_named(
         assert f" {named}, " in str(refusal(lambda: begin(path, config_of(head))))
     else:
         begin(path, config_of(head))
-
-
-def test_masters_are_taken_up_where_the_checkpoint_has_them(tmp_path: Path) -> None:
-    """A pretrained model in bf16 keeps fp32 masters, which are more exact."""
-    mesh = serial_mesh()
-    state = begin(write_model(tmp_path / "a"), config_of("span"))
-    manifest = read_manifest(tmp_path / "a" / "checkpoints" / "step_00000000")
-    pieces = [each for each in model_slices(state.model) if not each.key.startswith("model.head")]
-    exact = torch.full((32,), 0.3)
-    layout = ShardingSpec(shape=(32,), decay=False)
-    pieces.append(TensorSlice("master.encoder.final_norm.bias", layout, exact))
-    own = {"format", "files", "tensors", "checksum"}
-    facts = {key: value for key, value in manifest.items() if key not in own}
-    path = save_checkpoint(tmp_path / "b", 0, pieces, facts, mesh).path
-    state = begin(path, config_of("span"))
-    assert torch.equal(state.model.get_parameter("encoder.final_norm.bias"), exact)
-
-
-def test_another_shape_is_refused(pretrained: Path) -> None:
-    wide = config_of("choice", hidden_size=64)
-    message = str(refusal(lambda: begin(pretrained, wide)))
-    assert "32]" in message
-    assert "64]" in message
 
 
 def test_the_optimizer_has_the_decay_and_the_clip_of_the_task() -> None:

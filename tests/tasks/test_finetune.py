@@ -246,12 +246,6 @@ def test_logits_that_are_no_numbers_are_one_message(tuned: Tuned, tmp_path: Path
     assert str(error).startswith(f"{TASK} near: ")
 
 
-def test_metrics_that_cannot_be_written_are_one_message(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "save" / "seed_1234" / "metrics.jsonl").mkdir(parents=True)
-    error = refusal(lambda: run([TASK, *words, "--save", str(tmp_path / "save")]))
-    assert "metrics.jsonl" in str(error)
-
-
 def at_epoch(number: int, act: Callable[[], None]) -> Callable[[], None]:
     """A function that acts when the first example of an epoch is read; epochs of all seeds count,
     from 0."""

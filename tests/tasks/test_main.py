@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.format import read_manifest
-from megatron.data.files import temporary
 from tasks.main import ROOT, TASKS, main
 from tests.refusals import field_of, refusal
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
 from tests.tasks.program import figures_of, result, run
-from tests.tools.convert.models import STEP, load_and_save
+from tests.tools.convert.models import STEP
 
 
 @pytest.fixture
@@ -96,19 +95,6 @@ def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
     record = result(words, capsys, "WIKITEXT103")
     here = {"this_model": {"word_perplexity": record["word_perplexity"]}}
     assert (record["paper"]["here"], record["dtype"]) == (here, "bf16")
-
-
-@pytest.mark.parametrize("task", ["WIKITEXT103", "LAMBADA"])
-def test_a_model_that_has_diverged_is_one_message(
-    peer: Peer, test_data: Path, tmp_path: Path, task: str
-) -> None:
-    file = tmp_path / "input"
-    texts = {"WIKITEXT103": some_articles(test_data, 1), "LAMBADA": "In the end\n"}
-    file.write_text(texts[task], encoding="utf-8")
-
-    load_and_save(peer.checkpoint / STEP, tmp_path, 1, factor=float("nan"))
-    words = ["--valid-data", str(file), "--load", str(tmp_path)]
-    assert field_of(refusal(lambda: run([task, *words]))) == task
 
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
@@ -200,15 +186,6 @@ def test_an_error_of_a_task_keeps_its_traceback_and_ctrl_c_is_one_word(
     environ = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (130, "", 1)
-
-
-def test_a_result_that_cannot_be_written_is_one_line(
-    peer: Peer, plain: Path, tmp_path: Path
-) -> None:
-    temporary(tmp_path / "x.json").mkdir()
-    output = ["--output", str(tmp_path / "x.json")]
-    error = refusal(lambda: run(["LAMBADA", *of_file(plain, peer, *output)]))
-    assert isinstance(error, IsADirectoryError)
 
 
 def test_help_without_a_task_lists_the_tasks_on_the_first_rank(
