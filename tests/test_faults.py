@@ -94,9 +94,11 @@ def test_kill_9_at_any_moment_changes_no_bit(folder: Path, tmp_path: Path) -> No
     assert recorded == sorted(set(recorded))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_two_halves_of_a_run_equal_a_whole_one(folder: Path, tmp_path: Path, world: int) -> None:
-    more = f"{DROPOUT} --save-interval 4"
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 3)])
+def test_two_halves_of_a_run_equal_a_whole_one(
+    folder: Path, tmp_path: Path, world: int, zero: int
+) -> None:
+    more = f"{DROPOUT} --save-interval 4 --zero-stage {zero}"
     train(flags(tmp_path / "whole", 8, more), folder, world)
     save = tmp_path / "halves"
     train(flags(save, 4, more), folder, world)

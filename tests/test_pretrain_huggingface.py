@@ -290,12 +290,3 @@ def test_every_rank_refuses_alike(tmp_path: Path) -> None:
     assert run.text(0).count("error: --plan") == 1
     assert "c_attn" in run.text(0)
     assert "error" not in run.text(1)
-
-
-def test_the_start_tells_of_dropout_that_torch_draws(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", "opt", **DROPOUT["opt"])
-    words = ["--model", "huggingface", "--hf-model", str(folder), *SIZES.split()]
-    target = partial(run_program, words)
-    with start_ranks(target, range(1), 1, tmp_path) as run:
-        assert run.wait() == [0], run.text()
-    assert run.text().count("decoder.layers.0.dropout") == 1

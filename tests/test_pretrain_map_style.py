@@ -1,4 +1,5 @@
-"""Runs on data of `datasets` and on parquet: the same losses as on the same texts as JSON lines."""
+"""Runs that go on from form to form of the same texts, `datasets` and parquet, have the losses of a
+run on them as JSON lines."""
 
 import json
 import os
@@ -70,46 +71,34 @@ def losses(save: Path) -> list[float]:
 SAVED = "{folder}/saved"
 PARQUET = "{folder}/rows.parquet"
 NAMED = "--text-column body --dataset-name {folder}/named"
-ORDERS = ("--shuffle", "--no-shuffle")
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, list[float]]:
-    """The losses of undisturbed runs on JSON lines, in both orders."""
-    for order in ORDERS:
-        run(folder, f"{order} --save {{folder}}/{order} {{folder}}/lines.jsonl")
-    return {order: losses(folder / order) for order in ORDERS}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("data", [SAVED, PARQUET, NAMED])
-def test_losses_are_those_of_the_same_texts_as_json_lines(
-    folder: Path, tmp_path: Path, whole: dict[str, list[float]], order: str, data: str
-) -> None:
-    said = run(folder, f"{order} --save {tmp_path} {data}")
-    assert data != NAMED or any((folder / "cache").rglob("*.arrow"))
-    assert losses(tmp_path) == whole[order]
-    assert len(set(whole[order])) == 5
-    assert ("2 of 42 " in said) == (data != SAVED)
+def whole(folder: Path) -> list[float]:
+    """The losses of an undisturbed run on JSON lines."""
+    run(folder, "--save {folder}/whole {folder}/lines.jsonl")
+    return losses(folder / "whole")
 
 
 @pytest.mark.parametrize(
     ("after", "world"), [("--dataset-name {folder}/rows.parquet", 1), (NAMED, 1), (SAVED, 2)]
 )
 def test_a_run_resumes_also_from_another_form_of_the_same_texts(
-    folder: Path, tmp_path: Path, whole: dict[str, list[float]], after: str, world: int
+    folder: Path, tmp_path: Path, whole: list[float], after: str, world: int
 ) -> None:
     way = f"--save {tmp_path} --load {tmp_path}"
-    run(folder, f"{way} --exit-interval 2 {PARQUET}")
-    run(folder, f"{way} {after}", world=world)
+    assert "2 of 42 " in run(folder, f"{way} --exit-interval 2 {PARQUET}")
+    said = run(folder, f"{way} {after}", world=world)
+    assert ("2 of 42 " in said) == (after != SAVED)
     found = [loss for number, loss in enumerate(losses(tmp_path)) if number != 2]  # of the exit
-    assert found == (whole["--shuffle"] if world == 1 else pytest.approx(whole["--shuffle"]))
+    assert found == (whole if world == 1 else pytest.approx(whole))
+    assert len(set(whole)) == 5
 
 
 def test_a_run_on_other_texts_is_not_resumed(
-    folder: Path, whole: dict[str, list[float]], datasets_cache: Path
+    folder: Path, whole: list[float], datasets_cache: Path
 ) -> None:
-    words = f"{STEPS} {files(folder)} --load {folder}/--shuffle"
+    words = f"{STEPS} {files(folder)} --load {folder}/whole"
     for more, flag in (
         (f"--dataset-name {folder}/named", "--dataset-name"),
         ("--dataset-split test", "--data-path"),

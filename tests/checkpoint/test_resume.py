@@ -1,18 +1,16 @@
 """Where a run starts, and what a resumed run may not change."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from megatron.checkpoint.resume import Start, changes, check_start, find_start, newest_readable
 from megatron.config.checks import UsageError
-from megatron.config.model import GPT2Config
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
-from megatron.config.training import GPT2DataConfig
-from megatron.models.registry import KINDS, config_of
+from megatron.models.registry import config_of
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.models.own_kind import PretrainOwnConfig
@@ -217,52 +215,24 @@ def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
         del facts["config"]["data"][name]
     check_start(settings(num_workers=7), PATH, facts, identity=IDENTITY)
     assert refusal(settings(shuffle=False), facts)[1] == ("--shuffle",)
-
-
-def test_a_checkpoint_that_is_older_than_offload_is_resumed_with_it() -> None:
-    facts, now = manifest(), settings(cpu_offload_activations=True, optimizer_cpu_offload=True)
+    now = settings(cpu_offload_activations=True, optimizer_cpu_offload=True)
     del facts["config"]["model"]["cpu_offload_activations"]
     del facts["config"]["optimizer"]["optimizer_cpu_offload"]
     check_start(now, PATH, facts, identity=IDENTITY)
     assert config_of(facts) == replace(now.model, cpu_offload_activations=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnModelConfig(GPT2Config):
-    kind: ClassVar[str] = "tests.checkpoint.test_resume:KIND"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnDataConfig(GPT2DataConfig):
-    twice: bool = False
-    """Read each document twice."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainOwnDataConfig(PretrainGPT2Config):
-    model: OwnModelConfig
-    data: OwnDataConfig
-
-
-KIND = replace(KINDS["gpt2"], program="tests.checkpoint.test_resume:PretrainOwnDataConfig")
-
-
-def test_settings_of_ones_own_data_have_defaults_too() -> None:
-    """Where the checkpoint is older than such a setting."""
-    words = ["--data-path", "d", "--twice"]
-    config = parse(PretrainOwnDataConfig, [*WORDS.split(), *words], {})
-    facts = manifest() | {"kind": config.model.kind}
-    assert refusal(config, facts)[1] == ("--no-twice",)
-
-
 def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
-    saved, now = (
-        parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {heads}".split(), {})
-        for heads in (1, 2)
+    """Neither of its model nor of its data, which have defaults where the checkpoint is older."""
+    saved, heads, twice = (
+        parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {more}".split(), {})
+        for more in ("1", "2", "1 --twice")
     )
     facts = manifest() | {"config": asdict(saved), "kind": saved.model.kind}
+    del facts["config"]["data"]["twice"]
     check_start(saved, PATH, facts, identity=IDENTITY)
-    assert refusal(now, facts)[1] == ("--key-value-heads", "1")
+    assert refusal(heads, facts)[1] == ("--key-value-heads", "1")
+    assert refusal(twice, facts)[1] == ("--no-twice",)
 
 
 @pytest.mark.parametrize(

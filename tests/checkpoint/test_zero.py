@@ -1,11 +1,8 @@
 """Checkpoints of ZeRO: any stage and layout saves, any other loads, bit for bit."""
 
-import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +16,12 @@ from megatron.inference.generate import Sampling, generate
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.sharding import gather_whole
 from megatron.parallel.zero3 import gathered
-from megatron.train.metrics import read_metrics
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.checkpoint.saving import load, save, saver_into
 from tests.dist import Pool
 from tests.layouts.matrix import slices
-from tests.programs import newest, pretrain
-from tests.test_faults import at_call, die
 from tests.tiny import (
     SEED,
     SEQUENCE,
@@ -194,42 +188,3 @@ def check_readers_of_a_model(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_model_is_copied_and_read(gloo: Pool, stage: int) -> None:
     gloo.run(2, check_readers_of_a_model, stage)
-
-
-def losses_of(save: Path) -> list[float]:
-    lines = read_metrics(save / "metrics.jsonl")
-    kinds = ("loss", "validation_loss")
-    found = {(line["step"], kind): line[kind] for line in lines for kind in kinds if kind in line}
-    return [found[key] for key in sorted(found)]
-
-
-def words(save: Path, steps: int, zero_stage: int) -> str:
-    return (
-        f"--save {save} --load {save} --save-interval 2 --train-iters {steps} --lr-decay-iters 300 "
-        f"--eval-iters 1 --eval-interval 2 --log-interval 1 --zero-stage {zero_stage} --async-save"
-    )
-
-
-def test_a_run_of_the_program_killed_in_a_save_goes_on(tmp_path: Path) -> None:
-    """At stage 3, kill -9 of one rank of two while it writes its file: the checkpoint before it is
-    whole, and what is resumed has the losses of stages 0 to 2, to the end."""
-    losses = {}
-    for stage in (0, 1, 2):
-        save = tmp_path / str(stage)
-        with pretrain(words(save, 4, stage), world=2, folder=tmp_path) as run:
-            assert run.wait() == [0, 0], run.text()
-        losses[stage] = losses_of(save)
-    save = tmp_path / "killed"
-    before = partial(at_call, "os:fsync", 2, [1], die)  # of its file of the second save
-    with pretrain(words(save, 4, 3), world=2, folder=tmp_path, before=before) as run:
-        assert wait_for_any([process.sentinel for process in run.processes])
-        run.signal(signal.SIGKILL)
-        assert -signal.SIGKILL in run.wait(), run.text()
-    assert newest(save).name == "step_00000002"
-    with pretrain(words(save, 4, 3), world=2, folder=tmp_path) as run:
-        assert run.wait() == [0, 0], run.text()
-        assert str(save / "step_00000002") in run.text()
-    losses[3] = losses_of(save)
-    for stage in (1, 2, 3):
-        assert losses[stage] == pytest.approx(losses[0], rel=1e-5), stage
-    assert len(losses[0]) == 6  # two of evaluations

@@ -1,11 +1,10 @@
-"""The files in scripts/presets: they are read, and are those of the paper."""
+"""The files in scripts/presets fit their own settings; sizes of models: models/test_presets.py."""
 
 from math import prod
 
 import pytest
 import torch
 
-from megatron.config.model import LlamaConfig
 from megatron.config.parse import PRESETS, parse
 from megatron.config.pretrain import (
     PretrainBertConfig,
@@ -14,24 +13,6 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
 )
 from megatron.optim.schedule import learning_rate
-
-# Tables 1, 2 and 4 of the paper: layers, hidden size, heads, GPUs, batch on that many.
-TABLES = {
-    "gpt2_355m": (24, 1024, 16, 64, 512),
-    "gpt2_2.5b": (54, 1920, 20, 128, 512),
-    "gpt2_8.3b": (72, 3072, 24, 512, 512),
-    "gpt2_scaling_1.2b": (40, 1536, 16, 64, 512),
-    "gpt2_scaling_2.5b": (54, 1920, 20, 128, 512),
-    "gpt2_scaling_4.2b": (64, 2304, 24, 256, 512),
-    "gpt2_scaling_8.3b": (72, 3072, 32, 512, 512),
-    "bert_336m": (24, 1024, 16, 128, 1024),
-    "bert_1.3b": (24, 2048, 32, 256, 1024),
-    "bert_3.9b": (48, 2560, 40, 512, 1024),
-    # Of Colossal-AI's tutorial, and of GPT-3 (3.2 million tokens; on as many GPUs as in table 2 of
-    # arXiv 2104.04473).
-    "gpt2_xl_colossalai": (48, 1600, 32, 4, 192),
-    "gpt3_175b": (96, 12288, 96, 768, 1536),
-}
 
 
 def load(name: str, *words: str) -> PretrainConfig:
@@ -54,46 +35,6 @@ def test_mock_data_stand_in_for_a_preset_s_files_and_epochs(name: str) -> None:
     config = load(name, *["--mock-data", "--vocab-size", "2048", "--train-iters", "10000"])
     config.check(prod(config.parallel.sizes.values()))
     assert config.data.mock_data
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_presets_are_the_paper_s(name: str) -> None:
-    layers, hidden, heads, gpus, batch = TABLES[name]
-    config = load(name)
-    config.check(gpus)
-    model = config.model
-    assert (model.num_layers, model.hidden_size) == (layers, hidden)
-    assert model.num_attention_heads == heads
-    assert config.global_batch_size(gpus) == batch
-    assert model.recompute_granularity == "full"  # section 4.2: after every transformer layer
-
-
-# The tutorial's Llama, and table 3 of arXiv 2407.21783: layers, hidden size, heads, those of keys
-# and values, width of the MLP, peak learning rate.
-LLAMAS = {
-    "llama_tutorial": (12, 768, 12, 3, 4 * 768, 1e-3),
-    "llama3_8b": (32, 4096, 32, 8, 14336, 3e-4),
-    "llama3_70b": (80, 8192, 64, 8, 28672, 1.5e-4),
-}
-
-
-@pytest.mark.parametrize("name", LLAMAS)
-def test_llamas_are_those_of_their_sources(name: str) -> None:
-    layers, hidden, heads, groups, width, rate = LLAMAS[name]
-    config = load(name)
-    model = config.model
-    assert isinstance(model, LlamaConfig)
-    assert (model.num_layers, model.hidden_size, model.ffn_size) == (layers, hidden, width)
-    assert (model.num_attention_heads, model.query_groups) == (heads, groups)
-    assert (config.optimizer.lr, model.layernorm_epsilon) == (rate, 1e-5)
-    assert not model.has_tied_head
-    if name == "llama_tutorial":
-        assert (model.rotary_base, model.rope_scaling) == (10_000, None)
-        assert (config.data.seq_length, model.max_position_embeddings) == (512, 2048)
-    else:
-        assert (model.rotary_base, model.rope_scaling) == (500_000, (8, 1, 4, 8192))
-        assert (config.data.seq_length, model.max_position_embeddings) == (8192, 131_072)
-        assert config.global_batch_size(512) * config.data.seq_length == 2**22
 
 
 def test_the_tutorial_s_optimizer_and_batches() -> None:

@@ -23,7 +23,7 @@ KIND = ModelKind(
     model="tests.models.own_kind:Own",
     program="tests.models.own_kind:PretrainOwnConfig",
     inputs="megatron.train.inputs:open_gpt2_inputs",
-    data="megatron.config.training:GPT2DataConfig",
+    data="tests.models.own_kind:OwnDataConfig",
 )
 MISNAMED = replace(KIND)
 IMAGES = ModelKind(
@@ -46,9 +46,15 @@ class OwnConfig(TextModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnDataConfig(GPT2DataConfig):
+    twice: bool = False
+    """Read each document twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PretrainOwnConfig(PretrainTextConfig):
     model: OwnConfig
-    data: GPT2DataConfig
+    data: OwnDataConfig
 
 
 class Own(nn.Module):

@@ -251,19 +251,3 @@ def test_logits_and_gradients_are_those_of_transformers(
                 assert each.shape == other.shape
                 assert_relative(each, other, tolerance, name)
             assert_gradients(gradients, wanted[name].gradients, 10 * tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("scaled", llama(placed(90), **LONG)),
-        ("later positions", llama()),
-        ("reset positions", llama()),
-        ("documents", KINDS["reset positions"]),
-    ],
-)
-def test_scaling_positions_and_masks_change_the_logits(name: str, other: Kind) -> None:
-    """So that a model that leaves them out is seen."""
-    (logits,) = theirs(name, torch.float64).logits
-    without = their_logits(their_model(other, torch.float64), other.batch).detach()
-    assert (without - logits).norm() > 1e-3 * logits.norm()
