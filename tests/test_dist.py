@@ -17,10 +17,6 @@ def sum_of_ranks(offset: int) -> torch.Tensor:
     return total
 
 
-def threads_and_process() -> tuple[int, int]:
-    return torch.get_num_threads(), os.getpid()
-
-
 def fail_on_rank(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ArithmeticError("told to fail")
@@ -46,13 +42,6 @@ def test_results_come_by_rank(gloo: Pool) -> None:
     for world_size in (1, 2, 3, 4):
         expected = float(sum(rank + 2 for rank in range(world_size)))
         assert gloo.run(world_size, sum_of_ranks, 2) == [torch.tensor([expected])] * world_size
-
-
-def test_ranks_are_processes_of_one_thread_and_are_kept(gloo: Pool) -> None:
-    first = gloo.run(2, threads_and_process)
-    assert [threads for threads, _ in first] == [1, 1]
-    assert len({process for _, process in first} | {os.getpid()}) == 3
-    assert gloo.run(2, threads_and_process) == first
 
 
 @pytest.mark.parametrize(

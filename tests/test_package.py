@@ -19,7 +19,6 @@ import pytest
 from megatron import api
 from megatron.parallel import kernels
 from megatron.train.step import train_step
-from tests.data.samples import write_data_of_tokenizer
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_state
 from tools.api_page import page
@@ -55,23 +54,6 @@ def test_every_name_of_the_api_is_there_and_says_what_it_is() -> None:
 def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
     """python tools/api_page.py makes it anew."""
     assert (ROOT / "docs" / "api.md").read_text() == page()
-
-
-def test_the_api_opens_a_data_set_by_its_names(tmp_path: Path) -> None:
-    """Packed and padded, as the programs open them."""
-    tokenizer = write_data_of_tokenizer(tmp_path / "packed", [[*range(1, 40), 0]] * 4)
-    packed, *_ = api.open_splits(
-        api.open_corpus([str(tmp_path / "packed")], tokenizer), split="1,0,0", seq_length=8, seed=1
-    )
-    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n' * 4)
-    texts = api.open_document_corpus([str(tmp_path / "a.jsonl")], tokenizer)
-    padded, *_ = api.open_padded_splits(texts, tokenizer, split="1,0,0", seq_length=8, seed=1)
-    for data, count in ((packed, 19), (padded, 4)):
-        assert data.samples_per_epoch == count
-        numbers = api.micro_batch_numbers(
-            0, global_batch_size=4, micro_batch_size=2, data_rank=1, data_size=2
-        )
-        assert data.batch(numbers[0]).tokens.shape == (2, 8)
 
 
 @pytest.mark.parametrize(

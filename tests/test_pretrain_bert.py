@@ -105,13 +105,8 @@ def test_data_and_settings_that_do_not_fit_are_refused(data: Path, tmp_path: Pat
     """The data of the other program and of another tokenizer, and another model and samples."""
     vocabulary = str(data.with_name("vocab.txt"))
     run(data, f"{ONE_BY_ONE} --train-iters 1 --save {tmp_path}/run")
-    gpt2, whole, other = (tmp_path / name for name in ("gpt2", "whole", "other"))
+    gpt2, other = (tmp_path / name for name in ("gpt2", "other"))
     write_data_of_tokenizer(gpt2, [[*range(1, 40), 260]] * 4)
-    bert = build_tokenizer(KIND, vocabulary, None)
-    write_sentences(whole, [[[5, 6, 7]]] * 4, fingerprint=bert.fingerprint)
-    file = whole.with_name("whole.json")
-    facts = json.loads(file.read_text()) | {"sentences": None, "vocab_size": bert.vocab_size}
-    file.write_text(json.dumps(facts))
     model = write_tokenizer_json(tmp_path / "json")
     tokenizer = build_tokenizer("HuggingFaceTokenizer", model, None)
     own = {"tokenizer_type": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
@@ -120,7 +115,6 @@ def test_data_and_settings_that_do_not_fit_are_refused(data: Path, tmp_path: Pat
     for program, prefix, words, field in (
         (pretrain_bert.main, gpt2, "", "--data-path"),
         (pretrain_gpt2.main, data, "", "--data-path"),
-        (pretrain_bert.main, whole, "", "--data-path"),
         (pretrain_bert.main, data, f"{load} --residual-order post-ln", "--residual-order"),
         (pretrain_bert.main, data, f"{load} --mask-prob 0.2", "--mask-prob"),
         (pretrain_bert.main, data, f"{load} --short-seq-prob 0", "--short-seq-prob"),

@@ -4,7 +4,6 @@ names; only lengths are cut, and folders are a test's own."""
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from itertools import islice
@@ -13,10 +12,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from megatron.config.parse import parse
-from megatron.config.pretrain import PretrainBertConfig
 from tests.tools.papers import WIKITEXT
-from tools.inspect_data import Settings as InspectSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -138,16 +134,3 @@ def test_every_command_of_the_readme_runs(folder: Path, quickstart: Path) -> Non
     latest = folder / "runs" / "mine" / "checkpoints" / "latest"
     assert latest.read_text() == "step_00000003\n"
     assert "<svg" in (folder / "runs" / "mine" / "corpus.html").read_text()
-
-
-def test_what_the_readme_inspects_is_what_its_model_reads() -> None:
-    inspected = parse(InspectSettings, words_of("tools/inspect_data.py"), {})
-    trained = parse(PretrainBertConfig, words_of("pretrain_bert.py"), {})
-    assert (inspected.data, inspected.seed) == (trained.data, trained.training.seed)
-
-
-def words_of(program: str) -> list[str]:
-    """The flags that the README gives a program, for any working directory."""
-    (words,) = [shlex.split(line) for line in readme_commands() if program in line]
-    flags = words[words.index(program) + 1 :]
-    return [word.replace("scripts/", f"{ROOT}/scripts/") for word in flags]

@@ -1,10 +1,7 @@
 """From arguments and presets to settings, and the errors of both."""
 
 import json
-import subprocess
-import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,33 +15,9 @@ from megatron.config.pretrain import PretrainGPT2Config
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]
 
-PROGRAM = """
-import os, sys
-from megatron.config.parse import parse, user_errors
-from megatron.config.pretrain import PretrainGPT2Config
-from megatron.config.launch import world_size
-with user_errors(os.environ):
-    config = parse(PretrainGPT2Config, sys.argv[1:], os.environ)
-    config.check(world_size(os.environ))
-print(sorted({"torch", "numpy"} & set(sys.modules)))
-"""
-
 
 def pretrain(*arguments: str) -> PretrainGPT2Config:
     return parse(PretrainGPT2Config, [*SMALL, *arguments], {})
-
-
-def run_program(
-    *arguments: str, environ: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env={"PYTHONPATH": ".", **(environ or {})},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def preset(folder: Path, text: str) -> str:
@@ -255,14 +228,3 @@ def test_other_errors_are_not_the_user_s() -> None:
         raise AssertionError
     with pytest.raises(ValueError, match="at fault"), user_errors({}, kinds=(OSError,)):
         raise ValueError("at fault")
-
-
-def test_a_program_needs_neither_torch_nor_numpy_to_check_its_flags() -> None:
-    good = run_program(*SMALL)
-    assert (good.returncode, good.stdout, good.stderr) == (0, "[]\n", "")
-    bad = run_program(
-        *SMALL, "--model-parallel-size", "3", environ={"RANK": "0", "WORLD_SIZE": "3"}
-    )
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("error: --tensor-model-parallel-size 3")
-    assert len(bad.stderr.splitlines()) == 1

@@ -205,19 +205,16 @@ def git(folder: Path, *words: str) -> str:
 
 def test_the_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag is not named; the code may be installed inside somebody else's repository."""
-    git(tmp_path, "init", "--quiet")
     (tmp_path / "file").write_text("first")
     (tmp_path / "packages").mkdir()
-    git(tmp_path, "add", "file")
-    git(tmp_path, "commit", "--quiet", "--message", "first")
-    git(tmp_path, "tag", "v1")
+    for words in ("init --quiet", "add file", "commit --quiet --message first", "tag v1"):
+        git(tmp_path, *words.split())
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert commit(tmp_path) == head
-    commit.cache_clear()
-    (tmp_path / "file").write_text("second")
-    assert commit(tmp_path) == f"{head}-dirty"
+    for content, name in (("first", head), ("second", f"{head}-dirty")):
+        commit.cache_clear()
+        (tmp_path / "file").write_text(content)
+        assert commit(tmp_path) == name
     assert commit(tmp_path / "packages") is None
     commit.cache_clear()
     monkeypatch.setenv("PATH", "")
     assert commit(tmp_path) is None
-    commit.cache_clear()

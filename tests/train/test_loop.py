@@ -1,9 +1,7 @@
 """The loop: batches in order, metrics, evaluation, checks, saving and exits."""
 
 import json
-import signal
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,10 @@ import pytest
 import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
-from megatron.train import evaluate
 from megatron.train import loop as loop_module
 from megatron.train.loader import prefetch
 from megatron.train.loop import Loop, train
-from megatron.train.metrics import Metrics, read_metrics
+from megatron.train.metrics import Metrics
 from megatron.train.signals import Stopped, StopSignals
 from pretrain_gpt2 import main
 from tests.data.samples import write_data
@@ -194,34 +191,3 @@ def test_a_run_records_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixtur
         main([*words, *more], {})
         assert ("--load" in capsys.readouterr().out.splitlines()[-1]) == says_load
         assert lines(tmp_path)[-1] == {"step": 1, "ended": "exit_interval", "exit_code": 0}
-
-
-def test_an_evaluation_cut_short_is_made_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the end, at the start of the second run, and not in the third one."""
-    write_data(tmp_path / "some_text_document", [[*range(1, 40), 0]] * 60)
-    words = f"{TINY} --split 1,1,0 --global-batch-size 32".format(tmp_path)
-    original, groups = evaluate.Executor, list[int]()
-
-    def second_group(**settings: Any) -> Any:
-        groups.append(len(settings["batches"]))
-        if len(groups) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return original(**settings)
-
-    found = []
-    for name, stops in (("cut", True), ("cut", True), ("cut", False), ("calm", False)):
-        groups.clear()
-        save = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-        with monkeypatch.context() as patch, ExitStack() as stack:
-            if stops:
-                patch.setattr(evaluate, "Executor", second_group)
-                stack.enter_context(pytest.raises(SystemExit, match="^75$"))
-            main([*words.split(), *save], {})
-        assert len(groups) == 2 * stops, "of eight groups"
-        found.append(read_metrics(tmp_path / name / "metrics.jsonl"))
-    losses = [[x["validation_loss"] for x in each if "validation_loss" in x] for each in found]
-    assert losses[:2] == [[], []]
-    assert losses[2] == losses[3]
-    assert len(losses[3]) == 1

@@ -81,13 +81,6 @@ def test_outputs_that_cannot_be_are_refused() -> None:
     assert state.step == 0
 
 
-def test_the_projects_optimizer_reads_the_buckets_alone() -> None:
-    """In bf16 `.grad` would be a second copy of every gradient."""
-    state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
-    step(state, 0)
-    assert all(each.grad is None for each in state.model.parameters())
-
-
 def scaling(scale: float = 1024.0, **settings: Any) -> LossScaler:
     config = PrecisionConfig(fp16=True, initial_loss_scale=str(scale), **settings)
     return LossScaler.of(config, torch.float16)
@@ -359,15 +352,6 @@ def test_bert_losses_are_means_over_masked_tokens_and_samples() -> None:
     for name, gradient in whole_gradients(state.gradients).items():
         if not name.endswith("qkv.bias"):
             assert_relative(gradient, expected[name].reshape(gradient.shape), 1e-11, name)
-
-
-def test_bert_masked_tokens_come_in_few_sizes() -> None:
-    """Or steps would be slower, and memory would grow with each new size (kernels.padded_rows)."""
-    batches = [bert_samples(4, seed=seed) for seed in range(20)]
-    masked = [int(batch.loss_mask.sum()) for batch in batches]
-    assert len(set(masked)) > 5
-    assert [int(batch.is_counted.sum()) for batch in batches] == masked
-    assert [len(batch.masked) for batch in batches] == [-(-each // 16) * 16 for each in masked]
 
 
 def test_a_step_counts_the_tokens_that_it_reads() -> None:

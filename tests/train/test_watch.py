@@ -68,10 +68,6 @@ class Fault:
 FOUR = {"statuses": (1,) * 4, "world": 4}
 STALLED = r"\b6 s: rank {} of {} .*\n"
 FAULTS = {
-    "a rank raises": Fault(
-        f"if last and rank == 3: {RAISE}\n{STEP}",
-        (r"^rank 3 of 4 \(data 1, tensor 1\) .*\nTraceback", "ZeroDivisionError: no"), **FOUR,
-    ),
     "all ranks raise": Fault(
         f"if last: {RAISE}", (r"^rank \d of 4 \(data \d, tensor \d\) .*\nTraceback",), **FOUR
     ),
