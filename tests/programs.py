@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,6 +150,15 @@ def pretrain(
     arguments = arguments_of(words, data or (some_data(folder) if has_files else folder), shape)
     target = partial(_program, program, arguments, before)
     return start_ranks(target, range(world), world, folder)
+
+
+def finished(words: str, *, world: int = 1, code: int = 0, **options: Any) -> str:
+    """What the first rank of a run printed; fails where one ends otherwise, or with a traceback.
+    options: of `pretrain`."""
+    with pretrain(words, world=world, **options) as run:
+        assert run.wait() == [code] * world, run.text()
+        assert "Traceback" not in run.text()
+        return run.text(0)
 
 
 def arguments_of(words: str, data: Path, shape: str = SHAPE) -> list[str]:

@@ -19,7 +19,7 @@ from tests.data.samples import (
     write_tokenizer_json,
     write_wordpiece,
 )
-from tests.programs import arguments_of, assert_equal_bits, newest, pretrain
+from tests.programs import arguments_of, assert_equal_bits, finished, newest
 from tests.refusals import field_of, refusal
 
 KIND = "BertWordPieceLowerCase"
@@ -41,14 +41,9 @@ def data(tmp_path: Path) -> Path:
     return prefix
 
 
-def run(data: Path, words: str, *, world: int = 1, code: int = 0) -> str:
-    """What the program printed; fails where it ends otherwise than with `code`."""
+def run(data: Path, words: str, *, world: int = 1) -> str:
     words = f"--vocab-file {data.with_name('vocab.txt')} {words}"
-    folder = data.parent
-    with pretrain(words, world=world, folder=folder, program="pretrain_bert", data=data) as each:
-        codes = each.wait()
-        assert codes == [code] * world, each.text()
-        return each.text(0)
+    return finished(words, world=world, folder=data.parent, program="pretrain_bert", data=data)
 
 
 def losses(save: Path) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ import pytest
 
 from pretrain_gpt2 import main
 from tests.data.samples import write_tokenizer
-from tests.programs import arguments_of, pretrain
+from tests.programs import arguments_of, finished
 from tests.refusals import field_of, refusal
 
 STEPS = "--pad --train-iters 4 --eval-iters 2 --lr-decay-iters 4 --log-interval 1"
@@ -52,15 +52,11 @@ def files(folder: Path) -> str:
 
 
 def run(folder: Path, words: str, *, world: int = 1) -> str:
-    """What the first rank printed."""
     before = partial(use_cache, folder / "cache")
     *flags, last = f"{STEPS} {files(folder)} {words}".format(folder=folder).split()
     data = None if "--dataset-name" in flags else Path(last)
     arguments = " ".join(flags if data else [*flags, last])
-    with pretrain(arguments, world=world, folder=folder, before=before, data=data) as started:
-        assert started.wait() == [0] * world, started.text()
-        assert "Traceback" not in started.text()
-        return started.text(0)
+    return finished(arguments, world=world, folder=folder, before=before, data=data)
 
 
 def losses(save: Path) -> list[float]:

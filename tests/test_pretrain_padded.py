@@ -14,7 +14,7 @@ import pytest
 from megatron.data.batch import TextBatch
 from pretrain_gpt2 import main
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
-from tests.programs import arguments_of, pretrain
+from tests.programs import arguments_of, finished, pretrain
 from tests.refusals import field_of, refusal
 from tests.test_faults import at_call
 
@@ -45,13 +45,9 @@ def files(folder: Path, given: str = "") -> str:
     return f"--pad --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
 
 
-def run(folder: Path, words: str, *, data: str = "a", code: int = 0, **more: Any) -> str:
-    """What the first rank printed."""
-    words, path, world = f"{files(folder)} {words}", folder / f"{data}.jsonl", more.get("world", 1)
-    with pretrain(words, folder=folder, data=path, **more) as started:
-        assert started.wait() == [code] * world, started.text()
-        assert "Traceback" not in started.text()
-        return started.text(0)
+def run(folder: Path, words: str, *, data: str = "a", **more: Any) -> str:
+    path = folder / f"{data}.jsonl"
+    return finished(f"{files(folder)} {words}", folder=folder, data=path, **more)
 
 
 def record(save: Path) -> list[dict[str, float]]:
@@ -236,15 +232,11 @@ def test_mock_data_train_and_resume_without_files(tmp_path: Path, kind: str) -> 
         'data_path = ["none"]\ntokenizer_type = "none"\nepochs = 2\n'
     )
 
-    def start(words: str, world: int = 1) -> None:
-        program = f"pretrain_{kind}"
-        with pretrain(f"{way} {words}", world=world, folder=tmp_path, program=program) as started:
-            assert started.wait() == [0] * world, started.text()
-
-    start("--train-iters 4 --exit-interval 2")
-    start("--train-iters 4 --tensor-model-parallel-size 2", world=2)
+    start = partial(finished, folder=tmp_path, program=f"pretrain_{kind}")
+    start(f"{way} --train-iters 4 --exit-interval 2")
+    start(f"{way} --train-iters 4 --tensor-model-parallel-size 2", world=2)
     (tmp_path / "save").rename(tmp_path / "resumed")
-    start("--train-iters 4")
+    start(f"{way} --train-iters 4")
     resumed, straight = (record(tmp_path / name) for name in ("resumed", "save"))
     resumed = [each for each in resumed if "loss" in each or each["step"] == 4]
     for ours, theirs in zip(resumed, straight, strict=True):

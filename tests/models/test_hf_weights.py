@@ -147,40 +147,36 @@ def masters_of(state: TrainState) -> dict[str, Tensor]:
     return whole(state, [(name, *shard) for name, shard in state.shards().items()])
 
 
-class Counting:
-    """A file of safetensors that knows how many numbers were read of it."""
+counted: list[int] = []
 
-    def __init__(self, *arguments: Any) -> None:
-        self.file, self.count = safe_open(*arguments), 0
+
+class Counting:
+    """A file of safetensors, or a tensor of it; `counted` has how many numbers are read."""
+
+    def __init__(self, *given: Any, of: Any = None) -> None:
+        self.of = safe_open(*given) if of is None else of
 
     def __enter__(self) -> "Counting":
         return self
 
     def __exit__(self, *_: object) -> None:
-        counted.append(self.count)
+        pass
 
-    def keys(self) -> Any:
-        return self.file.keys()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.note(self.of[index])
 
     def get_tensor(self, key: str) -> Tensor:
-        self.count += (found := self.file.get_tensor(key)).numel()
+        return self.note(self.of.get_tensor(key))
+
+    def get_slice(self, key: str) -> "Counting":
+        return Counting(of=self.of.get_slice(key))
+
+    def note(self, found: Tensor) -> Tensor:
+        counted.append(found.numel())
         return found
-
-    def get_slice(self, key: str) -> Any:
-        part, outer = self.file.get_slice(key), self
-
-        class Slice:
-            get_shape, get_dtype = part.get_shape, part.get_dtype
-
-            def __getitem__(self, index: Any) -> Tensor:
-                found: Tensor = part[index]
-                outer.count += found.numel()
-                return found
-
-        return Slice()
-
-
-counted: list[int] = []
 
 
 def numbers_of(spec: ShardingSpec, local: Tensor, form: Form) -> int:

@@ -32,7 +32,6 @@ from tests.huggingface import (
     DROPOUT,
     LITERAL,
     MASKED,
-    WINDOW,
     by_their_names,
     hf_section,
     load_plain,
@@ -251,11 +250,6 @@ def test_each_dropout_of_a_config_changes_the_loss(model: str) -> None:
     """So that what is the same at every layout is not nothing."""
     found = [loss_of(model), *(loss_of(model, **{n: p}) for n, p in DROPOUT[model].items())]
     assert len({*found}) == len(found)
-
-
-def test_a_window_changes_the_loss() -> None:
-    assert loss_of("mistral") == loss_of("mistral", sliding_window=WINDOW)
-    assert abs(loss_of("mistral") - loss_of("mistral", sliding_window=None)) > 1e-4
 
 
 @pytest.mark.parametrize(

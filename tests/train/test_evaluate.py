@@ -153,21 +153,6 @@ def test_scores_are_whole_on_every_rank(gloo: Pool, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_the_best_token_is_the_one_of_highest_probability() -> None:
-    mesh = mesh_of_ranks(1)
-    model = tiny_model(mesh)
-    tokens = torch.from_numpy(samples(1).tokens)
-    scored = torch.ones_like(tokens, dtype=torch.bool)
-    candidates = [
-        score(model, mesh, tokens, torch.full_like(tokens, v), scored) for v in range(VOCABULARY)
-    ]
-    probabilities = torch.stack([log.exp() for log, _ in candidates])
-    torch.testing.assert_close(probabilities.sum(0), torch.ones_like(probabilities[0]))
-    best = torch.stack([is_best for _, is_best in candidates])
-    assert torch.equal(best.int().argmax(0), probabilities.argmax(0))
-    assert torch.equal(best.sum(0), torch.ones_like(tokens[0]))
-
-
 def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
     mesh = mesh_of_ranks(tensor_size)
     model = load_model(verify(path, mesh), mesh, torch.float64)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,8 +24,7 @@ from megatron.train.pretrain import Run, build
 from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
-from tests.programs import SHAPE, assert_equal_bits, newest
-from tests.programs import pretrain as run_program
+from tests.programs import SHAPE, assert_equal_bits, finished, newest
 from tests.refusals import field_of, refusal
 from tests.tiny import VOCABULARY, mesh_of_ranks, save_state, tiny_section, tiny_state
 
@@ -151,20 +149,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
-def train(
-    words: str,
-    folder: Path,
-    *,
-    world: int = 1,
-    code: int = 0,
-    before: Callable[[], None] | None = None,
-) -> str:
-    """What the first rank of a run of the program printed."""
-    words = f"--eval-iters 0 --lr-decay-iters 9 {words}"
-    with run_program(words, world=world, folder=folder, before=before) as run:
-        assert run.wait() == [code] * world, run.text()
-        assert "Traceback" not in run.text()
-        return run.text(0)
+def train(words: str, folder: Path, **more: Any) -> str:
+    return finished(f"--eval-iters 0 --lr-decay-iters 9 {words}", folder=folder, **more)
 
 
 def rename_before_the_claim(one: Path, other: Path) -> None:

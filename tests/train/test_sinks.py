@@ -177,20 +177,6 @@ def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path, place: str, is_firs
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_run_without_sinks_imports_neither_library() -> None:
-    program = """if True:
-        import sys
-        from types import SimpleNamespace
-        from megatron.config.pretrain import require_sinks
-        from megatron.config.training import LoggingConfig
-        from megatron.train.sinks import open_sinks
-        require_sinks(LoggingConfig(wandb_project='a', tensorboard_dir='b'), 'm.jsonl')
-        mesh = SimpleNamespace(is_first=True)
-        assert open_sinks(LoggingConfig(), None, {}, 0, {}, mesh, print) == []
-        assert not {'wandb', 'tensorboard', 'torch'} & set(sys.modules)"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 @pytest.mark.parametrize("stray_folder", [False, True])
 @pytest.mark.parametrize("flag", ["--wandb-project", "--tensorboard-dir"])
 def test_a_missing_library_is_refused(
