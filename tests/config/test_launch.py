@@ -1,13 +1,9 @@
 """The world size, and launchers that start processes which do not know of each other."""
 
-import json
-from pathlib import Path
-
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.config.checks import UsageError
-from megatron.config.launch import world_size, write_error_file
+from megatron.config.launch import world_size
 
 
 @pytest.mark.parametrize(
@@ -40,11 +36,3 @@ def test_processes_that_do_not_know_of_each_other(environ: dict[str, str], flag:
         world_size(environ)
     assert refused.value.flag == flag
     assert refused.value.works[:2] == ("torchrun", "--nproc-per-node")
-
-
-def test_the_error_file_is_as_torchrun_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    write_error_file(str(path), "rank 1 failed")
-    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
-    assert failure.timestamp > 0
-    assert json.loads(path.read_text())["message"]["message"] == "rank 1 failed"

@@ -78,13 +78,7 @@ DYNAMIC = {
     "halved, and doubled after a window": ("8", 3, 1, "x..x......", [4, 4, 4, 2, 2, 2, 4, 4, 4, 8]),
     "two are borne": ("64", 2, 3, "x.x.", [64, 64, 64, 64]),
     "the third halves, as every further one": ("64", 2, 3, "x.x.x.x", [64] * 4 + [32, 32, 16]),
-    "growth gives all chances back": (
-        "64",
-        2,
-        3,
-        "xxxx..xxx",
-        [64, 64, 32, 16, 16, 32, 32, 32, 16],
-    ),
+    "growth gives chances back": ("64", 2, 3, "xxxx..xxx", [64, 64, 32, 16, 16, 32, 32, 32, 16]),
     "overflows within a window add up": ("8", 5, 2, "x...x", [8, 8, 8, 8, 4]),
     "never below the minimum": ("3", 1000, 1, "xxx", [1.5, 1.0, 1.0]),
 }
