@@ -221,6 +221,17 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
     assert texts_of(open_named(str(lines))) == TEXTS
 
 
+def test_large_row_groups_are_told_of(tmp_path: Path) -> None:
+    """Where there are several of them, and not all of them are kept."""
+    large = parquet(tmp_path / "large.parquet", [letter * (5 << 20) for letter in "abc"], 1)
+    with pytest.warns(UserWarning, match=r"large\.parquet"):
+        ParquetColumn([large], "text", str(large), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParquetColumn([large], "text", str(large))
+        ParquetColumn([parquet(tmp_path / "small.parquet")], "text", "small", 1)
+
+
 @pytest.mark.parametrize("source", ["saved", "parquet", "object"])
 def test_any_thread_may_ask(source: str, tmp_path: Path) -> None:
     if source == "parquet":  # of which one group is kept at a time

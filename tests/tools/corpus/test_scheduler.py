@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,26 +162,35 @@ def test_relative_paths_mean_the_same_to_workers_in_other_folders(
 
 
 def fail_or_write(folder: str, number: int) -> None:
-    """The first call fails once another is under way, which takes a second longer."""
+    """The first call fails once another is under way; the others end when this is known."""
     begun, ended = (Path(folder) / name for name in ("begun", "ended"))
     if number == 0:
         wait_until(lambda: any(begun.iterdir()))
         raise ValueError("the first")
     (begun / str(number)).touch()
-    time.sleep(1)
+    wait_until((Path(folder) / "known").exists)
     (ended / str(number)).touch()
 
 
 def test_nothing_is_at_work_after_an_error_on_a_dask_worker(tmp_path: Path, cluster: str) -> None:
+    from dask.distributed import default_client
+
     begun, ended = (tmp_path / name for name in ("begun", "ended"))
     begun.mkdir()
     ended.mkdir()
     calls = [Call(fail_or_write, (str(tmp_path), number)) for number in range(20)]
-    with open_scheduler(cluster, 1, 1) as dask:
+
+    def tell(client: Any) -> None:
+        wait_until(lambda: "error" in {each.status for each in [*client.futures.values()]})
+        (tmp_path / "known").touch()
+
+    with open_scheduler(cluster, 1, 1) as dask, ThreadPoolExecutor(1) as beside:
+        told = beside.submit(tell, default_client())
         with pytest.raises(ValueError, match="the first"):
             list(dask.run(calls))
         written = {path.name for path in ended.iterdir()}
         assert {path.name for path in begun.iterdir()} == written != set()
+        told.result()
 
 
 SBATCH = """#!{python}
