@@ -30,6 +30,11 @@ def manifest(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "manifest.json").read_text()))
 
 
+def dropped(facts: dict[str, Any]) -> dict[str, int]:
+    """Documents by the reason for which they went, in a manifest."""
+    return {reason: count["documents"] for reason, count in facts["dropped"].items()}
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """Every file of an output folder but run.json, which tells what one run took."""
     return {

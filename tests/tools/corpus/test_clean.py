@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from ftfy.badness import is_bad
 from tokenizers import ByteLevelBPETokenizer
 
-from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus.clean import Settings, count_pieces, has_tokens, run, token_counter
 from tools.corpus.language import REFUSED, identify
 from tools.corpus.repair import CURLY, EASY, UNTOUCHED, mend_newlines, repair
@@ -60,52 +60,35 @@ def clean(tmp_path: Path, records: list[dict[str, Any]], **more: Any) -> Path:
     return output
 
 
-def reasons(folder: Path) -> dict[str, int]:
-    dropped = manifest(folder)["dropped"]
-    return {reason: counts["documents"] for reason, counts in dropped.items()}
-
-
 # Repair
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain\ttext\nof two lines",
-        "entity &amp; &#233; &lt;\nthen <b>markup &amp; more</b>\nand &amp; \u2018again\u2019",
-        "&lt;b&gt; is no markup\nso &amp; is one still",
-        "schÃ¶n\u2028line\x85end\r\nof\rit \x00\x07 ﬁ “quoted” & alone",
-        "“quoted &amp;” here\nand “there”",
-        "",
-        "\n\n",
-        "\x00",
-        *list(topics.values())[:10],
-    ],
-)
-def test_repair_is_ftfys(text: str) -> None:
-    assert repair(text) == ftfy.fix_text(text)
-
-
-def test_repair_is_ftfys_on_every_ascii_character_and_entity() -> None:
+def every_ascii_character_and_entity() -> Iterator[str]:
     lines = [f"a{chr(code)}b" for code in range(256)]
     lines += [f"a &{name} b &{name.upper()} c" for name in html.entities.html5]
-    for text in ("\n".join(lines), "\n".join(lines).replace("<", "")):
-        assert repair(text) == ftfy.fix_text(text)
+    yield "\n".join(lines)
+    yield "\n".join(lines).replace("<", "")
 
 
-def test_repair_is_ftfys_on_strings_made_of_what_it_looks_for() -> None:
+def strings_of_what_ftfy_looks_for() -> Iterator[str]:
     generator = random.Random(1)
-    for _ in range(6000):
-        text = "".join(generator.choices(FRAGMENTS, k=generator.randrange(1, 20)))
-        assert repair(text) == ftfy.fix_text(text), ascii(text)
+    for length in (0, *generator.choices(range(1, 20), k=6000)):
+        yield "".join(generator.choices(FRAGMENTS, k=length))
 
 
-def test_repair_is_ftfys_on_random_characters() -> None:
+def random_characters() -> Iterator[str]:
     generator = random.Random(2)
+    planes = [range(0x80), range(0x250), range(0x2000, 0x2200), range(0x11000)]
     for _ in range(2000):
-        planes = [range(0x80), range(0x250), range(0x2000, 0x2200), range(0x11000)]
-        codes = [generator.choice(generator.choice(planes)) for _ in range(20)]
-        text = "".join(map(chr, codes))
+        yield "".join(chr(generator.choice(generator.choice(planes))) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [every_ascii_character_and_entity, strings_of_what_ftfy_looks_for, random_characters],
+)
+def test_repair_is_ftfys(texts: Callable[[], Iterator[str]]) -> None:
+    for text in texts():
         assert repair(text) == ftfy.fix_text(text), ascii(text)
 
 
@@ -118,27 +101,13 @@ def test_repair_is_ftfys_on_lines_that_it_takes_in_pieces(place: int) -> None:
     assert repair(f"{line}\n{text}") == ftfy.fix_text(f"{line}\n{text}")
 
 
-def every_tuple(symbols: list[str], length: int) -> str:
-    """A text that contains each tuple of symbols (de Bruijn's sequence), by Lyndon words."""
-    count, found, word = len(symbols), [], [-1]
-    while word:
-        word[-1] += 1
-        if length % len(word) == 0:
-            found += word
-        word = list(itertools.islice(itertools.cycle(word), length))
-        while word and word[-1] == count - 1:
-            word.pop()
-    found += found[: length - 1]
-    return "".join(symbols[number] for number in found)
-
-
 def test_ftfy_uncurls_easy_lines_and_does_no_more() -> None:
     """Any four of the characters in a row, beside one of each kind of ASCII that ftfy tells apart.
 
     What it looks for that is longer than four has letters of other alphabets in its first four.
     """
     symbols = [*CURLY, *UNTOUCHED, *"aZ1 .?-"]
-    text = every_tuple(symbols, 4)
+    text = "".join(itertools.chain.from_iterable(itertools.product(symbols, repeat=4)))
     assert EASY.fullmatch(text)
     assert not is_bad(text)
     straight = text.translate(dict(zip(map(ord, CURLY), "''\"\"", strict=True)))
@@ -252,14 +221,8 @@ def test_the_shortcut_to_tokens_is_exact(tmp_path: Path) -> None:
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     vocabulary["<|endoftext|>"] = len(vocabulary)
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    count = token_counter(
-        Settings(
-            input=(),
-            output=tmp_path,
-            vocab_file=tmp_path / "vocab.json",
-            merge_file=tmp_path / "merges.txt",
-        )
-    )
+    files = {"vocab_file": tmp_path / "vocab.json", "merge_file": tmp_path / "merges.txt"}
+    count = token_counter(Settings(input=(), output=tmp_path, **files))
     for text in itertools.islice(odd_texts(5), 1000):
         tokens = count(text)
         for least in {1, 3, tokens, tokens + 1}:
@@ -277,7 +240,7 @@ def test_the_documents_kept_are_those_of_128_tokens(test_data: Path, tmp_path: P
     kept = [text for text, length in zip(texts, lengths, strict=True) if length >= 128]
     assert 0 < len(kept) < len(texts)
     assert [record["text"] for record in read_jsonl(folder)] == kept
-    assert reasons(folder) == {"under 128 tokens": len(texts) - len(kept)}
+    assert dropped(manifest(folder)) == {"under 128 tokens": len(texts) - len(kept)}
 
 
 # The step
@@ -293,7 +256,11 @@ def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> No
     ]
     folder = clean(tmp_path, records)
     assert read_jsonl(folder) == [{"text": ENGLISH + "schön", "url": "here", "id": 7}]
-    assert reasons(folder) == {"another language": 1, "language unknown": 2, "under 128 pieces": 1}
+    assert dropped(manifest(folder)) == {
+        "another language": 1,
+        "language unknown": 2,
+        "under 128 pieces": 1,
+    }
     facts = manifest(folder)
     assert facts["languages"] == {"de": 1, "en": 2, "un": 2}
     assert facts["repaired"] == 1
@@ -302,20 +269,12 @@ def test_long_english_documents_stay_with_all_their_fields(tmp_path: Path) -> No
     assert facts["lengths"]["before"] == {"4": 1, "32": 1, "512": 1, "1024": 2}
 
 
-def test_lines_of_documents_that_do_not_change_are_passed_on_as_they_are(tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    line = f'{{"n": 1.50,  "big": {10**30}, "text":"{ENGLISH} caf\\u00e9", "text2" : null}}'
-    source.write_text(line + "\n")
-    run(Settings(input=(source,), output=tmp_path / "out", workers=1))
-    assert (tmp_path / "out" / "part-00000.jsonl").read_text() == line + "\n"
-
-
 def test_any_language_may_stay_but_no_empty_text(tmp_path: Path) -> None:
     texts = [GERMAN, NUMBERS, "\x00\x07", "&#28; \x00\n"]
     records = [{"text": text} for text in texts]
     folder = clean(tmp_path, records, language="any", min_tokens=1)
     assert [record["text"] for record in read_jsonl(folder)] == texts[:2]
-    assert reasons(folder) == {"empty once repaired": 2}
+    assert dropped(manifest(folder)) == {"empty once repaired": 2}
     assert manifest(folder)["languages"] == {}
     folder = clean(tmp_path, records, language="de", output=tmp_path / "de")
     assert [record["text"] for record in read_jsonl(folder)] == texts[:1]

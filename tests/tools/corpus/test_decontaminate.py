@@ -1,6 +1,7 @@
 """The decontaminate step: what is cut where, evaluation sets, and the n-grams that are sought."""
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusal
-from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus import ngrams as module
 from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.decontaminate import Settings, run
@@ -53,12 +54,12 @@ def evaluation_file(folder: Path) -> Path:
     return place(folder, "test.txt", " ".join(GRAM))
 
 
+def named(texts: dict[str, str]) -> list[Record]:
+    return [{"text": text, "id": name} for name, text in texts.items()]
+
+
 def filler(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(FILLER, k=words))
-
-
-def dropped(found: Record) -> dict[str, int]:
-    return {reason: counts["documents"] for reason, counts in found["dropped"].items()}
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
@@ -108,16 +109,9 @@ def test_cuts_and_leakage_are_those_of_a_plain_loop(tmp_path: Path, seed: int) -
     texts = [stream(100) for _ in range(40)]
     margin, most = rng.randint(0, 6), 1 + seed % 2
     oracle = Oracle([p for each in evaluation.values() for p in each], 4, margin, most)
-    records, found = decontaminate(
-        tmp_path,
-        [{"text": text, "id": f"d{k}"} for k, text in enumerate(texts)],
-        tuple(files),
-        ngram=4,
-        leakage_ngram=3,
-        margin=margin,
-        max_cuts=most,
-        unit="1KB",
-    )
+    flags = {"ngram": 4, "leakage_ngram": 3, "margin": margin, "max_cuts": most, "unit": "1KB"}
+    given = named({f"d{k}": text for k, text in enumerate(texts)})
+    records, found = decontaminate(tmp_path, given, tuple(files), **flags)
     expected = []
     for k, text in enumerate(texts):
         pieces = oracle.pieces(text) or []
@@ -154,35 +148,20 @@ def test_ten_cuts_leave_eleven_pieces_and_eleven_none(tmp_path: Path) -> None:
     parts = [filler(rng, 200) for _ in range(12)]
     gap = f" {' '.join(GRAM)} "
     texts = {"ten": gap.join(parts[:11]), "eleven": gap.join(parts)}
-    records, found = decontaminate(
-        tmp_path,
-        [{"text": text, "id": name} for name, text in texts.items()],
-        evaluation_file(tmp_path),
-    )
+    records, found = decontaminate(tmp_path, named(texts), evaluation_file(tmp_path))
     assert [record["id"] for record in records] == [f"ten-{k}" for k in range(11)]
     assert dropped(found) == {"over 10 cuts": 1}
     assert found["pieces"] == 10
 
 
 def test_ranges_that_touch_are_one_cut(tmp_path: Path) -> None:
-    hit = " ".join(GRAM)
     texts = {
-        "touch": f"{'y' * 300} {hit}{'-' * 400}{hit} {'z' * 300}",
-        "apart": f"{'y' * 300} {hit}{'-' * 401}{hit} {'z' * 300}",
+        str(gap): f"{'y' * 300} {' '.join(GRAM)}{'-' * gap}{' '.join(GRAM)} {'z' * 300}"
+        for gap in (400, 401)
     }
-    records, found = decontaminate(
-        tmp_path,
-        [{"text": text, "id": name} for name, text in texts.items()],
-        evaluation_file(tmp_path),
-    )
-    pieces = ["y" * 101, "z" * 101]
-    assert [(record["id"], record["text"]) for record in records] == [
-        ("touch-0", pieces[0]),
-        ("touch-1", pieces[1]),
-        ("apart-0", pieces[0]),
-        ("apart-1", "-"),
-        ("apart-2", pieces[1]),
-    ]
+    records, found = decontaminate(tmp_path, named(texts), evaluation_file(tmp_path))
+    left, right = "y" * 101, "z" * 101
+    assert [record["text"] for record in records] == [left, right, left, "-", right]
     assert found["cuts"] == 3
 
 
@@ -194,12 +173,8 @@ def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
         "none": f"{filler(rng, 40)} {hit} {filler(rng, 40)}",
         "nothing": f"{'x' * 100} {hit}",
     }
-    records, found = decontaminate(
-        tmp_path,
-        [{"text": text, "id": name} for name, text in texts.items()],
-        evaluation_file(tmp_path),
-        min_tokens=128,
-    )
+    path = evaluation_file(tmp_path)
+    records, found = decontaminate(tmp_path, named(texts), path, min_tokens=128)
     assert [record["id"] for record in records] == ["one"]
     assert dropped(found) == {"nothing left beside a cut": 1, "piece under 128 pieces": 3}
     assert found["pieces"] == 2
@@ -256,13 +231,6 @@ def test_ngrams_found_in_different_units_add_up(tmp_path: Path) -> None:
     assert facts["before"] == facts["after"] == 0.5
 
 
-def test_short_passages_of_an_evaluation_set_are_counted(tmp_path: Path) -> None:
-    path = place(tmp_path, "short.txt", "One two three.\nFour five.\n")
-    _, found = decontaminate(tmp_path, [{"text": "One two three."}], path)
-    assert found["evaluation"][0]["not_searched"] == 2
-    assert found["leakage"]["short.txt"]["ngrams"] == 0
-
-
 def test_real_passages_are_cut_where_they_were_planted(test_data: Path, tmp_path: Path) -> None:
     files = (
         test_data / "wikitext103" / "wiki.valid.tokens",
@@ -280,10 +248,6 @@ def test_real_passages_are_cut_where_they_were_planted(test_data: Path, tmp_path
     kept, found = decontaminate(tmp_path, records, files)
     assert [record["text"] for record in kept] == expected
     assert all(facts["before"] > facts["after"] == 0 for facts in found["leakage"].values())
-    evaluation = load_evaluation(files, (), 13, 8)
-    assert not any(
-        len(evaluation.cut.find(split_words(record["text"]).hashes).ids) for record in kept
-    )
 
 
 def first_part(passage: str) -> str:
@@ -306,14 +270,6 @@ def test_pieces_are_measured_in_tokens_of_the_vocabulary(test_data: Path, tmp_pa
     flags |= {"vocab_file": gpt2 / "vocab.json", "merge_file": gpt2 / "merges.txt"}
     kept, _ = decontaminate(tmp_path, [{"text": text}], path, output=tmp_path / "tokens", **flags)
     assert [record["text"] for record in kept] == [rare]
-
-
-def test_lines_without_a_hit_are_passed_through(tmp_path: Path) -> None:
-    line = json.dumps({"text": "caf\u00e9 one", "n": 1.50, "id": None}) + " "
-    source = place(tmp_path, "in.jsonl", line + "\n")
-    path = evaluation_file(tmp_path)
-    run(Settings(input=(source,), output=tmp_path / "out", evaluation=(path,), workers=1))
-    assert (tmp_path / "out" / "part-00000.jsonl").read_text() == line + "\n"
 
 
 # Evaluation sets
@@ -394,15 +350,12 @@ def test_an_unk_breaks_ngrams(tmp_path: Path) -> None:
 
 
 def test_passages_that_are_too_short_are_counted(tmp_path: Path) -> None:
+    """All of them are, for the leakage."""
     path = place(tmp_path, "a.txt", "a b\nc d e\nf g <unk> h i\nj k l m\n")
-    facts = load(path).sets[0].facts()
-    assert facts == {
-        "name": "a.txt",
-        "passages": 4,
-        "not_searched": 2,
-        "words": 13,
-        "distinct_ngrams": 3,
-    }
+    _, found = decontaminate(tmp_path, [{"text": "some text"}], path, ngram=3)
+    counted = {"passages": 4, "not_searched": 2, "words": 13, "distinct_ngrams": 3}
+    assert {"name": "a.txt", **counted}.items() <= found["evaluation"][0].items()
+    assert found["leakage"]["a.txt"]["ngrams"] == 0
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
@@ -448,10 +401,10 @@ def test_the_table_folds_every_code_point_as_python_does() -> None:
     assert fold_table().tolist() == expected
 
 
-@kernels
-def test_words_are_where_a_plain_loop_finds_them(use_numba: bool) -> None:
+def test_words_are_where_a_plain_loop_finds_them() -> None:
+    """Whether compiled or not, with the same hashes."""
     names: dict[str, int] = {}
-    for seed in range(300):
+    for seed, use_numba in itertools.product(range(300), KERNELS):
         rng = random.Random(seed)
         text = random_text(rng, rng.randrange(60))
         found = split_words(text, use_numba)
@@ -461,22 +414,6 @@ def test_words_are_where_a_plain_loop_finds_them(use_numba: bool) -> None:
         for digest, (_, _, word) in zip(found.hashes.tolist(), expected, strict=True):
             assert names.setdefault(word, digest) == digest
     assert len(set(names.values())) == len(names) > 500
-
-
-@kernels
-def test_a_letter_whose_lower_case_is_longer_shifts_nothing(use_numba: bool) -> None:
-    words = split_words("İİ Ab", use_numba)
-    assert words.starts.tolist() == [0, 3]
-    assert words.ends.tolist() == [2, 5]
-    assert words.hashes.tolist() == split_words("ii ab", use_numba).hashes.tolist()
-
-
-@pytest.mark.skipif(not HAVE_NUMBA, reason="numba is not installed")
-def test_compiled_and_plain_give_the_same_hashes() -> None:
-    rng = random.Random(0)
-    for length in (0, 1, 5, 400, 5000):
-        text = random_text(rng, length) + "x" * length
-        assert as_lists(split_words(text, True)) == as_lists(split_words(text, False))
 
 
 @kernels

@@ -19,7 +19,7 @@ from backports import zstd
 
 from megatron.data.json_lines import LONGEST_LINE, Line, find_shards, open_shard, read_lines
 from tools.corpus.records import Funnel, read_documents
-from tools.corpus.shards import Compression, concatenate, cut, placed, write_shard
+from tools.corpus.shards import Compression, cut, placed, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -263,13 +263,3 @@ def test_two_that_write_one_file_do_not_mix(tmp_path: Path) -> None:
         assert path.read_bytes() == b"second"
         first.write(b"st")
     assert path.read_bytes() == b"first"
-
-
-def test_files_are_put_one_after_another(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(name)
-    parts = [tmp_path / "a", tmp_path / "b"]
-    concatenate(parts, tmp_path / "out")
-    assert (tmp_path / "out").read_text() == "ab"
-    concatenate([], tmp_path / "out")
-    assert (tmp_path / "out").read_text() == ""

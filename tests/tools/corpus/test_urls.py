@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.json_lines import open_shard
 from tests.refusals import field_of, refusal
-from tests.tools.corpus.lines import manifest, read_jsonl
+from tests.tools.corpus.lines import dropped, manifest, read_jsonl
 from tools.corpus import repeats
 from tools.corpus.urls import Settings, judge, load_blacklists, run
 
@@ -23,10 +23,6 @@ def urls(output: Path, *inputs: Path, **more: Any) -> list[str]:
         with open_shard(output / name) as stream:
             kept += stream.read().decode().splitlines()
     return kept
-
-
-def dropped(output: Path) -> dict[str, int]:
-    return {why: count["documents"] for why, count in manifest(output)["dropped"].items()}
 
 
 def write_list(path: Path, lines: list[str]) -> Path:
@@ -95,7 +91,7 @@ def test_every_line_is_kept_or_counted_by_its_reason(tmp_path: Path) -> None:
     lines += ["http://example.com/a.png", "http://example.com/" + "x" * 70_000, good[1]]
     path.write_bytes("\n".join(lines).encode() + b"\nhttp://example.com/\xff")
     assert urls(tmp_path / "out", path) == good
-    assert dropped(tmp_path / "out") == {
+    assert dropped(manifest(tmp_path / "out")) == {
         "bad line": 2,
         "blacklisted domain": 1,
         "blacklisted extension": 1,
@@ -120,7 +116,7 @@ def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
     inputs = (tmp_path / "a.txt", tmp_path / "b.txt.gz")
     kept = urls(tmp_path / "out", *inputs, unit="9KB", memory=memory)
     assert kept == list(dict.fromkeys(lines))
-    assert dropped(tmp_path / "out") == {"duplicate": len(lines) - len(kept)}
+    assert dropped(manifest(tmp_path / "out")) == {"duplicate": len(lines) - len(kept)}
 
 
 def test_small_memory_means_more_parts() -> None:
