@@ -11,8 +11,10 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.dist import PATIENCE
+from tests.tools.corpus.lines import write_jsonl
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, dump_record, read_documents
 from tools.corpus.settings import StepSettings
@@ -20,6 +22,8 @@ from tools.corpus.shards import Unit, placed, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
+
+TOY = "tests.tools.corpus.steps_of_tests"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,5 +95,28 @@ def fail(unit: Unit, offset: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def corpus(folder: Path, files: int = 3, fatal: int | None = None) -> Path:
+    """Files of 40 documents, cut into 4 units each by --unit 500B.
+
+    fatal: the number of the file that has a document of this kind.
+    """
+    for k in range(files):
+        records: list[dict[str, Any]] = [
+            {"text": f"document {i} of {k}", "n": i} for i in range(40)
+        ]
+        if k == fatal:
+            records[20]["text"] = "fatal"
+        write_jsonl(folder / f"{k}.jsonl", records)
+    with (folder / "0.jsonl").open("a") as file:
+        file.write("no document\n")
+    (folder / "calls").touch()
+    return folder
+
+
+def toy(folder: Path, output: Path, **more: Any) -> Settings:
+    files = tuple(sorted(folder.glob("*.jsonl")))
+    return Settings(input=files, output=output, **{"workers": 1, "unit": "500B", **more})
+
+
 if __name__ == "__main__":
-    program("tests.tools.corpus.steps_of_tests")
+    program(TOY)

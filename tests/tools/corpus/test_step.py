@@ -19,36 +19,14 @@ from megatron.data.files import sha256
 from megatron.data.json_lines import find_shards
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
-from tests.tools.corpus.steps_of_tests import Settings, run
+from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
 from tools.corpus import extract
 from tools.corpus.program import Unfinished
 from tools.corpus.records import Count, Funnel
-from tools.corpus.settings import StepSettings
 from tools.corpus.shards import cut
 from tools.corpus.step import StepRun
 
-TOY = "tests.tools.corpus.steps_of_tests"
 ROOT = Path(__file__).parents[3]
-
-
-def corpus(folder: Path, files: int = 3, fatal: int | None = None) -> Path:
-    """Files of 40 documents, cut into 4 units each by --unit 500B."""
-    for k in range(files):
-        records: list[dict[str, Any]] = [
-            {"text": f"document {i} of {k}", "n": i} for i in range(40)
-        ]
-        if k == fatal:
-            records[20]["text"] = "fatal"
-        write_jsonl(folder / f"{k}.jsonl", records)
-    with (folder / "0.jsonl").open("a") as file:
-        file.write("no document\n")
-    (folder / "calls").touch()
-    return folder
-
-
-def toy(folder: Path, output: Path, **more: Any) -> Settings:
-    files = tuple(sorted(folder.glob("*.jsonl")))
-    return Settings(input=files, output=output, **{"workers": 1, "unit": "500B", **more})
 
 
 def calls(folder: Path) -> list[str]:
@@ -453,8 +431,3 @@ def test_an_error_of_a_task_ends_the_program_with_its_place(tmp_path: Path) -> N
     place = f"{folder / '1.jsonl'}, byte {before.rindex(b'{')}"
     for workers in (1, 2):
         assert place in failed(toy(folder, tmp_path / "out", workers=workers))
-
-
-def test_the_settings_of_a_manifest_leave_out_what_changes_nothing() -> None:
-    settings = StepSettings(input=(Path("a"),), output=Path("b"))
-    assert settings.parameters() == {"compress": "none", "unit": "32MB"}
