@@ -45,6 +45,16 @@ def preset(name: str, *flags: str) -> PretrainConfig:
     return parse(program_of([*words[:2], *kind]), [word for word in words if word not in kind], {})
 
 
+def mesh_of(config: PretrainConfig) -> Mesh:
+    """Of the ranks of the group that there is, on a CPU."""
+    return build_mesh(
+        config.parallel.sizes,
+        torch.device("cpu"),
+        tensor_parallel_mode=config.parallel.tensor_parallel_mode,
+        sequence_parallel=config.parallel.cuts_stream,
+    )
+
+
 @contextmanager
 def fake_ranks(
     config: PretrainConfig, world: int, device: torch.device, rank: int = 0
@@ -52,13 +62,7 @@ def fake_ranks(
     """One of `world` ranks. On a CPU their collectives leave undefined values behind."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        mesh = build_mesh(
-            config.parallel.sizes,
-            torch.device("cpu"),
-            tensor_parallel_mode=config.parallel.tensor_parallel_mode,
-            sequence_parallel=config.parallel.cuts_stream,
-        )
-        yield replace(mesh, device=device)
+        yield replace(mesh_of(config), device=device)
     finally:
         dist.destroy_process_group()
 

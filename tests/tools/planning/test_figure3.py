@@ -2,7 +2,6 @@
 formula says and what ranks hold."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +40,8 @@ def test_a_layer_sends_what_the_formula_says(layout: str) -> None:
     side = step.config.parallel.side
     number = {"1d": 4, "3d": 32 + 4}.get(mode, 24 * side + 4)
     assert sum(calls.values()) == number
-
-
-def test_the_thresholds_are_those_of_the_formulas() -> None:
-    """Of tokens by hidden size above which a mode sends less than 1D."""
-    for layout, ratio in (("tensor=4:2d", 12), ("tensor=16:2d", 36 / 19), ("tensor=8:3d", 36 / 17)):
-        in_1d = f"tensor={parse_layout(layout).ranks}"
-        for factor, is_less in ((0.9, False), (1.1, True)):
-            batch = round(factor * ratio * COUNTED.hidden / COUNTED.sequence / 16) * 16
-            tried = replace(COUNTED, batch=batch)
-            one, other = (sent(tried.layer(e), tried.step(e, 1)) for e in (layout, in_1d))
-            assert (one < other) == is_less, (layout, factor)
-
-
-def test_what_grows_by_the_side_of_a_cube() -> None:
-    """The hops of a layer, what all ranks send together, and what one sends of as many more tokens;
-    what a rank sends of the same problem falls."""
-    found = {}
-    for side in (2, 3, 4):
-        layout = f"tensor={side**3}:3d"
-        calls, step = COUNTED.layer(layout), COUNTED.step(layout, 1)
-        found[side] = hops(calls, step), side**3 * sent(calls, step), sent(calls, step)
-    for side, (steps, together, own) in found.items():
-        assert steps == (side - 1) * found[2][0]
-        assert together == pytest.approx((side - 1) * found[2][1], rel=0.001)
-        assert own == pytest.approx((side - 1) / side**3 * 8 * found[2][2], rel=0.001)
+    if mode == "3d":
+        assert hops(calls, step) == 38 * (side - 1)
 
 
 def held_by_rank(layouts: list[str]) -> list[tuple[int, int]]:
@@ -117,6 +93,4 @@ def test_the_command_finds_what_was_committed(tmp_path: Path) -> None:
     for name in ("memory_per_rank", "largest_model", "sent_per_layer"):
         assert found[name] == [row for row in committed[name] if row["gpus"] == 4], name
     assert found["model"] == committed["model"]
-    one, two = found["memory_per_rank"]
-    assert two["activations_bytes"] < one["activations_bytes"]
     assert picture.read_bytes().startswith(b"\x89PNG")

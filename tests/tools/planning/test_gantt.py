@@ -1,8 +1,6 @@
 """tools/plan.py schedule: what it writes, draws and refuses."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,29 +27,14 @@ def test_the_json_is_a_schedule_and_is_taken_back(
     assert read_schedule(file) == schedule("zb-h1", 4, 8)
     assert plan.main(["schedule", f"--file={file}", f"--json={again}"], {}) == 0
     assert json.loads(again.read_text()) == found
-
-
-def test_virtual_stages_of_a_file_are_counted(tmp_path: Path) -> None:
-    file, again = tmp_path / "own.json", tmp_path / "again.json"
     file.write_text(json.dumps(to_json(schedule("interleaved", 2, 5, 3))))
     assert plan.main(["schedule", f"--file={file}", f"--json={again}"], {}) == 0
     assert json.loads(again.read_text())["virtual"] == 3
 
 
-def test_the_text_shows_each_rank_without_torch() -> None:
-    program = (
-        "import sys; from tools import plan; plan.main(sys.argv[1:], {}); "
-        "assert 'torch' not in sys.modules"
-    )
-    words = ["schedule", "--kind=interleaved", "--virtual=2", *SIZES]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
+def test_the_text_shows_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["schedule", "--kind=interleaved", "--virtual=2", *SIZES], {}) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2:5] for line in lines[:4]] == [
         ["0F0", "0F1", "0F2"],
         [".", "1F0", "1F1"],
