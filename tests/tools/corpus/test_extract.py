@@ -8,6 +8,7 @@ import lzma
 import os
 import tarfile
 import tracemalloc
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tools.corpus import extract as module
 from tools.corpus import formats
 from tools.corpus.extract import Settings, run
 from tools.corpus.formats import parse_text, read_packed
-from tools.corpus.parts import Part, find_parts, group, walk
+from tools.corpus.parts import Part, find_parts, walk
 from tools.corpus.shards import Unit
 
 
@@ -118,24 +119,21 @@ def test_the_members_of_an_archive_are_not_kept(tmp_path: Path) -> None:
     assert held[-1] - held[100] < 2900 * 200  # bytes of a member
 
 
-def damaged_archives() -> dict[str, bytes]:
-    files = {f"{k}.txt": f"text {k} ".encode() * 300 for k in range(5)}
-    whole = tar_of(files)
-    second = whole.index(b"2.txt\0")
-    return {
-        "header": whole[: second + 100] + b"#" * 40 + whole[second + 140 :],
-        "cut in a text": whole[: second + 1000],
-        "cut at a header": whole[:second],
-        "cut in a header": whole[: second + 10],
-    }
-
-
-@pytest.mark.parametrize("damage", damaged_archives())
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole, header: whole[: header + 100] + b"#" * 40 + whole[header + 140 :],
+        lambda whole, header: whole[: header + 1000],  # in a text
+        lambda whole, header: whole[:header],
+        lambda whole, header: whole[: header + 10],
+    ],
+)
 def test_a_damaged_archive_gives_what_comes_before_and_is_named(
-    tmp_path: Path, damage: str
+    tmp_path: Path, damage: Callable[[bytes, int], bytes]
 ) -> None:
     path = tmp_path / "a.tar"
-    path.write_bytes(damaged_archives()[damage])
+    whole = tar_of({f"{k}.txt": f"text {k} ".encode() * 300 for k in range(5)})
+    path.write_bytes(damage(whole, whole.index(b"2.txt\0")))
     records = extract(tmp_path / "out", path, format="text")
     assert [each["id"] for each in records] == ["a/0.txt", "a/1.txt"]
     [bad] = rejected(tmp_path / "out")
@@ -243,13 +241,6 @@ def test_names_that_are_no_text_still_name_a_document(tmp_path: Path) -> None:
     (tmp_path / "in" / os.fsdecode(b"caf\xe9\n.txt")).write_text("text")
     [record] = extract(tmp_path / "out", tmp_path / "in", format="text")
     assert record["id"] == "caf\\udce9\n.txt"
-
-
-def test_small_files_share_a_task_and_large_ones_have_their_own() -> None:
-    sizes = [10, 20, 80, 300, 5, 5]
-    parts = [Part(Unit(k, f"{k}", 0, size, size, 0), f"{k}", size) for k, size in enumerate(sizes)]
-    grouped = [[part.bytes for part in each] for each in group(parts, 100)]
-    assert grouped == [[10, 20], [80], [300], [5, 5]]
 
 
 def test_walking_a_folder_follows_no_circle(tmp_path: Path) -> None:
