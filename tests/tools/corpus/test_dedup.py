@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusal
-from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run
 from tools.corpus.duplicates.clusters import join_all, roots_of
 from tools.corpus.duplicates.index import Bands
@@ -323,17 +323,6 @@ def test_how_a_bucket_is_split_does_not_depend_on_the_order(tmp_path: Path) -> N
     assert results[0] == results[1] == results[2]
 
 
-def test_a_large_bucket_is_split(tmp_path: Path) -> None:
-    draw = random.Random(10)
-    text = text_of(draw)
-    records = [{"id": f"{n:03}", "text": edited(draw, text, 0.02)} for n in range(120)]
-    kept, _ = dedup(tmp_path, records, max_bucket=16)
-    buckets = manifest(tmp_path / "out")["buckets"]
-    assert buckets["split"] > 0
-    assert buckets["largest"] > 16
-    assert kept == {"000"}  # pieces of other bands hold it together
-
-
 @pytest.mark.parametrize(
     ("settings", "numbers"),
     [
@@ -363,10 +352,7 @@ def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
     records = corpus(12, 30, 0.05)
     dedup(tmp_path, records)
     found = manifest(tmp_path / "out")
-    assert found["input"]["documents"] == len(records)
-    gone = {why: counts["documents"] for why, counts in found["dropped"].items()}
-    assert set(gone) <= {"near-duplicate", "same normalised text"}
-    assert found["output"]["documents"] + sum(gone.values()) == len(records)
+    assert set(dropped(found)) <= {"near-duplicate", "same normalised text"}
     for source in ("a", "b"):
         size = sum(len(r["text"]) for r in records if r["source"] == source)
         assert found["input"]["sources"][source]["bytes"] == size
@@ -375,14 +361,6 @@ def test_the_manifest_accounts_for_everything(tmp_path: Path) -> None:
     assert sum(each["pairs"] for each in found["jaccard_histogram"]) > 0
     curve = {point["jaccard"]: point["recall"] for point in found["recall_curve"]}
     assert curve[0.7] == round(1 - (1 - 0.7**5) ** 25, 6) == round(Bands(25, 5).recall(0.7), 6)
-
-
-def test_bad_lines_and_tiny_documents(tmp_path: Path) -> None:
-    lines = [b'{"text": "a"}', b"nonsense", b'{"text": "a", "id": "x"}', b'{"text": "ab"}']
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    run(Settings(input=(tmp_path / "in.jsonl",), output=tmp_path / "out", workers=1))
-    assert [record["text"] for record in read_jsonl(tmp_path / "out")] == ["a", "ab"]
-    assert read_jsonl(tmp_path / "out" / "rejected.jsonl")[0]["offset"] == 14
 
 
 @pytest.mark.real_data
@@ -407,14 +385,10 @@ def test_a_text_file_is_a_document_that_goes_or_stays(tmp_path: Path) -> None:
     draw = random.Random(3)
     one, other = text_of(draw), text_of(draw)
     write_jsonl(tmp_path / "in" / "b.jsonl", [{"text": one}, {"text": text_of(draw)}])
-    (tmp_path / "in" / "a.txt").write_text(one)
-    (tmp_path / "in" / "c.txt").write_text(edited(draw, other, 0.02))
-    (tmp_path / "in" / "d.txt").write_text(other)
+    files = {"a": one, "c": edited(draw, other, 0.02), "d": other}
+    for name, text in files.items():
+        (tmp_path / "in" / f"{name}.txt").write_text(text)
     run(Settings(input=(tmp_path / "in",), output=tmp_path / "out", workers=1))
     kept = [record["text"] for record in read_jsonl(tmp_path / "out")]
     assert len(kept) == 3
-    assert (
-        sum(text in kept for text in (one, other))
-        + ((tmp_path / "in" / "c.txt").read_text() in kept)
-        == 2
-    )
+    assert len({*kept} & {*files.values()}) == 2

@@ -12,14 +12,8 @@ from tools.corpus.harvest import Settings, read_module, read_prose_file, run
 
 def test_harvest_is_english_bounded_and_the_same_twice(tmp_path: Path) -> None:
     for name, workers in (("a", 1), ("b", 2)):
-        run(
-            Settings(
-                output=tmp_path / name,
-                report=tmp_path / "report.json",
-                max_bytes=600_000,
-                workers=workers,
-            )
-        )
+        more = {"report": tmp_path / "report.json", "workers": workers}
+        run(Settings(output=tmp_path / name, max_bytes=600_000, **more))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     documents = read_jsonl(tmp_path / "a")
     size = sum(len(document["text"].encode()) for document in documents)

@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import random
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from tests.refusals import field_of, refusal
-from tests.tools.corpus.lines import write_jsonl
-from tools.corpus import clean, decontaminate, dedup, split
+from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
+from tests.tools.corpus.test_run import STEPS, description
 from tools.corpus.program import program
 from tools.corpus.records import Count, Funnel
 from tools.corpus.report import Settings, run, verify
@@ -42,9 +41,6 @@ class Page(HTMLParser):
         if tag not in ("meta", "br"):
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -70,7 +66,7 @@ def write_step(
     (folder / "part-00000.jsonl").write_bytes(shard)
     funnel = Funnel(counts(into), counts(out), {k: counts(v) for k, v in (dropped or {}).items()})
     facts = {"name": "part-00000.jsonl", "documents": 1, "bytes": len(shard)}
-    manifest = {
+    content = {
         "step": step,
         "settings": {"unit": "32MB"},
         "versions": {"python": "3.11"},
@@ -79,7 +75,7 @@ def write_step(
         **more,
         "shards": [{**facts, "sha256": hashlib.sha256(shard).hexdigest()}],
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(content))
     (folder / "run.json").write_text(json.dumps({"stages": [STAGE], "settings": {"workers": 2}}))
     return folder
 
@@ -125,11 +121,10 @@ def test_folders_of_one_step_count_as_one_but_not_where_one_read_the_other(tmp_p
     a: Sources = {"news": (10, 1000)}
     first = write_step(tmp_path / "a", "dedup", a, a)
     second = write_step(tmp_path / "b", "dedup", a, a)
-    (joined,) = read_steps([first, second])
-    assert joined.funnel.input["news"].documents == 20
-    shards = json.loads((first / "manifest.json").read_text())["shards"]
-    manifest = json.loads((second / "manifest.json").read_text())
-    (second / "manifest.json").write_text(json.dumps({**manifest, "inputs": shards}))
+    (both,) = read_steps([first, second])
+    assert both.funnel.input["news"].documents == 20
+    joined = {**manifest(second), "inputs": manifest(first)["shards"]}
+    (second / "manifest.json").write_text(json.dumps(joined))
     assert len(read_steps([first, second])) == 2
 
 
@@ -193,43 +188,19 @@ def test_folders_of_no_step_are_refused(tmp_path: Path) -> None:
     assert field_of(refusal(partial(read_steps, [broken]))) == str(broken / "manifest.json")
 
 
-COMMON_WORDS = (
-    "the of and to in that was for it with as his on be at by this had not are but from or have "
-    "they which one you were all her she there would their we him been has when who"
-)
-
-
-def write_texts(file: Path) -> Path:
-    """A hundred texts of common words, one in ten a near copy of the one before."""
-    words = COMMON_WORDS.split()
-    chance = random.Random(1)
-    texts: list[str] = []
-    for number in range(100):
-        fresh = " ".join(chance.choices(words, k=300))
-        texts.append(f"{texts[-1]} the end" if number % 10 == 9 else fresh)
-    rows = [{"text": text, "id": f"{k:03}", "source": "made"} for k, text in enumerate(texts)]
-    return write_jsonl(file, rows)
-
-
 def test_a_real_run_has_its_numbers(tmp_path: Path) -> None:
-    raw, root = write_texts(tmp_path / "raw.jsonl"), tmp_path / "run"
-    test = tmp_path / "test.txt"
+    test, root = tmp_path / "test.txt", tmp_path / "out"
     test.write_text("a test set of at least thirteen words that is not found in any text there\n")
-    common = {"workers": 1, "memory": "300MB"}
-    clean.run(clean.Settings(input=(raw,), output=root / "clean", **common))
-    decontaminate.run(
-        decontaminate.Settings(
-            input=(root / "clean",), output=root / "decontaminate", evaluation=(test,), **common
-        )
-    )
-    dedup.run(dedup.Settings(input=(root / "decontaminate",), output=root / "dedup", **common))
-    split.run(
-        split.Settings(input=(root / "dedup",), output=root / "split", shard_size="9MB", **common)
-    )
+    file = description(tmp_path, f"{STEPS}[decontaminate]\nevaluation = ['{test}']\n")
+    first, *rest = read_jsonl(tmp_path / "raw.jsonl")
+    near = {**first, "id": "near", "text": f"{first['text']} And more."}
+    write_jsonl(tmp_path / "raw.jsonl", [first, near, *rest])
+    program("tools.corpus.run", [str(file), "--no-plan"])
     steps = read_steps([root])
     for key in ("lengths", "languages", "leakage", "largest_clusters", "recall_curve", "sides"):
         assert steps.find(key), key
     losses = {passage.step.name: passage.losses for passage in follow(steps)}
-    assert [loss.documents for loss in losses["dedup"]] == [10]
+    gone = dropped(manifest(root / "dedup"))
+    assert sum(loss.documents for loss in losses["dedup"]) == sum(gone.values()) > 1
     page = report(tmp_path, root, verify=True)
     assert {"svg", "mark"} <= page.tags
