@@ -46,7 +46,7 @@ def preset(name: str, *flags: str) -> PretrainConfig:
 
 
 def mesh_of(config: PretrainConfig) -> Mesh:
-    """Of the ranks of the group that there is, on a CPU."""
+    """The ranks of the process group that there is, on a CPU."""
     return build_mesh(
         config.parallel.sizes,
         torch.device("cpu"),

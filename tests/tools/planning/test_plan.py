@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.parallel.schedules import Lists, schedule, to_json
 from tests.refusals import field_of, refusal, refused
@@ -26,6 +25,7 @@ ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "presets").glob("*.toml"))
 LARGE = "--preset gpt2_scaling_8.3b"
 SMALL = "--preset gpt2_8.3b"  # its batch is given
+TWENTY = "--preset gpt2_scaling_2.5b"
 OWN = "--kind tests.models.own_kind:KIND --preset quickstart"
 
 
@@ -93,16 +93,6 @@ def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     kinds = (kind for kind in ("bert", "llama") if kind in name)
     assert found["model"]["kind"] == next(kinds, "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
-
-
-def test_pure_bf16_holds_four_numbers_of_two_bytes_a_weight(tmp_path: Path) -> None:
-    words = "--preset llama_tutorial --gpus 1 --hardware dgx-a100"
-    masters, pure = planned(tmp_path, words), planned(tmp_path, f"{words} --pure-bf16")
-    lasting = ("weights", "gradients", "masters", "moments")
-    for found, size in ((masters, 18), (pure, 8)):
-        held = sum(found["memory_per_rank_bytes"][kind] for kind in lasting)
-        assert held == pytest.approx(size * found["parameters"], rel=1e-3)
-    assert pure["memory_per_rank_bytes"]["masters"] == 0
 
 
 def test_the_stage_of_zero_is_planned(tmp_path: Path) -> None:
@@ -197,21 +187,12 @@ def test_a_kind_can_be_given(tmp_path: Path) -> None:
 
 
 def test_a_llama_is_planned(tmp_path: Path) -> None:
-    """Llama 3's 8B, by flags."""
-    preset = tmp_path / "llama3_some.toml"  # whose name says the kind
-    shape = {"hidden_size": 4096, "ffn_hidden_size": 14_336, "num_attention_heads": 32}
-    rest = {"num_layers": 32, "num_query_groups": 8, "vocab_size": 128_256, "seq_length": 2048}
-    batch = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10, "lr": 1e-4}
-    settings = shape | rest | batch
-    preset.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
-    cut = "--gpus 8 --tensor-model-parallel-size 8 --hardware h200"
-    found = planned(tmp_path, f"--preset {preset} {cut}")
-    assert found["parameters"] == 8_030_261_248
+    """On 16 ranks keys and values of 8 heads are whole on each."""
+    words = "--preset llama3_8b --hardware h200 --gpus {0} --tensor-model-parallel-size {0}"
+    found, wide = (planned(tmp_path, words.format(ranks)) for ranks in (8, 16))
+    assert found["parameters"] == wide["parameters"] == 8_030_261_248
     model = found["model"]
     assert (model["kind"], model["heads"], model["key_value_heads"]) == ("llama", 32, 8)
-    # Keys and values of 8 heads on 16 ranks: whole on each.
-    wide = planned(tmp_path, f"--preset {preset} {cut.replace('8', '16', 2)}")
-    assert wide["parameters"] == found["parameters"]
     assert wide["parameters_per_rank"] > found["parameters_per_rank"] / 2 + 1e8
 
 
@@ -240,6 +221,9 @@ def checked(words: list[str]) -> None:
         (f"{LARGE} --gpus 8 --hardware dgx2", "--hardware"),
         (f"{LARGE} --gpus 8 --kind gpt3", "--kind"),
         (f"{LARGE} --gpus 8 --kind tests.models.own_kind:IMAGES", "--kind"),
+        # 20 heads on 8 ranks.
+        (f"{TWENTY} --gpus 128 --tensor-model-parallel-size 8", "--tensor-model-parallel-size"),
+        (f"{TWENTY} --gpus 256 --global-batch-size 512", "--global-batch-size"),
         (f"{SMALL} --gpus 5", "--gpus"),
         ("--preset gpt3_175b --gpus 32", "--pipeline-model-parallel-size"),
         ("--preset gpt3_175b --gpus 64 --pipeline-schedule zb-h1", "--pipeline-schedule"),
@@ -322,11 +306,6 @@ def test_figure_5_is_the_one_that_was_committed(tmp_path: Path) -> None:
     for place, value in expected.items():
         near = pytest.approx(value, rel=1e-12, abs=0) if isinstance(value, float) else value
         assert figures[place] == near, place
-    # What the model has to get right, whatever the constants: the order of everything.
-    for rows in (found["heads"], [*found["strong_scaling"]][::-1]):
-        predicted = [each["predicted"] for each in rows]
-        assert predicted == sorted(predicted, reverse=True)
-    assert found["mean_error_of_version_1.0"] < 3
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -345,37 +324,6 @@ def test_this_machine_is_described(launcher: tuple[str, ...], tmp_path: Path) ->
     assert here.devices_per_server == (2 if launcher else 1)
     assert launcher or here.base_latency == 0  # there is nobody to wait for
     assert planned(tmp_path, f"--preset quickstart --gpus 1 --hardware {file}")["fits"]
-
-
-@pytest.mark.parametrize("arguments", ["--help", f"{SMALL} -h", f"{OWN} --help"])
-def test_help_lists_all_three_uses(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        plan.main(arguments.split(), {})
-    out = capsys.readouterr().out
-    for word in ("figure5", "--measure", "--hardware", "--gpus", "--num-layers"):
-        assert word in out
-    assert ("--key-value-heads" in out) == arguments.startswith(OWN)
-
-
-@pytest.mark.parametrize(
-    ("given", "gpus", "cure"),
-    [
-        # 20 heads on 8 ranks
-        ("--tensor-model-parallel-size 8", 128, "--tensor-model-parallel-size 4"),
-        ("--tensor-model-parallel-size 2", 31, "--tensor-model-parallel-size 1"),
-        ("--global-batch-size 512", 256, "--tensor-model-parallel-size 2"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_nearest_that_can(
-    given: str, gpus: int, cure: str
-) -> None:
-    config = preset("gpt2_scaling_2.5b", *given.split())
-    with pytest.raises(UsageError) as error:
-        check(config, gpus)
-    assert error.value.flag == given.split()[0]
-    batch = 4 if "batch" in given else 8
-    assert " ".join(error.value.works) == f"{cure} --micro-batch-size {batch}"
-    check(preset("gpt2_scaling_2.5b", *given.split(), *error.value.works), gpus)
 
 
 def test_the_search_tries_all_that_can_work() -> None:
