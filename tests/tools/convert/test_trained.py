@@ -88,21 +88,6 @@ def test_what_was_trained_at_several_ranks_is_the_same_model_in_transformers(
     assert record["tokens"] == whole[-6:]
 
 
-@pytest.mark.parametrize(
-    ("order", "norm"),
-    [("pre-ln", "bert.encoder.ln.bias"), ("post-ln", "bert.embeddings.LayerNorm.bias")],
-)
-def test_a_bert_that_was_trained_at_two_ranks_is_exported(
-    tmp_path: Path, order: str, norm: str
-) -> None:
-    """The export compares the logits of both programs."""
-    words = f"--residual-order {order} --tensor-model-parallel-size 2"
-    train(tmp_path, "bert", f"{LEARNS} {words}", world=2)
-    assert len(list(newest(tmp_path / "trained").glob("shard_*"))) == 2
-    export_model(str(tmp_path / "trained"), tmp_path / "back")
-    assert weights_of(tmp_path / "back")[norm].any(), "3 steps have changed it"
-
-
 @pytest.mark.parametrize(("kind", "alone"), [("gpt2", False), ("gpt2", True), ("bert", False)])
 def test_an_import_is_trained_on_and_never_resumed(tmp_path: Path, kind: str, alone: bool) -> None:
     """alone: of the weights, without a tokenizer."""

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,22 +91,18 @@ def test_the_export_has_the_names_and_bits_that_transformers_writes(
     generation = "generation_config.json"
     if (folder / generation).exists():
         assert (folder / generation).read_bytes() == (tmp_path / "back" / generation).read_bytes()
-    assert_generates_alike(by_them, tmp_path / "back")
+    found = generation_of(tmp_path / "back")
+    assert found == generation_of(by_them)
+    assert found is None or found["use_cache"] is not False
 
 
-def assert_generates_alike(wanted: Path, folder: Path) -> None:
-    """With a key/value cache, and to the same end, as far as the folder's files say it."""
-    theirs, ours = (
-        GenerationConfig.from_pretrained(each)
-        if (each / "generation_config.json").exists()
-        else None
-        for each in (wanted, folder)
-    )
-    assert (ours is None) == (theirs is None)
-    if ours is not None and theirs is not None:
-        assert ours.use_cache is not False
-        for name in ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id"):
-            assert getattr(ours, name) == getattr(theirs, name), name
+def generation_of(folder: Path) -> dict[str, Any] | None:
+    """Where a text ends and whether a cache is used, if the files of the folder say it."""
+    if not (folder / "generation_config.json").exists():
+        return None
+    config = GenerationConfig.from_pretrained(folder).to_dict()
+    names = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: config[name] for name in names}
 
 
 def test_a_large_model_is_written_in_several_files(
@@ -120,22 +116,15 @@ def test_a_large_model_is_written_in_several_files(
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda tensors: {key: x.flip(0) if "c_fc" in key else x for key, x in tensors.items()},
-        lambda tensors: {key: x * 1.0001 if "ln_f" in key else x for key, x in tensors.items()},
-    ],
-)
-def test_another_model_is_no_result(
-    made: dict[str, tuple[Path, Path]],
-    tmp_path: Path,
-    damage: Callable[[dict[str, Tensor]], dict[str, Tensor]],
-) -> None:
+def damaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x * 1.0001 if "ln_f" in key else x for key, x in tensors.items()}
+
+
+def test_another_model_is_no_result(made: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     _, checkpoints = made["GPT-2"]
     checkpoint = load_newest([newest(checkpoints)], serial_mesh())[0]
     write_unmodified(tmp_path, checkpoint)
-    rewrite(tmp_path, damage)
+    rewrite(tmp_path, damaged)
     error = refusal(lambda: compare_model(newest(checkpoints), tmp_path))
     assert field_of(error) == str(newest(checkpoints))
 
