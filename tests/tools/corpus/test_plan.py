@@ -71,15 +71,6 @@ def test_a_sample_is_the_same_for_the_same_seed_and_may_be_all(tmp_path: Path) -
     assert sorted(ids) == sorted(f"d{k}" for k in range(4000))
 
 
-def test_of_what_is_packed_the_beginning_is_taken(tmp_path: Path) -> None:
-    noise = random.Random(1).randbytes(500_000)
-    (tmp_path / "x.jsonl.gz").write_bytes(noise)
-    [copy] = sample(tmp_path / "sample", [tmp_path / "x.jsonl.gz"], 40_000)
-    assert copy.name == "x.jsonl.gz"
-    assert copy.read_bytes() == noise[: copy.stat().st_size]
-    assert copy.stat().st_size == pytest.approx(40_000, rel=0.01)
-
-
 def test_files_that_are_documents_are_taken_whole(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -248,9 +239,8 @@ NONE = "9223372036854771712"
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files", "left"),
     [
-        # No group, no limit, and one above what the machine has.
+        # No group, and one whose limit is above what the machine has.
         ("0::/\n", V2.format(below=""), {"memory.stat": "anon 1\n"}, 9 * 1024),
-        ("0::/a\n", V2.format(below=""), group("a", 2, "max", 7, 1), 9 * 1024),
         ("0::/a\n", V2.format(below=""), group("a", 2, "20000", 7, 1), 9 * 1024),
         # Its own, less what is used, but for the cache of files; that of another group.
         ("0::/a\n", V2.format(below=""), group("a", 2, "5000", 3000, 1000), 3000),
@@ -273,12 +263,6 @@ NONE = "9223372036854771712"
             5000,
         ),
         (
-            "4:memory:/docker/f00\n0::/\n",
-            V1.format(top="/docker/f00"),
-            group("memory", 1, "4000", 1500, 500),
-            3000,
-        ),
-        (
             "4:memory:/docker/f00/in\n0::/\n",
             V1.format(top="/docker/f00"),
             group("memory/in", 1, "3000", 500, 0) | group("memory", 1, "4000", 1500, 500),
@@ -290,8 +274,3 @@ def test_free_memory_is_the_least_that_a_group_of_the_process_has_left(
     tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str], left: int
 ) -> None:
     assert free_memory(write_machine(tmp_path, cgroup, mounts, files)) == left
-
-
-def test_free_space_is_that_of_the_place_to_be(tmp_path: Path) -> None:
-    assert free_disk(tmp_path / "a" / "b") == pytest.approx(free_disk(tmp_path), rel=0.05)
-    assert 10**7 < free_memory() < 10**14
