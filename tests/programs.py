@@ -153,8 +153,8 @@ def pretrain(
 
 
 def finished(words: str, *, world: int = 1, code: int = 0, **options: Any) -> str:
-    """What the first rank of a run printed; fails where one ends otherwise, or with a traceback.
-    options: of `pretrain`."""
+    """Run to the end; returns the first rank's text. Fails where a rank has another status, or one
+    prints a traceback. options: see `pretrain`."""
     with pretrain(words, world=world, **options) as run:
         assert run.wait() == [code] * world, run.text()
         assert "Traceback" not in run.text()

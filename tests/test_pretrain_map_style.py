@@ -1,5 +1,5 @@
-"""Runs that go on from form to form of the same texts, `datasets` and parquet, have the losses of a
-run on them as JSON lines."""
+"""A run may be resumed on another form of its texts, `datasets`, parquet or JSON lines: it has the
+losses of an undisturbed run."""
 
 import json
 import os

@@ -14,6 +14,7 @@ import pytest
 from megatron.data.batch import TextBatch
 from pretrain_gpt2 import main
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
+from tests.dist import PATIENCE
 from tests.programs import arguments_of, finished, pretrain
 from tests.refusals import field_of, refusal
 from tests.test_faults import at_call
@@ -71,7 +72,12 @@ def whole(folder: Path) -> Path:
 def read_by_three() -> None:
     """No batch of a run is made before three are being made at once."""
     together, numbered = Barrier(3), TextBatch.numbered
-    TextBatch.numbered = lambda *given: (together.wait(300), numbered(*given))[1]
+
+    def wait_first(*given: Any) -> TextBatch:
+        together.wait(PATIENCE)
+        return numbered(*given)
+
+    TextBatch.numbered = wait_first
 
 
 @pytest.mark.parametrize(

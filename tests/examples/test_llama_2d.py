@@ -135,6 +135,8 @@ def test_killed_and_resumed_it_is_the_same_run(
         assert found[8:10] == pytest.approx(found[10:12], rel=1e-6)
     last = "step_00000021"
     assert_equal_bits(tmp_path / "one" / last, tmp_path / "same_save" / last)
+    for words in (("--epochs", "3"), ("--global-batch-size", "4")):  # another run is refused
+        run(folder, tmp_path / "refused", "--save", tmp_path / "one", *words, code=2)
 
 
 def program(arguments: list[str]) -> None:

@@ -26,8 +26,8 @@ PAPER = {
     "bert_1.3b": (24, 2048, 32, 256, 1024, 1.3e9, 2, 30_720),
     "bert_3.9b": (48, 2560, 40, 512, 1024, 3.9e9, 4, 30_720),
 }
-# Of Colossal-AI's tutorial, and of GPT-3 (3.2 million tokens; on as many GPUs as in table 2 of
-# arXiv 2104.04473), with the exact number of parameters.
+# The models of Colossal-AI's tutorial and of GPT-3 (3.2 million tokens; on as many GPUs as in table
+# 2 of arXiv 2104.04473), with the exact number of parameters.
 OTHERS = {
     "gpt2_xl_colossalai": (48, 1600, 32, 4, 192, 1_557_611_200, 2, 50_304),
     "gpt3_175b": (96, 12288, 96, 768, 1536, 174_604_259_328, 8, 51_200),

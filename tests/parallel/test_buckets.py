@@ -507,9 +507,12 @@ class Order(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         wait = dist.Work.wait
-        self.waits = patch.object(
-            dist.Work, "wait", lambda *given: (self.seen.append("wait"), wait(*given))[1]
-        )
+
+        def noted(*given: Any) -> Any:
+            self.seen.append("wait")
+            return wait(*given)
+
+        self.waits = patch.object(dist.Work, "wait", noted)
         self.waits.start()
         return super().__enter__()
 

@@ -350,6 +350,7 @@ def test_the_check_of_a_new_checkpoint_compares_weights(
         ({}, "", 0, {}),
         ({"decay_biases_and_norms": False}, "", 1, {}),
         ({"decoupled_weight_decay": False, "lr_decay_style": "linear"}, "", 2, {}),
+        ({"lr_warmup_init": None}, "", 1, {}),
         ({"lr_warmup_init": None}, "--lr-warmup-init 0.001", 0, {"lr_warmup_init": 0.001}),
         (
             {"lr": 1e-2, "lr_warmup_init": 5e-3},

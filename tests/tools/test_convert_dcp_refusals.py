@@ -240,6 +240,7 @@ DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (of_model(no_rotary), "--num-attention-heads"),
     (rotary(1.1 * BASE, torch.float32, 1), "--rotary-base"),
     (rotary(BASE, torch.float32, 8), "--rotary-base"),
+    (rotary(1.1 * BASE, torch.bfloat16, 1), "--rotary-base"),
     (resaved(lambda _, optimizer: optimizer["state"].pop(4)), "exp_avg"),
     (of_state(lambda state: state.pop("step")), "step"),
     (of_state(lambda state: state.update(step=torch.tensor(9.0))), "steps"),
@@ -311,6 +312,7 @@ OTHERS = {
     "gpt2": tiny_section(),
     "unknown": llama(),
     "tied": llama(untie_embeddings_and_output_weights=False),
+    "epsilon": llama(layernorm_epsilon=1e-6),
     "scaled": llama(rope_scaling=(8.0, 1.0, 4.0, 8192.0)),
 }
 

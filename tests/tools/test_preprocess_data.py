@@ -1,6 +1,6 @@
 """From JSON lines to .bin, .idx and .json, through the command.
 
-What it shares with the steps of a corpus (kills, bad lines, shards, shares) is tested in
+Kills, bad lines, shards and shares, as of every step of a corpus, are tested in
 tests/tools/corpus/test_faults.py.
 """
 

@@ -11,8 +11,9 @@ import pytest
 
 from megatron.train.diagnose import NonFiniteError
 from tests.refusals import field_of, refusal
+from tests.tools.test_paper_plans import FIGURE7
 from tools.command import Command, cause
-from tools.paper.figure7.ending import is_result
+from tools.paper.figure7 import plan as figure7
 from tools.stages import Stage, StageError, own_folder, run_stages, stamp_file
 
 
@@ -152,9 +153,12 @@ def test_the_first_command_that_fails_ends_those_beside_it(tmp_path: Path) -> No
 def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
     tmp_path: Path, word: str, status: int, wanted: bool
 ) -> None:
-    file = tmp_path / "metrics.jsonl"
+    settings = replace(FIGURE7, output=tmp_path)
+    pair = next(stage for stage in figure7.plan(settings, 2) if stage.side_by_side)
+    file = figure7.metrics_file(tmp_path, figure7.runs_of(settings)[1])
+    file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else "")
-    assert is_result(file, status) == wanted
+    assert pair.commands[1].accepts(status) == wanted
 
 
 @pytest.mark.parametrize("accepted", [True, False])

@@ -41,9 +41,9 @@ def draw(count: int, vocabulary: int) -> NDArray[Any]:
 
 
 def write_documents(prefix: Path) -> None:
-    documents, length = 40, 256
+    documents, length, eod = 40, 256, GPT2_VOCABULARY - 1
     tokens = draw(documents * length, GPT2_VOCABULARY)
-    tokens[length - 1 :: length] = eod = GPT2_VOCABULARY - 1
+    tokens[length - 1 :: length] = eod
     write_data(prefix, tokens.reshape(documents, length), vocab_size=GPT2_VOCABULARY, eod=eod)
 
 

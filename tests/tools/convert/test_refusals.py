@@ -276,6 +276,7 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     found = {
         "bare": without_tokenizer(Path(shutil.copytree(written["gpt2"], place / "bare"))),
         "cased": without_tokenizer(write_bert(place / "cased", do_lower_case=False)),
+        "small": without_tokenizer(write_model(place / "small", vocab_size=90)),
     }
     listed = without_tokenizer(Path(shutil.copytree(written["bert"], place / "listed")))
     write_vocabulary(listed)
@@ -300,6 +301,8 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
          "--no-tokenizer"),
         ("import --from {gpt2} --no-tokenizer --tokenizer-type BertWordPieceCase",
          "--tokenizer-type"),
+        ("import --from {small} --vocab-file {vocabulary} --merge-file {merges}",
+         "{small}/config.json"),
         # Names that are none of the hub's, which is not asked.
         ("import --from {here}/file", "--from"),
         ("import --from {here}/nothing", "--from"),

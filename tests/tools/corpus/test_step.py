@@ -235,7 +235,11 @@ def test_files_of_others_are_refused_and_kept(name: str, tmp_path: Path) -> None
         assert (output / name).read_text() != "{}"
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part"])
+@pytest.mark.parametrize(
+    "name",
+    ["mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part",
+     "text_document.tokenizer/mine.txt"],
+)  # fmt: skip
 def test_nothing_but_what_steps_write_is_ever_removed(name: str, tmp_path: Path) -> None:
     folder, output = corpus(tmp_path / "in", fatal=1), tmp_path / "out"
     interrupt(folder, output)
