@@ -90,11 +90,13 @@ class LocalPool:
         context.set_forkserver_preload(_to_preload(next(iter(calls.values()))))
         workers = min(self._workers, len(calls))
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
+        ready = context.Event()
+        with ProcessPoolExecutor(workers, context, begin_work, (ready,)) as pool:
             futures: dict[Future[Any], int] = {
                 pool.submit(call.function, *call.arguments): number
                 for number, call in calls.items()
             }
+            ready.set()  # a pool that breaks while it is given work may wait for ever
             try:
                 for future in as_completed(futures):
                     yield futures[future], future.result()
@@ -121,8 +123,9 @@ def _modules(value: object) -> set[str]:
     return {value.__module__} if callable(value) else set()
 
 
-def end_with_parent() -> None:
-    """Of a worker: not to go on, or wait for work for ever, when its run was killed.
+def begin_work(ready: Any) -> None:
+    """In a new worker: end when the run is killed, in place of going on or waiting for ever for
+    work, and wait until the pool has all its work.
 
     ctrl-C reaches all processes, and the run ends its workers itself.
     """
@@ -136,6 +139,7 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    ready.wait()
 
 
 class DaskCluster:
