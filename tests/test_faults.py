@@ -335,7 +335,7 @@ def test_a_run_goes_on_with_other_stages(folder: Path, tmp_path: Path) -> None:
     virtual = "--num-layers-per-virtual-pipeline-stage 1"
     train(flags(save, 2, f"{more} {STAGES} 2 {virtual}"), folder, world=2)
     train(flags(save, 4, f"{more} {STAGES} 3"), folder, world=3)
-    train(flags(save, 5, more), folder)
+    train(flags(save, 6, more), folder)
     assert newest(save).name == "step_00000006"
     expected = losses(tmp_path / "whole")
     assert [*expected] == [1, 2, 3, 4, 5, 6]
