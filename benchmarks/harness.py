@@ -63,7 +63,7 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
 
     def mesh(self, sizes: Mapping[str, int] | None = None, **options: Any) -> Any:
-        """This project's mesh, as of build_mesh; by default all ranks are tensor-parallel."""
+        """This project's mesh, see build_mesh; by default all ranks are tensor-parallel."""
         from megatron.parallel.mesh import build_mesh, serial_mesh
 
         device = self.device
@@ -143,7 +143,7 @@ class Column:
     figure: a key of a round's figures, or a function of (own figures, those of the first of the
     group). per: a key that it is divided by, such as wall or cpu. unit: what it is counted in.
     ratio: the cell is the figure over that of the first of the group, or the other way round, with
-    an interval, as of report.cell.
+    an interval; see report.cell.
     """
 
     title: str

@@ -6,7 +6,7 @@ parallelize() as `--model huggingface` does. Beside it stand this project's own 
 transformers' tensor parallelism (DistributedConfig), and torch's `parallelize_module` on the same
 unmodified model with the tutorial's plan and loss parallel; norms and the stream between layers
 stay whole there, since the model makes its positions of the length that it sees. The tutorial's
-whole plan, sequence parallel, is on a plain Llama, as of benchmarks/llama.py.
+whole plan, sequence parallel, is on a plain Llama, as in benchmarks/llama.py.
 
 GPT-2 has none of the three: transformers has no plan for it, and neither torch nor transformers
 cuts its Conv1D. All begin with the same weights, read the same random tokens and update by AdamW

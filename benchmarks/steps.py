@@ -104,7 +104,7 @@ def draw_weights(state: TrainState) -> None:
 
 
 def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
-    """The contender's ranks as the settings cut them. of_ranks: as of stubbed_mesh."""
+    """The contender's ranks as the settings cut them. of_ranks: see stubbed_mesh."""
     sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
     options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
     if of_ranks == 1:
@@ -114,7 +114,7 @@ def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
 
 def stubbed_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int, **options: Any) -> Mesh:
     """Only the first of so many ranks runs; its collectives leave their tensors as they are, and
-    take no time. Other arguments as of build_mesh."""
+    take no time. Other arguments: see build_mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)
@@ -143,7 +143,7 @@ def ours(
     of_ranks: int = 1,
     fast: bool = False,
 ) -> Run:
-    """settings: as of read. of_ranks: as of mesh_of. fast: as of build."""
+    """settings: see read. of_ranks: see mesh_of. fast: see build."""
     config = read(flags, max(rank.size, of_ranks), settings)
     mesh = mesh_of(rank, config, of_ranks)
     compiled, warnings = choose_compile(config.training.compile, mesh)

@@ -76,7 +76,7 @@ def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
 
 
 def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False) -> Turn:
-    """keeps: as of `keep_freed_memory`."""
+    """keeps: see `keep_freed_memory`."""
     if keeps:
         keep_freed_memory()
     config: PretrainGPT2Config = steps.read(flags, rank.size)

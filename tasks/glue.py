@@ -111,7 +111,7 @@ def _find_columns(place: str, header: Sequence[str], form: Form) -> list[int]:
     shown = ", ".join(header)[:200]
     if all(name in header for name in texts) and label not in header:
         raise ValueError(
-            f"{place} has no column {label}, as of a test set, whose labels are not public; "
+            f"{place} has no column {label}, like a test set, whose labels are not public; "
             f"{form.cure}"
         )
     raise ValueError(

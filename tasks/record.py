@@ -84,7 +84,7 @@ def publish(
 ) -> None:
     """Print the record, then the paper beside it, and write it whole or not at all.
 
-    task, here: as of `paper.compare`; without `here` nothing is compared.
+    task, here: see `paper.compare`; without `here` nothing is compared.
     """
     comparison = None
     if report.compare_paper and here is not None:

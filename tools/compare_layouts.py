@@ -236,7 +236,7 @@ def row(name: str, reports: Sequence[Report], reference: Report) -> dict[str, An
 
 
 def largest(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference; no number where one of both is none, as of a step that fp16
+    """The largest relative difference; no number where one of both is none, as in a step that fp16
     skips."""
     pairs = zip(found, wanted, strict=True)
     return float(

@@ -28,7 +28,7 @@ class Prompt:
 class Reader:
     """Turns text into prompts that a model of so many positions can continue.
 
-    begin_token: as of --begin-token; raises UsageError for one that the vocabulary lacks.
+    begin_token: see --begin-token; raises UsageError for one that the vocabulary lacks.
     """
 
     tokenizer: Tokenizer

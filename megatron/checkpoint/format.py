@@ -26,7 +26,7 @@ from typing import Any
 from megatron.data.files import sha256
 
 FORMAT = 2
-FORMAT_OF_PARTS = 3  # some slices have names of their own, as of ZeRO, which older programs misread
+FORMAT_OF_PARTS = 3  # some slices have names of their own, as in ZeRO, which older programs misread
 STEP_FOLDER = "step_[0-9]{8}"
 
 

@@ -30,7 +30,7 @@ def model_slices(
     model: nn.Module, prefix: str = "model", specs: Mapping[str, ShardingSpec] | None = None
 ) -> list[TensorSlice]:
     """What a checkpoint keeps of a model. prefix: another one for a second model of a checkpoint.
-    specs: as of GradientBuckets. Raises ValueError for a model in ZeRO stage 3, of which
+    specs: see GradientBuckets. Raises ValueError for a model in ZeRO stage 3, of which
     `MasterWeights.slices` has everything."""
     require_whole(model, "model_slices")
     parameters, table = dict(model.named_parameters()), sharding_specs(model, specs)
@@ -50,7 +50,7 @@ def optimizer_slices(
 ) -> list[TensorSlice]:
     """What a checkpoint keeps of an optimizer of torch over the model's parameters: what it has for
     each element, such as Adam's moments, and its number of steps; nothing before its first step,
-    and not its settings. specs: as of GradientBuckets.
+    and not its settings. specs: see GradientBuckets.
 
     Raises ValueError for a state that is not cut as its parameter is, and for an optimizer of
     another model.
@@ -234,7 +234,7 @@ def load_weights(
 
     missing: modules (first components of names) of this model that are left as they are, and that
     the checkpoint may not have. surplus: modules of the checkpoint that this model may not have.
-    mesh: as of load_checkpoint. Raises ValueError, naming the weight, where names or shapes do not
+    mesh: see load_checkpoint. Raises ValueError, naming the weight, where names or shapes do not
     match otherwise.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]

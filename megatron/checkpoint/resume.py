@@ -126,7 +126,7 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
 
 def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
     """The config of the model of the newest checkpoint that a run may start from; None where it
-    starts from none. Raises UsageError as of find_start."""
+    starts from none. Raises UsageError: see find_start."""
     folders = find_start(config).folders
     if not folders:
         return None
@@ -282,7 +282,7 @@ def check_forms(
     config: HuggingFaceConfig, forms: Mapping[str, Sequence[int]], checkpoint: Checkpoint
 ) -> None:
     """Raise UsageError where the plan has a tensor held in another form than the checkpoint's. Of
-    a square matrix no shape says it. forms: as of megatron.models.hf_weights.forms_of."""
+    a square matrix no shape says it. forms: see megatron.models.hf_weights.forms_of."""
     saved = checkpoint.manifest.get("forms", {})
     for name in sorted(saved.keys() | forms.keys()):
         if list(saved.get(name, ())) != list(forms.get(name, ())):

@@ -221,7 +221,7 @@ class HuggingFaceConfig(KindConfig):
     def widths(self) -> dict[str, int]:
         if not any(
             each in self.described for each in NAMES["heads"]
-        ):  # as of a model without attention
+        ):  # as in a model without attention
             return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 

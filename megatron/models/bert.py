@@ -179,7 +179,7 @@ class BERT(nn.Module):
         return self.mlm(self.encoder.output(x), self.encoder.word_embedding)
 
     def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
-        """Cross-entropy of each masked token, and of the order of the segments of a sample: as of
+        """Cross-entropy of each masked token, and of the order of the segments of a sample: see
         Objective."""
         x = self.encoder.output(x)
         scales = batch.is_counted * loss_scales[0]
@@ -193,7 +193,7 @@ class BERT(nn.Module):
     def forward(
         self, batch: BertBatch, loss_scales: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The stages in order: as of `loss`, without scales logits of all tokens [n, v/t], this
+        """The stages in order: see `loss`, without scales logits of all tokens [n, v/t], this
         rank's columns, and [b, 2] of segments in order and swapped."""
         x = self.layers(self.embed(batch), batch)
         if loss_scales is not None:
@@ -232,7 +232,7 @@ class FinetunedBert(nn.Module):
 
     def loss(self, x: Tensor, batch: ExampleBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each example's label; of a span the mean of those of its first and its
-        last token, each over the tokens of the sequence alone: as of Objective."""
+        last token, each over the tokens of the sequence alone: see Objective."""
         scores = self.scores(x, batch)
         losses = F.cross_entropy(scores, batch.labels, reduction="none").mean(1)
         return (losses * batch.counted).sum() * loss_scales.to(scores.dtype)
@@ -251,7 +251,7 @@ class FinetunedBert(nn.Module):
         return self._score(self.pooler(x, sequences), rows).view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
-        """The stages in order: as of `loss`, without scales as of `scores`."""
+        """The stages in order: see `loss`, without scales see `scores`."""
         x = self.layers(self.embed(batch), batch)
         return self.scores(x, batch) if loss_scales is None else self.loss(x, batch, loss_scales)
 

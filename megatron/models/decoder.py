@@ -119,11 +119,11 @@ class Decoder(nn.Module):
         return self.head(self.final_norm(x), self.word_embedding, labels, scales)
 
     def loss(self, x: Tensor, batch: GPT2Batch, loss_scales: Tensor) -> Tensor:
-        """Cross-entropy of each counted token: as of Objective."""
+        """Cross-entropy of each counted token: see Objective."""
         return self.losses(x, batch, batch.loss_mask.double() * loss_scales)[None]
 
     def forward(self, batch: GPT2Batch, loss_scales: Tensor | None = None) -> Tensor:
-        """The stages in order: as of `loss`; without scales this rank's columns of the logits,
+        """The stages in order: see `loss`; without scales this rank's columns of the logits,
         [n, v/t]."""
         x = self.layers(self.embed(batch), batch)
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)

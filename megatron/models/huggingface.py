@@ -183,7 +183,7 @@ class HuggingFace(nn.Module):
     ) -> Tensor:
         """What the output layer reads, [n, h]; where the model goes on with its logits, these:
         [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
-        cache: as of Decoder; keys and values are in the model's own."""
+        cache: see Decoder; keys and values are in the model's own."""
         self.rows.keys = text_rows(batch)
         with self.arithmetic():
             if cache is not None:
@@ -262,12 +262,12 @@ class HuggingFace(nn.Module):
         return (losses * scales.to(losses.dtype)).sum()
 
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
-        """As of Objective: cross-entropy of each counted token."""
+        """See Objective: cross-entropy of each counted token."""
         scales = batch.loss_mask.double() * loss_scales
         return self.losses(x, batch.labels.flatten(), scales.flatten())[None]
 
     def forward(self, batch: Any, loss_scales: Tensor | None = None) -> Tensor:
-        """As of `loss`; without scales as of `logits`."""
+        """See `loss`; without scales see `logits`."""
         x = self.layers(self.embed(batch), batch)
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
@@ -298,7 +298,7 @@ class HuggingFaceMasked(HuggingFace):
         return found
 
     def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
-        """As of Objective: cross-entropy of each masked token."""
+        """See Objective: cross-entropy of each masked token."""
         scales = batch.is_counted * loss_scales[0]
         return self.losses(x[batch.masked], batch.masked_labels, scales)[None]
 

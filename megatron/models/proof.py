@@ -126,7 +126,7 @@ def _shrunk(
     if isinstance(widths := found.get("intermediate_size"), list):
         found["intermediate_size"] = [mlp for _ in widths]
     put(2 * HEAD, "global_head_dim")
-    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as of Gemma 4
+    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as in Gemma 4
         by_layer = {int(key): value for key, value in own.items()}
         found["per_layer_config"] = {
             str(new): {

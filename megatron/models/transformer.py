@@ -52,10 +52,10 @@ class Sequences:
     count: int  # b; each has n / b tokens
     mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may look
     is_causal: bool  # query i looks at the keys up to i, and there is no mask
-    rows: Tensor | None = None  # int64 [n], as of `text_rows`
+    rows: Tensor | None = None  # int64 [n], see `text_rows`
     core_rows: Tensor | None = None  # the same of the samples that attention holds
     cache: KeyValueCache | None = None  # of what was read before; evaluation only
-    turns: tuple[Tensor, Tensor] | None = None  # of rotary positions, as of RotaryEmbedding
+    turns: tuple[Tensor, Tensor] | None = None  # of rotary positions, see RotaryEmbedding
 
 
 def text_rows(batch: TextBatch) -> Tensor | None:
@@ -95,7 +95,7 @@ def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
 class Attention(nn.Module):
     """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
 
-    of_query: Tensor | None = None  # as of AttentionCore, where fewer heads have keys and values
+    of_query: Tensor | None = None  # see AttentionCore; where fewer heads have keys and values
 
     def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def block_attention(
 ) -> Tensor:
     """As kernels.attention; the result of a query that may look nowhere is meaningless, but finite.
 
-    dropout: of the probabilities, by coordinates. keys: int64 [b, a, s], as of `head_keys`.
+    dropout: of the probabilities, by coordinates. keys: int64 [b, a, s], see `head_keys`.
     """
     bias = None
     if mask is not None:

@@ -315,7 +315,7 @@ class GradientBuckets:
     def add_deferred(
         self, deferred: Sequence[Deferred], *, is_last: bool, stage: int | None = None
     ) -> None:
-        """The other half of a backward: as of `backward`."""
+        """The other half of a backward: see `backward`."""
         for view, work in deferred:
             work()
             self.on_gradient(view)

@@ -37,7 +37,7 @@ def row_keys(numbers: Tensor, places: Tensor) -> Tensor:
 
 def head_keys(rows: Tensor, key: Tensor, heads: range, batch: int) -> Tensor:
     """int64 [b, heads, s]: of the rows of attention's probabilities in one layer, by their heads of
-    the whole model. rows: as of `row_keys`."""
+    the whole model. rows: see `row_keys`."""
     numbers = torch.arange(heads.start, heads.stop, device=rows.device)
     return fold(fold(key, rows).view(batch, 1, -1), numbers[:, None])
 
@@ -61,7 +61,7 @@ class Dropout(nn.Module):
         self.stream, self.hidden = stream, hidden
 
     def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """rows: int64 [n], as of `row_keys`, of all rows of the stream."""
+        """rows: int64 [n], see `row_keys`, of all rows of the stream."""
         if not self.training or self.p == 0.0:
             return x
         keys = fold(self.key, own_rows(known(rows), self.stream))
@@ -105,7 +105,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
-    """Each tensor [r, c] after the same dropout; arguments as of `dropout`."""
+    """Each tensor [r, c] after the same dropout; arguments: see `dropout`."""
     count, scale = tensors[0].shape[1], STEPS / (STEPS - _steps(p))
     # The mask times the scale would be one pass less, but in bf16 the scale would be rounded, and
     # what is kept be too small by a constant.

@@ -22,7 +22,7 @@ def to_dtensors(
     On one rank they are plain tensors. They share the parameters' memory but where there are
     padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
     that is cut by axes in another order than the mesh's, which DTensor cannot say, and for a model
-    in ZeRO stage 3. specs: as of GradientBuckets.
+    in ZeRO stage 3. specs: see GradientBuckets.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

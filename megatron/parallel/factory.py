@@ -126,7 +126,7 @@ def factory_2d(
     draws_in_kernel: bool = False,
     part: ModelPart = WHOLE,
 ) -> LayerFactory:
-    """2D and 2.5D: tokens cut along rows, hidden columns along columns. Arguments as of factory_1d;
+    """2D and 2.5D: tokens cut along rows, hidden columns along columns. Arguments: see factory_1d;
     torch's are the only norms."""
     assert norm == "torch"
     factory = LayerFactory(
@@ -157,7 +157,7 @@ def factory_2d(
 
 
 def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
-    """3D: as 2D outside the parallel region. Arguments as of factory_2d."""
+    """3D: as 2D outside the parallel region. Arguments: see factory_2d."""
     return replace(
         factory_2d(mesh, seed, **settings),
         column=partial(layers_3d.Linear3D, mesh),
@@ -172,5 +172,5 @@ FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": facto
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
-    """That of the mesh's tensor-parallel mode. Arguments as of factory_1d."""
+    """That of the mesh's tensor-parallel mode. Arguments: see factory_1d."""
     return FACTORIES[mesh.tensor_parallel_mode](mesh, seed, **settings)

@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding whose rows are shared out. tokens: as of Row."""
+    """An embedding whose rows are shared out. tokens: see Row."""
 
     tokens: bool = False
 

@@ -29,7 +29,7 @@ class Form:
     """How a parameter is held, whole, and how its model writes it.
 
     parts: matrices that lie one behind another in it. is_transposed: whether the model's own weight
-    is [in, out], as of transformers' Conv1D; held is [out, in].
+    is [in, out], as in transformers' Conv1D; held is [out, in].
     """
 
     parts: int = 1
@@ -79,7 +79,7 @@ class Entrance:
     def read(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, view: GradientView | None = None
     ) -> Tensor:
-        """x [.., in], which is whole, to this rank's columns [n, out], as of layers.linear."""
+        """x [.., in], which is whole, to this rank's columns [n, out]; see layers.linear."""
         if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return linear(x.flatten(0, -2), weight, bias, view=view)
         if (rows := _made_of(x, self.passed)) is not None:

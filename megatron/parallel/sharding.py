@@ -364,7 +364,7 @@ def sharding_specs(
 
     others: specs, by name, of parameters that no ShardedModule owns, such as those of torch's own
     layers. mesh: by default that of the ShardedModules. A parameter of neither is taken to be whole
-    on every rank, as of `replicated`, where all ranks of a model read the same rows of the stream:
+    on every rank, see `replicated`, where all ranks of a model read the same rows of the stream:
     in 1D without sequence parallelism. Raises ValueError for it elsewhere.
     """
     mesh = mesh or mesh_of(model)
@@ -424,7 +424,7 @@ def draw(spec: ShardingSpec, generator: torch.Generator | None = None) -> Tensor
 
 
 def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
-    """As of `draw`, a function of (seed, name) alone.
+    """A function of (seed, name) alone; see `draw`.
 
     Every rank draws it whole and keeps its shard, so that no layout changes the model.
     """
@@ -488,7 +488,7 @@ def set_values(
     values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
 ) -> None:
     """Fill what this rank has of each parameter, by its name, with initial values, rounded to the
-    parameter's dtype: as of `materialize`."""
+    parameter's dtype; see `materialize`."""
     table = owned_specs(model)
     others = [name for name, _ in model.named_parameters() if name not in table]
     if others and values is None:

@@ -45,7 +45,7 @@ class PipelineStage(nn.Module):
 
 @dataclass(frozen=True)
 class Tie:
-    """As of `tie`."""
+    """See `tie`."""
 
     name: str
     places: tuple[str, ...]
@@ -127,11 +127,11 @@ class PipelineModel(ShardedModule):
         self.built_dtype = self._dtype()
 
     def denominators(self, batch: Any) -> list[float]:
-        """As of Objective."""
+        """See Objective."""
         return [float(self.denominator(batch))]
 
     def loss(self, x: Any, batch: Any, loss_scales: Tensor) -> Tensor:
-        """As of Objective; x: what the last stage returns."""
+        """See Objective; x: what the last stage returns."""
         total = self.function(x, batch)
         total = total.to(torch.promote_types(total.dtype, torch.float32))
         return (total * loss_scales.to(total.dtype)).view(1)

@@ -257,7 +257,7 @@ def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = No
     and is fetched while that of the layer behind computes. No number changes. Small tensors, those
     of integers, weights, and all that is outside of the layers stay on the device.
 
-    units: the layers, in the order of the forward, as of GradientBuckets, whose are taken in ZeRO
+    units: the layers, in the order of the forward, see GradientBuckets, whose are taken in ZeRO
     stage 3; by default the elements of the outermost lists in which two are of one class. Raises
     ValueError where there are none.
     """

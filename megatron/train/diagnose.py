@@ -30,7 +30,7 @@ class Finding:
     """
 
     micro_batch: int  # -1 for a weight, which was not finite before
-    place: int  # as of TrainState
+    place: int  # see TrainState
     order: int  # how many tensors were looked at before, on this rank
     rank: int
     what: str
@@ -41,7 +41,7 @@ class Finding:
 class NonFiniteError(FloatingPointError):
     """A loss or gradient that is not finite ends the run; the message says where it began.
 
-    what: "loss" or "gradient". found: as of `find_first`.
+    what: "loss" or "gradient". found: see `find_first`.
     """
 
     what: str
@@ -53,7 +53,7 @@ def non_finite(
 ) -> NonFiniteError:
     """The error, the same on every rank, of a step that is not finite and may not be skipped.
 
-    state: as it was before the step. what: "loss" or "gradient". replay: as of `find_first`.
+    state: as it was before the step. what: "loss" or "gradient". replay: see `find_first`.
     """
     found, scaler, data_size = find_first(state, replay), state.scaler, state.mesh.batch.size
     size = batches[0].num_samples

@@ -247,7 +247,7 @@ class Mock:
 
 
 def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samples]) -> Inputs:
-    """Random samples for training, and others for validation; samples: as of `ModelKind`."""
+    """Random samples for training, and others for validation; samples: see `ModelKind`."""
     source = Source(weight=Fraction(1), data=Mock())
     corpus = Corpus(sources=(source,), vocab_size=vocabulary_of(config), eod=None, fingerprint="")
     other = replace(config, training=replace(config.training, seed=config.training.seed + 1))

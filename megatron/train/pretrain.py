@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | None = None) -> None:
-    """kind: of model, as of `find_kind`; by default what --model says.
+    """kind: of model, see `find_kind`; by default what --model says.
 
     Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
     --load resumes the run (without --save nothing is kept).

@@ -142,7 +142,7 @@ class TrainState:
     ) -> None:
         """Start from the weights alone of a checkpoint that is whole, at whatever precision.
 
-        missing, surplus, errors: as of megatron.checkpoint.load.load_weights.
+        missing, surplus, errors: see megatron.checkpoint.load.load_weights.
         """
         weights = [TensorSlice(name, *shard) for name, shard in self.shards().items()]
         load_weights(checkpoint, weights, missing=missing, surplus=surplus, mesh=self.mesh)
@@ -224,7 +224,7 @@ def build_state(
     """A run at step 0; dtype is that of weights and activations (by default torch's default, or
     what `precision` says), and float16 scales the loss.
 
-    vocab_size: the true one. seed, draws: as of build_model. optimizer, precision: by default
+    vocab_size: the true one. seed, draws: see build_model. optimizer, precision: by default
     AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
     builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
     the model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.

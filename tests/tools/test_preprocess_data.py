@@ -1,6 +1,6 @@
 """From JSON lines to .bin, .idx and .json, through the command.
 
-Kills, bad lines, shards and shares, as of every step of a corpus, are tested in
+Kills, bad lines, shards and shares, as in every step of a corpus, are tested in
 tests/tools/corpus/test_faults.py.
 """
 

@@ -39,7 +39,7 @@ class Section:
     shape: tuple[int, ...] = ()
 
     def read(self) -> Any:
-        """As of read_section."""
+        """See read_section."""
         return read_section(self.file, self.start, self.nbytes)
 
 

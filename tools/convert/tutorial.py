@@ -104,7 +104,7 @@ class Saved:
 
 
 def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
-    """What a folder of the script holds. scheduler: as of find_scheduler.
+    """What a folder of the script holds. scheduler: see find_scheduler.
 
     Raises UsageError for a folder of another program, ValueError or OSError, naming file and entry,
     where one is damaged or missing or entries do not fit together.

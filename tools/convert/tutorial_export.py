@@ -76,7 +76,7 @@ def write_tutorial(
     *,
     by_name: bool,
 ) -> None:
-    """Write the folder and the scheduler in it. tensors: as of read_tensors. adamw: arguments of
+    """Write the folder and the scheduler in it. tensors: see read_tensors. adamw: arguments of
     torch's AdamW but the learning rate. by_name: whether the optimizer's state has the keys of
     get_state_dict, not of optimizer.state_dict().
 

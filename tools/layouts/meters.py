@@ -59,7 +59,7 @@ def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
 
 @contextmanager
 def counting(mesh: Mesh, ties: Iterable[Axis] = ()) -> Iterator[Counts]:
-    """FLOPs and communication of what runs inside; ties: as of Meter."""
+    """FLOPs and communication of what runs inside; ties: see Meter."""
     counts, meter = Counts(), Meter(mesh, ties=ties)
     with meter:
         yield counts

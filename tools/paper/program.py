@@ -23,7 +23,7 @@ def carry_out(
 ) -> None:
     """Run the stages and print the page that they leave; with plan_only, print the stages alone.
 
-    owner: the program, as its user types it. page, to_open: files of `output`. minutes: as of
+    owner: the program, as its user types it. page, to_open: files of `output`. minutes: see
     tell_plan.
     """
     if plan_only:

@@ -36,8 +36,8 @@ class Software:
     bucket_bytes: int | None = None
 
 
-# The authors' code as of the paper (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
-# pretrain_gpt2.py of github.com/NVIDIA/Megatron-LM, 2019), each operation a kernel of its own.
+# The authors' code of 2019 (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
+# pretrain_gpt2.py of github.com/NVIDIA/Megatron-LM), each operation a kernel of its own.
 # Stream forward: two norms 4, two biases behind the all-reduces 4, two residual adds 6; backward:
 # gradients of the two branches added 6, biases 2, norms 10 (one kernel for x, one for weight and
 # bias). Cut forward: bias of q, k, v 6, their copies 6, of the heads 2, bias 8 and GeLU 8 of the
