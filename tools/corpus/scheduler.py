@@ -92,16 +92,16 @@ class LocalPool:
         others = set(multiprocessing.active_children())
         ready = context.Event()
         with ProcessPoolExecutor(workers, context, begin_work, (ready,)) as pool:
-            futures: dict[Future[Any], int] = {
-                pool.submit(call.function, *call.arguments): number
-                for number, call in calls.items()
-            }
-            ready.set()  # a pool that breaks while it is given work may wait for ever
             try:
+                futures: dict[Future[Any], int] = {
+                    pool.submit(call.function, *call.arguments): number
+                    for number, call in calls.items()
+                }
+                ready.set()  # a pool that breaks while workers start would wait for these for ever
                 for future in as_completed(futures):
                     yield futures[future], future.result()
             except BaseException as error:
-                stopped = not isinstance(error, Exception)
+                stopped = not ready.is_set() or not isinstance(error, Exception)
                 if stopped:  # what they are at is not waited for, but their end is
                     for worker in set(multiprocessing.active_children()) - others:
                         worker.terminate()
