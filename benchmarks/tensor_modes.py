@@ -27,7 +27,6 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -46,13 +45,15 @@ from benchmarks.steps import SEED, stubbed_mesh
 from megatron.config.model import GPT2Config
 from megatron.models.transformer import MLP, Sequences, Transformer
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import cut
 from megatron.parallel.factory import FACTORIES
-from megatron.parallel.layers_2d import Gathered, Linear2D
-from megatron.parallel.mesh import Mesh, absent_mesh, serial_mesh
+from megatron.parallel.layers import Gathered, ParallelLinear
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import materialize, sharding_specs
 from megatron.train.state import DTYPES
 from tools.layouts.meters import counting
 from tools.layouts.work import Meter, on_meta
+from tools.planning.absent import absent_mesh
 
 Q = 2
 RANKS = Q * Q
@@ -83,9 +84,8 @@ def build(name: str, mesh: Mesh, hidden: int, layers: int = 0) -> nn.Module:
         factory = FACTORIES[mesh.tensor_parallel_mode](mesh, SEED)
         model = Transformer(config, factory) if layers else MLP(config, factory)
     for each in model.modules():
-        if name == GATHERED and isinstance(each, Linear2D):
-            division = Gathered((1, mesh.hidden), (1, mesh.tokens))
-            each.place = replace(each.place, division=division)
+        if name == GATHERED and isinstance(each, ParallelLinear):
+            each.division = Gathered(x=cut(1, mesh.hidden), weight=cut(1, mesh.tokens))
     return model
 
 

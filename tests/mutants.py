@@ -228,17 +228,17 @@ waits-for-what-begins | parallel/test_buckets::test_the_sum_of_f
 +     work.wait()
 @ megatron/parallel/layers.py | matrix[tensor=2,sequence-gpt2]
 row-bias-not-partial
-- self.add_bias(bias, (out_features,), partial=mesh.of_stream)
-+ self.add_bias(bias, (out_features,))
+- x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
++ x_columns=mesh.tensor, after=g)
 row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
-- y = linear(rows, self.weight, None, view=self.gradient_views.get("weight"))
-+ y = linear(rows, self.weight, self.bias, view=self.gradient_views.get("weight"))
+- None if is_sum else self.bias, self.division
++ self.bias, self.division
 norm-gradient-not-summed
 - return mesh.hidden, mesh.of_stream
 + return mesh.hidden, (mesh.replicas,)
 column-wrong-group | parallel/test_layers::test_layers_equal
-- axes = {"axis": mesh.tensor, "stream": mesh.stream}
-+ axes = {"axis": mesh.data, "stream": mesh.stream}
+- Gathered(x=Cut(0, mesh.stream, mesh.tensor))
++ Gathered(x=Cut(0, mesh.stream, mesh.data))
 norms-decay | optim/test_adam::test_biases_and_norms
 - fill=1, decay=False, partial=partial)
 + fill=1, partial=partial)
@@ -556,49 +556,45 @@ positions-of-another-std
 + std=0.02
 @ megatron/parallel/layers.py | matrix[tensor=2-gpt2]
 row-mean-of-the-ranks
-- y = reduce_from(y, self.mesh.tensor, self.mesh.stream)
--         return as_before(y if self.bias
-+ y = reduce_from(y, self.mesh.tensor, self.mesh.stream) / self.mesh.tensor.size
-+         return as_before(y if self.bias
+- y = add_bias(sum_terms(y, self.after), self.bias if is_sum else None)
++ y = add_bias(sum_terms(y, self.after) / self.after.terms.size, self.bias if is_sum else None)
 positions-not-partial | matrix[tensor=2,sequence-gpt2]
 - self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
 + self.add_parameter("weight", shape, shards, std=std)
 column-computes-all-columns-too
 # the right numbers by as much work as one process has
-- y = linear(rows, self.weight, self.bias, **axes, view=view)
-+ y = linear(rows, self.weight, self.bias, **axes, view=view)
-+         kernels.matmul(rows, self.weight.flatten(0, -2).repeat(mesh.tensor.size, 1))
+- y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
++ y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
++         kernels.matmul(rows, self.weight.flatten(0, -2).repeat(self.mesh.tensor.size, 1))
 readers-of-a-returned-input-lost | matrix[tensor=4-hf-llama-padded]
-- for other in (*others, *passed):
-+ for other in others:
+- summed = compute_dx(whole, returned)
++ summed = compute_dx(whole, [])
 query-of-the-next-head | matrix[tensor=2-llama]
 - k, v = k[:, of_query], v[:, of_query]
 + k, v = k[:, of_query.roll(1)], v[:, of_query.roll(1)]
 @ megatron/parallel/layers_llama.py | matrix[tensor=2,sequence-llama-documents]
-rms-norm-gradient-not-summed
-- return mesh.hidden, mesh.of_stream
-+ return mesh.hidden, ()
 shared-key-value-weight-not-summed | parallel/test_layers::test_layers_equal
-- size, cut["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
-+ size, cut["partial"] = key_value_heads * head_size, (mesh.replicas,)
+- size, fields["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
++ size, fields["partial"] = key_value_heads * head_size, (mesh.replicas,)
 @ megatron/models/llama.py | matrix[tensor=2,sequence-llama-documents]
 rotary-positions-of-local-rows
 - positions = self.exchange(batch.positions)
 + positions = self.exchange(batch.positions.roll(self.final_norm.mesh.stream.rank, 1))
 @ megatron/parallel/layers_2d.py | matrix[tensor=4:2d-gpt2]
 grid-axes-of-a-weight-exchanged
-- return Place(division, mesh.hidden, (mesh.tokens,), mesh.hidden, mesh.tokens)
-+ return Place(division, mesh.hidden, (mesh.hidden,), mesh.tokens, mesh.tokens)
+- return Partition(division, (mesh.tokens,), mesh.hidden, mesh.hidden, (mesh.tokens,))
++ return Partition(division, (mesh.hidden,), mesh.tokens, mesh.hidden, (mesh.tokens,))
 grid-bias-not-partial
-- self.add_bias(bias, rows, of_rows, partial=(mesh.replicas, place.y_tokens))
-+ self.add_bias(bias, rows, of_rows)
+- return Partition(division, (mesh.tokens,), mesh.hidden, mesh.hidden, (mesh.tokens,))
++ return Partition(division, (mesh.tokens,), mesh.hidden, mesh.hidden)
+@ megatron/parallel/normalise.py | matrix[tensor=4:2d-gpt2]
 grid-norm-variance-of-own-columns
 - variance += (means[0] - mean).square().mean(0)
 + pass
 @ megatron/parallel/layers_3d.py | matrix[tensor=8:3d-bert-samples=8]
 cube-leaves-as-it-enters | matrix[tensor=8:3d-gpt2-samples=8]
-- division = Gathered((0, mesh.output), (1, mesh.weight), mesh.input)
-+ division = Gathered((0, mesh.input), (1, mesh.weight), mesh.output)
+- division = Gathered(cut(0, mesh.output), cut(1, mesh.weight), cut(0, mesh.input))
++ division = Gathered(cut(0, mesh.input), cut(1, mesh.weight), cut(0, mesh.output))
 cube-masks-of-the-samples-that-are-read
 - return gather_from(x, 0, mesh.input).chunk(mesh.input.size)[mesh.output.rank]
 + return x
@@ -607,8 +603,8 @@ plan-heads-of-the-first-queries
 - own = range(tensor.rank * share, (tensor.rank + 1) * share)
 + own = range(share)
 plan-no-sum-where-columns-begin | matrix[tensor=2-hf-gpt2-accumulate-dropout]
-- y, rows = linears(rows, [weight], [bias], axis=axis, views=[view], passes_on=True)
-+ y, rows = linears(rows, [weight], [bias], views=[view], passes_on=True)
+- Gathered(x=Cut(terms=self.axis))
++ Gathered()
 plan-a-sum-for-each-column-layer
 - if (rows := _made_of(x, self.passed)) is not None:
 + if False and (rows := _made_of(x, self.passed)) is not None:

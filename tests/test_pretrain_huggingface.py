@@ -24,13 +24,13 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.models.build import build_on_meta
 from megatron.models.hf_weights import forms_of
 from megatron.models.registry import find_kind
-from megatron.parallel.mesh import absent_mesh
 from pretrain import main
 from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
 from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
 from tests.programs import Run, refused_before_torch, start_ranks
 from tests.refusals import field_of, refused
 from tests.tiny import VOCABULARY
+from tools.planning.absent import absent_mesh
 
 SIZES = "--seq-length 16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --no-bf16"
 

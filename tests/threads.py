@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.parallel import collectives
-from megatron.parallel.mesh import INNER, OUTER, UNIONS, ControlGroup, Mesh, build_mesh
+from megatron.parallel.mesh import INNER, OUTER, UNIONS, Mesh, build_mesh
 from tests.dist import PATIENCE
+from tools.planning.absent import AbsentRanks
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Control(ControlGroup):
+class Control(AbsentRanks):
     meeting: Meeting = field(default_factory=lambda: Meeting(1))
 
     def gather(self, value: Any) -> list[Any]:

@@ -144,9 +144,9 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     from megatron.models.build import build_on_meta
     from megatron.models.hf_plans import plan_of
     from megatron.models.huggingface import unmodified
-    from megatron.parallel.mesh import absent_mesh
     from megatron.parallel.plan import Local, PlanError
     from megatron.parallel.planned import Planned
+    from tools.planning.absent import absent_mesh
 
     mesh = absent_mesh({"tensor": size}, torch.device("meta"))
     try:

@@ -225,6 +225,9 @@ class GradientBuckets:
     def _collect(self, bucket: Bucket, view: GradientView, *_: object) -> None:
         """Runs when the backward has passed all uses of a parameter."""
         if self.is_last is None:
+            if not self.in_step:
+                for each in self.views:
+                    each.is_filled = False  # what was added outside of a step is forgotten
             raise RuntimeError(
                 "backward() outside of accumulate(), or after other GradientBuckets were made of "
                 "this model: no rank would see the gradients of the others"

@@ -3,9 +3,9 @@
 Section 3 of the paper has a conjugate pair: one does backward what the other does forward.
 
            forward                   backward                  where
-    f      x                         sum over ranks of dx      layers.linear, beside its dW;
+    f      x                         sum over ranks of dx      layers.multiply, beside its dW;
                                                                linear_cross_entropy; copy_to
-    g      sum over ranks of x       dx                        reduce_from
+    g      sum over ranks of x       dx                        layers.multiply; reduce_from
 
 Under sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each rank holds its own rows
 of the stream, and at the same places the pair is
@@ -20,6 +20,7 @@ of the stream, and at the same places the pair is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -108,19 +109,34 @@ def start_sum(
     return _started("reduce_scatter", x, axis, _REDUCE_SCATTER, own, x.contiguous())
 
 
-def start_gather_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
-    """As start_gather of the rows, dim 0, or the columns, dim 1, of x [n, c]."""
-    wait = start_gather(x, axis)
-    if axis.size == 1 or dim == 0:
-        return wait
-    return lambda: wait().view(axis.size, *x.shape).transpose(0, 1).flatten(1)
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix of a product is divided."""
+
+    dim: int = 0  # of which each rank of `over` holds a part
+    over: Axis = ALONE
+    terms: Axis = ALONE  # whose ranks have a term each of y, or of the matrix's gradient
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """The matrix of this rank's part `x`: as start_gather."""
+        wait, ranks = start_gather(x, self.over), self.over.size
+        if ranks == 1 or self.dim == 0:
+            return wait
+        return lambda: wait().view(ranks, *x.shape).transpose(0, 1).flatten(1)
+
+    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """This rank's part of the sum of the terms `x`: as start_sum."""
+        if (ranks := self.over.size) > 1 and self.dim == 1:
+            x = x.view(len(x), ranks, x.shape[1] // ranks).transpose(0, 1).flatten(0, 1)
+        return start_sum(x, self.terms, self.over)
 
 
-def start_sum_along(x: Tensor, dim: int, axis: Axis) -> Callable[[], Tensor]:
-    """As start_sum, of which each rank gets its own rows, dim 0, or columns, dim 1, of x [n, c]."""
-    if axis.size > 1 and dim == 1:
-        x = x.view(len(x), axis.size, x.shape[1] // axis.size).transpose(0, 1).flatten(0, 1)
-    return start_sum(x, axis, axis)
+UNCUT = Cut()
+
+
+def cut(dim: int, axis: Axis) -> Cut:
+    """Cut over an axis whose ranks have a term each, too."""
+    return Cut(dim, axis, axis)
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
@@ -196,37 +212,33 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return torch.cat(shards, dim)
 
 
-class _ReduceFrom(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
+    """there(x) forward, which may be x itself, changed; back(dy) backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, stream: Axis) -> Tensor:
-        ctx.stream = stream
-        if stream.size > 1:
-            return start_sum(x, axis, stream)()
-        ctx.mark_dirty(x)
-        return all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, there: OfTensor, back: OfTensor) -> Tensor:
+        ctx.back, y = back, there(x)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return start_gather(dy, ctx.stream)(), None, None
+        return ctx.back(dy), None, None
+
+
+def sum_terms(x: Tensor, by: Cut) -> Tensor:
+    """This rank's part of the sum of the terms `x` of a matrix."""
+    if by.terms.size == 1:
+        return x
+    x = x.contiguous()
+    return _Pair.apply(x, lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())
 
 
 def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """g: leave the parallel region by summing the ranks' partial `x`, where it is not cut in
     place; of an `x` that is not contiguous the sum is a new tensor."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x.contiguous(), axis, stream)
-
-
-class _Pair(torch.autograd.Function):
-    """there(x) forward, back(dy) backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: OfTensor, back: OfTensor) -> Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
+    return sum_terms(x, Cut(0, stream, axis))
 
 
 def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
@@ -251,18 +263,6 @@ def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
     keeps the gradient of its own."""
     there, back = (partial(each, dim=dim, axis=axis) for each in (gather_from, _own_shard))
-    return x if axis.size == 1 else _Pair.apply(x, there, back)
-
-
-def scatter_sum(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's rows, dim 0, or columns, dim 1, of the sum of the ranks' partial `x` [n, c]."""
-
-    def there(x: Tensor) -> Tensor:
-        return start_sum_along(x, dim, axis)()
-
-    def back(dy: Tensor) -> Tensor:
-        return start_gather_along(dy, dim, axis)()
-
     return x if axis.size == 1 else _Pair.apply(x, there, back)
 
 

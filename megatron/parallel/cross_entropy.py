@@ -5,8 +5,8 @@ With z the logits of one token, m their maximum and y its label,
     loss = log(sum_v exp(z_v - m)) - (z_y - m)
     d loss / d z_v = softmax_v - [v = y]
 
-Each rank holds v/t columns. What is communicated is [n] for m and [2, n] for the sum of
-exponentials and the label's logit together: of size b x s, never b x s x v.
+Each rank holds v/t columns. Ranks exchange [n] for m and [2, n] for the sum of exponentials
+and the label's logit together: of size b x s, never b x s x v.
 
 `linear_cross_entropy` is the output layer and its loss in one. Logits z = x W' + b and their
 gradient exist for a chunk of the tokens at a time, so that memory does not grow with b s v. For
@@ -28,50 +28,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
-from megatron.parallel.collectives import (
-    all_reduce,
-    start_gather,
-    start_gather_along,
-    start_sum,
-    start_sum_along,
-)
+from megatron.parallel.collectives import UNCUT, Cut, all_reduce
 from megatron.parallel.kernels import matmul, padded_rows
-from megatron.parallel.mesh import ALONE, Axis
+from megatron.parallel.mesh import Axis
 from megatron.parallel.sharding import GradientView
 
 
-def _own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
+def own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
     """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
     start = axis.rank * logits.shape[1]
     return start, min(max(vocab_size - start, 0), logits.shape[1])
 
 
 @dataclass(frozen=True)
-class HeadAxes:
-    """How the output layer is cut: logits [n, v/t] over the vocabulary axis, and with one of these
-    x by rows (stream), or x by columns (hidden) and the weight's rows once more (tokens)."""
-
-    vocabulary: Axis = ALONE
-    stream: Axis = ALONE
-    hidden: Axis = ALONE
-    tokens: Axis = ALONE
-
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """x whole, of some of its rows on each rank of the stream."""
-        if self.hidden.size > 1:
-            return start_gather_along(x, 1, self.hidden)
-        return start_gather(x, self.stream)
-
-    def start_sum(self, dx: Tensor) -> Callable[[], Tensor]:
-        """What belongs to this rank of the sum over the vocabulary."""
-        if self.hidden.size > 1:
-            return start_sum_along(dx, 1, self.hidden)
-        return start_sum(dx, self.vocabulary, self.stream)
-
-
-@dataclass(frozen=True)
 class Softmax:
-    """Of the logits of n tokens: this rank's exponentials, and what holds over all ranks."""
+    """This rank's exponentials of the logits of n tokens, and what holds over all ranks."""
 
     exponentials: Tensor  # [n, v/t]
     total: Tensor  # [n], their sum
@@ -92,8 +63,8 @@ class Softmax:
 
 
 def softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Softmax:
-    """Arguments as of `vocab_parallel_cross_entropy`; logits in fp32 or wider are overwritten."""
-    start, columns = _own_columns(logits, axis, vocab_size)
+    """Arguments: see `vocab_parallel_cross_entropy`; logits in fp32 or wider are overwritten."""
+    start, columns = own_columns(logits, axis, vocab_size)
     wide = torch.promote_types(logits.dtype, torch.float32)
 
     maximum = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
@@ -145,7 +116,7 @@ CHUNK_BYTES = 2**27  # of a chunk's logits in fp32
 
 
 def chunks(tokens: int, columns: int, wide: torch.dtype) -> Iterator[slice]:
-    """Of one length but for the last, each with at most about CHUNK_BYTES of logits."""
+    """Slices of one length but for the last, each with at most about CHUNK_BYTES of logits."""
     at_once = max(1, CHUNK_BYTES // (columns * wide.itemsize))
     count = max(1, -(-tokens // at_once))
     length = padded_rows(max(1, -(-tokens // count)))
@@ -159,25 +130,27 @@ def _loss_and_gradients(
     bias: Tensor | None,
     labels: Tensor,
     scales: Tensor,
-    axes: HeadAxes,
     vocab_size: int,
     view: GradientView | None,
+    x_cut: Cut,
+    weight_cut: Cut,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """(total, dx, dw or None where it is added to `view`, db), the last two in the scales' dtype;
-    arguments as of linear_cross_entropy."""
+    arguments: see linear_cross_entropy."""
     wide = scales.dtype
     total, dx = scales.new_zeros(()), torch.empty_like(x)
-    finish: Callable[[], object] = _nothing  # of the chunk before
-    weight, is_gathered = start_gather(weight, axes.tokens)(), axes.tokens.size > 1
+    finish: Callable[[], object] | None = None  # of the chunk before
+    weight, is_gathered = weight_cut.start_gather(weight)(), weight_cut.over.size > 1
     dw = torch.zeros_like(weight, dtype=wide) if view is None or is_gathered else None
     db = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    for rows, part, its_labels, its_scales in _parts(x, weight, labels, scales, axes):
-        parts = softmax(matmul(part, weight, bias), its_labels, axes.vocabulary, vocab_size)
+    for rows, part, its_labels, its_scales in _parts(x, weight, labels, scales, x_cut):
+        parts = softmax(matmul(part, weight, bias), its_labels, x_cut.terms, vocab_size)
         total += (parts.losses * its_scales).sum()
         dz = parts.gradient(its_scales).to(x.dtype)
         del parts  # or the wide dz would stay beside the narrow one during its matmuls
-        finish()
-        finish = partial(_finish, dx[rows], axes.start_sum(matmul(dz, weight.T)))
+        if finish is not None:
+            finish()
+        finish = partial(_finish, dx[rows], x_cut.start_sum(matmul(dz, weight.T)))
         if dw is not None:
             dw += matmul(dz.T, part.T)
         elif view is not None:
@@ -185,17 +158,14 @@ def _loss_and_gradients(
         if db is not None:
             db += dz.sum(0, dtype=wide)
         del dz  # or the logits of two chunks would be there at once
-    finish()
+    if finish is not None:
+        finish()
     if dw is not None and is_gathered:
-        dw = start_sum_along(dw, 0, axes.tokens)()
+        dw = weight_cut.start_sum(dw)()
         if view is not None:
             view.add(dw)
             dw = None
     return total, dx, dw, db
-
-
-def _nothing() -> None:
-    pass
 
 
 def _finish(dx: Tensor, wait: Callable[[], Tensor]) -> None:
@@ -203,13 +173,14 @@ def _finish(dx: Tensor, wait: Callable[[], Tensor]) -> None:
 
 
 def _parts(
-    x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, axes: HeadAxes
+    x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, x_cut: Cut
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """(rows of x, the same of all ranks of the stream, their labels, their scales), a chunk at a
     time."""
-    labels, scales = (each.view(axes.stream.size, -1) for each in (labels, scales))
-    for rows in chunks(len(x), axes.stream.size * len(weight), scales.dtype):
-        part = axes.start_gather(x[rows])()
+    ranks = x_cut.over.size if x_cut.dim == 0 else 1
+    labels, scales = (each.view(ranks, -1) for each in (labels, scales))
+    for rows in chunks(len(x), ranks * len(weight), scales.dtype):
+        part = x_cut.start_gather(x[rows])()
         yield rows, part, labels[:, rows].flatten(), scales[:, rows].flatten()
 
 
@@ -264,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scales = scales * (d_total - 1)
             _loss_and_gradients(x, weight, bias, labels, scales, *ctx.others)
         dw, db = (each if each is None else (each * d_total).to(ctx.dtype) for each in (dw, db))
-        return (dx * d_total).to(dx.dtype), dw, db, *[None] * 5
+        return (dx * d_total).to(dx.dtype), dw, db, *[None] * 6
 
 
 def linear_cross_entropy(
@@ -273,15 +244,16 @@ def linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     scales: Tensor,
-    axes: HeadAxes,
     vocab_size: int,
     view: GradientView | None = None,
+    x_cut: Cut = UNCUT,
+    weight_cut: Cut = UNCUT,
 ) -> Tensor:
     """The sum over tokens of scale x loss: a scalar in fp32, or x's wider dtype.
 
-    x [n, h], replicated over the vocabulary axis, or cut, of which never more than a chunk is
-    gathered; weight [padded v / t, h], of which all is gathered where ranks of `tokens` share it
-    out, and bias [padded v / t], this rank's;
+    x [n, h], of which a chunk at a time is gathered; the vocabulary is cut over x_cut.terms.
+    weight [padded v / t, h] and bias [padded v / t], this rank's; a weight that is cut further is
+    gathered whole.
     labels [n] int64 and scales [n], the same on every rank. view: of the weight's gradient, which
     is added there in the forward, if it is wide enough to add up chunks: run backward once for each
     forward. A result that is multiplied before its backward costs a second pass; put constants into
@@ -290,31 +262,12 @@ def linear_cross_entropy(
     scales = scales.to(torch.promote_types(x.dtype, torch.float32))
     if torch.is_grad_enabled():
         view = view if view is None or view.is_wide else None
-        return _LinearCrossEntropy.apply(x, weight, bias, labels, scales, axes, vocab_size, view)
-    total, weight = scales.new_zeros(()), start_gather(weight, axes.tokens)()
-    for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, axes):
+        return _LinearCrossEntropy.apply(
+            x, weight, bias, labels, scales, vocab_size, view, x_cut, weight_cut
+        )
+    total, weight = scales.new_zeros(()), weight_cut.start_gather(weight)()
+    for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, x_cut):
         logits = matmul(part, weight, bias)
-        losses = softmax(logits, its_labels, axes.vocabulary, vocab_size).losses
+        losses = softmax(logits, its_labels, x_cut.terms, vocab_size).losses
         total += (losses * its_scales).sum()
     return total
-
-
-def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-    """The token of the largest logit, the lowest of those that share it: int64 [n].
-
-    vocab_size, which is no token, where a logit is NaN, on whichever rank.
-    logits: [n, padded v / t], this rank's columns, of which the padded ones do not count.
-    """
-    start, columns = _own_columns(logits, axis, vocab_size)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    best = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
-    column = torch.zeros_like(best, dtype=torch.int64)
-    if columns:
-        values, column = logits[:, :columns].max(dim=1)
-        best = values.to(wide)
-    own = best
-    # Above all: which of a number and NaN is the larger depends on the backend.
-    best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
-    candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
-    chosen = all_reduce(candidate, axis, ReduceOp.MIN)
-    return chosen.where(chosen >= 0, vocab_size)

@@ -21,7 +21,7 @@ Maker = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What one pipeline rank builds of a model; by default all of it.
+    """The part of a model that one pipeline rank builds; by default all of it.
 
     numbers: of its layers, in the whole model. is_first: whether it has what comes before the first
     layer; is_last: what comes behind the last one.
@@ -102,7 +102,7 @@ def factory_1d(
         rotary=layers_llama.RotaryEmbedding,
         layer_norm=partial(LAYER_NORMS[norm], mesh),
         rms_norm=partial(layers_llama.RMSNorm, mesh),
-        inner_layer_norm=partial(layers_2d.LayerNorm2D, mesh, is_inside=True),
+        inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
         dropout=partial(Dropout, seed, stream=mesh.stream),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
@@ -135,17 +135,17 @@ def factory_2d(
         row=partial(layers_2d.Linear2D, mesh),
         linear=partial(layers_2d.Linear2D, mesh),
         gather=nn.Identity,
-        input=partial(layers_2d.InputLinear2D, mesh),
-        output=partial(layers_2d.OutputLinear2D, mesh),
-        word_embedding=partial(layers_2d.VocabParallelEmbedding2D, mesh),
+        input=partial(layers_whole.InputLinear, mesh),
+        output=partial(layers_whole.OutputLinear, mesh),
+        word_embedding=partial(layers.VocabParallelEmbedding, mesh),
         position_embedding=partial(layers.PositionEmbedding, mesh),
         rotary=layers_llama.RotaryEmbedding,
-        layer_norm=partial(layers_2d.LayerNorm2D, mesh),
-        rms_norm=partial(layers_2d.RMSNorm2D, mesh),
-        inner_layer_norm=partial(layers_2d.LayerNorm2D, mesh, is_inside=True),
+        layer_norm=partial(layers.LayerNorm, mesh),
+        rms_norm=partial(layers_llama.RMSNorm, mesh),
+        inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
         dropout=partial(Dropout, seed, hidden=mesh.hidden),
         attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
-        head=partial(layers_2d.VocabParallelHead2D, mesh),
+        head=partial(layers.VocabParallelHead, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
         whole=lambda: factory,
         stream_shape=lambda n, h: (n, h // mesh.hidden.size),

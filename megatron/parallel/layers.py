@@ -1,4 +1,4 @@
-"""The parallel layers of section 3 of the paper, on the stream [n, h] of n = b x s tokens.
+"""The parallel layers, on the stream [n, h] of n = b x s tokens.
 
     n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
 
@@ -8,15 +8,22 @@ Where the stream is not cut by rows, layers take [b, s, h] as well, and token id
                                 A cut by columns         B cut by rows
 
 A weight is stored as torch stores it, [out, in], so columns of A are rows of the stored tensor.
-`linear` and `look_up` are what the layers compute with; factory.py is what models make them by.
+Every linear layer is one product, y = x W' + b, whose three matrices may be cut:
+
+    y = sum(gather(x) gather(W)')     dx = sum(gather(dy) gather(W))
+                                      dW = sum(gather(dy)' gather(x))
+
+A partition says what is cut: `column` and `row` are those of section 3 of the paper, layers_2d.py
+and layers_3d.py have those of grids. factory.py is what models make layers by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,106 +33,178 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import block_attention
 from megatron.parallel.collectives import (
+    UNCUT,
+    Cut,
+    cut,
+    gather_from,
     own_rows,
-    reduce_from,
-    start_gather,
-    start_sum,
+    sum_terms,
 )
-from megatron.parallel.cross_entropy import (
-    HeadAxes,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
+from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.parallel.dropout import head_keys, known, layer_key
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.sharding import GradientView, Modes, ShardedModule
+from megatron.parallel.normalise import normalise
+from megatron.parallel.sharding import GradientView, ShardedModule
+
+Views = Sequence[GradientView | None]
+InputGradient = Callable[[Sequence[Tensor], Sequence[Tensor]], Callable[[], Tensor]]
+WeightGradients = Callable[[Sequence[Tensor], Views], list[Tensor | None]]
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W' + b    dx = sum over ranks of dy W    dW = dy' x    db = sum of the rows of dy
+@dataclass(frozen=True)
+class Gathered:
+    """How y = x W' is computed of x [n, in], W [out, in] and y [n, out] that are cut: one matmul of
+    what is gathered before, and summed after. start_dys, start_dx and start_dws begin to gather for
+    the backward and return a function that computes: all is on its way before any is used."""
 
-    With several weights a y of each; dx is the sum of theirs, and crosses the ranks once. Where x
-    is passed on to further readers, what they send back is part of that sum.
-    """
+    x: Cut = UNCUT
+    weight: Cut = UNCUT
+    y: Cut = UNCUT
+
+    def outputs(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """This rank's part of each y = x W' + b."""
+        gathered = [self.x.start_gather(x), *map(self.weight.start_gather, weights)]
+        x = gathered.pop(0)()
+        is_sum, sums = self.y.terms.size > 1, []
+        for bias in biases:
+            term = kernels.matmul(x, gathered.pop(0)(), None if is_sum else bias)
+            sums.append(self.y.start_sum(term))
+        ys = [wait() for wait in sums]
+        return [*map(add_bias, ys, biases)] if is_sum else ys
+
+    def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """The dys that gradients are computed from, gathered."""
+        gathered = [self.y.start_gather(dy) for dy in dys]
+        return lambda: [wait() for wait in gathered]
+
+    def start_dx(self, weights: Sequence[Tensor]) -> InputGradient:
+        """This rank's part of dx, the sum of each dy W and of other terms."""
+        gathered = [self.weight.start_gather(weight) for weight in weights]
+
+        def compute(dys: Sequence[Tensor], others: Sequence[Tensor]) -> Callable[[], Tensor]:
+            dx = input_term(dys, (gathered.pop(0)() for _ in weights))
+            for other in others:
+                dx.add_(other)
+            return self.x.start_sum(dx)
+
+        return compute
+
+    def start_dws(self, x: Tensor) -> WeightGradients:
+        """This rank's part of each dW = dy' x of these dys; None where it is added to the view."""
+        gathered = [self.x.start_gather(x)]
+
+        def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
+            whole = gathered.pop()()
+            if self.weight.terms.size == 1:
+                pairs = zip(dys, views, strict=True)
+                return [weight_gradient(dy, whole, view) for dy, view in pairs]
+            sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
+            return [wait() for wait in sums]
+
+        return compute
+
+
+def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y.add_(bias)
+
+
+def input_term(dys: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
+    """The sum of each dy W [n, in]."""
+    dx: Tensor | None = None
+    for dy, weight in zip(dys, weights, strict=True):
+        if dx is None:
+            dx = kernels.matmul(dy, weight.T)
+        else:
+            kernels.add_matmul_(dx, dy.T, weight, accumulate=True)
+    assert dx is not None
+    return dx
+
+
+def weight_terms(dys: Sequence[Tensor], x: Tensor, views: Views) -> list[Tensor]:
+    """Each dy' x, in the dtype in which ranks add them up."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dtypes = [wide if view is None else view.dtype for view in views]
+    return [kernels.matmul(dy.T, x.T).to(dtype) for dy, dtype in zip(dys, dtypes, strict=True)]
+
+
+def weight_gradient(dy: Tensor, x: Tensor, view: GradientView | None) -> Tensor | None:
+    """dy' x; None where it is added to the view."""
+    if view is None:
+        return kernels.matmul(dy.T, x.T)
+    view.add_matmul(dy, x)
+    return None
+
+
+class _Multiply(torch.autograd.Function):
+    """y = x W' + b of each weight, divided in some way; dx is the sum of theirs, and crosses the
+    ranks once. Where x is returned to further readers, what they send back is part of that sum."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        axis: Axis,
-        stream: Axis,
-        views: Sequence[GradientView | None],
-        passes_on: bool,
-        *parameters: Tensor | None,
+        division: Gathered,
+        views: Views,
+        return_input: bool,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
         """parameters: the weights, then the biases."""
         weights, biases = parameters[: len(views)], parameters[len(views) :]
         ctx.save_for_backward(x, *weights)
-        ctx.axis, ctx.stream, ctx.views = axis, stream, views
-        ctx.bias_shapes = [None if bias is None else bias.shape for bias in biases]
-        ctx.set_materialize_grads(not passes_on)
-        outputs = _outputs(start_gather(x, stream)(), weights, biases)
-        return (*outputs, x.view_as(x)) if passes_on else outputs
+        ctx.division, ctx.views = division, views
+        ctx.set_materialize_grads(not return_input)
+        ys = division.outputs(x, _matrices(weights), biases)
+        return (*ys, x.view_as(x)) if return_input else tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        views, stream, needed = ctx.views, ctx.stream, ctx.needs_input_grad
-        passed = dys[len(weights) :]  # None of what has no readers
-        dys = tuple(
-            x.new_zeros(len(x), weight.shape[:-1].numel()) if dy is None else dy
-            for dy, weight in zip(dys, weights, strict=False)
-        )
-        dws: list[Tensor | None] = [None] * len(dys)
-        dbs, dx, summed = dws.copy(), None, None
-        now = [number for number in range(len(dys)) if needed[5 + number]]
-        if all((view := views[number]) is not None and view.deferral.is_on for number in now):
-            whole = cache(lambda: start_gather(x, stream)())  # once, later, for all
-            for number in now:
-                view = views[number]
-                view.deferral.add(view, partial(_add_later, view, dys[number], whole))
-            now = []
-        for number, dy in enumerate(dys):
-            if needed[5 + len(dys) + number]:
-                dbs[number] = dy.sum(0).view(ctx.bias_shapes[number])
-        gathered = start_gather(x, stream) if now else None  # again, beside dx, rather than kept
-        if needed[0]:
-            pairs = zip(dys, weights, strict=True)
-            dx, *others = (kernels.matmul(dy, weight.flatten(0, -2).T) for dy, weight in pairs)
-            for other in (*others, *passed):
-                if other is not None:
-                    dx.add_(other)
-            summed = start_sum(dx, ctx.axis, stream)  # beside dw
-        if gathered is not None:
-            x = gathered()
-            for number in now:
-                if (view := views[number]) is not None:
-                    view.add_matmul(dys[number], x)
-                else:
-                    dw = kernels.matmul(dys[number].T, x.T)
-                    dws[number] = dw.view(weights[number].shape)
-        if summed is not None:
-            dx = summed()
-        return dx, None, None, None, None, *dws, *dbs
+        x, *saved = ctx.saved_tensors
+        weights = _matrices(saved)
+        division, needed, count = ctx.division, ctx.needs_input_grad, len(weights)
+        returned = [dx for dx in dys[count:] if dx is not None]
+        pairs = zip(dys, weights, strict=False)
+        own = [x.new_zeros(len(x), len(weight)) if dy is None else dy for dy, weight in pairs]
+        dws: list[Tensor | None] = [None] * count
+        dbs = dws.copy()
+        now = [number for number in range(count) if needed[4 + number]]
+        views = [ctx.views[number] for number in now]
+        is_deferred = all(view is not None and view.deferral.is_on for view in views)
+        # In the order in which they are used: what is last comes beside the matmuls of dx.
+        gathered_dys = division.start_dys(own)
+        compute_dx = division.start_dx(weights) if needed[0] else None
+        compute_dws = division.start_dws(x) if now and not is_deferred else None
+        for number, dy in enumerate(own):
+            if needed[4 + count + number]:
+                dbs[number] = dy.sum(0)
+        whole = gathered_dys()
+
+        def hand_over(compute: WeightGradients) -> None:
+            made = compute([whole[n] for n in now], views)
+            for n, view, dw in zip(now, views, made, strict=True):
+                if dw is not None and view is not None:
+                    view.add(dw)
+                elif dw is not None:
+                    dws[n] = dw.view(saved[n].shape).to(saved[n].dtype)
+
+        summed = compute_dx(whole, returned) if compute_dx is not None else None
+        if compute_dws is not None:
+            hand_over(compute_dws)
+        elif now:
+            work = cache(lambda: hand_over(division.start_dws(x)))  # once for all of them
+            for view in views:
+                view.deferral.add(view, work)
+        return None if summed is None else summed(), None, None, None, *dws, *dbs
 
 
-def _add_later(view: GradientView, dy: Tensor, x: Callable[[], Tensor]) -> None:
-    view.add_matmul(dy, x())
+def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.flatten(0, -2) for weight in weights]
 
 
-def _outputs(
-    x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:
-    return tuple(
-        kernels.matmul(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
-        for weight, bias in zip(weights, biases, strict=True)
-    )
-
-
-def usable_views(x: Tensor, views: Sequence[GradientView | None]) -> Sequence[GradientView | None]:
-    """The views that the backward of a matmul with x may add to. Raises RuntimeError under
-    torch.autocast."""
+def usable_views(x: Tensor, views: Views) -> Views:
+    """Those that the backward may add to. Raises RuntimeError under torch.autocast."""
     if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
         return (None,) * len(views)
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
@@ -136,45 +215,45 @@ def usable_views(x: Tensor, views: Sequence[GradientView | None]) -> Sequence[Gr
     return views
 
 
-def linears(
+WHOLE = Gathered()
+
+
+def multiply(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    views: Views,
+    division: Gathered = WHOLE,
     *,
-    axis: Axis = ALONE,
-    stream: Axis = ALONE,
-    views: Sequence[GradientView | None],
-    passes_on: bool = False,
+    return_input: bool = False,
 ) -> tuple[Tensor, ...]:
-    """x [n, in], weights [..., out, in] and biases [..., out], their leading dims flattened, to a
-    [n, out] of each.
+    """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
+    flattened, to a y [n, out] of each.
 
-    axis: over which x is replicated, and its gradient summed while that of the weights is computed
-        (f, section 3 of the paper).
-    stream: over which the rows of x are cut instead; then it is `axis`, and x is [n/t, in].
-    views: where each weight's gradient is added. Autograd then gets none: it is
-        not copied, and of a tied weight's two uses there is no sum in a narrow dtype.
-    passes_on: return x, too, behind the others, for further matmuls that read it: they need no
-        axis, as their gradients cross the ranks with that of this one.
+    views: where each weight's gradient is added. Autograd then gets none: it is not copied, and of
+        a tied weight's two uses there is no sum in a narrow dtype.
+    return_input: return x, too, after the others, for further matmuls that read it: they need no
+        sum of dx, as their gradients cross the ranks with that of this one.
     """
+    assert not return_input or division.x.over.size == 1
     views = usable_views(x, views)
+    biases = [None if bias is None else bias.flatten() for bias in biases]
     if not torch.is_grad_enabled():
-        outputs = _outputs(start_gather(x, stream)(), weights, biases)
-        return (*outputs, x) if passes_on else outputs
-    return _Linear.apply(x, axis, stream, views, passes_on, *weights, *biases)
+        ys = division.outputs(x, _matrices(weights), biases)
+        return (*ys, x) if return_input else tuple(ys)
+    return _Multiply.apply(x, division, views, return_input, *weights, *biases)
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    division: Gathered = WHOLE,
     *,
-    axis: Axis = ALONE,
-    stream: Axis = ALONE,
     view: GradientView | None = None,
 ) -> Tensor:
-    """`linears` of one weight."""
-    (y,) = linears(x, [weight], [bias], axis=axis, stream=stream, views=[view])
+    """`multiply` by one weight."""
+    (y,) = multiply(x, [weight], [bias], [view], division)
     return y
 
 
@@ -198,7 +277,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: as of `linear`, if it is wide.
+    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: see `linear`, if it is wide.
 
     Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
     quarter of the sum of 4096 equal ones.
@@ -207,17 +286,17 @@ def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> 
     return rows
 
 
-STD = 0.02  # of initial weights, as of GPT-2
+STD = 0.02  # of initial weights, as in GPT-2
 DIVISIBLE_BY = 128  # what the rows of a vocabulary are padded to, on each rank
 
 
 def over(dim: int, *axes: Axis) -> tuple[tuple[int, Axis], ...]:
-    """Shards of this dim, as of ShardingSpec, over those of the axes that have several ranks."""
+    """Shards of this dim, see ShardingSpec, over those of the axes that have several ranks."""
     return tuple((dim, axis) for axis in axes if axis.size > 1)
 
 
 def own_width(width: int, axis: Axis) -> int:
-    """Of this many columns those of a rank. Raises ValueError where they cannot be shared out."""
+    """The columns of each rank. Raises ValueError where they cannot be shared out."""
     if width % axis.size:
         raise ValueError(f"width {width} is no multiple of the {axis.size} {axis.name} ranks")
     return width // axis.size
@@ -241,16 +320,49 @@ def as_before(y: Tensor, leading: torch.Size) -> Tensor:
     return y if len(leading) == 1 else y.unflatten(0, leading)
 
 
-class ColumnParallelLinear(ShardedModule):
-    """x [n, in] to [n, parts x out/t]: f, then the matmul with this rank's columns.
+@dataclass(frozen=True)
+class Partition:
+    """How a linear layer is divided: its product, and its parameters."""
+
+    division: Gathered = WHOLE
+    inputs: tuple[Axis, ...] = ()  # over which dim `in` of the weight is cut, the major one first
+    outputs: Axis = ALONE  # over which dim `out` is cut, and so the columns of y
+    x_columns: Axis = ALONE  # over which the columns of x are cut
+    y_rows: tuple[Axis, ...] = ()  # whose ranks hold y of different tokens
+    x_rows: tuple[Axis, ...] = ()  # the same of x, where the product does not sum dW over them
+    after: Cut = UNCUT  # sums y after the product: a layer computed again stops before it
+
+
+def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
+    """Raises ValueError for several ranks of another tensor-parallel mode."""
+    if mesh.tensor.size > 1 and mesh.tensor_parallel_mode not in modes:
+        raise ValueError(
+            f"{partition} is a partition of {', '.join(modes)} tensor parallelism, and the mesh is "
+            f"one of {mesh.tensor_parallel_mode}: megatron.api.layer_factory makes its layers"
+        )
+
+
+def column(mesh: Mesh) -> Partition:
+    """Columns of A: f, then the matmul with this rank's columns."""
+    require_mode(mesh, "column", "1d")
+    return Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
+
+
+def row(mesh: Mesh) -> Partition:
+    """Rows of B: the matmul with this rank's rows, then g, then the bias once."""
+    require_mode(mesh, "row", "1d")
+    inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
+    return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
+
+
+class ParallelLinear(ShardedModule):
+    """x [n, in] to [n, parts x out], each divided as the partition says.
 
     With parts > 1 several matmuls share one weight [parts, out, in] and are cut alike: with
     parts = 3 and out = heads x head size, a head's query, key and value live on one rank, and the
     whole weight is [Q; K; V].
     """
 
-    modes: ClassVar[Modes] = ("1d",)
-
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -259,58 +371,56 @@ class ColumnParallelLinear(ShardedModule):
         mesh: Mesh,
         in_features: int,
         out_features: int,
+        partition: Partition,
         *,
         parts: int = 1,
         bias: bool = True,
         std: float = STD,
     ) -> None:
         super().__init__(mesh)
-        rows = (parts, out_features) if parts > 1 else (out_features,)
-        shards = ((len(rows) - 1, mesh.tensor),)
-        self.add_parameter("weight", (*rows, in_features), shards, std=std)
-        self.add_bias(bias, rows, shards)
+        self.division, self.after = partition.division, partition.after
+        self.width = own_width(in_features, partition.x_columns)
+        shape = (parts, out_features) if parts > 1 else (out_features,)
+        out = over(len(shape) - 1, partition.outputs)
+        shards = out + over(len(shape), *partition.inputs)
+        partial = (mesh.replicas, *partition.x_rows)
+        self.add_parameter("weight", (*shape, in_features), shards, std=std, partial=partial)
+        self.add_bias(bias, shape, out, partial=(mesh.replicas, *partition.y_rows))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[-1])
-        mesh, view = self.mesh, self.gradient_views.get("weight")
-        axes = {"axis": mesh.tensor, "stream": mesh.stream}
-        y = linear(rows, self.weight, self.bias, **axes, view=view)
+        rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
+        is_sum = self.after.terms.size > 1
+        y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
+        y = add_bias(sum_terms(y, self.after), self.bias if is_sum else None)
         return as_before(y, x.shape[:-1])
 
 
-class RowParallelLinear(ShardedModule):
-    """x [n, in/t] to [n, out]: the matmul with this rank's rows, then g, then the bias once."""
+class ColumnParallelLinear(ParallelLinear):
+    """x [n, in] to [n, parts x out/t]. settings: parts=1, bias=True, std=0.02 of the weight.
 
-    modes: ClassVar[Modes] = ("1d",)
+    With parts > 1 several matmuls share one weight [parts, out, in], and each is cut.
+    """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
+        super().__init__(mesh, in_features, out_features, column(mesh), **settings)
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        std: float = STD,
-    ) -> None:
-        super().__init__(mesh)
-        shards = ((1, mesh.tensor),)
-        self.add_parameter("weight", (out_features, in_features), shards, std=std)
-        self.add_bias(bias, (out_features,), partial=mesh.of_stream)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[-1])
-        y = linear(rows, self.weight, None, view=self.gradient_views.get("weight"))
-        y = reduce_from(y, self.mesh.tensor, self.mesh.stream)
-        return as_before(y if self.bias is None else y.add_(self.bias), x.shape[:-1])
+class RowParallelLinear(ParallelLinear):
+    """x [n, in/t] to [n, out]. settings: see ColumnParallelLinear."""
+
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
+        super().__init__(mesh, in_features, out_features, row(mesh), **settings)
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
     """Rows of the vocabulary with the padding that lets it be cut over the ranks of a layer."""
     multiple = divisible_by * mesh.vocabulary.size * mesh.tokens.size
     return -(-vocab_size // multiple) * multiple
+
+
+def stream_cut(mesh: Mesh) -> Cut:
+    """The stream beside the vocabulary: y of the embedding, x of the head."""
+    return cut(1, mesh.hidden) if mesh.hidden.size > 1 else Cut(0, mesh.stream, mesh.vocabulary)
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -320,8 +430,6 @@ class VocabParallelEmbedding(ShardedModule):
     The vocabulary is padded to a multiple of `divisible_by` x the ranks. Padding rows are zero, get
     no gradient and are not part of the whole shape.
     """
-
-    modes: ClassVar[Modes] = ("1d",)
 
     weight: nn.Parameter
 
@@ -347,8 +455,9 @@ class VocabParallelEmbedding(ShardedModule):
         self.own_ids = self.specs["weight"].local_slices[0]  # without those of padding rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        own = self.look_up(as_rows(self, tokens))
-        return as_before(reduce_from(own, self.mesh.tensor, self.mesh.stream), tokens.shape)
+        ranks = self.mesh.tokens  # each looks up the ids of all of them
+        y = sum_terms(self.look_up(gather_from(as_rows(self, tokens), 0, ranks)), cut(0, ranks))
+        return as_before(sum_terms(y, stream_cut(self.mesh)), tokens.shape)
 
     def look_up(self, ids: Tensor) -> Tensor:
         """This rank's rows at ids [n]; of others' ids zeros: [n, h]."""
@@ -381,8 +490,6 @@ class VocabParallelHead(ShardedModule):
     copies, casts or shards the model can undo it.
     """
 
-    modes: ClassVar[Modes] = ("1d",)
-
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -396,13 +503,13 @@ class VocabParallelHead(ShardedModule):
         bias: bool = False,
         untied_std: float | None = None,
     ) -> None:
-        """divisible_by: as of the embedding. bias: of each token. untied_std: standard deviation of
+        """divisible_by: see the embedding. bias: of each token. untied_std: standard deviation of
         the weight of an untied head; None for a tied one."""
         super().__init__(mesh)
         self.vocab_size, self.width = vocab_size, own_width(hidden_size, mesh.hidden)
         shards = ((0, mesh.vocabulary),)
         rows: dict[str, Any] = {"padded_rows": padded_vocabulary(vocab_size, divisible_by, mesh)}
-        self.axes = HeadAxes(mesh.vocabulary, mesh.stream, mesh.hidden, mesh.tokens)
+        self.division = Gathered(stream_cut(mesh), cut(0, mesh.tokens))
         self.register_parameter("weight", None)
         if untied_std is not None:
             shape = (vocab_size, hidden_size)
@@ -429,46 +536,48 @@ class VocabParallelHead(ShardedModule):
         rows = as_rows(self, x, self.width)
         labels, scales = (None if each is None else each.flatten() for each in (labels, scales))
         weight, view = owner.weight, owner.gradient_views.get("weight")
+        axis, size, bias = self.mesh.vocabulary, self.vocab_size, self.bias
         if labels is not None and scales is not None:
             scales = scales * (labels >= 0)
-            return linear_cross_entropy(
-                rows, weight, self.bias, labels, scales, self.axes, self.vocab_size, view
-            )
-        y = self.multiply(rows, weight, view)
+            cuts = self.division.x, self.division.weight
+            return linear_cross_entropy(rows, weight, bias, labels, scales, size, view, *cuts)
+        y = linear(rows, weight, bias, self.division, view=view)
         if labels is not None:
-            axis = self.mesh.vocabulary
-            y = vocab_parallel_cross_entropy(y, labels, axis, self.vocab_size) * (labels >= 0)
+            y = vocab_parallel_cross_entropy(y, labels, axis, size) * (labels >= 0)
         return as_before(y, x.shape[:-1])
 
-    def multiply(self, x: Tensor, weight: Tensor, view: GradientView | None) -> Tensor:
-        """Rows of x to logits [n, v/t]."""
-        axis, stream = self.mesh.tensor, self.mesh.stream
-        return linear(x, weight, self.bias, axis=axis, stream=stream, view=view)
+
+def norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
+    """(over which the columns of a norm are cut, over which its gradients are partial)."""
+    if is_inside:
+        return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
+    return mesh.hidden, mesh.of_stream
 
 
 class LayerNorm(ShardedModule):
-    """Layer norm of the stream [n, h], computed in fp32 or wider."""
-
-    modes: ClassVar[Modes] = ("1d",)
+    """Layer norm of the stream [n, h], computed in fp32 or wider; where its columns are cut, ranks
+    exchange the mean and the squares of each row."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        """is_inside: whether x lies in the parallel region."""
         super().__init__(mesh)
         self.epsilon = epsilon
-        self.hidden, partial = self.axes(mesh)
+        self.hidden, partial = norm_axes(mesh, is_inside)
         shape, shards = (hidden_size,), over(0, self.hidden)
         self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
         self.add_parameter("bias", shape, shards, decay=False, partial=partial)
 
-    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
-        """(that columns are cut over, that gradients are partial over)."""
-        return mesh.hidden, mesh.of_stream
-
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
-        y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
+        if self.hidden.size > 1:
+            y = normalise(rows, self.weight, self.bias, self.epsilon, self.hidden)
+        else:
+            y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
         return as_before(y, x.shape[:-1])
 
 
@@ -477,6 +586,8 @@ class ApexLayerNorm(LayerNorm):
 
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh, hidden_size, epsilon=epsilon)
+        if self.hidden.size > 1:
+            raise ValueError("apex's layer norm needs whole rows; LayerNorm takes shards")
         self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
 
     def forward(self, x: Tensor) -> Tensor:
@@ -486,14 +597,14 @@ class ApexLayerNorm(LayerNorm):
 
 class AttentionCore(nn.Module):
     """q [b, a/t, s, d], k and v [b, g, m, d] to [b, a/t, s, d], with dropout of the probabilities:
-    by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share."""
+    by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share. seed
+    and name: see Dropout."""
 
     heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
 
     def __init__(
         self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
     ) -> None:
-        """seed, name: as of Dropout."""
         super().__init__()
         self.mesh, self.dropout, self.name = mesh, dropout, name
         self.key, self.draws_in_kernel = layer_key(seed, name), draws_in_kernel
@@ -511,7 +622,7 @@ class AttentionCore(nn.Module):
         """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
         is_causal: query i looks at the keys up to i; then s = m, and there is no mask. rows: int64
-        [b x s], as of Dropout. of_query: int64 [a/t], which of the g heads each of q uses; None
+        [b x s], see Dropout. of_query: int64 [a/t], which of the g heads each of q uses; None
         where neighbours share one, as many each.
         """
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])

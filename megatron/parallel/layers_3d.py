@@ -15,40 +15,36 @@ outside are layers of layers_2d.py, of l^2 x l ranks.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from megatron.parallel.collectives import gather_from
-from megatron.parallel.layers import STD
-from megatron.parallel.layers_2d import (
-    Gathered,
-    GroupedQueryLinear2D,
-    LayerNorm2D,
-    Linear2D,
-    Place,
-    RMSNorm2D,
-)
+from megatron.parallel.collectives import cut, gather_from
+from megatron.parallel.layers import Gathered, LayerNorm, ParallelLinear, Partition, require_mode
+from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.sharding import Modes
 
 
-def entering(mesh: Mesh) -> Place:
-    division = Gathered((0, mesh.input), (1, mesh.weight), mesh.output)
+def entering(mesh: Mesh) -> Partition:
+    """From outside the parallel region to inside."""
+    require_mode(mesh, "entering", "3d")
+    y = cut(0, mesh.output)
+    division = Gathered(cut(0, mesh.input), cut(1, mesh.weight), y)
     inputs = (mesh.output, mesh.weight)
-    return Place(division, mesh.output, inputs, mesh.input, mesh.inner_tokens)
+    return Partition(division, inputs, mesh.input, mesh.output, (mesh.inner_tokens,))
 
 
-def leaving(mesh: Mesh) -> Place:
-    division = Gathered((0, mesh.output), (1, mesh.weight), mesh.input)
-    return Place(division, mesh.input, (mesh.input, mesh.weight), mesh.output, mesh.tokens)
+def leaving(mesh: Mesh) -> Partition:
+    """From inside the parallel region to outside."""
+    require_mode(mesh, "leaving", "3d")
+    division = Gathered(cut(0, mesh.output), cut(1, mesh.weight), cut(0, mesh.input))
+    inputs = (mesh.input, mesh.weight)
+    return Partition(division, inputs, mesh.output, mesh.input, (mesh.tokens,))
 
 
-class Linear3D(Linear2D):
-    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside; or from inside to
-    outside, as of every second layer."""
-
-    modes: ClassVar[Modes] = ("3d",)
+class Linear3D(ParallelLinear):
+    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside, or the other way where
+    x is_inside. settings: see ColumnParallelLinear."""
 
     def __init__(
         self,
@@ -57,33 +53,20 @@ class Linear3D(Linear2D):
         out_features: int,
         *,
         is_inside: bool = False,
-        parts: int = 1,
-        bias: bool = True,
-        std: float = STD,
+        **settings: Any,
     ) -> None:
-        """is_inside: whether x is inside. parts: as of ColumnParallelLinear."""
-        self.is_inside = is_inside
-        super().__init__(mesh, in_features, out_features, parts=parts, bias=bias, std=std)
-
-    def make_place(self, mesh: Mesh) -> Place:
-        return leaving(mesh) if self.is_inside else entering(mesh)
+        partition = leaving(mesh) if is_inside else entering(mesh)
+        super().__init__(mesh, in_features, out_features, partition, **settings)
 
 
-class GroupedQueryLinear3D(GroupedQueryLinear2D):
-    """x [n, h/l] outside the parallel region to queries, keys and values inside."""
+class GroupedQueryLinear3D(GroupedQueryLinear):
+    """x [n, h/l] lies outside the parallel region; queries, keys and values lie inside."""
 
-    modes: ClassVar[Modes] = ("3d",)
-
-    def make_place(self, mesh: Mesh) -> Place:
-        return entering(mesh)
+    def __init__(self, mesh: Mesh, hidden_size: int, **settings: Any) -> None:
+        super().__init__(mesh, hidden_size, partition=entering(mesh), **settings)
 
 
-class LayerNorm3D(LayerNorm2D):
-    """Layer norm of x [n, h/l] outside or, with is_inside, inside the parallel region."""
-
-
-class RMSNorm3D(RMSNorm2D):
-    """RMSNorm of x [n, h/l], as of LayerNorm3D."""
+LayerNorm3D, RMSNorm3D = LayerNorm, RMSNorm
 
 
 def exchange(mesh: Mesh, x: Any) -> Any:

@@ -3,18 +3,29 @@ gated activations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import pi
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
-from megatron.parallel.layers import STD, as_before, as_rows, linears, over
+from megatron.parallel.layers import (
+    STD,
+    Partition,
+    as_before,
+    as_rows,
+    column,
+    multiply,
+    norm_axes,
+    over,
+    own_width,
+)
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import GradientView, Modes, ShardedModule
+from megatron.parallel.normalise import normalise
+from megatron.parallel.sharding import ShardedModule
 
 
 class GroupedQueryLinear(ShardedModule):
@@ -32,8 +43,6 @@ class GroupedQueryLinear(ShardedModule):
     many query heads share each, in order.
     """
 
-    modes: ClassVar[Modes] = ("1d",)
-
     query: nn.Parameter
     query_bias: nn.Parameter | None
     key_value: nn.Parameter
@@ -50,15 +59,19 @@ class GroupedQueryLinear(ShardedModule):
         head_size: int,
         bias: bool = True,
         std: float = STD,
+        partition: Partition | None = None,
     ) -> None:
+        """partition: by default that of 1D."""
         super().__init__(mesh)
+        partition = partition or column(mesh)
         ranks, self.head_size = mesh.inner_hidden, head_size
         if heads % key_value_heads or heads % ranks.size:
             raise ValueError(
                 f"{heads} heads are no multiple of {key_value_heads} key/value heads and of "
                 f"{ranks.size} {ranks.name} ranks"
             )
-        inputs, self.width, tokens = self.plan(mesh, hidden_size)
+        self.division, self.width = partition.division, own_width(hidden_size, partition.x_columns)
+        inputs, tokens = partition.inputs, partition.y_rows
         own = range(ranks.rank * heads // ranks.size, (ranks.rank + 1) * heads // ranks.size)
         needed = [head * key_value_heads // heads for head in own]
         used = [head - needed[0] for head in needed]
@@ -71,28 +84,13 @@ class GroupedQueryLinear(ShardedModule):
             self.rows = slice(needed[0] * head_size, (needed[-1] + 1) * head_size)
             shards, shared = (), (ranks,)
         size, of_query = heads * head_size, ((0, ranks),)
-        cut = {"partial": (mesh.replicas,), "std": std}
-        self.add_parameter("query", (size, hidden_size), of_query + over(1, *inputs), **cut)
+        fields = {"partial": (mesh.replicas,), "std": std}
+        self.add_parameter("query", (size, hidden_size), of_query + over(1, *inputs), **fields)
         self.add_bias(bias, (size,), of_query, "query_bias", partial=(mesh.replicas, *tokens))
-        size, cut["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
-        self.add_parameter("key_value", (2, size, hidden_size), shards + over(2, *inputs), **cut)
+        size, fields["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
+        self.add_parameter("key_value", (2, size, hidden_size), shards + over(2, *inputs), **fields)
         of_bias = (mesh.replicas, *shared, *tokens)
         self.add_bias(bias, (2, size), shards, "key_value_bias", partial=of_bias)
-
-    def plan(self, mesh: Mesh, hidden_size: int) -> tuple[tuple[Axis, ...], int, tuple[Axis, ...]]:
-        """(axes that cut dim `in` of the weights, columns of x on this rank, axes along which the
-        rows of the queries differ, beside the replicas)."""
-        return (), hidden_size, ()
-
-    def multiply(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        views: Sequence[GradientView | None],
-    ) -> tuple[Tensor, ...]:
-        axis, stream = self.mesh.tensor, self.mesh.stream
-        return linears(x, weights, biases, axis=axis, stream=stream, views=views)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows = as_rows(self, x, self.width)
@@ -105,33 +103,34 @@ class GroupedQueryLinear(ShardedModule):
             weight = weight[:, self.rows]
             bias = None if bias is None else bias[:, self.rows]
         views = [self.gradient_views.get("query"), view]
-        q, kv = self.multiply(rows, [self.query, weight], [self.query_bias, bias], views)
+        weights, biases = [self.query, weight], [self.query_bias, bias]
+        q, kv = multiply(rows, weights, biases, views, self.division)
         q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
 
 
 class RMSNorm(ShardedModule):
     """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
-    and Sennrich, 2019, arXiv:1910.07467)."""
-
-    modes: ClassVar[Modes] = ("1d",)
+    and Sennrich, 2019, arXiv:1910.07467). Arguments: see LayerNorm."""
 
     weight: nn.Parameter
 
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
         super().__init__(mesh)
         self.epsilon, shape = epsilon, (hidden_size,)
-        self.hidden, partial = self.axes(mesh)
+        self.hidden, partial = norm_axes(mesh, is_inside)
         shards = over(0, self.hidden)
         self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
 
-    def axes(self, mesh: Mesh) -> tuple[Axis, tuple[Axis, ...]]:
-        """As of LayerNorm."""
-        return mesh.hidden, mesh.of_stream
-
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
-        return as_before(kernels.rms_norm(rows, self.weight, self.epsilon), x.shape[:-1])
+        if self.hidden.size > 1:
+            y = normalise(rows, self.weight, None, self.epsilon, self.hidden)
+        else:
+            y = kernels.rms_norm(rows, self.weight, self.epsilon)
+        return as_before(y, x.shape[:-1])
 
 
 class RotaryEmbedding(nn.Module):
@@ -148,7 +147,7 @@ class RotaryEmbedding(nn.Module):
         base: float = 10_000.0,
         scaling: tuple[float, float, float, float] | None = None,
     ) -> None:
-        """scaling: as of `llama3_scaled`."""
+        """scaling: see `llama3_scaled`."""
         super().__init__()
         channels = torch.arange(0, head_size, 2, device="cpu", dtype=torch.float32)
         frequencies = 1.0 / base ** (channels / head_size)
@@ -206,7 +205,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads x [b, a, s, d] turned by cos and sin, as of RotaryEmbedding."""
+    """Heads x [b, a, s, d] turned by cos and sin, see RotaryEmbedding."""
     if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
         first, second = x.chunk(2, dim=-1)
         parts = first * cos - second * sin, second * cos + first * sin

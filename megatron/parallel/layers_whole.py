@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import gather_with_gradient, own_rows
-from megatron.parallel.layers import STD, as_before, as_rows, over
-from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import Modes, ShardedModule
+from megatron.parallel.collectives import Cut, gather_with_gradient, own_rows
+from megatron.parallel.layers import Gathered, ParallelLinear, Partition, require_mode
+from megatron.parallel.mesh import Mesh
 
 
-class Linear(ShardedModule):
+class Linear(ParallelLinear):
     """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer."""
 
-    modes: ClassVar[Modes] = ("1d",)
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        std: float = STD,
-    ) -> None:
-        super().__init__(mesh)
-        shape, partial = (out_features, in_features), mesh.of_stream
-        shards = self.shards(mesh)
-        of_bias = [each for each in shards if each[0] == 0]
-        self.add_parameter("weight", shape, shards, std=std, partial=partial)
-        self.add_bias(bias, (out_features,), tuple(of_bias), partial=partial)
-
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        """Of the weight: none, as x is whole."""
-        return ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[1])
-        return as_before(F.linear(rows, self.weight, self.bias), x.shape[:-1])
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
+        require_mode(mesh, "Linear", "1d")
+        partition = Partition(x_rows=(mesh.stream,), y_rows=(mesh.stream,))
+        super().__init__(mesh, in_features, out_features, partition, **settings)
 
 
-class InputLinear(Linear):
-    """x [n, in], whole on every rank, to the stream [n, out]."""
+class InputLinear(ParallelLinear):
+    """x [n, in], whole on every rank that reads it, to the stream [n, out/c]."""
 
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        return over(0, mesh.hidden)
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
+        rows, division = mesh.of_stream[1:], Gathered(x=Cut(terms=mesh.hidden))
+        partition = Partition(division, outputs=mesh.hidden, x_rows=rows, y_rows=rows)
+        super().__init__(mesh, in_features, out_features, partition, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(own_rows(x, self.mesh.stream))
 
 
-class OutputLinear(Linear):
-    """The stream [n, in] to [n, out], whole on every rank."""
+class OutputLinear(ParallelLinear):
+    """The stream [n, in/c] to [n, out], whole on every rank that reads these tokens."""
 
-    def shards(self, mesh: Mesh) -> tuple[tuple[int, Axis], ...]:
-        return over(1, mesh.hidden)
+    def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
+        rows, division = mesh.of_stream[1:], Gathered(y=Cut(terms=mesh.hidden))
+        axis = mesh.hidden
+        partition = Partition(division, (axis,), x_columns=axis, x_rows=rows, y_rows=rows)
+        super().__init__(mesh, in_features, out_features, partition, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         return gather_with_gradient(super().forward(x), 0, self.mesh.stream)

@@ -6,8 +6,8 @@ one server:
     world of 8, tensor 4:      tensor ->  0  1  2  3     (one model)
                          data |           4  5  6  7     (its copy, on other samples)
 
-What several axes do together has a name too, a union of axes: code asks for the union that it
-means (`mesh.loss`), and a new axis is an entry here and a field of Mesh. Say *axis* for the mesh
+Several axes that act together have a name too, a union of axes: code asks for the union that
+it means (`mesh.loss`), and a new axis is an entry here and a field of Mesh. Say *axis* for the mesh
 and *dim* for a tensor.
 
 Several axes may take the place of the tensor axis, by the tensor-parallel mode. Then ranks of one
@@ -23,7 +23,6 @@ model read different samples, too, and the hidden dim of the stream is cut:
 from __future__ import annotations
 
 import socket
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,7 +54,7 @@ def _unions(
     inner_tokens: Names | None = None,
     inner_hidden: Names | None = None,
 ) -> dict[str, Names]:
-    """copies: axes of a layer that divide samples alone; the others are as of Mesh."""
+    """copies: axes of a layer that divide samples alone; the others: see Mesh."""
     cut = tuple(name for name in INNER[mode] if name not in copies)
     return {
         "replicas": ("data", "context", *copies),
@@ -117,10 +116,6 @@ class Calls:
         self.waits = None
 
 
-def _watched(name: str, group: dist.ProcessGroup | None) -> Calls:
-    return _counted(name, [] if group is None else dist.get_process_group_ranks(group))
-
-
 def _counted(name: str, ranks: list[int]) -> Calls:
     calls = CALLS[name] = Calls(ranks)
     return calls
@@ -154,12 +149,12 @@ class Axis:
 
     @cached_property
     def calls(self) -> Calls:
-        return _watched(self.name, self.group)
+        return _counted(self.name, dist.get_process_group_ranks(self.group))
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], Calls]:
-        """Of the messages from one rank of the axis to another, its neighbour in the ring of them;
-        both ends count alike."""
+        """The messages from one rank of the axis to its neighbour in the ring of them; both ends
+        count alike."""
         ranks = dist.get_process_group_ranks(self.group)
         near = {(self.rank + step) % self.size for step in (-1, 1)}
         ends = [pair for each in near for pair in ((self.rank, each), (each, self.rank))]
@@ -172,20 +167,8 @@ class Axis:
         return self
 
 
-class AbsentAxis(Axis):
-    """Of ranks that are not there (see `absent_mesh`); the failure watch knows nothing of it."""
-
-    @cached_property
-    def calls(self) -> Calls:
-        return Calls([])
-
-    @cached_property
-    def channels(self) -> dict[tuple[int, int], Calls]:
-        return defaultdict(lambda: Calls([]))
-
-
 ALONE = Axis("alone")
-"""Of one rank, for functions that an axis is not given to."""
+"""An axis of one rank, for functions that are given none."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +187,8 @@ class ControlGroup:
 
     @cached_property
     def calls(self) -> Calls:
-        return _watched(self.name, self.group)
+        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
+        return _counted(self.name, ranks)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
@@ -218,6 +202,24 @@ class ControlGroup:
     def another(self, name: str = "save") -> ControlGroup:
         """The same ranks over a new group; every rank calls this."""
         return self if self.size == 1 else connect_control(self.timeout, name)
+
+    def new_axis(
+        self,
+        name: str,
+        groups: torch.Tensor,
+        parts: tuple[Axis, ...] = (),
+        is_of_stages: bool = False,
+    ) -> Axis:
+        """The axis of this rank's group; every rank calls this, in the same order. groups: [number
+        of groups, ranks of each], of which this rank may be in none."""
+        if groups.shape[1] == 1:
+            return Axis(name, is_of_stages=is_of_stages)
+        own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=self.timeout)
+        if own is None:
+            return Axis(name, is_of_stages=is_of_stages)
+        axis = Axis(name, groups.shape[1], dist.get_rank(own), own, parts, is_of_stages)
+        _ = axis.calls  # in CALLS from now on, where the failure watch looks
+        return axis
 
     def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self
@@ -357,7 +359,7 @@ class Mesh:
         sizes = {axis.name: axis.size for axis in self.axes}
         groups = _groups_along(sizes, ("pipeline",))[:, ranks]
         name = f"tie of stages {', '.join(map(str, ranks))}"
-        return _connect(self.control, self.control.timeout, name, groups, is_of_stages=True)
+        return self.control.new_axis(name, groups, is_of_stages=True)
 
     def device_mesh(self) -> DeviceMesh:
         """The same axes, but for those of size 1, for torch's own parallelism."""
@@ -381,35 +383,6 @@ def _groups_along(sizes: Mapping[str, int], names: Sequence[str]) -> torch.Tenso
     return grid.movedim(dims, last).reshape(-1, prod(sizes[name] for name in names))
 
 
-def _connect(
-    control: ControlGroup,
-    timeout: timedelta | None,
-    name: str,
-    groups: torch.Tensor,
-    parts: tuple[Axis, ...] = (),
-    *,
-    is_of_stages: bool = False,
-) -> Axis:
-    """The axis of this rank's group; groups: [number of groups, ranks of each], of which this rank
-    may be in none."""
-    if (size := groups.shape[1]) == 1:
-        return Axis(name, is_of_stages=is_of_stages)
-    if control.group is None:  # of absent_mesh
-        own_ranks = next((each for each in groups.tolist() if control.rank in each), None)
-        if own_ranks is None:
-            return Axis(name, is_of_stages=is_of_stages)
-        rank = own_ranks.index(control.rank)
-        group = dist.ProcessGroup(dist.HashStore(), rank, size)
-        return AbsentAxis(name, size, rank, group, parts, is_of_stages)
-    # Every rank makes all groups, in the same order.
-    own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)
-    if own is None:
-        return Axis(name, is_of_stages=is_of_stages)
-    axis = Axis(name, size, dist.get_rank(own), own, parts, is_of_stages)
-    _ = axis.calls  # in CALLS from now on, where the failure watch looks
-    return axis
-
-
 def build_mesh(
     sizes: Mapping[str, int],
     device: torch.device | str,
@@ -422,9 +395,9 @@ def build_mesh(
     """Cut the initialised process group into the axes (every rank calls this).
 
     sizes: of some axes; the others have size 1, but the data axis takes the ranks that are left.
-    timeout: after which torch gives up a collective; None for torch's default. control: the first
-    ranks of the process group, which alone are cut; None for all. Raises ValueError for an axis
-    that there is not, and sizes whose product is not the number of ranks.
+    timeout: after which torch gives up a collective; None for torch's default. control: the ranks,
+    if they are known already, with their timeout. Raises ValueError for an axis that there is not,
+    and sizes whose product is not the number of ranks.
     """
     control, device = control or connect_control(timeout), torch.device(device)
     names = (*OUTER, *INNER[tensor_parallel_mode])
@@ -436,9 +409,8 @@ def build_mesh(
     if min(sizes.values()) < 1 or prod(sizes.values()) != world:
         raise ValueError(f"axes {given} in a world of {world} ranks, which is not their product")
     groups_along = partial(_groups_along, sizes)
-    connect = partial(_connect, control, timeout)
     axes = {
-        name: connect(name, groups_along((name,)), is_of_stages=name == "pipeline")
+        name: control.new_axis(name, groups_along((name,)), is_of_stages=name == "pipeline")
         for name in sizes
     }
     unions = {}
@@ -446,12 +418,12 @@ def build_mesh(
     for name, members in UNIONS[tensor_parallel_mode].items():
         used = tuple(axes[member] for member in members if axes[member].size > 1)
         if used and used not in known:
-            known[used] = connect(name, groups_along(members), used)
+            known[used] = control.new_axis(name, groups_along(members), used)
         unions[name] = known[used] if used else Axis(name)
     ends = axes["pipeline"]
     if sizes["pipeline"] > 2:
         stages = groups_along(("pipeline",))
-        ends = connect("embedding_group", stages[:, [0, -1]], is_of_stages=True)
+        ends = control.new_axis("embedding_group", stages[:, [0, -1]], is_of_stages=True)
     if axes["pipeline"].size > 1 and control.group is not None:
         # The first call over a group has to be one of all its ranks, and messages are not.
         dist.all_reduce(torch.zeros(1, device=device), group=axes["pipeline"].group)
@@ -462,34 +434,6 @@ def build_mesh(
         **axes | unions,
         embedding_group=ends,
         stream=axes["tensor"] if sequence_parallel else Axis("stream"),
-    )
-
-
-def absent_mesh(
-    sizes: Mapping[str, int],
-    device: torch.device,
-    *,
-    tensor_parallel_mode: str = "1d",
-    sequence_parallel: bool = False,
-    stage: int = 0,
-) -> Mesh:
-    """The mesh of one of ranks that are not there, for the shapes and the work of a step: the first
-    of those at `stage` along the pipeline axis.
-
-    sizes: of some axes; the others have size 1. Needs no torch.distributed, of which a dispatch
-    mode has to answer the collectives, such as tools.layouts.work.Meter. Raises ValueError for a
-    stage that the pipeline axis does not have.
-    """
-    world, stages = prod(sizes.values()), sizes.get("pipeline", 1)
-    if not 0 <= stage < stages:
-        raise ValueError(f"stage {stage} of a pipeline axis of {stages} ranks")
-    control = ControlGroup(size=world, rank=stage * (world // stages))
-    return build_mesh(
-        sizes,
-        device,
-        control=control,
-        tensor_parallel_mode=tensor_parallel_mode,
-        sequence_parallel=sequence_parallel,
     )
 
 

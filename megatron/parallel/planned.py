@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import (
+    Cut,
     gather_with_gradient,
     reduce_from,
     split_with_gradient,
     start_sum,
 )
-from megatron.parallel.cross_entropy import HeadAxes, linear_cross_entropy
-from megatron.parallel.layers import DIVISIBLE_BY, linear, linears, look_up
+from megatron.parallel.cross_entropy import linear_cross_entropy
+from megatron.parallel.layers import DIVISIBLE_BY, Gathered, linear, look_up, multiply
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, load_whole
@@ -88,8 +89,8 @@ class Entrance:
             rows = _enter_gathered(self.gathered[0], x, self.axis).flatten(0, -2)
             y = linear(rows, weight, bias, view=view)
         else:
-            rows, axis = x.flatten(0, -2), self.axis
-            y, rows = linears(rows, [weight], [bias], axis=axis, views=[view], passes_on=True)
+            rows, division = x.flatten(0, -2), Gathered(x=Cut(terms=self.axis))
+            y, rows = multiply(rows, [weight], [bias], [view], division, return_input=True)
         self.passed = x, _state(x), rows
         self._clear_behind(rows)
         return y
@@ -357,9 +358,15 @@ class ColumnLinear(Planned):
         """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
         that is whole: as linear_cross_entropy, which never holds all logits."""
         weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        axes = HeadAxes(self.mesh.tensor)
         return linear_cross_entropy(
-            x, weight, self.shard_of("bias"), labels, scales, axes, self.features, view
+            x,
+            weight,
+            self.shard_of("bias"),
+            labels,
+            scales,
+            self.features,
+            view,
+            Cut(terms=self.mesh.tensor),
         )
 
 

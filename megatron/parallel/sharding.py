@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import nan, prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class ShardingSpec:
         return {part for axis in axes for part in axis.parts}
 
     def copied_over(self, *axes: Axis) -> set[Axis]:
-        """Of the parts of these axes, those whose ranks hold the same shard.
+        """The parts of these axes whose ranks hold the same shard.
 
         Pipeline stages hold different parameters, and copies of a tied one along its tie's group.
         """
@@ -209,7 +209,7 @@ class GradientView:
 
     @property
     def gradient(self) -> Tensor:
-        """Of the parameter's shape."""
+        """The sum so far, in the parameter's shape."""
         return self.view(self.flat())
 
     @property
@@ -247,9 +247,6 @@ class GradientView:
         self.is_filled = True
 
 
-Modes = tuple[str, ...] | None  # of tensor parallelism; None: all
-
-
 class GradientViews(dict[str, GradientView]):
     """Those of a module's parameters, by name; a copy of the module has none: its gradients are in
     no bucket."""
@@ -267,25 +264,15 @@ class ShardedModule(nn.Module):
     that torch.manual_seed makes one model of every layout.
     gradient_views: where the layer adds the gradients of parameters, by name; empty where it leaves
         that to autograd (see GradientBuckets).
-    modes: of tensor parallelism, that the layer computes in; None for all. Raises ValueError where
-        it is built on a mesh of several ranks of another.
     """
-
-    modes: ClassVar[Modes] = None
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        mode = mesh.tensor_parallel_mode
-        if self.modes is not None and mesh.tensor.size > 1 and mode not in self.modes:
-            raise ValueError(
-                f"{type(self).__name__} is a layer of {', '.join(self.modes)} tensor parallelism, "
-                f"and the mesh is one of {mode}: megatron.api.layer_factory makes those of a mesh"
-            )
         on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
         self.attach(mesh, is_on_meta=on_meta)
 
     def attach(self, mesh: Mesh, *, is_on_meta: bool) -> None:
-        """What such a module has beside what every module has."""
+        """Adds the attributes that such a module has beside every module's."""
         self.mesh = mesh
         self.specs: dict[str, ShardingSpec] = {}
         self.gradient_views = GradientViews()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, model_slices, newest_whole
@@ -20,8 +21,8 @@ from megatron.models.build import build_model
 from megatron.models.decoder import Decoder
 from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from
-from megatron.parallel.cross_entropy import most_probable, vocab_parallel_cross_entropy
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.cross_entropy import own_columns, vocab_parallel_cross_entropy
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import gathered
 from megatron.train.executor import Executor
@@ -163,3 +164,24 @@ def score(
         losses = vocab_parallel_cross_entropy(logits, ids, mesh.vocabulary, model.vocab_size)
         log_probabilities.append(-losses)
     return torch.cat(log_probabilities), torch.cat(hits)
+
+
+def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
+    """The token of the largest logit, the lowest of those that share it: int64 [n].
+
+    vocab_size, which is no token, where a logit is NaN, on whichever rank.
+    logits: [n, padded v / t], this rank's columns, of which the padded ones do not count.
+    """
+    start, columns = own_columns(logits, axis, vocab_size)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    best = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
+    column = torch.zeros_like(best, dtype=torch.int64)
+    if columns:
+        values, column = logits[:, :columns].max(dim=1)
+        best = values.to(wide)
+    own = best
+    # Above all: which of a number and NaN is the larger depends on the backend.
+    best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
+    candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
+    chosen = all_reduce(candidate, axis, ReduceOp.MIN)
+    return chosen.where(chosen >= 0, vocab_size)

@@ -12,20 +12,19 @@ from torch.utils._pytree import tree_leaves
 from megatron.parallel.collectives import (
     all_reduce,
     copy_to,
+    cut,
     gather_from,
     gather_with_gradient,
     own_rows,
     reduce_from,
-    scatter_sum,
     start_all_reduce,
     start_broadcast,
     start_gather,
-    start_gather_along,
     start_receive,
     start_reduce,
     start_send,
     start_sum,
-    start_sum_along,
+    sum_terms,
 )
 from megatron.parallel.mesh import Axis, serial_mesh
 from tests.dist import Pool
@@ -154,8 +153,8 @@ CASES = {
         lambda x, axis: start_gather(x, axis)(), lambda terms, _: torch.cat(terms)
     ),
     "start_gather, out": Case(gather_into, lambda terms, _: torch.cat(terms)),
-    "start_gather_along": Case(
-        lambda x, axis: start_gather_along(x, 1, axis)(), lambda terms, _: torch.cat(terms, 1)
+    "start_gather of columns": Case(
+        lambda x, axis: cut(1, axis).start_gather(x)(), lambda terms, _: torch.cat(terms, 1)
     ),
     "gather_from": Case(
         lambda x, axis: gather_from(x, 1, axis), lambda terms, _: torch.cat(terms, 1)
@@ -164,8 +163,8 @@ CASES = {
         lambda x, axis: start_sum(x, axis, axis)(), lambda terms, rank: total(terms).chunk(2)[rank]
     ),
     "start_sum, out": Case(sum_into, lambda terms, rank: total(terms).chunk(2)[rank]),
-    "start_sum_along": Case(
-        lambda x, axis: start_sum_along(x, 1, axis)(),
+    "start_sum of columns": Case(
+        lambda x, axis: cut(1, axis).start_sum(x)(),
         lambda terms, rank: total(terms).chunk(2, 1)[rank],
     ),
 }
@@ -218,8 +217,9 @@ DIFFERENTIABLE = {
         lambda terms, _: torch.cat([*terms], 1),
         is_shared=True,
     ),
-    "scatter_sum": Differentiable(
-        lambda x, axis: scatter_sum(x, 1, axis), lambda terms, rank: total(terms).chunk(2, 1)[rank]
+    "sum_terms of columns": Differentiable(
+        lambda x, axis: sum_terms(x, cut(1, axis)),
+        lambda terms, rank: total(terms).chunk(2, 1)[rank],
     ),
 }
 DY = {  # strides of a gradient [n, c]

@@ -13,17 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import cross_entropy
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.collectives import gather_from
+from megatron.parallel.collectives import Cut, gather_from
 from megatron.parallel.cross_entropy import (
-    HeadAxes,
     linear_cross_entropy,
-    most_probable,
     vocab_parallel_cross_entropy,
 )
 from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import materialize
+from megatron.train.evaluate import most_probable
 from tests.dist import Pool
 from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients
 
@@ -148,7 +147,7 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
 
         x.grad = None
         own = own_rows(weight, axis), own_rows(bias, axis) if with_bias else None
-        total = linear_cross_entropy(x, *own, labels, scales, HeadAxes(axis), VOCABULARY)
+        total = linear_cross_entropy(x, *own, labels, scales, VOCABULARY, x_cut=Cut(terms=axis))
         (3 * total).backward()
         assert total.dtype == torch.promote_types(dtype, torch.float32)
         close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
@@ -160,7 +159,10 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
                 assert not gradient[VOCABULARY:].any(), "padding gets a gradient"
                 close(gradient[:VOCABULARY], whole.grad)
         with torch.no_grad():
-            close(linear_cross_entropy(x, *own, labels, scales, HeadAxes(axis), VOCABULARY), total)
+            close(
+                linear_cross_entropy(x, *own, labels, scales, VOCABULARY, x_cut=Cut(terms=axis)),
+                total,
+            )
 
 
 def check_all_fused() -> None:
@@ -242,10 +244,10 @@ def test_logits_never_exist_whole() -> None:
     weight = torch.randn(16, 4, generator=numbers).requires_grad_()
     labels, scales, axis = torch.arange(64) % 16, torch.ones(64), axis_of_all()
     with Largest() as largest:
-        linear_cross_entropy(x, weight, None, labels, scales, HeadAxes(axis), 16).backward()
+        linear_cross_entropy(x, weight, None, labels, scales, 16, x_cut=Cut(terms=axis)).backward()
     assert largest.elements == x.numel()
     with Largest() as largest, torch.no_grad():
-        linear_cross_entropy(x, weight, None, labels, scales, HeadAxes(axis), 16)
+        linear_cross_entropy(x, weight, None, labels, scales, 16, x_cut=Cut(terms=axis))
     assert largest.elements <= x.numel()
 
 
@@ -254,7 +256,9 @@ def traffic() -> list[tuple[str, tuple[int, ...]]]:
     x, weight, _, labels, scales = example(torch.float32)
     own = own_rows(weight, axis)
     with Communication() as communication, patch.object(cross_entropy, "CHUNK_BYTES", 4 * 7 * 18):
-        linear_cross_entropy(x, own, None, labels, scales, HeadAxes(axis), VOCABULARY).backward()
+        linear_cross_entropy(
+            x, own, None, labels, scales, VOCABULARY, x_cut=Cut(terms=axis)
+        ).backward()
     return communication.calls
 
 
@@ -271,7 +275,7 @@ def test_the_loss_communicates_the_size_of_the_tokens(gloo: Pool) -> None:
 def test_the_loss_of_no_tokens_is_zero() -> None:
     x, weight, bias, labels, scales = example(torch.float32)
     arguments = x[:0], weight, bias, labels[:0], scales[:0]
-    total = linear_cross_entropy(*arguments, HeadAxes(), VOCABULARY)
+    total = linear_cross_entropy(*arguments, VOCABULARY)
     total.backward()
     assert total == 0
     assert not weight.grad.any()

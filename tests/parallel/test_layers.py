@@ -42,7 +42,7 @@ from megatron.api import (
 )
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.layers import padded_vocabulary
+from megatron.parallel.layers import ApexLayerNorm, padded_vocabulary
 from megatron.parallel.layers_llama import GroupedQueryLinear, RotaryEmbedding, gated, rotate
 from megatron.parallel.mesh import Axis
 from tests import plain, threads
@@ -525,7 +525,10 @@ REFUSED: dict[str, list[Callable[[Mesh], object]]] = {
         lambda mesh: under_autocast(mesh, Linear2D(mesh, 8, 8), 4),
     ],
     "2.5d": [lambda mesh: RowParallelLinear(mesh, 8, 8)],
-    "3d": [lambda mesh: VocabParallelEmbedding(mesh, 8, 8), lambda mesh: LayerNorm(mesh, 8)],
+    "3d": [
+        lambda mesh: grouped(GroupedQueryLinear, mesh, 4, 4),
+        lambda mesh: ApexLayerNorm(mesh, 8),
+    ],
     "1d": [lambda mesh: Linear2D(mesh, 8, 8)],
     "serial": [
         lambda mesh: ColumnParallelLinear(mesh, 8, 8)(torch.zeros(2, 7)),

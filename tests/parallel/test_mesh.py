@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.parallel.mesh import Axis, Mesh, absent_mesh, build_mesh, serial_mesh
+from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
 from tests.refusals import refusal
+from tools.planning.absent import absent_mesh
 
 CPU = torch.device("cpu")
 

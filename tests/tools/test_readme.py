@@ -19,12 +19,12 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
 )
 from megatron.models.build import build_model
-from megatron.parallel.mesh import absent_mesh
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
 from tests.test_reproduce import anchors
 from tools import plan
 from tools.layouts.job import program_of
+from tools.planning.absent import absent_mesh
 from tools.planning.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,7 +31,7 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from megatron.parallel.buckets import Deferred, GradientBuckets
-from megatron.parallel.mesh import Mesh, absent_mesh
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Action
 from megatron.parallel.sharding import materialize
@@ -40,6 +40,7 @@ from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Meter, Work, on_meta
+from tools.planning.absent import absent_mesh
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")

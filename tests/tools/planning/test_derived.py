@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.kernels import use_cpu_kernels
-from megatron.parallel.mesh import Mesh, absent_mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
@@ -34,6 +34,7 @@ from tests.tools.planning.counted import (
 from tools.layouts.job import of_pretraining
 from tools.layouts.meters import Counts, counting, saved_bytes
 from tools.layouts.work import Call, Meter, on_meta
+from tools.planning.absent import absent_mesh
 from tools.planning.hardware import load_hardware
 from tools.planning.trace import Step
 

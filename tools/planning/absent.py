@@ -1,0 +1,60 @@
+"""Meshes of ranks that are not there, for the shapes and the work of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.mesh import Axis, Calls, ControlGroup, Mesh, build_mesh
+
+
+class AbsentAxis(Axis):
+    """The failure watch knows nothing of its calls."""
+
+    @cached_property
+    def calls(self) -> Calls:
+        return Calls([])
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], Calls]:
+        return defaultdict(lambda: Calls([]))
+
+
+class AbsentRanks(ControlGroup):
+    """This rank of ranks that are not there."""
+
+    def new_axis(
+        self,
+        name: str,
+        groups: torch.Tensor,
+        parts: tuple[Axis, ...] = (),
+        is_of_stages: bool = False,
+    ) -> Axis:
+        own = next((each for each in groups.tolist() if self.rank in each), [self.rank])
+        if len(own) == 1:
+            return Axis(name, is_of_stages=is_of_stages)
+        rank = own.index(self.rank)
+        group = dist.ProcessGroup(dist.HashStore(), rank, len(own))
+        return AbsentAxis(name, len(own), rank, group, parts, is_of_stages)
+
+
+def absent_mesh(
+    sizes: Mapping[str, int], device: torch.device, *, stage: int = 0, **options: Any
+) -> Mesh:
+    """The mesh of the first rank of those at `stage` along the pipeline axis.
+
+    sizes: of some axes; the others have size 1. options: see build_mesh. Needs no
+    torch.distributed: a dispatch mode, such as tools.layouts.work.Meter, has to answer the
+    collectives. Raises ValueError for a stage that the axis does not have.
+    """
+    world, stages = prod(sizes.values()), sizes.get("pipeline", 1)
+    if not 0 <= stage < stages:
+        raise ValueError(f"stage {stage} of a pipeline axis of {stages} ranks")
+    control = AbsentRanks(size=world, rank=stage * (world // stages))
+    return build_mesh(sizes, device, control=control, **options)
