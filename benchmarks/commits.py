@@ -3,8 +3,8 @@
 Each tree runs its own `pretrain_gpt2.py` under torchrun, on the same random tokens. Seconds are
 those between two logged steps of one run, so that nothing of its start is among them; CPU seconds
 are of all ranks, and memory is the sum of their peaks, with all that they have imported. Every
-step's loss is compared: without dropout they have to be the same bit for bit. Dropout by
-coordinates and that of before commit 681c802 drop different elements.
+step's loss is compared: without dropout they have to be the same bit for bit, or within
+--tolerance. Dropout by coordinates and that of before commit 681c802 drop different elements.
 """
 
 import sys
@@ -101,6 +101,7 @@ def contenders(
     groups: tuple[str, ...] = GROUPS,
     dropout: float = 0.0,
     steps: int = 30,
+    tolerance: float = 0.0,
 ) -> Iterator[Contender]:
     """Compare the trees.
 
@@ -109,6 +110,7 @@ def contenders(
         groups: as "quickstart, fp32, d = 2".
         dropout: of attention's probabilities, embeddings and residuals.
         steps: of a run, that are timed.
+        tolerance: by which losses may differ, for commits that change the last bits.
     """
     if unknown := {*groups} - {*GROUPS}:
         raise ValueError(f"--groups {sorted(unknown)[0]!r}: there are {GROUPS}")
@@ -124,7 +126,7 @@ def contenders(
         words += f"--log-interval 1 {'--bf16' if dtype == 'bf16' else '--no-bf16'}"
         for name, tree in trees.items():
             own = {"tree": str(tree), "flags": words.split(), "ranks": ranks, "steps": steps}
-            same = {} if dropout else {"losses": 0}
+            same = {} if dropout else {"losses": tolerance}
             yield Contender(name, run, own, group=group, threads=2 // ranks, same=same)
 
 
