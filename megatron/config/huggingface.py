@@ -75,7 +75,7 @@ class HuggingFaceConfig(KindConfig):
     """A model of transformers, unmodified, that predicts the next token."""
 
     kind: ClassVar[str] = "huggingface"
-    can_compile: ClassVar[bool] = False
+    can_compile = False
     has_grids: ClassVar[bool] = False
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 

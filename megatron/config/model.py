@@ -43,8 +43,6 @@ class KindConfig:
     """What checkpoints call such a model."""
     adaptable: ClassVar[frozenset[str]] = frozenset()
     """Fields that no parameter depends on, which fine-tuning may change."""
-    can_compile: ClassVar[bool] = True
-    """Whether --compile knows its layers."""
     has_grids: ClassVar[bool] = True
     """Whether its layers can be cut in each --tensor-parallel-mode, and not in 1d alone."""
     layernorm_impl = "torch"
@@ -94,6 +92,11 @@ class KindConfig:
         """Whether probabilities of attention are dropped."""
         raise NotImplementedError
 
+    @property
+    def can_compile(self) -> bool:
+        """Whether --compile takes its layers: no compiler sees into apex's kernel."""
+        return self.layernorm_impl == "torch"
+
     def of_depth(self, layers: int) -> Self:
         """The same model with so many layers."""
         changes: Any = {"num_layers": layers}
@@ -133,7 +136,8 @@ class ModelConfig(KindConfig):
     """Added to the variance in LayerNorm, to the mean square in RMSNorm."""
 
     layernorm_impl: Literal["torch", "apex"] = "torch"
-    """LayerNorm: torch's own fused kernel, or NVIDIA apex's FusedLayerNorm."""
+    """LayerNorm: torch's own fused kernel, or NVIDIA apex's FusedLayerNorm, with which layers are
+    not compiled."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 x layers) before residuals."""

@@ -70,7 +70,9 @@ class PretrainConfig:
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
             self._check_mode(mode)
         if self.training.compile and not self.model.can_compile:
-            allowed = f"left out: layers of the kind {self.model.kind} are not compiled"
+            allowed = (
+                "left out: layers of --model huggingface, or with apex's norm, are not compiled"
+            )
             raise UsageError("--compile", None, allowed, works=("--no-compile",))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
@@ -127,10 +129,7 @@ class PretrainConfig:
         return config
 
     def _check_mode(self, mode: str) -> None:
-        """What is not of a layer that is cut in this tensor-parallel mode."""
-        if self.training.compile:
-            allowed = f"left out with --tensor-parallel-mode {mode}, whose products are not traced"
-            raise UsageError("--compile", None, allowed, works=("--no-compile",))
+        """What no layer has that is cut in this tensor-parallel mode."""
         if (norm := self.model.layernorm_impl) != "torch":
             allowed = f"torch with --tensor-parallel-mode {mode}, which cuts what a norm is of"
             raise UsageError("--layernorm-impl", norm, allowed, works=("--layernorm-impl", "torch"))

@@ -116,7 +116,9 @@ class HuggingFace(nn.Module):
         if config.recompute_granularity == "full":
             arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
             with _refused(config, "one that recomputes its layers"):
-                model.activation_checkpointing_enable({"use_reentrant": False, **arithmetic})
+                recomputes = getattr(model, "activation_checkpointing_enable", None)
+                recomputes = recomputes or model.gradient_checkpointing_enable  # its name in 5.17
+                recomputes({"use_reentrant": False, **arithmetic})
         self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
         use_own_kernels(model)

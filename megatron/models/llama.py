@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import Decoder
-from megatron.models.transformer import Attention, Sequences, TransformerLayer
+from megatron.models.transformer import Attention, Sequences, TransformerLayer, in_heads
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import rotate
 
@@ -39,10 +39,7 @@ class LlamaAttention(Attention):
         assert at.turns is not None
         if self.of_query is not None and not x.is_meta:
             self.of_query = self.of_query.to(x.device)  # once: a GPU does not wait for it again
-        q, k, v = (
-            each.view(at.count, -1, each.shape[1] // self.head_size, self.head_size).transpose(1, 2)
-            for each in self.qkv(x)
-        )
+        q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x))
         # A copy of v, beside which the memory of what k was turned from is not kept.
         return rotate(q, *at.turns), rotate(k, *at.turns), v.contiguous()
 

@@ -83,13 +83,19 @@ def _runner(
     granularity."""
     if config.recompute_granularity != granularity:
         return _run
-    # torch.compile traces the layers, but not the checkpoint.
-    return torch.compiler.disable(factory.checkpoint)
+    # A compiled layer is one graph, which the checkpoint of its core is part of.
+    is_inside = granularity == "selective"
+    return factory.checkpoint if is_inside else torch.compiler.disable(factory.checkpoint)
 
 
 def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
     make = factory.rms_norm if config.normalization == "rms" else factory.layer_norm
     return make(config.hidden_size, epsilon=config.layernorm_epsilon)
+
+
+def in_heads(x: Tensor, count: int, size: int) -> Tensor:
+    """[n, a d] of `count` sequences, as heads of this size: [b, a, s, d]."""
+    return x.view(count, -1, x.shape[1] // size, size).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -114,9 +120,8 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [b, a/t, s, d]."""
-        qkv = self.qkv(x)  # [n, 3h/t]
-        qkv = qkv.view(at.count, -1, 3, qkv.shape[1] // (3 * self.head_size), self.head_size)
-        q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))
+        # Not unbound from one tensor: the compiler's kernel for the backward of that is slow.
+        q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x).chunk(3, dim=1))
         return q, k, v
 
     def forward(self, x: Tensor, at: Sequences) -> Tensor:

@@ -143,6 +143,8 @@ def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
     """The source's x, for ranks whose x has the same shape and dtype: as start_all_reduce."""
     if axis.size == 1:
         return lambda: x
+    if torch.compiler.is_compiling():
+        return _traced("broadcast", x, source, axis=axis)
     # .data: gloo writes a GPU's x back at the source, too, which autograd would take for a change.
     own = x.contiguous().data if axis.rank == source else x.new_empty(x.shape)
     return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), own)

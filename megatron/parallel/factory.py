@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import layers, layers_2d, layers_3d, layers_llama, layers_whole
 from megatron.parallel.dropout import Dropout
+from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parallelize import parallelize
 
@@ -72,7 +73,7 @@ class LayerFactory:
     as the function of this name; None where this way of cutting cannot."""
 
 
-LAYER_NORMS = {"torch": layers.LayerNorm, "apex": layers.ApexLayerNorm}
+LAYER_NORMS = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
 
 
 def factory_1d(

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -106,18 +105,26 @@ class Gathered:
         return compute
 
 
+# Not in place while compiling: torch 2.11 traces a forward that ends so as one without gradient.
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias)
+    if bias is None:
+        return y
+    return y + bias if torch.compiler.is_compiling() else y.add_(bias)
+
+
+def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """y + x W', rounded once."""
+    if torch.compiler.is_compiling():
+        return torch.addmm(y, x, weight.T)
+    kernels.add_matmul_(y, x.T, weight.T, accumulate=True)
+    return y
 
 
 def input_term(dys: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
     """The sum of each dy W [n, in]."""
     dx: Tensor | None = None
     for dy, weight in zip(dys, weights, strict=True):
-        if dx is None:
-            dx = kernels.matmul(dy, weight.T)
-        else:
-            kernels.add_matmul_(dx, dy.T, weight, accumulate=True)
+        dx = kernels.matmul(dy, weight.T) if dx is None else add_product(dx, dy, weight.T)
     assert dx is not None
     return dx
 
@@ -579,20 +586,6 @@ class LayerNorm(ShardedModule):
         else:
             y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
         return as_before(y, x.shape[:-1])
-
-
-class ApexLayerNorm(LayerNorm):
-    """The same by the kernel of NVIDIA apex's FusedLayerNorm, which computes in fp32 too."""
-
-    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
-        super().__init__(mesh, hidden_size, epsilon=epsilon)
-        if self.hidden.size > 1:
-            raise ValueError("apex's layer norm needs whole rows; LayerNorm takes shards")
-        self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-
-    def forward(self, x: Tensor) -> Tensor:
-        normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
-        return normalised
 
 
 class AttentionCore(nn.Module):

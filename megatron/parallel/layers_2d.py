@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.parallel import kernels
@@ -30,6 +31,7 @@ from megatron.parallel.collectives import (
     split_with_gradient,
     start_broadcast,
     start_reduce,
+    start_sum,
 )
 from megatron.parallel.layers import (
     Gathered,
@@ -42,6 +44,7 @@ from megatron.parallel.layers import (
     VocabParallelHead,
     WeightGradients,
     add_bias,
+    add_product,
     input_term,
     require_mode,
     weight_terms,
@@ -66,10 +69,9 @@ class Summa(Gathered):
         ys: list[Tensor] = []
         for block, *its_weights in _in_turn((self.columns, [x]), (self.rows, weights)):
             if ys:
-                for y, weight in zip(ys, its_weights, strict=True):
-                    kernels.add_matmul_(y, block.T, weight.T, accumulate=True)
+                ys = [add_product(y, block, its) for y, its in zip(ys, its_weights, strict=True)]
             else:
-                ys = [kernels.matmul(block, weight) for weight in its_weights]
+                ys = [kernels.matmul(block, its) for its in its_weights]
         return [*map(add_bias, ys, biases)]
 
     def start_dx(self, weights: Sequence[Tensor]) -> InputGradient:
@@ -110,6 +112,9 @@ def _in_turn(*owns: tuple[Axis, Sequence[Tensor]]) -> Iterator[list[Tensor]]:
 
 def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[], list[Tensor]]:
     """The sums of this rank's terms. terms: those for each rank of the axis, one after another."""
+    if torch.compiler.is_compiling():  # no sum for one rank is traced
+        sums = [start_sum(torch.cat(each), axis, axis) for each in zip(*terms, strict=True)]
+        return lambda: [wait() for wait in sums]
     pending: list[Callable[[], Tensor]] = []
     own: Sequence[Tensor] = ()
 

@@ -33,15 +33,17 @@ class _Normalise(torch.autograd.Function):
             variance += (means[0] - mean).square().mean(0)
         scale = (variance + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
-        y = (wide - mean[:, None]).mul_(scale[:, None]).mul_(weight)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        # Torch 2.11 traces a forward whose last operator is in place, or a .to() that does nothing,
+        # as one without gradient.
+        y = (wide - mean[:, None]).mul_(scale[:, None]) * weight
+        return y if bias is None else y + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         wide = mean.dtype
-        normal, dy = (x.to(wide) - mean[:, None]).mul_(scale[:, None]), dy.to(wide)
+        normal = (x.to(wide) - mean[:, None]).mul_(scale[:, None])
         g = dy * weight
         terms = [(g * normal).sum(1), *[g.sum(1)] * ctx.has_mean]
         summed = start_all_reduce(torch.stack(terms), ctx.axis)
@@ -57,4 +59,4 @@ class _Normalise(torch.autograd.Function):
 def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, axis: Axis) -> Tensor:
     """Layer norm of x [n, h/c] whose columns are cut over `axis`, or without a bias RMSNorm."""
     y: Tensor = _Normalise.apply(x, weight, bias, epsilon, axis)
-    return y
+    return y.to(x.dtype)

@@ -302,15 +302,16 @@ def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str,
     return chosen[0]
 
 
-def compile_layers(model: nn.Module) -> None:
-    """torch.compile of each transformer layer; all layers share one graph.
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """torch.compile of each transformer layer: one graph, which all layers share.
 
     Matmuls, attention and collectives run as they stand in the code; what is element by element
     between them runs in a few kernels of the compiler, dropout by coordinates included.
     """
+    options = {"fallback_random": True} if backend == "inductor" else None  # draws as uncompiled
     for module in model.modules():
         if isinstance(module, TransformerLayer):
-            module.compile(options={"fallback_random": True})  # draws as without a compiler
+            module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 
 
 def choose_compile(
@@ -319,15 +320,11 @@ def choose_compile(
     """(whether layers are compiled, the same on all ranks; warnings).
 
     asked: None where no flag was given: then they are compiled on GPUs whose compiler works, but
-    for a schedule of half backwards, and for a grid of ranks. Raises UsageError on every rank where
-    --compile asks for what does not work.
+    for a schedule of half backwards. Raises UsageError on every rank where --compile asks for what
+    does not work.
     """
-    reason = None
     if pipeline.has_halves:
         reason = f"a compiled backward is whole, and --pipeline-schedule {pipeline.kind} halves it"
-    elif (mode := mesh.tensor_parallel_mode) != "1d":
-        reason = f"the products of --tensor-parallel-mode {mode} are not traced"
-    if reason is not None:
         if asked:
             raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
         return False, []

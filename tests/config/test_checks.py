@@ -100,8 +100,7 @@ LAST_AT = {
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
 {SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
 {SQUARE} --hidden-size 12 --num-attention-heads 3 | {SQUARE} --sequence-parallel
-{SQUARE} --micro-batch-size 3 --global-batch-size 8 | {SQUARE} --layernorm-impl apex
-{SQUARE} --compile""",
+{SQUARE} --micro-batch-size 3 --global-batch-size 8 | {SQUARE} --layernorm-impl apex""",
     6: f"{TENSOR} 4 | {GRID} 2d {TENSOR} 4",
     8: f"""{GRID} 2d {TENSOR} 8 | {GRID} 3d {TENSOR} 4 | {GRID} 2d {TENSOR} 4 {DEPTH} 2
 {CUBE} --hidden-size 20 --num-attention-heads 5 | {CUBE} --ffn-hidden-size 6""",

@@ -2,6 +2,9 @@
 
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +13,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config.checks import UsageError
+from megatron.parallel import kernels
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train import state as state_module
 from megatron.train.diagnose import find_first
 from megatron.train.state import choose_compile, commit, compile_layers
@@ -25,6 +34,7 @@ from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.llama import llama_section
 from tests.tiny import (
+    SEQUENCE,
     assert_gradients,
     mesh_of_ranks,
     micro_batches,
@@ -33,50 +43,91 @@ from tests.tiny import (
     tiny_state,
     whole_gradients,
 )
+from tools.layouts.layout import parse_layout
 
-GCC = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
-# fp32; the order of sums differs.
-TOLERANCE = 2e-5
-POST_LN = {"residual_order": "post-ln"}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+POST_LN = {"residual_order": "post-ln"}
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full"}
+ONE_GRAPH = Counter(graphs=1, breaks=0)
+NESTED = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 keeps what a Function inside a checkpoint saves"
+)
 
 
-def forget_compiled() -> None:
-    # Plain instructions: to find out what the processor can do takes longer than these tests.
-    torch._inductor.config.cpp.simdlen = 1
+@contextmanager
+def compiler(backend: Any) -> Iterator[Counter[str]]:
+    """Inside, what is traced again is an error; counts graphs and what broke one."""
     torch._dynamo.reset()
+    counters.clear()
+    found = Counter[str]()
+    # Plain instructions: to find out what the processor can do takes longer than these tests.
+    plain = torch._inductor.config.patch({"cpp.simdlen": 1})
+    with plain, torch._dynamo.config.patch(error_on_recompile=True):
+        yield found
+    found.update(graphs=counters["stats"]["unique_graphs"], breaks=len(counters["graph_break"]))
 
 
 def first_steps(
-    kind: str, size: int, cuts_stream: bool, is_compiled: bool, changes: dict[str, Any]
-) -> Any:
-    """(loss and gradients of a first step, loss of a second, graphs, and places that broke one)."""
-    forget_compiled()
-    counters.clear()
-    mesh = mesh_of_ranks(size, sequence_parallel=cuts_stream)
-    state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=torch.float32)
-    if is_compiled:
-        compile_layers(state.model)
-    batches = [SAMPLES[kind](4)]
+    kind: str,
+    layout: str,
+    backend: str | None,
+    changes: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    size: int = 2,
+) -> tuple[list[float], dict[str, Tensor], Counter[str]]:
+    """(losses of three steps, the first by its parts; gradients of the first, graphs) of a rank."""
+    mesh = parse_layout(layout).mesh(torch.device("cpu"))
+    state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=dtype)
+    if backend is not None:
+        compile_layers(state.model, backend)
+    batches = micro_batches(SAMPLES[kind](8), mesh, size)
     state.model.train()
-    loss = forward_backward(state, batches, count(state, batches))
-    gradients = whole_gradients(state.gradients)
-    again = train_step(state, batches, 1e-3).loss
-    return loss, gradients, again, counters["stats"]["unique_graphs"], [*counters["graph_break"]]
+    with compiler(backend) as found:
+        losses = forward_backward(state, batches, count(state, batches)).flatten().tolist()
+        gradients = whole_gradients(state.gradients)
+        losses += [train_step(state, batches, 1e-3).loss for _ in range(2)]
+    return losses, gradients, found
 
 
-def three_steps(
-    zero_stage: int, is_compiled: bool, offloads: bool = False
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [
+        ("gpt2", "tensor=1", DROPOUT | SELECTIVE),
+        ("llama", "tensor=1", FULL),
+        ("bert", "tensor=1", POST_LN | DROPOUT | FULL),
+        ("gpt2", "tensor=2", DROPOUT),
+        ("llama", "tensor=2,sequence", SELECTIVE),
+        ("bert", "tensor=2,sequence", DROPOUT),
+        ("llama", "tensor=8:2.5d:2", DROPOUT | SELECTIVE),  # two squares of 2d
+        ("gpt2", "tensor=8:3d", DROPOUT | SELECTIVE),
+    ],
+)
+def test_compiled_layers_are_one_graph_that_computes_the_same(
+    gloo: Pool, kind: str, layout: str, changes: dict[str, Any]
+) -> None:
+    """In fp64; collectives, dropout and what selective recomputation runs are in the graph."""
+    ranks = parse_layout(layout).ranks
+    plain = gloo.run(ranks, first_steps, kind, layout, None, changes)
+    found = gloo.run(ranks, first_steps, kind, layout, "aot_eager", changes)
+    for (losses, gradients, graphs), (wanted, those, _) in zip(found, plain, strict=True):
+        assert graphs == ONE_GRAPH
+        assert losses == pytest.approx(wanted, rel=1e-13)
+        assert_gradients(gradients, those, 1e-12)
+
+
+def kept_in_three_steps(
+    zero_stage: int, backend: str | None, offloads: bool = False
 ) -> tuple[list[float], list[int], set[int]]:
     """(losses of three steps; behind the layers of each forward, how many of them have their
     weights in memory, and bytes of activations on the host) of a rank."""
-    forget_compiled()
-    mesh, section = mesh_of_ranks(1), tiny_section(num_layers=3, cpu_offload_activations=offloads)
-    state = tiny_state(mesh, section, dtype=torch.float32, zero_stage=zero_stage)
-    if is_compiled:
-        compile_layers(state.model)
+    mesh = mesh_of_ranks(1)
+    section = tiny_section(num_layers=3, cpu_offload_activations=offloads, **DROPOUT)
+    state = tiny_state(mesh, section, zero_stage=zero_stage)
+    if backend is not None:
+        compile_layers(state.model, backend)
     batches, gathered, alive = micro_batches(samples(8), mesh, 4), list[StorageWeakRef](), []
     gather, held = Bucket.gather, set[int]()
 
@@ -90,59 +141,104 @@ def three_steps(
         held.add(sum(each.nbytes for each in on_host))
 
     state.model.final_norm.register_forward_pre_hook(count_kept)
-    with patch.object(Bucket, "gather", watched):
+    with patch.object(Bucket, "gather", watched), compiler(backend) as found:
         losses = [train_step(state, batches, 1e-3).loss for _ in range(3)]
+    assert found == (Counter() if backend is None else ONE_GRAPH)
     return losses, alive, held
 
 
-@GCC
-@pytest.mark.slow
-def test_compiled_layers_keep_no_weights_that_zero_releases(gloo: Pool) -> None:
-    plain = gloo.run(2, three_steps, 0, False)[0][0]
-    for stage in (1, 2, 3):
-        for losses, alive, _ in gloo.run(2, three_steps, stage, True):
-            assert losses == pytest.approx(plain, rel=TOLERANCE)
+def test_compiled_layers_keep_nothing_that_is_released_or_offloaded(gloo: Pool) -> None:
+    wanted = pytest.approx(gloo.run(2, kept_in_three_steps, 0, None)[0][0], rel=1e-13)
+    for stage, offloads in ((1, False), (2, False), (3, False), (0, True), (3, True)):
+        for losses, alive, held in gloo.run(2, kept_in_three_steps, stage, "aot_eager", offloads):
+            assert losses == wanted
             assert alive == [1 if stage == 3 else 0] * 3
+            what_enters = 3 * 4 * SEQUENCE * 32 * 8
+            assert min(held) > what_enters if offloads else held == {0}
 
 
-@GCC
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_compiled_layers_offload_what_they_keep(gloo: Pool, stage: int) -> None:
-    (wanted, _, nothing), (losses, _, held) = (
-        gloo.run(2, three_steps, stage, True, offloads)[0] for offloads in (False, True)
+def recorder(into: dict[str, Counter[str]]) -> Any:
+    """As aot_eager; counts the operators of the graphs by their names."""
+
+    def keep(name: str, graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        into[name] = Counter(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=partial(keep, "forward"),
+        bw_compiler=partial(keep, "backward"),
+        partition_fn=min_cut_rematerialization_partition,
     )
-    assert losses == wanted
-    assert nothing == {0}
-    assert min(held) > 3 * 4 * 16 * 32 * 4  # more than what enters the layers
 
 
-@GCC
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size", "cuts_stream", "changes", "is_whole"),
+    ("changes", "again"),
     [
-        ("gpt2", 1, False, {"num_layers": 3}, True),
-        ("gpt2", 2, True, {}, True),
-        ("llama", 2, True, {}, True),
-        ("bert", 1, False, {"recompute_granularity": "selective"}, False),
-        ("bert", 2, False, POST_LN | {"recompute_granularity": "full"} | DROPOUT, True),
+        ({}, {"run_and_save_rng_state": 1, "run_with_rng_state": 1}),  # of torch's kernel
+        pytest.param({"attention_dropout": 0.2}, {"aten._softmax.default": 2}, marks=NESTED),
+        (
+            {"attention_dropout": 0.2, "attention_dropout_rng": "kernel"},
+            {"aten._safe_softmax.default": 2, "run_and_save_rng_state": 1, "run_with_rng_state": 1},
+        ),
     ],
 )
-def test_compiled_layers_compute_the_same(
-    gloo: Pool, kind: str, size: int, cuts_stream: bool, changes: dict[str, Any], is_whole: bool
+def test_selective_recomputation_is_in_the_graph(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], again: dict[str, int]
 ) -> None:
-    """is_whole: whether all layers share one graph, collectives and dropout in it. Where a part of
-    a layer is recomputed, a graph ends."""
-    plain = gloo.run(size, first_steps, kind, size, False, False, changes)
-    found = gloo.run(size, first_steps, kind, size, cuts_stream, True, changes)
-    for theirs, ours in zip(plain, found, strict=True):
-        torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=0)
-        assert_gradients(ours[1], theirs[1], TOLERANCE)
-        assert ours[2] == pytest.approx(theirs[2], rel=TOLERANCE)
-        graphs, breaks = ours[3:]
-        assert graphs >= 1
-        assert (graphs == 1 and not breaks) == is_whole, breaks
+    """The backward runs attention again, and finds no more than where layers are not compiled."""
+    monkeypatch.setattr(kernels, "use_cpu_kernels", False)
+    graphs: dict[str, Counter[str]] = {}
+    losses, kept = [], []
+    for backend in (None, recorder(graphs)):
+        state = tiny_state(serial_mesh(), tiny_section(**SELECTIVE, **changes))
+        if backend is not None:
+            compile_layers(state.model, backend)
+        storages: dict[int, int] = {}
+
+        def note(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        torch.manual_seed(1)
+        with compiler(backend), saved_tensors_hooks(note, lambda x: x):
+            losses.append(train_step(state, [samples(4)], 1e-3).loss)
+        kept.append(sum(storages.values()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-13)
+    assert (graphs["forward"] + graphs["backward"]) & Counter(again) == Counter(again)
+    assert kept[1] <= kept[0] + 2 * torch.get_rng_state().nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes"),
+    [
+        ("gpt2", "tensor=1", DROPOUT),
+        ("llama", "tensor=2,sequence", SELECTIVE | {"num_query_groups": 2}),
+        ("bert", "tensor=1", DROPOUT | SELECTIVE),
+    ],
+)
+def test_inductor_is_as_near_in_bf16(
+    gloo: Pool, kind: str, layout: str, changes: dict[str, Any]
+) -> None:
+    """As near to fp64 as layers in bf16 that are not compiled."""
+    wide, ranks = {"hidden_size": 256, "num_attention_heads": 4}, parse_layout(layout).ranks
+
+    def steps(backend: str | None, dtype: torch.dtype) -> tuple[list[float], Tensor]:
+        losses, gradients, found = gloo.run(
+            ranks, first_steps, kind, layout, backend, changes | wide, dtype
+        )[0]
+        assert found == (Counter() if backend is None else ONE_GRAPH)
+        return losses, torch.cat([each.double().flatten() for each in gradients.values()])
+
+    losses, gradient = steps(None, torch.float64)
+    errors = []
+    for backend in (None, "inductor"):
+        found, its = steps(backend, torch.bfloat16)
+        assert found == pytest.approx(losses, rel=0.05)
+        errors.append(float((its - gradient).norm() / gradient.norm()))
+    plain, compiled = errors
+    assert 0 < compiled < 1.2 * plain < 0.1
 
 
 def test_a_diagnosis_still_sees_every_module() -> None:
@@ -181,20 +277,24 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
         assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
 
 
-def test_compile_is_refused_without_a_compiler_and_of_a_grid(
+def test_compile_is_refused_without_a_compiler_and_of_half_backwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", fail)
-    grid = replace(serial_mesh(), tensor_parallel_mode="2d", device=torch.device("cuda"))
-    for mesh in (serial_mesh(), grid):
+    halves = PipelinePlan(2, 1, "zb-h1")
+    for pipeline in (UNCUT, halves):
         with pytest.raises(UsageError) as error:
-            choose_compile(True, mesh)
+            choose_compile(True, serial_mesh(), pipeline)
         assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-        assert choose_compile(False, mesh) == (False, [])
-    assert choose_compile(None, grid) == (False, [])
+        assert choose_compile(False, serial_mesh(), pipeline) == (False, [])
+    assert choose_compile(None, replace(serial_mesh(), device=torch.device("cuda")), halves) == (
+        False,
+        [],
+    )
+    assert not tiny_section(layernorm_impl="apex").can_compile
 
 
 def git(folder: Path, *words: str) -> str:
