@@ -17,10 +17,12 @@ from .parallel.mesh import (
 from .parallel.collectives import (
     all_reduce as all_reduce,
     gather_from as gather_from,
+    own_rows as own_rows,
+)
+from .parallel.regions import (
     gather_with_gradient as gather_with_gradient,
     copy_to as copy_to,
     reduce_from as reduce_from,
-    own_rows as own_rows,
 )
 
 # Layers

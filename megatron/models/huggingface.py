@@ -38,7 +38,6 @@ from megatron.models.hf_layers import (
 from megatron.models.hf_plans import plan_at
 from megatron.models.registry import NO_END
 from megatron.models.transformer import text_rows
-from megatron.parallel.collectives import split_with_gradient
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import fold, known
 from megatron.parallel.factory import LayerFactory
@@ -46,6 +45,7 @@ from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import PlanError
 from megatron.parallel.planned import ColumnLinear, Planned
 from megatron.parallel.random import derive_seed
+from megatron.parallel.regions import split_with_gradient
 
 
 def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:

@@ -8,13 +8,13 @@ gradients: where these are narrow, too (--pure-bf16), there are no masters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
@@ -95,12 +95,13 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class FlatWeights:
-    """What Adam updates in one call: neighbours in a bucket that decay alike, or do not."""
+    """What Adam updates as one tensor: neighbours in a bucket that decay alike, or do not."""
 
-    weight: nn.Parameter  # its `grad` is set
+    decay: float
+    weight: Tensor
+    gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    decay: float
 
 
 class TorchAdam:
@@ -111,32 +112,38 @@ class TorchAdam:
     """
 
     def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
-        self.flats, self.config = flats, config
+        self.config = config
+        self.groups = defaultdict[tuple[float, torch.dtype], list[FlatWeights]](list)
+        """What one call updates."""
+        for each in flats:
+            self.groups[each.decay, each.weight.dtype].append(each)
         self.set_updates(0)
 
     def set_updates(self, updates: int) -> None:
         """Set how many updates the moments have behind them."""
-        weights = [each.weight for each in self.flats]
-        self.updates = [torch.tensor(float(updates), device=each.device) for each in weights]
+        # The function takes a counter of each tensor: here elements of one, counted in one call.
+        self.updates = [
+            torch.full((len(group),), float(updates), device=group[0].weight.device)
+            for group in self.groups.values()
+        ]
 
     @torch.no_grad()
     def step(self, lr: float, factor: float) -> None:
         """Update by the gradients x factor; what is left in the gradients is undefined."""
         config = self.config
-        for flat, updates in zip(self.flats, self.updates, strict=True):
-            gradient, divisor = flat.weight.grad, None
-            assert gradient is not None
-            if gradient.dtype == torch.float64:  # the kernel's divisor is fp32
-                gradient.mul_(factor)
+        for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
+            gradients, divisor = [each.gradient for each in group], None
+            if dtype == torch.float64:  # the kernel's divisor is fp32
+                torch._foreach_mul_(gradients, factor)
             elif factor != 1.0:
-                divisor = torch.full((), 1.0 / factor, device=gradient.device)  # nothing is copied
+                divisor = torch.full((), 1.0 / factor, device=updates.device)  # nothing is copied
             adam(
-                [flat.weight],
-                [gradient],
-                [flat.exp_avg],
-                [flat.exp_avg_sq],
+                [each.weight for each in group],
+                gradients,
+                [each.exp_avg for each in group],
+                [each.exp_avg_sq for each in group],
                 [],
-                [updates],
+                [*updates],
                 fused=True,
                 grad_scale=divisor,
                 decoupled_weight_decay=config.decoupled_weight_decay,
@@ -144,44 +151,19 @@ class TorchAdam:
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
                 lr=lr,
-                weight_decay=flat.decay,
+                weight_decay=decay,
                 eps=config.adam_eps,
                 maximize=False,
             )
 
 
-class ApexAdam:
-    """The same by NVIDIA apex's FusedAdam, imported only where it is asked for."""
+def adam_class(impl: str) -> Any:
+    """What --optimizer-impl names; apex is imported only where it is asked for."""
+    if impl == "torch":
+        return TorchAdam
+    from megatron.optim.apex import ApexAdam
 
-    def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
-        self.flats = flats
-        self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
-            [{"params": [each.weight], "weight_decay": each.decay} for each in flats],
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            adam_w_mode=config.decoupled_weight_decay,
-        )
-        for each in flats:
-            moments = {"exp_avg": each.exp_avg, "exp_avg_sq": each.exp_avg_sq}
-            self.optimizer.state[each.weight] = moments
-        self.set_updates(0)
-
-    def set_updates(self, updates: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["step"] = updates
-
-    def step(self, lr: float, factor: float) -> None:
-        for each in self.flats:
-            assert each.weight.grad is not None
-            each.weight.grad.mul_(factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-
-
-ADAMS: dict[str, type[TorchAdam] | type[ApexAdam]] = {"torch": TorchAdam, "apex": ApexAdam}
-"""By the name that --optimizer-impl gives them."""
+    return ApexAdam
 
 
 class MasterWeights:
@@ -195,7 +177,7 @@ class MasterWeights:
         flats: list[FlatWeights] = []
         # Of --optimizer-cpu-offload, an optimizer for each bucket.
         self.hosts: list[tuple[Bucket, HostPart, TorchAdam]] = []
-        self.adams: Sequence[TorchAdam | ApexAdam]
+        self.adams: Sequence[Any]
         for bucket in self.buckets:
             master = bucket.hold_weights(on_host=config.optimizer_cpu_offload)
             host, size = bucket.host, len(master)
@@ -209,14 +191,13 @@ class MasterWeights:
             first = len(flats)
             self.moments.append((exp_avg, exp_avg_sq))
             for own, segment in bucket.own_segments():
-                weight = nn.Parameter(master[own])
-                weight.grad = gradients_of[own]
                 decays = segment.spec.decay or config.decay_biases_and_norms
                 decay = config.weight_decay * decays
-                flats.append(FlatWeights(weight, exp_avg[own], exp_avg_sq[own], decay))
+                tensors = master, gradients_of, exp_avg, exp_avg_sq
+                flats.append(FlatWeights(decay, *(each[own] for each in tensors)))
             if host is not None:
                 self.hosts.append((bucket, host, TorchAdam(flats[first:], config)))
-        make = ADAMS[config.optimizer_impl]
+        make = adam_class(config.optimizer_impl)
         self.adams = [adam for *_, adam in self.hosts] or [make(flats, config)]
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:

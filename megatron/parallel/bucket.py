@@ -34,6 +34,7 @@ from megatron.parallel.sharding import (
     TensorSlice,
     absent,
 )
+from megatron.parallel.traced import handle_of
 
 ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
 
@@ -100,6 +101,7 @@ class Bucket:
             for name, parameter, its_spec in neighbours:
                 flat = (self.dtype, lambda: self.flat)
                 self.views.append(GradientView(name, parameter, its_spec, end, deferral, *flat))
+                self.views[-1].handle = handle_of(self.views[-1])
                 end = _round_up(self.views[-1].stop, ALIGNMENT)
             self.segments.append(Segment(start, end, its_spec))
         self.size = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))

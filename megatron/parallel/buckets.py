@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.linalg import vector_norm
 
-from megatron.parallel.bucket import ALIGNMENT, Bucket, Named, gradient_dtype, nothing
+from megatron.parallel import kernels
+from megatron.parallel.bucket import Bucket, Named, gradient_dtype, nothing
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import check_gradients, check_weights, name_unreached
 from megatron.parallel.mesh import ALONE, Mesh
@@ -33,6 +33,7 @@ from megatron.parallel.sharding import (
     ShardingSpec,
     TensorSlice,
     absent,
+    add_gradients,
     give_memory,
     mesh_of,
     sharding_specs,
@@ -40,6 +41,7 @@ from megatron.parallel.sharding import (
 from megatron.parallel.zero3 import Units, is_gathered
 
 BUCKET_BYTES = 64 * 2**20
+SMALL = 2**16  # elements; of a layer's norms and biases, which wait for those of other layers
 IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
 
 Deferred = tuple[GradientView, Callable[[], object]]
@@ -109,8 +111,8 @@ class GradientBuckets:
         default that of our layers in the model; a model without them needs it.
 
         direct: True: our layers add the gradients of their weights to the buckets, as soon as they
-        have them. False, and in layers that torch.compile has compiled: all gradients go through
-        autograd and `.grad`, in the parameters' dtype. In fp32 or wider the numbers are the same;
+        have them. False: all gradients go through autograd and `.grad`, in the parameters' dtype.
+        In fp32 or wider the numbers are the same;
         in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
 
         sets_grad: False for an optimizer that reads the buckets themselves, as MasterWeights: there
@@ -178,6 +180,7 @@ class GradientBuckets:
         self.lowest: dict[str, int] = {}  # stage that a parameter had a gradient of, in this step
         self.in_step = self.is_complete = False
         self.next = 0  # the first bucket whose reduction has not started
+        self.arrived: list[tuple[GradientView, Tensor]] = []  # and are not in their buckets yet
         self.reducing = deque[Bucket]()  # from ZeRO stage 2 on
         self.sets_grad = sets_grad
         self.on_gradient: Callable[[GradientView], object] = nothing  # after one was added to
@@ -237,10 +240,12 @@ class GradientBuckets:
                 f"{view.name} has a second gradient in the last accumulate(): each backward() "
                 "takes an accumulate() of its own, and torch's checkpoint use_reentrant=False"
             )
-        if view.parameter.grad is not None:
-            view.add(view.parameter.grad)
+        if (gradient := view.parameter.grad) is not None:
             view.parameter.grad = None
-        if view.is_filled:
+            self.arrived.append((view, gradient))
+            if gradient.numel() > SMALL or self.on_gradient is not nothing:
+                self._add_arrived()
+        elif view.is_filled:
             self.on_gradient(view)
         if self.completes and view.stage == self.stage:
             self._complete([(bucket, view)])
@@ -261,7 +266,15 @@ class GradientBuckets:
         while self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self._reduce_next()
 
+    def _add_arrived(self) -> None:
+        """Add what came through autograd to the buckets: small gradients of all layers at once."""
+        arrived, self.arrived = self.arrived, []
+        add_gradients(arrived)
+        for view, _ in arrived:
+            self.on_gradient(view)
+
     def _reduce_next(self) -> None:
+        self._add_arrived()
         bucket = self.buckets[self.next]
         if self.zero_stage >= 2:
             if len(self.reducing) == IN_FLIGHT:  # before what arrives of one more has memory
@@ -304,8 +317,10 @@ class GradientBuckets:
         self.deferral.works = deferred if is_deferred else None
         try:
             yield deferred
+            self._add_arrived()
         finally:
             self.is_last = self.stage = self.deferral.works = None
+            self.arrived.clear()
         if self.zero_stage >= 2:
             self._reduce_all()
             self.next = 0
@@ -377,17 +392,15 @@ class GradientBuckets:
         device = self.buckets[0].device if self.buckets else self.mesh.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         shared = self.mesh.replicas if self.zero_stage else ALONE
+        counted: dict[bool, list[Tensor]] = {True: [], False: []}
         for bucket in self.buckets:
             for own, segment in bucket.own_segments():
-                # Of few elements at a time, as a CPU adds squares one by one in fp32: the norm of
-                # 10^5 is wrong by 1e-6, of 10^8 by 1e-2. No part cuts these.
-                rows = bucket.own[own].view(-1, ALIGNMENT)
-                norms = vector_norm(
-                    rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)
-                )
                 is_owner = segment.spec.is_owner(self.mesh.model_parallel)
                 is_owner = is_owner and (bucket.shared is shared or shared.rank == 0)
-                total += float(is_owner) * norms.double().square().sum()
+                counted[is_owner].append(bucket.own[own])
+        for is_owner, pieces in counted.items():
+            if pieces:
+                total += float(is_owner) * kernels.squares(pieces)
         return all_reduce(total, shared)
 
     def slices(self) -> Iterator[TensorSlice]:

@@ -4,8 +4,8 @@ Section 3 of the paper has a conjugate pair: one does backward what the other do
 
            forward                   backward                  where
     f      x                         sum over ranks of dx      layers.multiply, beside its dW;
-                                                               linear_cross_entropy; copy_to
-    g      sum over ranks of x       dx                        layers.multiply; reduce_from
+                                                               linear_cross_entropy
+    g      sum over ranks of x       dx                        sum_terms
 
 Under sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each rank holds its own rows
 of the stream, and at the same places the pair is
@@ -214,7 +214,7 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
     return torch.cat(shards, dim)
 
 
-class _Pair(torch.autograd.Function):
+class Pair(torch.autograd.Function):
     """there(x) forward, which may be x itself, changed; back(dy) backward."""
 
     @staticmethod
@@ -234,42 +234,4 @@ def sum_terms(x: Tensor, by: Cut) -> Tensor:
     if by.terms.size == 1:
         return x
     x = x.contiguous()
-    return _Pair.apply(x, lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())
-
-
-def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
-    """g: leave the parallel region by summing the ranks' partial `x`, where it is not cut in
-    place; of an `x` that is not contiguous the sum is a new tensor."""
-    return sum_terms(x, Cut(0, stream, axis))
-
-
-def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
-    """f: enter the parallel region where several matmuls share `x`."""
-
-    def there(x: Tensor) -> Tensor:
-        return x.view_as(x) if stream.size == 1 else start_gather(x, stream)()
-
-    def back(dy: Tensor) -> Tensor:
-        return start_sum(dy.clone(memory_format=torch.contiguous_format), axis, stream)()
-
-    return x if axis.size == 1 else _Pair.apply(x, there, back)
-
-
-def _own_shard(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    if x.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of {list(x.shape)} is no multiple of {axis.size} ranks")
-    return x.chunk(axis.size, dim)[axis.rank]
-
-
-def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
-    keeps the gradient of its own."""
-    there, back = (partial(each, dim=dim, axis=axis) for each in (gather_from, _own_shard))
-    return x if axis.size == 1 else _Pair.apply(x, there, back)
-
-
-def split_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's shard of `x`, which every rank computes alike and gets the whole gradient of.
-    Raises ValueError for a dim that the ranks cannot share evenly."""
-    there, back = (partial(each, dim=dim, axis=axis) for each in (_own_shard, gather_from))
-    return x if axis.size == 1 else _Pair.apply(x, there, back)
+    return Pair.apply(x, lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from megatron.parallel.block_attention import block_attention, pays_in_blocks, widen
 
@@ -66,8 +67,16 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
-    """Add dy' x to `out`, or overwrite it; dy [n, out] and x [n, in], all of one dtype."""
-    if _by_cpu_kernels(x) and x.dtype in onednn.EMULATED:
+    """Add dy' x to `out` [out, in], or overwrite it; dy [n, out] and x [n, in] are of one dtype."""
+    if out.dtype != x.dtype and x.is_cuda:  # the product is not rounded to the dtype of x
+        if accumulate:
+            torch.addmm(out, dy.T, x, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(dy.T, x, out_dtype=out.dtype, out=out)
+    elif out.dtype != x.dtype:
+        product = matmul(dy.T, x.T)
+        out.add_(product) if accumulate else out.copy_(product)
+    elif _by_cpu_kernels(x) and x.dtype in onednn.EMULATED:
         product = dy.float().T @ x.float()
         out.copy_(product.add_(out) if accumulate else product)
     elif _by_cpu_kernels(x) and onednn.is_faster(dy.T, x.T):
@@ -76,6 +85,19 @@ def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None
         out.addmm_(dy.T, x)
     else:
         torch.mm(dy.T, x, out=out)
+
+
+def squares(pieces: list[Tensor]) -> Tensor:
+    """The sum of all squares, an fp64 scalar; pieces: flat, multiples of 64 elements."""
+    if pieces[0].is_cuda:
+        return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum()
+    # Of few elements at a time, as a CPU adds squares one by one in fp32: the norm of 10^5 is wrong
+    # by 1e-6, of 10^8 by 1e-2.
+    norms = (
+        vector_norm(each.view(-1, 64), dim=1, dtype=torch.promote_types(each.dtype, torch.float32))
+        for each in pieces
+    )
+    return torch.stack([each.double().square().sum() for each in norms]).sum()
 
 
 def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -44,8 +44,10 @@ from megatron.parallel.dropout import head_keys, known, layer_key
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.normalise import normalise
 from megatron.parallel.sharding import GradientView, ShardedModule
+from megatron.parallel.traced import TracedView, traced_views
 
-Views = Sequence[GradientView | None]
+View = GradientView | TracedView
+Views = Sequence[View | None]
 InputGradient = Callable[[Sequence[Tensor], Sequence[Tensor]], Callable[[], Tensor]]
 WeightGradients = Callable[[Sequence[Tensor], Views], list[Tensor | None]]
 
@@ -136,7 +138,7 @@ def weight_terms(dys: Sequence[Tensor], x: Tensor, views: Views) -> list[Tensor]
     return [kernels.matmul(dy.T, x.T).to(dtype) for dy, dtype in zip(dys, dtypes, strict=True)]
 
 
-def weight_gradient(dy: Tensor, x: Tensor, view: GradientView | None) -> Tensor | None:
+def weight_gradient(dy: Tensor, x: Tensor, view: View | None) -> Tensor | None:
     """dy' x; None where it is added to the view."""
     if view is None:
         return kernels.matmul(dy.T, x.T)
@@ -157,9 +159,10 @@ class _Multiply(torch.autograd.Function):
         return_input: bool,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """parameters: the weights, then the biases."""
-        weights, biases = parameters[: len(views)], parameters[len(views) :]
-        ctx.save_for_backward(x, *weights)
+        """parameters: the weights, the biases, and handles of views, see traced.py."""
+        count = len(views)
+        weights, biases = parameters[:count], parameters[count : 2 * count]
+        ctx.save_for_backward(x, *weights, *parameters[2 * count :])
         ctx.division, ctx.views = division, views
         ctx.set_materialize_grads(not return_input)
         ys = division.outputs(x, _matrices(weights), biases)
@@ -168,16 +171,18 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        count, division, needed = len(ctx.views), ctx.division, ctx.needs_input_grad
         x, *saved = ctx.saved_tensors
+        saved, handles = saved[:count], saved[count:]
+        known = traced_views(handles, ctx.views) if handles else ctx.views
         weights = _matrices(saved)
-        division, needed, count = ctx.division, ctx.needs_input_grad, len(weights)
         returned = [dx for dx in dys[count:] if dx is not None]
         pairs = zip(dys, weights, strict=False)
         own = [x.new_zeros(len(x), len(weight)) if dy is None else dy for dy, weight in pairs]
         dws: list[Tensor | None] = [None] * count
         dbs = dws.copy()
         now = [number for number in range(count) if needed[4 + number]]
-        views = [ctx.views[number] for number in now]
+        views = [known[number] for number in now]
         is_deferred = all(view is not None and view.deferral.is_on for view in views)
         # In the order in which they are used: what is last comes beside the matmuls of dx.
         gathered_dys = division.start_dys(own)
@@ -202,24 +207,24 @@ class _Multiply(torch.autograd.Function):
         elif now:
             work = cache(lambda: hand_over(division.start_dws(x)))  # once for all of them
             for view in views:
+                assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
-        return None if summed is None else summed(), None, None, None, *dws, *dbs
+        dx = None if summed is None else summed()
+        tokens = [None if view is None else view.token for view in known] if handles else []
+        return dx, None, None, None, *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
     return [weight.flatten(0, -2) for weight in weights]
 
 
-def usable_views(x: Tensor, views: Views) -> Views:
-    """Those that the backward may add to. Raises RuntimeError under torch.autocast."""
-    if torch.compiler.is_compiling():  # a compiled backward cannot write into buckets
-        return (None,) * len(views)
+def check_autocast(x: Tensor) -> None:
+    """Raises RuntimeError under torch.autocast."""
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         raise RuntimeError(
             "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
             "in bf16, and gradients are added up in fp32 all the same"
         )
-    return views
 
 
 WHOLE = Gathered()
@@ -243,12 +248,15 @@ def multiply(
         sum of dx, as their gradients cross the ranks with that of this one.
     """
     assert not return_input or division.x.over.size == 1
-    views = usable_views(x, views)
+    check_autocast(x)
     biases = [None if bias is None else bias.flatten() for bias in biases]
     if not torch.is_grad_enabled():
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x) if return_input else tuple(ys)
-    return _Multiply.apply(x, division, views, return_input, *weights, *biases)
+    handles = []
+    if torch.compiler.is_compiling():
+        handles = [None if view is None else view.handle for view in views]
+    return _Multiply.apply(x, division, views, return_input, *weights, *biases, *handles)
 
 
 def linear(

@@ -25,14 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import (
-    cut,
-    gather_with_gradient,
-    split_with_gradient,
-    start_broadcast,
-    start_reduce,
-    start_sum,
-)
+from megatron.parallel.collectives import cut, start_broadcast, start_reduce, start_sum
 from megatron.parallel.layers import (
     Gathered,
     InputGradient,
@@ -52,6 +45,7 @@ from megatron.parallel.layers import (
 from megatron.parallel.layers_llama import GroupedQueryLinear, RMSNorm
 from megatron.parallel.layers_whole import InputLinear, OutputLinear
 from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.regions import gather_with_gradient, split_with_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import Cut, gather_with_gradient, own_rows
+from megatron.parallel.collectives import Cut, own_rows
 from megatron.parallel.layers import Gathered, ParallelLinear, Partition, require_mode
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.regions import gather_with_gradient
 
 
 class Linear(ParallelLinear):

@@ -45,12 +45,6 @@ class PipelinePlan:
         sizes = ", ".join(str(len(each)) for each in self.layers) or "all"
         return f"{self.stages} stages of {sizes} layers, {self.virtual} a rank, schedule {kind}"
 
-    @property
-    def has_halves(self) -> bool:
-        """Whether some backward runs in two halves, of activations and of weights."""
-        lists = self.own or schedule(self.kind, self.ranks, 1, self.virtual)
-        return any(each.direction == "backward_weight" for each in chain.from_iterable(lists))
-
     def numbers(self, rank: int) -> tuple[int, ...] | None:
         """The layers of one rank along the pipeline axis; None for all."""
         if self.stages == 1:

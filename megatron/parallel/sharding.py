@@ -202,6 +202,7 @@ class GradientView:
     is_filled: bool = False  # False: the elements are left over from an earlier step
     is_reached: bool = False  # whether a gradient came in any step
     stage: int | None = None  # of several virtual stages here the lowest one of the step before
+    handle: Tensor | None = None  # what a compiled backward knows it by, see traced.py
 
     @property
     def stop(self) -> int:
@@ -232,9 +233,6 @@ class GradientView:
 
     def add_matmul(self, dy: Tensor, x: Tensor) -> None:
         """Add dy' x, with dy [n, out] and x [n, in]."""
-        if dy.dtype != self.dtype:
-            self.add(kernels.matmul(dy.T, x.T))
-            return
         own = self.gradient.view(-1, x.shape[1])
         kernels.add_matmul_(own, dy, x, accumulate=self.is_filled)
         self.is_filled = True
@@ -245,6 +243,22 @@ class GradientView:
             self.gradient.zero_()
         kernels.add_rows_(self.gradient, index, dy)
         self.is_filled = True
+
+
+def add_gradients(found: Sequence[tuple[GradientView, Tensor]]) -> None:
+    """Add each gradient, of its parameter's shape, to its view."""
+    for is_filled in (False, True):
+        pairs = [each for each in found if each[0].is_filled is is_filled]
+        for dtypes in {(view.dtype, gradient.dtype) for view, gradient in pairs}:
+            alike = [each for each in pairs if (each[0].dtype, each[1].dtype) == dtypes]
+            owns, gradients = [view.gradient for view, _ in alike], [each for _, each in alike]
+            if is_filled and dtypes[0] != dtypes[1]:  # added in one call where they are of one
+                rounded = [torch.empty_like(each) for each in owns]
+                torch._foreach_copy_(rounded, gradients)
+                gradients = rounded
+            (torch._foreach_add_ if is_filled else torch._foreach_copy_)(owns, gradients)
+    for view, _ in found:
+        view.is_filled = True
 
 
 class GradientViews(dict[str, GradientView]):

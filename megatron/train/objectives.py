@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.parallel.collectives import gather_with_gradient
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.regions import gather_with_gradient
 
 
 class Objective(Protocol):

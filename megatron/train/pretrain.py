@@ -265,7 +265,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     asked = config.training.compile if config.model.can_compile else False
-    compiled, warnings = choose_compile(asked, mesh, pipeline)
+    compiled, warnings = choose_compile(asked, mesh)
     names = list[str | None]([None])
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))

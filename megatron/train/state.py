@@ -314,20 +314,12 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 
 
-def choose_compile(
-    asked: bool | None, mesh: Mesh, pipeline: PipelinePlan = UNCUT
-) -> tuple[bool, list[str]]:
+def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
     """(whether layers are compiled, the same on all ranks; warnings).
 
-    asked: None where no flag was given: then they are compiled on GPUs whose compiler works, but
-    for a schedule of half backwards. Raises UsageError on every rank where --compile asks for what
-    does not work.
+    asked: None where no flag was given: then they are compiled on GPUs whose compiler works. Raises
+    UsageError on every rank where --compile asks for what does not work.
     """
-    if pipeline.has_halves:
-        reason = f"a compiled backward is whole, and --pipeline-schedule {pipeline.kind} halves it"
-        if asked:
-            raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
-        return False, []
     if not (mesh.device.type == "cuda" if asked is None else asked):
         return False, []
     failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))

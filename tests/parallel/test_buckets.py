@@ -457,6 +457,34 @@ def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dic
     return whole_gradients(buckets), *sums
 
 
+class Additions(TorchDispatchMode):
+    """Counts the calls that add gradients to a bucket, by the number of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (name := function.overloadpacket.__name__).startswith("_foreach"):
+            self.seen.append((name, len(args[0])))
+        return function(*args, **(kwargs or {}))
+
+
+def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
+    model = tiny_model(serial_mesh(), tiny_section(num_layers=3), dtype=torch.bfloat16)
+    buckets = GradientBuckets(model)
+    small = 3 * (4 + 4) + 2  # norms and biases of layers, the last norm
+    for is_last, calls in (
+        (False, ["_foreach_copy_"]),
+        (True, ["_foreach_copy_", "_foreach_add_"]),  # the first makes them fp32
+    ):
+        with Additions() as additions, buckets.accumulate(is_last=is_last):
+            summed_loss(model, samples(1), CPU)[0].backward()
+        assert additions.seen == [(name, small) for name in calls]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
     for buckets, wide, narrow in gloo.run(size, in_bf16, size):
@@ -578,6 +606,7 @@ def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
     mesh = mesh_of_ranks(dist.get_world_size(), sequence_parallel=sequence_parallel)
     layer, seen = ColumnParallelLinear(mesh, 4, 8, std=1.0), list[str]()
     materialize(layer, device=CPU, dtype=torch.float32, seed=0)
+    buckets = GradientBuckets(layer)
     assert mesh.tensor.group  # looked up, as by the embedding of a model
 
     def keep(backward: GraphModule, _: object) -> GraphModule:
@@ -585,16 +614,18 @@ def order_of_a_compiled_layer(sequence_parallel: bool) -> list[str]:
         return backward
 
     layer.compile(backend=aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep))
-    layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    calls = [each.split(".")[-2] for each in seen if each.startswith(("aten.mm", "_c10d"))]
+    with buckets.accumulate(is_last=True):
+        layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    known = ("aten.mm", "_c10d", "megatron")
+    calls = [each.split(".")[-2] for each in seen if each.startswith(known)]
     return ["wait" if each == "wait_tensor" else each for each in calls]
 
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "order"),
     [
-        (False, "mm all_reduce mm wait"),
-        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait mm wait"),
+        (False, "mm all_reduce add_product wait"),
+        (True, "all_gather_into_tensor mm reduce_scatter_tensor wait add_product wait"),
     ],
 )
 def test_a_compiled_layer_does_it_in_the_same_order(

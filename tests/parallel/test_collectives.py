@@ -11,12 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.parallel.collectives import (
     all_reduce,
-    copy_to,
     cut,
     gather_from,
-    gather_with_gradient,
     own_rows,
-    reduce_from,
     start_all_reduce,
     start_broadcast,
     start_gather,
@@ -27,6 +24,7 @@ from megatron.parallel.collectives import (
     sum_terms,
 )
 from megatron.parallel.mesh import Axis, serial_mesh
+from megatron.parallel.regions import copy_to, gather_with_gradient, reduce_from
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks

@@ -25,7 +25,7 @@ from megatron.parallel import kernels
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
 from megatron.train import state as state_module
 from megatron.train.diagnose import find_first
 from megatron.train.state import choose_compile, commit, compile_layers
@@ -39,6 +39,7 @@ from tests.tiny import (
     mesh_of_ranks,
     micro_batches,
     samples,
+    summed_loss,
     tiny_section,
     tiny_state,
     whole_gradients,
@@ -79,8 +80,12 @@ def first_steps(
     size: int = 2,
 ) -> tuple[list[float], dict[str, Tensor], Counter[str]]:
     """(losses of three steps, the first by its parts; gradients of the first, graphs) of a rank."""
-    mesh = parse_layout(layout).mesh(torch.device("cpu"))
-    state = tiny_state(mesh, CONFIGS[kind](**changes), dtype=dtype)
+    cut = parse_layout(layout)
+    mesh, config = cut.mesh(torch.device("cpu")), CONFIGS[kind](**changes)
+    stages = cut.size("pipeline")
+    layers = partition(config.num_layers, stages, head=0.0)
+    plan = PipelinePlan(stages, 1, cut.schedule or "1f1b", layers)
+    state = tiny_state(mesh, config, dtype=dtype, pipeline=plan if stages > 1 else UNCUT)
     if backend is not None:
         compile_layers(state.model, backend)
     batches = micro_batches(SAMPLES[kind](8), mesh, size)
@@ -103,6 +108,7 @@ def first_steps(
         ("bert", "tensor=2,sequence", DROPOUT),
         ("llama", "tensor=8:2.5d:2", DROPOUT | SELECTIVE),  # two squares of 2d
         ("gpt2", "tensor=8:3d", DROPOUT | SELECTIVE),
+        ("gpt2", "pipeline=2,schedule=zb-h1", DROPOUT),
     ],
 )
 def test_compiled_layers_are_one_graph_that_computes_the_same(
@@ -208,6 +214,39 @@ def test_selective_recomputation_is_in_the_graph(
     assert kept[1] <= kept[0] + 2 * torch.get_rng_state().nbytes
 
 
+def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:
+    """What the graph hands over, it may overwrite afterwards."""
+    weights = {
+        f"transformer.layers.{layer}.{name}.weight"
+        for layer in range(2)
+        for name in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+    }
+    found = []
+    for backend in (None, "aot_eager"):
+        state = tiny_state(serial_mesh())
+        if backend is not None:
+            compile_layers(state.model, backend)
+        buckets = state.gradients
+        buckets.start()
+        loss, _ = summed_loss(state.model, samples(4), state.mesh.device)
+        with buckets.backward(is_last=True, is_deferred=True) as deferred:
+            loss.backward()
+        assert {view.name for view, _ in deferred} == weights
+        assert {view.name for view in buckets.views if not view.is_filled} == weights
+        buckets.add_deferred(deferred, is_last=True)
+        buckets.finish()
+        found.append(whole_gradients(buckets))
+    assert_gradients(found[1], found[0], 1e-12)
+
+    (view, *_) = [each for each in buckets.views if each.name.endswith("mlp.up.weight")]
+    dy, x = (torch.ones(3, size, dtype=torch.float64) for size in view.parameter.shape)
+    with buckets.backward(is_last=False, is_deferred=True) as deferred:
+        torch.ops.megatron.add_product(view.handle, dy, x)
+    dy.zero_()
+    buckets.add_deferred(deferred, is_last=False)
+    assert (view.gradient == 3).all()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize(
@@ -277,23 +316,15 @@ def test_all_ranks_compile_or_none(gloo: Pool) -> None:
         assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
 
 
-def test_compile_is_refused_without_a_compiler_and_of_half_backwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compile_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", fail)
-    halves = PipelinePlan(2, 1, "zb-h1")
-    for pipeline in (UNCUT, halves):
-        with pytest.raises(UsageError) as error:
-            choose_compile(True, serial_mesh(), pipeline)
-        assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-        assert choose_compile(False, serial_mesh(), pipeline) == (False, [])
-    assert choose_compile(None, replace(serial_mesh(), device=torch.device("cuda")), halves) == (
-        False,
-        [],
-    )
+    with pytest.raises(UsageError) as error:
+        choose_compile(True, serial_mesh())
+    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+    assert choose_compile(False, serial_mesh()) == (False, [])
     assert not tiny_section(layernorm_impl="apex").can_compile
 
 

@@ -229,7 +229,8 @@ def test_torchrun_summary_names_the_first_failure(tmp_path: Path) -> None:
 
 def test_collectives_are_compiled_whole(tmp_path: Path) -> None:
     body = """
-from megatron.parallel.collectives import reduce_from, start_all_reduce, start_gather
+from megatron.parallel.collectives import start_all_reduce, start_gather
+from megatron.parallel.regions import reduce_from
 if last:
     def both(x): return reduce_from((x * 2)[:, 1], mesh.tensor)
     def of_slices(x):

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.training import OptimizerConfig
 from megatron.models.decoder import document_mask
-from megatron.optim.adam import ADAMS, FlatWeights
+from megatron.optim.adam import FlatWeights, adam_class
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d
 from megatron.parallel.mesh import serial_mesh
@@ -168,10 +168,10 @@ class Bench:
         return self.run(head, self.stream(), embedding, self.numbers(V), factors)
 
     def adamw(self, impl: str) -> Action:
-        master = nn.Parameter(torch.randn(H, H, device=self.device))
-        master.grad = torch.randn_like(master)
+        master, gradient = (torch.randn(H, H, device=self.device) for _ in range(2))
         moments = torch.zeros_like(master), torch.zeros_like(master)
-        adam = ADAMS[impl]([FlatWeights(master, *moments, decay=0.1)], OptimizerConfig())
+        flat = FlatWeights(0.1, master, gradient, *moments)
+        adam = adam_class(impl)([flat], OptimizerConfig())
         return lambda: adam.step(1e-3, 0.5)
 
 

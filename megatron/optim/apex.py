@@ -1,0 +1,44 @@
+"""Adam by a kernel of NVIDIA's apex, which has to be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from megatron.config.training import OptimizerConfig
+
+
+class ApexAdam:
+    """As TorchAdam, by apex's FusedAdam. flats: FlatWeights of adam.py."""
+
+    def __init__(self, flats: Sequence[Any], config: OptimizerConfig) -> None:
+        self.flats = flats
+        weights = [nn.Parameter(each.weight) for each in flats]
+        pairs = [*zip(weights, flats, strict=True)]
+        for weight, each in pairs:
+            weight.grad = each.gradient
+        self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
+            [{"params": [weight], "weight_decay": each.decay} for weight, each in pairs],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            adam_w_mode=config.decoupled_weight_decay,
+        )
+        for weight, each in pairs:
+            moments = {"exp_avg": each.exp_avg, "exp_avg_sq": each.exp_avg_sq}
+            self.optimizer.state[weight] = moments
+        self.set_updates(0)
+
+    def set_updates(self, updates: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["step"] = updates
+
+    def step(self, lr: float, factor: float) -> None:
+        for each in self.flats:
+            each.gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()

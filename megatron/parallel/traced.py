@@ -1,0 +1,80 @@
+"""How the gradients of a compiled backward come to their buckets.
+
+A graph cannot write into a bucket: from ZeRO stage 2 on its memory comes with the first gradient,
+and a zero-bubble pipeline computes gradients of weights later. The graph calls an operator
+instead, with a handle: a number on the host that stands for a GradientView, which is looked up when
+the operator runs. All layers so share one graph. The operator returns a zero, which the graph
+passes on as the gradient of the handle: else nothing would read it, and it would be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.sharding import Deferral, GradientView
+
+_numbers = count()
+_views = WeakValueDictionary[int, GradientView]()
+_library = torch.library.Library("megatron", "DEF")
+_library.define("add_product(Tensor handle, Tensor dy, Tensor x) -> Tensor")
+_library.define("add_gradient(Tensor handle, Tensor gradient) -> Tensor")
+
+
+def handle_of(view: GradientView) -> Tensor:
+    """An fp64 scalar on the host that requires a gradient."""
+    number = next(_numbers)
+    _views[number] = view
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+def _add_product(handle: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    view = _views[int(handle)]
+    if view.deferral.is_on:
+        dy, x = dy.clone(), x.clone()  # the graph uses their memory again
+        view.deferral.add(view, lambda: view.add_matmul(dy, x))
+    else:
+        view.add_matmul(dy, x)
+    return handle.new_zeros(())
+
+
+def _add_gradient(handle: Tensor, gradient: Tensor) -> Tensor:
+    _views[int(handle)].add(gradient)
+    return handle.new_zeros(())
+
+
+for _name, _function in (("add_product", _add_product), ("add_gradient", _add_gradient)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megatron::{_name}", lambda handle, *_: handle.new_zeros(()))
+
+
+class TracedView:
+    """In a graph that is traced, in place of a view; token: what the last operator returned."""
+
+    deferral: ClassVar[Deferral] = Deferral()  # the operator's own
+
+    def __init__(self, handle: Tensor, dtype: torch.dtype) -> None:
+        self.handle, self.dtype = handle, dtype
+        self.token: Tensor | None = None
+
+    def add_matmul(self, dy: Tensor, x: Tensor) -> None:
+        self.token = torch.ops.megatron.add_product(self.handle, dy, x)
+
+    def add(self, gradient: Tensor) -> None:
+        self.token = torch.ops.megatron.add_gradient(self.handle, gradient)
+
+
+def traced_views(
+    handles: Sequence[Tensor | None], views: Sequence[GradientView | None]
+) -> list[TracedView | None]:
+    """Those of the handles; None where there is none."""
+    pairs = zip(handles, views, strict=True)
+    return [
+        None if handle is None or view is None else TracedView(handle, view.dtype)
+        for handle, view in pairs
+    ]
