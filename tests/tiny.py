@@ -166,6 +166,14 @@ def summed_loss(model: nn.Module, batch: GPT2Batch, device: torch.device) -> tup
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
+def run_whole(
+    model: Any, objective: Any, batch: Batch, device: torch.device, loss_scales: Tensor
+) -> Tensor:
+    """A model that is not cut, on a batch of arrays: as `Objective.loss`."""
+    moved = on_device(batch, device)
+    return objective.loss(model.layers(model.embed(moved), moved), moved, loss_scales)
+
+
 def rows(batch: AnyBatch, part: slice) -> AnyBatch:
     arrays = {each.name: getattr(batch, each.name) for each in fields(batch) if each.init}
     return type(batch)(**{n: None if array is None else array[part] for n, array in arrays.items()})

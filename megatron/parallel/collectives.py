@@ -204,6 +204,12 @@ def own_rows(x: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size)[axis.rank]
 
 
+def own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
+    """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
+    start = axis.rank * logits.shape[1]
+    return start, min(max(vocab_size - start, 0), logits.shape[1])
+
+
 def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The ranks' shards `x` side by side along `dim`; no gradient is recorded."""
     if axis.size == 1:

@@ -411,10 +411,7 @@ class ParallelLinear(ShardedModule):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """x [n, in] to [n, parts x out/t]. settings: parts=1, bias=True, std=0.02 of the weight.
-
-    With parts > 1 several matmuls share one weight [parts, out, in], and each is cut.
-    """
+    """x [n, in] to [n, parts x out/t]. settings: parts=1, bias=True, std=0.02 of the weight."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         super().__init__(mesh, in_features, out_features, column(mesh), **settings)
@@ -505,6 +502,7 @@ class VocabParallelHead(ShardedModule):
     copies, casts or shards the model can undo it.
     """
 
+    is_fused = False  # see linear_cross_entropy
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -554,8 +552,10 @@ class VocabParallelHead(ShardedModule):
         axis, size, bias = self.mesh.vocabulary, self.vocab_size, self.bias
         if labels is not None and scales is not None:
             scales = scales * (labels >= 0)
-            cuts = self.division.x, self.division.weight
-            return linear_cross_entropy(rows, weight, bias, labels, scales, size, view, *cuts)
+            cuts, is_fused = (self.division.x, self.division.weight), self.is_fused
+            return linear_cross_entropy(
+                rows, weight, bias, labels, scales, size, view, *cuts, is_fused=is_fused
+            )
         y = linear(rows, weight, bias, self.division, view=view)
         if labels is not None:
             y = vocab_parallel_cross_entropy(y, labels, axis, size) * (labels >= 0)

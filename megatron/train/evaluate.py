@@ -20,8 +20,8 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.models.decoder import Decoder
 from megatron.models.registry import config_of
-from megatron.parallel.collectives import all_reduce, gather_from
-from megatron.parallel.cross_entropy import own_columns, vocab_parallel_cross_entropy
+from megatron.parallel.collectives import all_reduce, gather_from, own_columns
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import gathered

@@ -244,14 +244,6 @@ def run_pipeline(
     return (all_reduce(totals, mesh.loss_sums) / counts).sum()
 
 
-def run_whole(
-    model: Any, objective: Objective, batch: Batch, device: torch.device, loss_scales: Tensor
-) -> Tensor:
-    """A model that is not cut, on a batch of arrays: as `Objective.loss`."""
-    moved = on_device(batch, device)
-    return objective.loss(model.layers(model.embed(moved), moved), moved, loss_scales)
-
-
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """A copy whose fields are tensors on the device."""
     moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors

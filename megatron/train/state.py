@@ -26,6 +26,7 @@ from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets, untrained_memory
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import (
@@ -310,6 +311,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     """
     options = {"fallback_random": True} if backend == "inductor" else None  # draws as uncompiled
     for module in model.modules():
+        if isinstance(module, VocabParallelHead):
+            module.is_fused = module.mesh.device.type == "cuda"  # a CPU is faster in place
         if isinstance(module, TransformerLayer):
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 

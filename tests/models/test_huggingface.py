@@ -18,7 +18,7 @@ from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
-from megatron.train.executor import on_device, run_whole
+from megatron.train.executor import on_device
 from tests import plain
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -29,6 +29,7 @@ from tests.tiny import (
     assert_gradients,
     assert_relative,
     mesh_of_ranks,
+    run_whole,
     samples,
     scatter_weights,
     summed_loss,

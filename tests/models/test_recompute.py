@@ -14,7 +14,6 @@ from megatron.parallel.dropout import Dropout
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs
-from megatron.train.executor import run_whole
 from megatron.train.step import count, forward_backward
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -23,6 +22,7 @@ from tests.tiny import (
     GRANULARITIES,
     mesh_of_ranks,
     micro_batches,
+    run_whole,
     samples,
     tiny_model,
     tiny_section,

@@ -1,6 +1,9 @@
 """The vocabulary-parallel loss, with the output layer and without, against torch's in fp64."""
 
+import re
+import shutil
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -9,15 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import cross_entropy
+from megatron.parallel import fused_softmax as fused
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import Cut, gather_from
 from megatron.parallel.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from megatron.parallel.fused_softmax import fused_softmax
 from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
@@ -28,6 +34,7 @@ from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_grad
 
 TOKENS, HIDDEN, VOCABULARY = 35, 6, 13
 PADDING = 50.0  # far above every real logit: it would rule the softmax
+NOT_COMPILED = patch.object(fused, "_compiled", lambda function: function)
 SMALL_CHUNKS = patch.object(cross_entropy, "CHUNK_BYTES", 3 * 4 * 16)
 
 
@@ -63,6 +70,12 @@ def check_logits(vocab_size: int, divisible_by: int, dtype: torch.dtype, toleran
     torch.testing.assert_close(
         gradient[:, :vocab_size].to(wide), real.grad, rtol=rounding, atol=tolerance
     )
+    with NOT_COMPILED:
+        parts = fused_softmax(whole.chunk(axis.size, 1)[axis.rank], labels, axis, vocab_size)
+        torch.testing.assert_close(parts.losses, losses, rtol=tolerance, atol=tolerance)
+        gradient = parts.gradient(d_loss)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, own.grad, rtol=rounding, atol=tolerance)
     n, is_cut = len(labels), axis.size > 1  # what is sent has the size of the tokens
     assert communication.calls == [("allreduce_", (n,)), ("allreduce_", (2, n))] * is_cut
 
@@ -73,8 +86,10 @@ def check_infinite_logits() -> None:
     whole = torch.arange(36.0).view(3, 12) % 5
     whole[:, [0, 3, 4, 6, 8, 9]] = -torch.inf
     own = whole.chunk(axis.size, 1)[axis.rank].clone()
-    losses = vocab_parallel_cross_entropy(own, labels, axis, 12)
-    torch.testing.assert_close(losses, F.cross_entropy(whole, labels, reduction="none"))
+    expected = F.cross_entropy(whole, labels, reduction="none")
+    with NOT_COMPILED:
+        torch.testing.assert_close(fused_softmax(own, labels, axis, 12).losses, expected)
+    torch.testing.assert_close(vocab_parallel_cross_entropy(own, labels, axis, 12), expected)
 
 
 def check_all_logits() -> None:
@@ -135,7 +150,7 @@ def own_rows(whole: Tensor, axis: Axis) -> Tensor:
     return padded.chunk(axis.size)[axis.rank].clone().requires_grad_()
 
 
-def check_fused(dtype: torch.dtype, tolerance: float) -> None:
+def check_with_layer(dtype: torch.dtype, tolerance: float, is_fused: bool) -> None:
     """Loss and gradients, times a factor of autograd's, equal those of plain torch in fp64."""
     axis = axis_of_all()
     x, weight, bias, labels, scales = example(dtype)
@@ -147,7 +162,8 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
 
         x.grad = None
         own = own_rows(weight, axis), own_rows(bias, axis) if with_bias else None
-        total = linear_cross_entropy(x, *own, labels, scales, VOCABULARY, x_cut=Cut(terms=axis))
+        loss_of = partial(linear_cross_entropy, x_cut=Cut(terms=axis), is_fused=is_fused)
+        total = loss_of(x, *own, labels, scales, VOCABULARY)
         (3 * total).backward()
         assert total.dtype == torch.promote_types(dtype, torch.float32)
         close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
@@ -159,23 +175,60 @@ def check_fused(dtype: torch.dtype, tolerance: float) -> None:
                 assert not gradient[VOCABULARY:].any(), "padding gets a gradient"
                 close(gradient[:VOCABULARY], whole.grad)
         with torch.no_grad():
-            close(
-                linear_cross_entropy(x, *own, labels, scales, VOCABULARY, x_cut=Cut(terms=axis)),
-                total,
-            )
+            close(loss_of(x, *own, labels, scales, VOCABULARY), total)
 
 
-def check_all_fused() -> None:
-    for chunk_bytes in (1, 2 * 8 * 13, 2**28):
-        with patch.object(cross_entropy, "CHUNK_BYTES", chunk_bytes):
-            check_fused(torch.float64, 1e-12)
-            check_fused(torch.float32, 1e-5)
-            check_fused(torch.bfloat16, 0.06)
+def check_rows_of_the_stream() -> None:
+    """Where each rank holds rows of x, of which a chunk of all ranks is filled up."""
+    axis = axis_of_all()
+    x, weight, bias, labels, scales = (each[:24] for each in example(torch.float64))
+    found = []
+    for is_fused in (False, True):
+        own = x.detach().chunk(axis.size)[axis.rank].clone().requires_grad_()
+        weights = own_rows(weight, axis), own_rows(bias, axis)
+        by = {"x_cut": Cut(0, axis, axis), "is_fused": is_fused}
+        total = linear_cross_entropy(own, *weights, labels, scales, VOCABULARY, **by)
+        total.backward()
+        found.append((total, own.grad, *(each.grad for each in weights)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def check_all_with_layer() -> None:
+    with patch.object(cross_entropy, "CHUNK_BYTES", 5 * 8 * 13), NOT_COMPILED:
+        check_rows_of_the_stream()
+    for chunk_bytes, is_fused in product((1, 2 * 8 * 13, 2**28), (False, True)):
+        with patch.object(cross_entropy, "CHUNK_BYTES", chunk_bytes), NOT_COMPILED:
+            check_with_layer(torch.float64, 1e-12, is_fused)
+            check_with_layer(torch.float32, 1e-5, is_fused)
+            check_with_layer(torch.bfloat16, 0.06, is_fused)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_loss_with_its_layer_equals_torchs(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_all_fused)
+    gloo.run(size, check_all_with_layer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_the_fused_softmax_keeps_nothing_wide_of_the_size_of_logits() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    logits = torch.randn(24, 320, generator=numbers).bfloat16()
+    labels, d_loss = torch.arange(24), torch.ones(24)
+
+    def both() -> tuple[Tensor, Tensor]:
+        parts = fused_softmax(logits, labels, axis_of_all(), 300)
+        return parts.losses, parts.gradient(d_loss)
+
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        (losses, gradient), code = run_and_get_code(both)
+    real = logits[:, :300].float().requires_grad_()
+    expected = F.cross_entropy(real, labels, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(gradient[:, :300].float(), real.grad, rtol=1e-2, atol=1e-3)
+    made = re.findall(r"empty_strided_cpu\(\((.*?)\), .*?, torch\.(\w+)\)", "".join(code))
+    assert ("24, 320", "bfloat16") in made
+    assert not {("24, 320", "float32"), ("24, 300", "float32")} & {*made}
 
 
 class Tied(nn.Module):
@@ -284,12 +337,13 @@ def test_the_loss_of_no_tokens_is_zero() -> None:
 
 @pytest.mark.parametrize(("tokens", "number"), [(1, 1), (4096, 7), (4099, 7), (5000, 8)])
 def test_chunks_are_of_few_sizes(tokens: int, number: int) -> None:
-    found = list(cross_entropy.chunks(tokens, 50304, torch.float32))
+    most = cross_entropy.CHUNK_BYTES // (4 * 50304)
+    found = list(cross_entropy.chunks(tokens, most, padded_rows))
     assert len(found) == number
     assert [row for rows in found for row in range(tokens)[rows]] == list(range(tokens))
     lengths = [rows.stop - rows.start for rows in found]
-    assert set(lengths[:-1]) <= {padded_rows(lengths[0])}
-    assert max(lengths) <= padded_rows(cross_entropy.CHUNK_BYTES // (4 * 50304))
+    assert set(lengths) == {padded_rows(lengths[0])}
+    assert max(lengths) <= padded_rows(most)
 
 
 def test_real_logits_may_lie_far_below_padding() -> None:

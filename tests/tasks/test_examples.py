@@ -20,7 +20,7 @@ from megatron.models.transformer import text_rows
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.sharding import gather_whole
-from megatron.train.executor import on_device, run_whole
+from megatron.train.executor import on_device
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
 from tasks.examples import (
@@ -39,6 +39,7 @@ from tests.tasks.made import make_examples, small_section, write_model
 from tests.tiny import (
     assert_relative,
     mesh_of_ranks,
+    run_whole,
     set_weights,
     tiny_model,
     tiny_weights,

@@ -1,0 +1,89 @@
+"""The softmax of logits by two compiled functions, which read the logits once each and keep nothing
+of their size in fp32: for GPUs. cross_entropy.py has the formulas, and a softmax in place for CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron.parallel.collectives import all_reduce, own_columns
+from megatron.parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class FusedSoftmax:
+    """As cross_entropy.Softmax. logits: [n, v/t], whose first `columns` are no padding."""
+
+    logits: Tensor
+    columns: int
+    maximum: Tensor  # [n], over all ranks
+    total: Tensor  # [n]
+    picked: Tensor  # [n]
+    index: Tensor  # [n], the label's column, or -1 where another rank has it
+
+    @property
+    def losses(self) -> Tensor:
+        return self.total.log() - self.picked
+
+    def gradient(self, d_loss: Tensor) -> Tensor:
+        """That of the logits, in their dtype. d_loss: [n]."""
+        factor, rest = d_loss / self.total, (self.index, d_loss, self.columns)
+        return _compiled(_gradient)(self.logits, self.maximum, factor, *rest)
+
+
+def fused_softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> FusedSoftmax:
+    """Arguments: see cross_entropy.vocab_parallel_cross_entropy; logits are not overwritten."""
+    start, columns = own_columns(logits, axis, vocab_size)
+    index = labels - start
+    index = index.where((index >= 0) & (index < columns), -1)
+    own, total, picked = _compiled(_statistics)(logits, index, columns)
+    maximum = all_reduce(own.clone(), axis, ReduceOp.MAX)
+    shift = (own - maximum).where(total > 0, 0)  # 0 of a rank without a finite logit
+    picked = (picked - maximum).where(index >= 0, 0)
+    total, picked = all_reduce(torch.stack([total * shift.exp(), picked]), axis)
+    return FusedSoftmax(logits, columns, maximum, total, picked, index)
+
+
+def few_sizes(length: int) -> int:
+    """At least this many rows, and at most an eighth more: functions are compiled for each."""
+    step = max(8, 1 << max(length.bit_length() - 4, 0))
+    return -(-length // step) * step
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _statistics(logits: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(this rank's maximum, sum of exponentials relative to it, the logit at index) of each row."""
+    real = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
+    if not columns:
+        nothing = real.sum(dim=1)
+        return nothing - torch.inf, nothing, nothing
+    maximum = real.amax(dim=1)
+    finite = maximum.where(maximum > -torch.inf, 0)
+    total = (real - finite[:, None]).exp().sum(dim=1)
+    return maximum, total, real.gather(1, index.clamp(min=0)[:, None])[:, 0]
+
+
+def _gradient(
+    logits: Tensor,
+    maximum: Tensor,
+    factor: Tensor,
+    index: Tensor,
+    d_loss: Tensor,
+    columns: int,
+) -> Tensor:
+    """factor x exp(logits - maximum), less d_loss at index; 0 of padding."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    gradient = (logits.to(maximum.dtype) - maximum[:, None]).exp() * factor[:, None]
+    gradient = gradient - d_loss[:, None].where(column == index[:, None], 0)
+    return gradient.where(column < columns, 0).to(logits.dtype)
