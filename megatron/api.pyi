@@ -26,7 +26,11 @@ from .parallel.regions import (
 )
 
 # Layers
+from .parallel.collectives import Cut as Cut
 from .parallel.layers import (
+    Gathered as Gathered,
+    Partition as Partition,
+    ParallelLinear as ParallelLinear,
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
     VocabParallelEmbedding as VocabParallelEmbedding,

@@ -129,7 +129,7 @@ class PretrainConfig:
         return config
 
     def _check_mode(self, mode: str) -> None:
-        """What no layer has that is cut in this tensor-parallel mode."""
+        """Refuse settings that no layer has that is cut in this tensor-parallel mode."""
         if (norm := self.model.layernorm_impl) != "torch":
             allowed = f"torch with --tensor-parallel-mode {mode}, which cuts what a norm is of"
             raise UsageError("--layernorm-impl", norm, allowed, works=("--layernorm-impl", "torch"))

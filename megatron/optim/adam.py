@@ -95,7 +95,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class FlatWeights:
-    """What Adam updates as one tensor: neighbours in a bucket that decay alike, or do not."""
+    """The tensors that Adam updates as one: neighbours in a bucket that decay alike, or do not."""
 
     decay: float
     weight: Tensor
@@ -114,7 +114,7 @@ class TorchAdam:
     def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
         self.config = config
         self.groups = defaultdict[tuple[float, torch.dtype], list[FlatWeights]](list)
-        """What one call updates."""
+        """Each is updated by one call."""
         for each in flats:
             self.groups[each.decay, each.weight.dtype].append(each)
         self.set_updates(0)
@@ -158,7 +158,7 @@ class TorchAdam:
 
 
 def adam_class(impl: str) -> Any:
-    """What --optimizer-impl names; apex is imported only where it is asked for."""
+    """The class that --optimizer-impl names; apex is imported only where it is asked for."""
     if impl == "torch":
         return TorchAdam
     from megatron.optim.apex import ApexAdam

@@ -41,7 +41,7 @@ from megatron.parallel.sharding import (
 from megatron.parallel.zero3 import Units, is_gathered
 
 BUCKET_BYTES = 64 * 2**20
-SMALL = 2**16  # elements; of a layer's norms and biases, which wait for those of other layers
+SMALL = 2**16  # elements: a gradient of at most so many waits, to be added with others
 IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
 
 Deferred = tuple[GradientView, Callable[[], object]]
@@ -112,8 +112,8 @@ class GradientBuckets:
 
         direct: True: our layers add the gradients of their weights to the buckets, as soon as they
         have them. False: all gradients go through autograd and `.grad`, in the parameters' dtype.
-        In fp32 or wider the numbers are the same;
-        in a narrow dtype both round the gradient of a micro-batch to it, the head's by its chunks.
+        In fp32 or wider the numbers are the same. In a narrow dtype on a CPU both round the
+        gradient of a micro-batch to it, the head's by its chunks.
 
         sets_grad: False for an optimizer that reads the buckets themselves, as MasterWeights: there
         is no `.grad`, and gradients that ranks hold in common are not compared here.
@@ -180,7 +180,8 @@ class GradientBuckets:
         self.lowest: dict[str, int] = {}  # stage that a parameter had a gradient of, in this step
         self.in_step = self.is_complete = False
         self.next = 0  # the first bucket whose reduction has not started
-        self.arrived: list[tuple[GradientView, Tensor]] = []  # and are not in their buckets yet
+        self.arrived: dict[int, tuple[GradientView, Tensor]] = {}
+        """Gradients that wait to be added, by the id of their view."""
         self.reducing = deque[Bucket]()  # from ZeRO stage 2 on
         self.sets_grad = sets_grad
         self.on_gradient: Callable[[GradientView], object] = nothing  # after one was added to
@@ -242,7 +243,9 @@ class GradientBuckets:
             )
         if (gradient := view.parameter.grad) is not None:
             view.parameter.grad = None
-            self.arrived.append((view, gradient))
+            if id(view) in self.arrived:  # of another backward in one accumulate()
+                self._add_arrived()
+            self.arrived[id(view)] = view, gradient
             if gradient.numel() > SMALL or self.on_gradient is not nothing:
                 self._add_arrived()
         elif view.is_filled:
@@ -268,18 +271,18 @@ class GradientBuckets:
 
     def _add_arrived(self) -> None:
         """Add what came through autograd to the buckets: small gradients of all layers at once."""
-        arrived, self.arrived = self.arrived, []
+        arrived, self.arrived = [*self.arrived.values()], {}
         add_gradients(arrived)
         for view, _ in arrived:
             self.on_gradient(view)
 
     def _reduce_next(self) -> None:
-        self._add_arrived()
         bucket = self.buckets[self.next]
         if self.zero_stage >= 2:
             if len(self.reducing) == IN_FLIGHT:  # before what arrives of one more has memory
                 self.reducing.popleft().wait()
             self.reducing.append(bucket)
+        self._add_arrived()
         bucket.reduce()
         self.next += 1
 

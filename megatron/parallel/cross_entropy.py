@@ -275,7 +275,6 @@ def linear_cross_entropy(
     total, weight = scales.new_zeros(()), weight_cut.start_gather(weight)()
     of_logits = fused_softmax if is_fused else softmax
     for _, part, its_labels, its_scales in _parts(x, weight, labels, scales, x_cut, is_fused):
-        logits = matmul(part, weight, bias)
-        losses = of_logits(logits, its_labels, x_cut.terms, vocab_size).losses
-        total += (losses * its_scales).sum()
+        parts = of_logits(matmul(part, weight, bias), its_labels, x_cut.terms, vocab_size)
+        total += (parts.losses * its_scales).sum()
     return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,10 +70,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """Add dy' x to `out` [out, in], or overwrite it; dy [n, out] and x [n, in] are of one dtype."""
     if out.dtype != x.dtype and x.is_cuda:  # the product is not rounded to the dtype of x
-        if accumulate:
-            torch.addmm(out, dy.T, x, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(dy.T, x, out_dtype=out.dtype, out=out)
+        into: Any = {"out_dtype": out.dtype, "out": out}
+        torch.addmm(out, dy.T, x, **into) if accumulate else torch.mm(dy.T, x, **into)
     elif out.dtype != x.dtype:
         product = matmul(dy.T, x.T)
         out.add_(product) if accumulate else out.copy_(product)
@@ -91,8 +90,8 @@ def squares(pieces: list[Tensor]) -> Tensor:
     """The sum of all squares, an fp64 scalar; pieces: flat, multiples of 64 elements."""
     if pieces[0].is_cuda:
         return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum()
-    # Of few elements at a time, as a CPU adds squares one by one in fp32: the norm of 10^5 is wrong
-    # by 1e-6, of 10^8 by 1e-2.
+    # A CPU adds squares one by one in fp32, so that the norm of 10^5 elements is wrong by 1e-6, of
+    # 10^8 by 1e-2: few are added at a time.
     norms = (
         vector_norm(each.view(-1, 64), dim=1, dtype=torch.promote_types(each.dtype, torch.float32))
         for each in pieces

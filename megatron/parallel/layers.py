@@ -2,7 +2,8 @@
 
     n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
 
-Where the stream is not cut by rows, layers take [b, s, h] as well, and token ids [b, s].
+In 2D, 2.5D and 3D c ranks share the columns of the stream, too: it is [n, h/c]. Where the stream is
+not cut by rows, layers take [b, s, h] as well, and token ids [b, s].
 
         Y = GeLU(X A) B:    X --f--> X A_i --GeLU--> Y_i --Y_i B_i--g--> sum over ranks
                                 A cut by columns         B cut by rows
@@ -54,9 +55,9 @@ WeightGradients = Callable[[Sequence[Tensor], Views], list[Tensor | None]]
 
 @dataclass(frozen=True)
 class Gathered:
-    """How y = x W' is computed of x [n, in], W [out, in] and y [n, out] that are cut: one matmul of
-    what is gathered before, and summed after. start_dys, start_dx and start_dws begin to gather for
-    the backward and return a function that computes: all is on its way before any is used."""
+    """One matmul, y = x W', of x [n, in], W [out, in] and y [n, out] that are cut: x and W are
+    gathered before it, and y is summed after it. start_dys, start_dx and start_dws begin to gather
+    for the backward and return a function that computes: all is on its way before any is used."""
 
     x: Cut = UNCUT
     weight: Cut = UNCUT
@@ -99,8 +100,7 @@ class Gathered:
         def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
             whole = gathered.pop()()
             if self.weight.terms.size == 1:
-                pairs = zip(dys, views, strict=True)
-                return [weight_gradient(dy, whole, view) for dy, view in pairs]
+                return [weight_gradient(dy, whole, its) for dy, its in zip(dys, views, strict=True)]
             sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
             return [wait() for wait in sums]
 
@@ -174,7 +174,7 @@ class _Multiply(torch.autograd.Function):
         count, division, needed = len(ctx.views), ctx.division, ctx.needs_input_grad
         x, *saved = ctx.saved_tensors
         saved, handles = saved[:count], saved[count:]
-        known = traced_views(handles, ctx.views) if handles else ctx.views
+        its_views = traced_views(handles, ctx.views) if handles else ctx.views
         weights = _matrices(saved)
         returned = [dx for dx in dys[count:] if dx is not None]
         pairs = zip(dys, weights, strict=False)
@@ -182,7 +182,7 @@ class _Multiply(torch.autograd.Function):
         dws: list[Tensor | None] = [None] * count
         dbs = dws.copy()
         now = [number for number in range(count) if needed[4 + number]]
-        views = [known[number] for number in now]
+        views = [its_views[number] for number in now]
         is_deferred = all(view is not None and view.deferral.is_on for view in views)
         # In the order in which they are used: what is last comes beside the matmuls of dx.
         gathered_dys = division.start_dys(own)
@@ -210,7 +210,7 @@ class _Multiply(torch.autograd.Function):
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
         dx = None if summed is None else summed()
-        tokens = [None if view is None else view.token for view in known] if handles else []
+        tokens = [None if view is None else view.token for view in its_views if handles]
         return dx, None, None, None, *dws, *dbs, *tokens
 
 
@@ -352,8 +352,8 @@ def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
     """Raises ValueError for several ranks of another tensor-parallel mode."""
     if mesh.tensor.size > 1 and mesh.tensor_parallel_mode not in modes:
         raise ValueError(
-            f"{partition} is a partition of {', '.join(modes)} tensor parallelism, and the mesh is "
-            f"one of {mesh.tensor_parallel_mode}: megatron.api.layer_factory makes its layers"
+            f"partition {partition} is of tensor-parallel mode {' or '.join(modes)}, the mesh of "
+            f"{mesh.tensor_parallel_mode}: megatron.api.layer_factory makes the layers of a mesh"
         )
 
 

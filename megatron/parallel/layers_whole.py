@@ -13,7 +13,8 @@ from megatron.parallel.regions import gather_with_gradient
 
 
 class Linear(ParallelLinear):
-    """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer."""
+    """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer.
+    settings: see ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         require_mode(mesh, "Linear", "1d")
@@ -22,7 +23,8 @@ class Linear(ParallelLinear):
 
 
 class InputLinear(ParallelLinear):
-    """x [n, in], whole on every rank that reads it, to the stream [n, out/c]."""
+    """x [n, in], whole on every rank that reads it, to the stream [n, out/c]. settings: see
+    ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         rows, division = mesh.of_stream[1:], Gathered(x=Cut(terms=mesh.hidden))
@@ -34,7 +36,8 @@ class InputLinear(ParallelLinear):
 
 
 class OutputLinear(ParallelLinear):
-    """The stream [n, in/c] to [n, out], whole on every rank that reads these tokens."""
+    """The stream [n, in/c] to [n, out], whole on every rank that reads these tokens. settings: see
+    ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         rows, division = mesh.of_stream[1:], Gathered(y=Cut(terms=mesh.hidden))

@@ -20,8 +20,8 @@ from megatron.parallel.mesh import ALONE, Axis
 
 
 def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
-    """g: leave the parallel region by summing the ranks' partial `x`, where it is not cut in
-    place; of an `x` that is not contiguous the sum is a new tensor."""
+    """g: leave the parallel region by summing the ranks' partial `x`. The sum is in the memory of
+    `x`, or a new tensor where `x` is not contiguous or the stream is cut."""
     return sum_terms(x, Cut(0, stream, axis))
 
 

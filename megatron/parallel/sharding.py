@@ -8,6 +8,7 @@ replace the tensor and lose its attributes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -247,18 +248,16 @@ class GradientView:
 
 def add_gradients(found: Sequence[tuple[GradientView, Tensor]]) -> None:
     """Add each gradient, of its parameter's shape, to its view."""
-    for is_filled in (False, True):
-        pairs = [each for each in found if each[0].is_filled is is_filled]
-        for dtypes in {(view.dtype, gradient.dtype) for view, gradient in pairs}:
-            alike = [each for each in pairs if (each[0].dtype, each[1].dtype) == dtypes]
-            owns, gradients = [view.gradient for view, _ in alike], [each for _, each in alike]
-            if is_filled and dtypes[0] != dtypes[1]:  # added in one call where they are of one
-                rounded = [torch.empty_like(each) for each in owns]
-                torch._foreach_copy_(rounded, gradients)
-                gradients = rounded
-            (torch._foreach_add_ if is_filled else torch._foreach_copy_)(owns, gradients)
-    for view, _ in found:
+    alike = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
+    for view, gradient in found:
+        alike[view.is_filled, view.dtype, gradient.dtype].append((view.gradient, gradient))
         view.is_filled = True
+    for (is_filled, wide, dtype), pairs in alike.items():
+        owns, gradients = map(list, zip(*pairs, strict=True))
+        if is_filled and wide != dtype:  # one call adds those of the same dtype alone
+            narrow, gradients = gradients, [torch.empty_like(each) for each in owns]
+            torch._foreach_copy_(gradients, narrow)
+        (torch._foreach_add_ if is_filled else torch._foreach_copy_)(owns, gradients)
 
 
 class GradientViews(dict[str, GradientView]):

@@ -3,8 +3,9 @@
 A graph cannot write into a bucket: from ZeRO stage 2 on its memory comes with the first gradient,
 and a zero-bubble pipeline computes gradients of weights later. The graph calls an operator
 instead, with a handle: a number on the host that stands for a GradientView, which is looked up when
-the operator runs. All layers so share one graph. The operator returns a zero, which the graph
-passes on as the gradient of the handle: else nothing would read it, and it would be left out.
+the operator runs. So all layers share one graph. The operator returns a zero, which the graph
+passes on as the gradient of the handle: else nothing would read it, and it would be left out. Two
+equal calls in one graph, of a layer that reads the same x twice, would count once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.parallel.sharding import Deferral, GradientView
 
 _numbers = count()
 _views = WeakValueDictionary[int, GradientView]()
-_library = torch.library.Library("megatron", "DEF")
+_library = torch.library.Library("megatron", "FRAGMENT")
 _library.define("add_product(Tensor handle, Tensor dy, Tensor x) -> Tensor")
 _library.define("add_gradient(Tensor handle, Tensor gradient) -> Tensor")
 
@@ -36,7 +37,8 @@ def handle_of(view: GradientView) -> Tensor:
 def _add_product(handle: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     view = _views[int(handle)]
     if view.deferral.is_on:
-        dy, x = dy.clone(), x.clone()  # the graph uses their memory again
+        # The graph uses their memory again. An x of two weights is cloned for each.
+        dy, x = dy.clone(), x.clone()
         view.deferral.add(view, lambda: view.add_matmul(dy, x))
     else:
         view.add_matmul(dy, x)
@@ -56,7 +58,7 @@ for _name, _function in (("add_product", _add_product), ("add_gradient", _add_gr
 class TracedView:
     """In a graph that is traced, in place of a view; token: what the last operator returned."""
 
-    deferral: ClassVar[Deferral] = Deferral()  # the operator's own
+    deferral: ClassVar[Deferral] = Deferral()  # is off: the operator defers, not the graph
 
     def __init__(self, handle: Tensor, dtype: torch.dtype) -> None:
         self.handle, self.dtype = handle, dtype

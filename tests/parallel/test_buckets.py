@@ -269,6 +269,31 @@ def test_a_second_backward_in_the_last_accumulate_is_an_error() -> None:
         assert isinstance(refusal(lambda: model(x).backward(), lines=9), RuntimeError)
 
 
+def test_what_a_backward_adds_is_there_once() -> None:
+    """Also by two backwards of one accumulate(), and none by one that was given up."""
+    model, x = Misplaced(serial_mesh(), torchs_norm), torch.randn(2, 3, 4)
+    buckets = GradientBuckets(model)
+    run(buckets, model, x)
+    expected = whole_gradients(buckets)
+    for first in (1, 2):
+        with buckets.accumulate(is_last=False):
+            for _ in range(first):
+                model(x).backward()
+        with buckets.accumulate(is_last=True):
+            model(x).backward()
+        for name, gradient in whole_gradients(buckets).items():
+            assert_relative(gradient, (first + 1) * expected[name], 1e-6, name)
+
+    x.requires_grad_()
+    x.register_hook(lambda _: 1 / 0)  # behind all parameters
+    with pytest.raises(ZeroDivisionError), buckets.accumulate(is_last=False):
+        model(x).backward()
+    buckets.start()
+    with buckets.accumulate(is_last=True):
+        model(x.detach()).backward()
+    assert_gradients(whole_gradients(buckets), expected, 1e-6)
+
+
 def test_a_copy_leaves_its_gradients_to_autograd() -> None:
     model = Misplaced(serial_mesh(), own_norm)
     buckets = GradientBuckets(model)

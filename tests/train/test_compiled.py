@@ -46,6 +46,7 @@ from tests.tiny import (
 )
 from tools.layouts.layout import parse_layout
 
+CPU = torch.device("cpu")
 CONFIGS = {"gpt2": tiny_section, "bert": bert_section, "llama": llama_section}
 SAMPLES = {"gpt2": samples, "bert": bert_samples, "llama": samples}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -81,7 +82,7 @@ def first_steps(
 ) -> tuple[list[float], dict[str, Tensor], Counter[str]]:
     """(losses of three steps, the first by its parts; gradients of the first, graphs) of a rank."""
     cut = parse_layout(layout)
-    mesh, config = cut.mesh(torch.device("cpu")), CONFIGS[kind](**changes)
+    mesh, config = cut.mesh(CPU), CONFIGS[kind](**changes)
     stages = cut.size("pipeline")
     layers = partition(config.num_layers, stages, head=0.0)
     plan = PipelinePlan(stages, 1, cut.schedule or "1f1b", layers)
@@ -163,6 +164,23 @@ def test_compiled_layers_keep_nothing_that_is_released_or_offloaded(gloo: Pool) 
             assert min(held) > what_enters if offloads else held == {0}
 
 
+def test_an_evaluation_on_other_shapes_comes_between_compiled_steps() -> None:
+    found = []
+    for backend in (None, "aot_eager"):
+        torch._dynamo.reset()
+        state = tiny_state(serial_mesh(), tiny_section(**DROPOUT))
+        if backend is not None:
+            compile_layers(state.model, backend)
+        losses = []
+        for size in (4, 3):
+            losses.append(train_step(state, [samples(4)], 1e-3).loss)
+            state.model.eval()
+            with torch.no_grad():
+                losses.append(float(summed_loss(state.model, samples(size), CPU)[0]))
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-13)
+
+
 def recorder(into: dict[str, Counter[str]]) -> Any:
     """As aot_eager; counts the operators of the graphs by their names."""
 
@@ -215,7 +233,7 @@ def test_selective_recomputation_is_in_the_graph(
 
 
 def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:
-    """What the graph hands over, it may overwrite afterwards."""
+    """The graph may overwrite afterwards what it hands over."""
     weights = {
         f"transformer.layers.{layer}.{name}.weight"
         for layer in range(2)
