@@ -209,9 +209,8 @@ class _Multiply(torch.autograd.Function):
             for view in views:
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
-        dx = None if summed is None else summed()
         tokens = [None if view is None else view.token for view in its_views if handles]
-        return dx, None, None, None, *dws, *dbs, *tokens
+        return summed and summed(), None, None, None, *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -253,9 +252,7 @@ def multiply(
     if not torch.is_grad_enabled():
         ys = division.outputs(x, _matrices(weights), biases)
         return (*ys, x) if return_input else tuple(ys)
-    handles = []
-    if torch.compiler.is_compiling():
-        handles = [None if view is None else view.handle for view in views]
+    handles = [view and view.handle for view in views if torch.compiler.is_compiling()]
     return _Multiply.apply(x, division, views, return_input, *weights, *biases, *handles)
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -184,6 +184,7 @@ class ControlGroup:
     group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
     name: str = "control"
+    axis_class: ClassVar[type[Axis]] = Axis
 
     @cached_property
     def calls(self) -> Calls:
@@ -212,14 +213,16 @@ class ControlGroup:
     ) -> Axis:
         """The axis of this rank's group; every rank calls this, in the same order. groups: [number
         of groups, ranks of each], of which this rank may be in none."""
-        if groups.shape[1] == 1:
-            return Axis(name, is_of_stages=is_of_stages)
-        own, _ = dist.new_subgroups_by_enumeration(groups.tolist(), timeout=self.timeout)
+        own = self.new_group(groups.tolist()) if groups.shape[1] > 1 else None
         if own is None:
             return Axis(name, is_of_stages=is_of_stages)
-        axis = Axis(name, groups.shape[1], dist.get_rank(own), own, parts, is_of_stages)
+        axis = self.axis_class(name, own.size(), own.rank(), own, parts, is_of_stages)
         _ = axis.calls  # in CALLS from now on, where the failure watch looks
         return axis
+
+    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
+        return own
 
     def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self

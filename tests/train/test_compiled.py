@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config.checks import UsageError
-from megatron.parallel import kernels
+from megatron.models.build import build_on_meta
+from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
@@ -35,6 +36,7 @@ from tests.dist import Pool
 from tests.llama import llama_section
 from tests.tiny import (
     SEQUENCE,
+    VOCABULARY,
     assert_gradients,
     mesh_of_ranks,
     micro_batches,
@@ -179,6 +181,27 @@ def test_an_evaluation_on_other_shapes_comes_between_compiled_steps() -> None:
                 losses.append(float(summed_loss(state.model, samples(size), CPU)[0]))
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-13)
+
+
+def test_the_softmax_of_the_loss_is_fused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = replace(serial_mesh(), device=torch.device("cuda"))
+    model = build_on_meta(tiny_section(), gpu, VOCABULARY)
+    compile_layers(model, "aot_eager")
+    assert model.head.is_fused
+
+    calls, fused = [], cross_entropy.fused_softmax
+    monkeypatch.setattr(fused_softmax, "_compiled", lambda function: function)
+    monkeypatch.setattr(cross_entropy, "fused_softmax", lambda *a: calls.append(0) or fused(*a))
+    losses = []
+    for is_fused in (False, True):
+        state = tiny_state(serial_mesh())
+        compile_layers(state.model, "aot_eager")
+        assert not state.model.head.is_fused
+        state.model.head.is_fused = is_fused
+        assert not calls
+        losses.append([train_step(state, [samples(4)], 1e-3).loss for _ in range(2)])
+    assert calls
+    assert losses[1] == pytest.approx(losses[0], rel=1e-13)
 
 
 def recorder(into: dict[str, Counter[str]]) -> Any:

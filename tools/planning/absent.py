@@ -29,19 +29,13 @@ class AbsentAxis(Axis):
 class AbsentRanks(ControlGroup):
     """This rank of ranks that are not there."""
 
-    def new_axis(
-        self,
-        name: str,
-        groups: torch.Tensor,
-        parts: tuple[Axis, ...] = (),
-        is_of_stages: bool = False,
-    ) -> Axis:
-        own = next((each for each in groups.tolist() if self.rank in each), [self.rank])
-        if len(own) == 1:
-            return Axis(name, is_of_stages=is_of_stages)
-        rank = own.index(self.rank)
-        group = dist.ProcessGroup(dist.HashStore(), rank, len(own))
-        return AbsentAxis(name, len(own), rank, group, parts, is_of_stages)
+    axis_class = AbsentAxis
+
+    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
+        own = next((each for each in groups if self.rank in each), None)
+        if own is None:
+            return None
+        return dist.ProcessGroup(dist.HashStore(), own.index(self.rank), len(own))
 
 
 def absent_mesh(
