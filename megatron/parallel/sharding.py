@@ -221,7 +221,7 @@ class GradientView:
 
     def view(self, flat: Tensor) -> Tensor:
         """The same elements of any flat tensor that is laid out like the bucket."""
-        return flat[self.start : self.stop].view(self.spec.local_shape)
+        return flat[self.start : self.stop].view(self.parameter.shape)
 
     def add(self, gradient: Tensor) -> None:
         """gradient: of the parameter's shape, or with its leading dims flattened to one."""

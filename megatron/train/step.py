@@ -81,7 +81,8 @@ def train_step(
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
         _require_outputs(state.model, micro_batches)
-    state.model.train()
+    if not state.model.training:
+        state.model.train()  # visits each module
     counts = count(state, micro_batches)
     seen = dict[int, Tensor]() if return_outputs else None
     totals = forward_backward(state, micro_batches, counts, seen)
@@ -130,8 +131,7 @@ def train_step(
 
 
 def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
-    """Returns fp64 [1 + k]: tokens read, then the k loss denominators, of the global batch. The
-    host does not wait for it."""
+    """Tokens read, then k loss denominators of the global batch, fp64 [1 + k]; nothing waits."""
     own = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
     (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
     return all_reduce(sums, state.mesh.loss)
