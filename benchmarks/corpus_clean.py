@@ -23,12 +23,14 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import orjson
 
 from benchmarks.corpus_generator import texts_of
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from megatron.libraries import Library
 from tools.corpus.records import Funnel
 from tools.corpus.shards import cut, write_shard
+
+orjson = Library("orjson")
 
 CASES = Path(__file__).with_name("sentence_cases.txt")
 OURS, SPEED, RATIO = "this project", "MB per CPU second", "this project's speed / its"

@@ -28,7 +28,10 @@ import numpy as np
 from benchmarks.corpus_generator import five_grams, generate, read
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.watched import watched
+from megatron.libraries import Library
 from tools.corpus.shingles import PERMUTATIONS, Shingler
+
+datasketch, rensa = Library("datasketch"), Library("rensa")
 
 OURS, DATASKETCH, RENSA = "this project", "datasketch", "rensa"
 SIGNATURES, WHOLE = "signatures", "the whole"
@@ -40,13 +43,11 @@ def sign(name: str, texts: list[str]) -> Any:
     if name == OURS:
         return Shingler("char5", seed=1).sign_texts(texts)
     if name == DATASKETCH:
-        from datasketch import MinHash
-
         encoded = ([gram.encode() for gram in five_grams(text)] for text in texts)
-        return np.array([m.hashvalues for m in MinHash.generator(encoded, num_perm=PERMUTATIONS)])
-    from rensa import RMinHash
-
-    of_sets = RMinHash.digests_from_token_sets
+        return np.array(
+            [m.hashvalues for m in datasketch.MinHash.generator(encoded, num_perm=PERMUTATIONS)]
+        )
+    of_sets = rensa.RMinHash.digests_from_token_sets
     return np.array([of_sets([[*five_grams(text)]], PERMUTATIONS, 1)[0] for text in texts])
 
 
@@ -57,9 +58,8 @@ def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str
             words = ["-m", "tools.corpus.dedup", "--input", shards, "--output", folder]
             used = watched(*words, "--workers", 1)
             return {each["id"] for each in read(Path(folder), "part-*")}, used
-    from datasketch import MinHash, MinHashLSH
-
-    index, empty, kept = MinHashLSH(num_perm=128, params=(25, 5)), MinHash(128), set()
+    index = datasketch.MinHashLSH(num_perm=128, params=(25, 5))
+    empty, kept = datasketch.MinHash(128), set()
     for key, text in texts.items():
         own, signature = five_grams(text), empty.copy()
         signature.update_batch([gram.encode() for gram in own])

@@ -15,14 +15,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import orjson
-
 from benchmarks.processes import ROOT
 from megatron.data.json_lines import find_shards
+from megatron.libraries import Library
 from tools.corpus import harvest
 from tools.corpus.records import Funnel, read_documents
 from tools.corpus.settings import parse_size
 from tools.corpus.shards import cut, write_shard
+
+orjson = Library("orjson")
 
 HARVESTED = ROOT / "runs" / "benchmarks" / "harvested.jsonl"
 SENTENCE_END = re.compile(r"(?<=[.!?]\s)(?=[A-Z\"'(])|(?<=\n\n)")  # the blank is the sentence's

@@ -22,9 +22,12 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 import numpy as np
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from megatron.libraries import Library
 from tools.corpus.duplicates.grouping import group, parts_of, read_part
 from tools.corpus.duplicates.index import BLOCK, Block, Index, save, sort_keys
 from tools.corpus.shingles import Words
+
+duckdb, polars = Library("duckdb"), Library("polars")
 
 OURS, RATE, PEAK = "this project", "M rows per CPU second", "peak MB"
 
@@ -50,8 +53,6 @@ def ours(files: Sequence[Path]) -> list[Any]:
 
 
 def in_polars(band: Words) -> Any:
-    import polars
-
     rows = {"key": band, "number": np.arange(len(band), dtype=np.uint32)}
     table = polars.DataFrame(rows).group_by("key").agg("number")
     table = table.filter(polars.col("number").list.len() > 1)
@@ -60,8 +61,6 @@ def in_polars(band: Words) -> Any:
 
 
 def in_duckdb(band: Words) -> Any:
-    import duckdb
-
     duckdb.register("rows", {"key": band, "number": np.arange(len(band), dtype=np.uint32)})
     lists = "select list(number) as numbers from rows group by key having count(*) > 1"
     sums = "count(*), sum(len(numbers)), sum(list_sum(numbers))"

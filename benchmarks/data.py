@@ -35,7 +35,6 @@ from types import SimpleNamespace
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import orjson
 
 from benchmarks.corpus_generator import texts_of
 from benchmarks.data_path import MICRO, STEP, STEPS, configure, figures_of, read
@@ -43,8 +42,11 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.program import start
 from benchmarks.report import Results
 from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.libraries import Library
 from megatron.train.loader import prefetch
 from tools.layouts.job import open_samples
+
+datasets, orjson = Library("datasets"), Library("orjson")
 
 PACKED, LINES, SAVED, PARQUET = "packed", "JSON lines, padded", "saved, padded", "parquet, padded"
 CORE, READING, TRAINING = "Megatron-Core", "reading, 1024 tokens", "a step, 256 tokens"
@@ -53,8 +55,6 @@ SPEED, WAITING, PADDING = "tokens/s", "waiting, %", "padding, %"
 
 def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> dict[str, list[str]]:
     """The flags that read each source. tokenizer: a folder; else one of `size` ids is trained."""
-    import datasets
-
     lines, saved, parquet, packed = (
         str(scratch() / name) for name in ("text.jsonl", "saved", "text.parquet", "packed")
     )

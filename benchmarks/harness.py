@@ -17,7 +17,6 @@ Slurm each launched process stands for one rank and starts that rank of each con
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
 import sys
@@ -27,6 +26,8 @@ from functools import cache, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+
+from megatron.libraries import failure, load
 
 Figures = dict[str, Any]
 Turn = Callable[[], Figures | None]
@@ -111,8 +112,8 @@ class Contender:
 
     def reason(self, launched: int, device: str) -> str:
         """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
-        if lacking := [name for name in self.needs if not is_installed(name)]:
-            return f"not installed: {', '.join(lacking)}"
+        if lacking := [*filter(None, map(failure, self.needs))]:
+            return "; ".join(lacking)
         if self.memory > memory_gb():
             return f"takes {self.memory:g} GB of memory, there are {memory_gb():.0f}"
         if self.ranks > launched > 1:
@@ -127,13 +128,6 @@ class Contender:
 
 def memory_gb() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
-def is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent
-        return False
 
 
 @dataclass(frozen=True)
@@ -233,6 +227,8 @@ class Question:
                 raise ValueError(f"--{name} {number}: must be 1 or more")
         writable(flags, "json", ".json")
         writable(flags, "page", ".md")
+        if flags.page is not None and self.picture:
+            load("matplotlib", "a run without --page")
         machine = Machine(contenders, flags.device, agents)
         others = others_in(flags.json, machine.known)
         given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}

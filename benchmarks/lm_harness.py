@@ -26,9 +26,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.harness import Column, Contender, Figures, Flags, Rank, Turn, scratch
 from benchmarks.program import DATA, WholeRuns, record_of
 from megatron.data.tokenizer import build_tokenizer
+from megatron.libraries import Library
 from tools.convert_hf import export_model, import_model
 from tools.harness.definitions import READERS, find_harness
 from tools.lm_harness import ask, find_tasks, write_local
+
+hf_models = Library("lm_eval.models.huggingface", install="lm-eval")
 
 LAMBADA, WIKITEXT = TASKS = ("lambada_openai", "wikitext")
 OURS = {LAMBADA: "LAMBADA", WIKITEXT: "WIKITEXT103"}
@@ -60,11 +63,9 @@ def by_tool(rank: Rank, load: str, files: Mapping[str, str]) -> Turn:
 
 
 def by_harness(rank: Rank, load: str, files: Mapping[str, str]) -> Turn:
-    from lm_eval.models.huggingface import HFLM
-
     exported = scratch() / "exported"
     export_model(load, exported)
-    lm: Any = HFLM(str(exported), device=rank.device_type, dtype="float32", batch_size=8)
+    lm: Any = hf_models.HFLM(str(exported), device=rank.device_type, dtype="float32", batch_size=8)
     write_local(scratch(), find_harness(), {task: Path(file) for task, file in files.items()})
     return lambda: figures(ask(lm, TASKS, find_tasks(TASKS, [scratch()]), None)["results"], 2)
 

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.harness import Rank, Turn, is_installed
+from benchmarks.harness import Rank, Turn
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
 from megatron.config.model import GPT2Config, TextModelConfig
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.libraries import failure
 from megatron.models.build import build_on_meta
 from megatron.parallel.kernels import matmul as our_matmul
 from megatron.parallel.mesh import serial_mesh
@@ -255,7 +256,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=rank.size)
     is_gpu = device.type == "cuda"
-    has_engine = is_gpu and is_installed("transformer_engine")
+    has_engine = is_gpu and not failure("transformer_engine")
     layers = partial(gpt_layer_specs.get_gpt_layer_local_spec, normalization="LayerNorm")
     layers = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if has_engine else layers
     if is_gpu:

@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.harness import Column, Contender, Figures, Question, memory_gb
 from benchmarks.processes import ROOT, Agents, cpu_seconds
+from megatron.libraries import Library
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+figures = Library("matplotlib.figure", "a run without --page")
 
 Record = dict[str, Any]
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
@@ -263,8 +266,6 @@ COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#9
 def draw(file: Path, results: Results) -> None:
     """A PNG. bars: a panel for each drawn column; lines along the contenders' x, and curves of
     columns that are lists: a panel for each drawn column and group."""
-    from matplotlib.figure import Figure
-
     paint = {"bars": bars, "lines": lines, "curves": curves}[results.question.picture]
     drawn = results.question.drawn or [next(iter(results.columns))]
     # Lines have no panel for groups of contenders without a place along them.
@@ -273,7 +274,7 @@ def draw(file: Path, results: Results) -> None:
     high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
     if paint is bars:
         high, wide, height, groups = 1, len(drawn), 1.2 + 0.35 * len(results.rows), {"": None}
-    figure = Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
+    figure = figures.Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
     panels = figure.subplots(high, wide, squeeze=False, sharey=paint is bars).flat
     for axes, (column, group) in zip(panels, product(drawn, groups), strict=True):
         paint(axes, results, column, group)

@@ -63,6 +63,10 @@ SIZES = {  # flags of a preset on a CPU
     "gpt2_30m": "--vocab-size 8192",
     "quickstart": "--vocab-size 2048",
 }
+SMALL = (  # of a model that any machine trains in a moment
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
+    "--max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512 "
+)
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO = "time / the first's"
 
@@ -88,6 +92,7 @@ def contenders(
     threads: int = 2,
     program_flags: str = "",
     stub_communication: bool = False,
+    small: bool = False,
 ) -> Iterator[Contender]:
     """Compare steps.
 
@@ -98,10 +103,14 @@ def contenders(
         threads: of all ranks of a contender together.
         program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, whose collectives move nothing.
+        small: in miniature, to try it: of presets, dtypes and sizes the first of each.
     """
     names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
+    if small:
+        presets, dtypes, tensor_parallel = presets[:1], dtypes[:1], tensor_parallel[:1]
+        program_flags = SMALL + program_flags
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):

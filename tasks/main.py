@@ -149,7 +149,7 @@ def run_finetuned(
     from megatron.train.launch import launch
     from tasks.finetune import evaluate_models, fine_tune
 
-    with launch(settings.parallel, environ) as mesh:
+    with launch(settings.parallel, environ, deterministic=settings.deterministic) as mesh:
         act = fine_tune if settings.train_data else evaluate_models
         record, here = act(plan, mesh, environ)
         if mesh.is_first:

@@ -65,6 +65,9 @@ class FinetuneSettings:
     seed: int = field(default=1234, metadata=BESIDE)
     """Seed of the new head, the order of the examples and dropout."""
 
+    deterministic: bool = False
+    """Take what gives the same bits each time; see pretrain_bert.py --help."""
+
     lr: float = 2e-5
     """Highest learning rate, from which it falls linearly to 0."""
 

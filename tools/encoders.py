@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.tokenizer_base import EncodedTexts, encode_arrays
+from megatron.libraries import MissingLibrary, load
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")
 CACHED = 1 << 22  # characters of words; with their ids some 100 MB
@@ -67,11 +68,9 @@ class Gigatoken(Encoder):
     name = "gigatoken"
 
     def __init__(self, library: Any) -> None:
-        """ImportError without gigatoken, RuntimeError for a vocabulary that it does not know."""
-        from gigatoken import Tokenizer
-
+        """MissingLibrary without gigatoken, RuntimeError for a vocabulary that it does not know."""
+        self._bpe = load("gigatoken").Tokenizer.from_json(library.to_str())
         self.description = f"gigatoken {version('gigatoken')}"
-        self._bpe = Tokenizer.from_json(library.to_str())
 
     def arrays(self, texts: Sequence[str]) -> EncodedTexts:
         rows = self._bpe.encode_batch(list(texts), parallel=False).layout
@@ -135,7 +134,7 @@ def build_encoder(choice: str, library: Any) -> Encoder:
         try:
             fast = maker(library)
             fault = find_difference(fast, Encoder(library))
-        except (ImportError, ValueError, RuntimeError) as error:
+        except (MissingLibrary, ValueError, RuntimeError) as error:
             fault = f"{maker.name} cannot be used: {str(error).partition(chr(10))[0]}"
         if fault is None:
             return fast

@@ -30,6 +30,7 @@ from megatron.config.checks import UsageError, flag, positive
 from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.libraries import Library
 from megatron.train.trained import begin_of, begin_token_of, open_trained
 from tasks.common import EvaluationConfig
 from tasks.record import describe, identify, publish
@@ -38,6 +39,11 @@ from tools.harness.definitions import READERS, find_harness, write_definition
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
+
+HARNESS = "lm-eval"  # pip's name of it
+harness_tasks = Library("lm_eval.tasks", install=HARNESS)
+defaults = Library("lm_eval.defaults", install=HARNESS)
+evaluator = Library("lm_eval.evaluator", install=HARNESS)
 
 LOCAL = {"lambada_openai": "lambada_data", "wikitext": "wikitext_data"}
 
@@ -116,13 +122,11 @@ def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
 
     The harness's own definitions, fourteen thousand files, are read only where they are needed.
     """
-    from lm_eval.tasks import TaskManager
-
     paths = [str(folder) for folder in folders]
-    manager = TaskManager(include_path=paths, include_defaults=False)
+    manager = harness_tasks.TaskManager(include_path=paths, include_defaults=False)
     if set(names) <= manager.task_index.keys():
         return manager
-    manager = TaskManager(include_path=paths)
+    manager = harness_tasks.TaskManager(include_path=paths)
     if missing := [name for name in names if name not in manager.task_index]:
         raise UsageError(
             "--tasks",
@@ -135,13 +139,10 @@ def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
 
 def ask(lm: LM, names: Sequence[str], manager: TaskManager, limit: int | None) -> dict[str, Any]:
     """What the harness finds, without standard errors; the same on every rank."""
-    from lm_eval.defaults import DEFAULT_OTHER_SEED
-    from lm_eval.evaluator import evaluate
-
     tasks = manager.load(list(names))
     for task in tasks["tasks"].values():
-        task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # which examples a prompt shows
-    return {**evaluate(lm, tasks, limit=limit, bootstrap_iters=0)}
+        task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)  # which examples a prompt shows
+    return {**evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0)}
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
                     "limit": settings.limit,
                     "micro_batch_size": settings.micro_batch_size,
                     "data": [identify(file) for file in settings.local_data.values()],
-                    "lm_eval": version("lm-eval"),
+                    "lm_eval": version(HARNESS),
                     **describe(checkpoint, model, mesh, settings.trained.dtype),
                     "command": ["tools/lm_harness.py", *arguments],
                 }

@@ -10,6 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megatron.libraries import Library
+
+matplotlib, plt = Library("matplotlib"), Library("matplotlib.pyplot")
+
 Facts = dict[str, Any]
 
 STYLE = """
@@ -222,11 +226,7 @@ def loss_curve(
 
     term: of the loss, as metrics call it.
     """
-    import matplotlib
-
     matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
     settings = {"svg.fonttype": "none", "svg.hashsalt": "quickstart", "font.family": "sans-serif",
                 "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED,
                 "xtick.color": INK, "ytick.color": INK, "grid.color": MUTED, "font.size": 11,

@@ -37,6 +37,7 @@ from megatron.config.checks import UsageError, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.libraries import load
 from megatron.parallel.schedules import ScheduleError, check, read_schedule, schedule
 from tools.layouts.job import program_of
 from tools.planning import gantt, search
@@ -57,6 +58,8 @@ class FilesConfig:
     def __post_init__(self) -> None:
         writable(self, "json")
         writable(self, "picture", ".png")
+        if self.picture is not None:
+            load("matplotlib", "a run without --picture")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,10 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
+from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
+
+matplotlib, plt = Library("matplotlib"), Library("matplotlib.pyplot")
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -44,11 +47,7 @@ def plot(
         raise UsageError("RUNS", None, "given: the folders of a --save")
     found = {file: read_metrics(file) for file in map(_metrics_file, runs)}
 
-    import matplotlib
-
     matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (file, lines) in enumerate(found.items()):
         drawn = False

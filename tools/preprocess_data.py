@@ -49,7 +49,7 @@ from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
 from tools.data_files import join_descriptions, move_data_set, verify
 from tools.outcome import find_data_set, left_out, move_out, shard_facts, summary
-from tools.sentences import SPLITTER
+from tools.sentences import splitter
 from tools.tokenise import (
     PARTS,
     TokenSettings,
@@ -250,12 +250,12 @@ def token_settings(settings: Settings) -> TokenSettings:
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod if settings.append_eod else None,
         unknown=tokenizer.unknown if isinstance(tokenizer, BertTokenizer) else None,
-        sentences=SPLITTER if settings.split_sentences else None,
+        sentences=splitter() if settings.split_sentences else None,
         encoder=encoder.name,
         shard_bytes=shard_bytes,
         shuffled=are_shuffled(settings.input),
     )
-    sentences = f"; sentences: {SPLITTER}" if settings.split_sentences else ""
+    sentences = f"; sentences: {splitter()}" if settings.split_sentences else ""
     say(f"encoder: {encoder.description}{sentences}")
     return chosen
 

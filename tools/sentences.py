@@ -3,13 +3,20 @@
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from sentencex import segment
+from megatron.libraries import Library, load
 
-SPLITTER = f"sentencex {version('sentencex')}"
+sentencex = Library("sentencex")
+
 LANGUAGE = "en"
 # Characters of a line that are looked at together: the time that the library takes grows with the
 # square of a line's length where it has other letters than ASCII's.
 LONGEST = 5_000
+
+
+def splitter() -> str:
+    """The library and its version. Raises MissingLibrary."""
+    load("sentencex", "--no-split-sentences")
+    return f"sentencex {version('sentencex')}"
 
 
 def split_sentences(text: str) -> list[str]:
@@ -26,7 +33,7 @@ def _split_line(line: str) -> Iterator[str]:
     start = 0
     while start < len(line):
         window = line[start : start + LONGEST]
-        pieces = segment(LANGUAGE, window)
+        pieces = sentencex.segment(LANGUAGE, window)
         if "".join(pieces) != window:  # not known to happen, and no text may be lost by it
             pieces = [window]
         if start + len(window) < len(line):  # the last piece may go on

@@ -28,7 +28,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-import orjson
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
@@ -41,7 +40,11 @@ from megatron.data.columns import check_column
 from megatron.data.files import flush_to_disk
 from megatron.data.json_lines import LONGEST_LINE
 from megatron.data.map_style import load_named, one_line
+from megatron.libraries import Library
 from tools.corpus.shards import placed
+
+datasets, pa = Library("datasets"), Library("pyarrow")
+orjson = Library("orjson")
 
 
 def stream_to_jsonl(
@@ -132,9 +135,6 @@ def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
 
     Raises ValueError, naming the flag, where there is no such column, and where the stream breaks.
     """
-    import datasets
-    import pyarrow as pa
-
     rows = iter(stream)
     for number in count():
         try:

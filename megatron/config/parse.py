@@ -25,6 +25,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from megatron.config.checks import UsageError, flag, setting, switch
 from megatron.config.launch import is_first, write_error_file
+from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
 
@@ -73,7 +74,8 @@ def user_errors(
     agreed: bool = False,
     kinds: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> Iterator[None]:
-    """End the program with status 2 and one message where an error of these kinds is raised.
+    """End the program with status 2 and one message where an error of these kinds is raised, or a
+    library is missing.
 
     Prints each warning as one line. Where the reader of stdout has gone (`| head`), the program
     ends without a message and with status 141. Mostly every rank meets the same error, so that
@@ -86,6 +88,7 @@ def user_errors(
         if is_first(environ):
             print(f"warning: {message}", file=sys.stderr)
 
+    errors: tuple[type[Exception], ...] = (MissingLibrary, *kinds)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = show
@@ -93,7 +96,7 @@ def user_errors(
                 yield
             finally:
                 print(end="", flush=True)
-    except kinds as error:
+    except errors as error:
         if isinstance(error, BrokenPipeError):
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)

@@ -23,6 +23,7 @@ from megatron.config.training import (
     PrecisionConfig,
     TrainingConfig,
 )
+from megatron.libraries import failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,9 +294,8 @@ def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
 def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
     """Raise UsageError if a sink's library is missing, or wandb has no folder for its run."""
     for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
-        if (value := getattr(logging, name)) is not None and _origin(library) is None:
-            allowed = f"left out where {library} is not installed (pip install {library})"
-            raise UsageError(flag(name), value, allowed)
+        if (value := getattr(logging, name)) is not None and (lack := failure(library)):
+            raise UsageError(flag(name), value, f"left out: {lack}")
     if (project := logging.wandb_project) is not None and metrics_file is None:
         works = ("--wandb-project", project, "--save", "checkpoints")
         allowed = "given with --save or --metrics-file, beside which it keeps its run"
@@ -303,7 +303,7 @@ def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
 
 
 def _origin(package: str) -> Path | None:
-    """The file by which a package would be imported, which it is not; None where it is not
-    installed, and for a stray folder of its name."""
+    """The file by which a part of apex would be imported, which it is not, as its extensions load
+    torch; None where there is none."""
     spec = find_spec(package)
     return Path(spec.origin) if spec is not None and spec.origin is not None else None

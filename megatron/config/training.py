@@ -271,6 +271,10 @@ class TrainingConfig:
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
     faster steps. If not given: on a GPU whose compiler works."""
 
+    deterministic: bool = False
+    """Take operators, and ways of NCCL, cuBLAS and the compiler, that give the same bits each time;
+    slower on a GPU. On a CPU all do anyway."""
+
     check_replicas_interval: int = 100
     """Steps between comparisons of what the ranks hold in common; 0 does not compare."""
 

@@ -37,6 +37,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.files import DataError, ScanCache
+from megatron.libraries import Library
+
+datasets, pa = Library("datasets"), Library("pyarrow")
+pc, pq = Library("pyarrow.compute"), Library("pyarrow.parquet")
 
 BATCH_ROWS = 1000  # of the one pass
 CACHED_BYTES = 256 << 20  # of decoded row groups
@@ -113,9 +117,6 @@ def _scan(column: TextColumn) -> dict[str, NDArray[Any]]:
 
     Lengths and bytes go to a hash each, so that the result does not depend on batches.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     sizes, content = hashlib.sha256(), hashlib.sha256()
     without, row = [np.empty(0, np.int64)], 0
     for batch in column.batches():
@@ -136,9 +137,6 @@ def _scan(column: TextColumn) -> dict[str, NDArray[Any]]:
 
 def _has_text(texts: Any) -> NDArray[np.bool_]:
     """Of each: whether it is there, is UTF-8, and holds more than white space."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     try:
         blank = pc.or_kleene(pc.utf8_is_space(texts), pc.equal(pc.binary_length(texts), 0))
     except pa.ArrowInvalid:  # not UTF-8 somewhere in the batch
@@ -155,8 +153,6 @@ class DatasetColumn:
     def __init__(self, dataset: Any, column: str, name: str) -> None:
         """Raises ValueError, naming the flag, where the dataset is not map-style or the column is
         not one of text."""
-        import datasets
-
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
@@ -188,8 +184,6 @@ class ParquetColumn:
 
         Warns where most samples will decode a large row group.
         """
-        import pyarrow.parquet as pq
-
         self._files, self._column, self._cached_bytes = files, column, cached_bytes
         self._names = [name if len(files) == 1 else f"{name} ({file.name})" for file in files]
         self._metadata = list[Any]()
@@ -262,8 +256,6 @@ class ParquetColumn:
 
         Memory-mapped: only the text column's pages are read.
         """
-        import pyarrow.parquet as pq
-
         known = self._metadata[file]
         with (
             self._named_errors(file),
@@ -274,8 +266,6 @@ class ParquetColumn:
     @contextmanager
     def _named_errors(self, file: int) -> Iterator[None]:
         """What cannot be read as DataError, naming the flag and the file."""
-        import pyarrow as pa
-
         try:
             yield
         except (OSError, pa.ArrowException) as error:
@@ -295,7 +285,6 @@ class ParquetColumn:
 
 def check_column(column: str, schema: Any, name: str) -> None:
     """ValueError, naming those that would do, where the Arrow schema has no such column of text."""
-    import pyarrow as pa
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -16,10 +16,16 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-import orjson
-from backports import zstd
+from megatron.libraries import Library
+
+if TYPE_CHECKING:
+    import orjson
+    from backports import zstd
+else:
+    orjson = Library("orjson")
+    zstd = Library("backports.zstd", "files that end in .gz")
 
 Record = dict[str, Any]
 LONGEST_LINE = 32 << 20  # bytes; a longer line, or text file, is set aside and not held in memory
@@ -29,12 +35,12 @@ MANIFEST = "manifest.json"
 WORK = ".work"
 OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".zst": zstd.ZstdFile,
+    ".zst": lambda raw: zstd.ZstdFile(raw),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
 DAMAGED = "damaged or cut short"  # of the fault, for the books to tell it from a bad line
-DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
 DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
 
@@ -46,6 +52,12 @@ class Line(NamedTuple):
     """Without its line end; only the beginning if there is a fault."""
     fault: str | None
     """Why the line cannot be read as it stands."""
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """What is raised for a compressed file that is damaged; zstd's own once it is imported."""
+    module = sys.modules.get("backports.zstd")
+    return DAMAGE if module is None else (*DAMAGE, module.ZstdError)
 
 
 def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) -> list[Path]:
@@ -148,7 +160,7 @@ def read_lines(
                 if line and not line.isspace():
                     yield Line(offset, line.rstrip(b"\r\n"), fault)
                 offset += length
-        except DAMAGE as error:
+        except damage() as error:
             if not compressed or getattr(error, "errno", None):  # the disk's, not the content's
                 raise
             yield Line(offset, b"", f"{DAMAGED}, the rest is lost ({error})")
@@ -189,7 +201,7 @@ def read_shard(
             content = orjson.dumps(record)
     except UnicodeDecodeError as error:
         fault = f"not UTF-8 ({error})"
-    except DAMAGE as error:
+    except damage() as error:
         if Path(file).suffix not in OPENERS or getattr(error, "errno", None):
             raise
         fault = f"{DAMAGED} ({error})"

@@ -16,6 +16,9 @@ from typing import Any
 from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.files import ScanCache
 from megatron.data.json_lines import NOT_SHARDS, warn_not_read
+from megatron.libraries import Library
+
+datasets, pa = Library("datasets"), Library("pyarrow")
 
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of texts
@@ -54,8 +57,6 @@ def open_map_style(
 
 def _find_files(folder: Path, config: str | None, name: str) -> dict[str, list[Path]]:
     """The files of each split of a configuration, which nothing copies."""
-    import datasets
-
     with TemporaryDirectory() as cache, one_line_errors(name, config):
         try:
             builder = datasets.load_dataset_builder(
@@ -82,8 +83,6 @@ def _open_parquet(
 
 
 def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:
-    import datasets
-
     try:
         found = datasets.load_from_disk(folder, keep_in_memory=False)
     except (ValueError, OSError, KeyError) as error:
@@ -151,8 +150,6 @@ def load_named(
     split: by default "train"; also "train[:10%]" or "train+test". Returns a datasets.Dataset, or
     with `streaming` an IterableDataset. Raises ValueError, naming the flag, in one line.
     """
-    import datasets
-
     flag, wanted, path = f"--dataset-name {name}", split or DEFAULT_SPLIT, Path(name)
     if is_saved(path):
         raise ValueError(f"{flag} is a folder of save_to_disk; --data-path {name} works")
@@ -190,9 +187,6 @@ def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str
 @contextmanager
 def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
     """What `datasets` raises while it looks for data or copies them, as ValueError of the flag."""
-    import datasets
-    import pyarrow as pa
-
     try:
         yield
     except ConnectionError as error:

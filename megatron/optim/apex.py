@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from megatron.config.training import OptimizerConfig
+from megatron.libraries import load
 
 
 class ApexAdam:
@@ -20,7 +20,7 @@ class ApexAdam:
         pairs = [*zip(weights, flats, strict=True)]
         for weight, each in pairs:
             weight.grad = each.gradient
-        self.optimizer: Any = import_module("apex.optimizers").FusedAdam(
+        self.optimizer: Any = load("apex.optimizers", "--optimizer-impl torch").FusedAdam(
             [{"params": [weight], "weight_decay": each.decay} for weight, each in pairs],
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),

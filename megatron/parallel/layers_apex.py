@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from torch import Tensor
 
+from megatron.libraries import load
 from megatron.parallel.layers import LayerNorm
 from megatron.parallel.mesh import Mesh
 
@@ -17,7 +16,8 @@ class ApexLayerNorm(LayerNorm):
         super().__init__(mesh, hidden_size, epsilon=epsilon)
         if self.hidden.size > 1:
             raise ValueError("apex's layer norm needs whole rows; LayerNorm takes shards")
-        self.kernel = import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
+        module = load("apex.normalization.fused_layer_norm", "--layernorm-impl torch")
+        self.kernel = module.fused_layer_norm_affine
 
     def forward(self, x: Tensor) -> Tensor:
         normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)

@@ -43,7 +43,10 @@ def default_precision(device: torch.device) -> str:
 
 @contextmanager
 def launch(
-    parallel: ParallelConfig | None = None, environ: Mapping[str, str] = os.environ
+    parallel: ParallelConfig | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    deterministic: bool = False,
 ) -> Iterator[Mesh]:
     """The mesh of this run: the launcher's processes, or this process alone without a launcher.
 
@@ -51,12 +54,17 @@ def launch(
     there are several processes they are watched to the end of the `with`: a failure or a stall of
     one is printed once and ends all, with status 1 and without coming back here.
 
+    deterministic: this process takes operators, and ways of NCCL, cuBLAS and the compiler, that
+    give the same bits each time; CUDA must not have been used before.
+
     Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
     """
     parallel, error_file = parallel or ParallelConfig(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
         size = world_size(environ)
         parallel.check(size)
+        if deterministic:
+            _use_deterministic_ways(environ)
         if size == 1:
             device = choose_device(0, [_own_arrival(1)], environ)
             if device.type == "cuda":
@@ -103,6 +111,24 @@ def launch(
         watch.add_mesh(mesh)
         yield mesh
     dist.destroy_process_group()
+
+
+# Values under which the same run has the same bits, the usual one first. NCCL's other algorithms
+# may let switches add, as data come; of several it chooses by what it measures.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring", "Tree")}
+
+
+def _use_deterministic_ways(environ: Mapping[str, str]) -> None:
+    """Raises UsageError where the user's environment asks for others."""
+    for name, values in _DETERMINISTIC.items():
+        value = environ.get(name, values[0])
+        if value.lower() not in map(str.lower, values):
+            raise UsageError(name, value, f"{' or '.join(values)} with --deterministic")
+        os.environ[name] = value
+    torch.use_deterministic_algorithms(True)  # and Inductor, which then times no kernels
+    # Else each new tensor is filled with NaN first, a write of all of it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
 
 
 def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:

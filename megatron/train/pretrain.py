@@ -85,9 +85,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = resolve_name(entry.inputs)(config)
             plan_of_run(config, world, inputs.corpus.vocab_size)  # to refuse it early, as below
             # Until here the library of tokenizers may use all cores (--too-long refuse). From here
-            # on threads of the loader tokenise side by side, and ranks beside each other: threads
-            # of the library would stand in their way. It also warns where a process forks, as for
-            # a compiler, that has used them.
+            # on threads of the loader, and ranks, tokenise beside each other: its own would stand
+            # in their way. It also warns where a process that used them forks, as for a compiler.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             start = find_start(config.checkpoint)
             newest = newest_readable(start.folders)[0] if start.folders else None
@@ -102,7 +101,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.train.memory import memory_errors
 
         with user_errors(environ):
-            mesh = stack.enter_context(launch(config.parallel, environ))
+            is_exact = config.training.deterministic
+            mesh = stack.enter_context(launch(config.parallel, environ, deterministic=is_exact))
         stack.enter_context(memory_errors(config, mesh))
         with user_errors(environ, agreed=True):
             stack.enter_context(claim(config.checkpoint.save, mesh))

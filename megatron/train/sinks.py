@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.training import LoggingConfig
 from megatron.data.files import write_atomically
+from megatron.libraries import Library, load
 
 if TYPE_CHECKING:  # metrics.py imports this without torch
+    import wandb
+
     from megatron.parallel.mesh import Mesh
+else:
+    wandb = Library("wandb")
 
 FINISH_SECONDS = 60  # that a lost network may hold up the end of a run
 INIT_SECONDS = 30  # or its start
@@ -62,12 +67,12 @@ class TensorBoardSink:
     name = "TensorBoard"
 
     def __init__(self, directory: str | Path, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.destination = str(directory)
         # Of a run from scratch nothing earlier stands; step `start` of a resumed one does.
         purge = start + 1 if start else 0
-        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=30)
+        self._writer = load("torch.utils.tensorboard", install="tensorboard").SummaryWriter(
+            str(directory), purge_step=purge, flush_secs=30
+        )
 
     def write(self, line: Mapping[str, float | str]) -> None:
         for key, value in line.items():
@@ -102,8 +107,6 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         if "WANDB_CACHE_DIR" not in environ:  # else it logs to the home directory
             os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
-        import wandb
-
         settings = wandb.Settings(
             console="off",
             disable_code=True,

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.config.checks import UsageError
 from megatron.data.tokenizer import build_tokenizer
-from tools.corpus.language import CODES, UNKNOWN, identify
+from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.program import program, say
 from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
 from tools.corpus.repair import mend_newlines, repair
@@ -45,7 +45,7 @@ class Settings(LengthSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.language not in (CODES | {ANY}) - {UNKNOWN}:
+        if self.language != ANY and self.language not in names().keys() - {UNKNOWN}:
             raise UsageError(
                 "--language",
                 self.language,

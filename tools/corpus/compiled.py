@@ -3,25 +3,28 @@
 Nobody needs a compiler: numba brings its own, and what it makes is cached beside the sources.
 """
 
+import warnings
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import numpy as np
 
-try:
-    import numba
-except ImportError:  # the twins are used then
-    numba = None
+from megatron.libraries import failure, load
 
-HAVE_NUMBA = numba is not None
+LACK = failure("numba")
+HAVE_NUMBA = not LACK
+if LACK and parent_process() is None:  # workers say nothing
+    warnings.warn(f"{LACK}; without it plain numpy is used, which is slower", stacklevel=1)
+
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
     """`function` compiled at its first call; as it is where there is no numba."""
-    if numba is None:
+    if LACK:
         return function
-    return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+    return load("numba").njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
 
 
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

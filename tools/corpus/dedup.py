@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from megatron.config.checks import UsageError, at_least, share
+from megatron.libraries import failure
 from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.duplicates.index import Bands, Index
 from tools.corpus.duplicates.stages import Found, Rules, Stages
@@ -93,13 +94,9 @@ class Settings(StepSettings):
             )
         at_least(self, max_bucket=2, max_cluster=2)
         share(self, "max_source_loss", "expected_removal")
-        if self.engine == "numba" and not HAVE_NUMBA:
-            raise UsageError(
-                "--engine",
-                "numba",
-                "numpy where numba cannot be imported",
-                works=("--engine", "numpy"),
-            )
+        if self.engine in ("numba", "datasketch") and (lack := failure(self.engine)):
+            works = ("--engine", "numpy")
+            raise UsageError("--engine", self.engine, f"numpy: {lack}", works=works)
 
     @property
     def rules(self) -> Rules:

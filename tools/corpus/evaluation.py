@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from megatron.config.checks import UsageError
+from megatron.libraries import Library
 from tools.corpus.ngrams import Hashes, Indices, NgramSet, hash_ngrams, split_words
+
+orjson = Library("orjson")
 
 UNKNOWN = "<unk>"
 HEADING = re.compile(r"^ ?= (?!= )(.+) = ?$", re.MULTILINE)

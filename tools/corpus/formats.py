@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from megatron.data.json_lines import (
-    DAMAGE,
     LONGEST_LINE,
+    damage,
     open_shard,
     parse_json,
     read_lines,
@@ -133,7 +133,7 @@ def _unpack(raw: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item
             return
         content = stream.read(LONGEST_LINE + 1)
         yield from _read_document(io.BytesIO(content), len(content), bare, parse)
-    except DAMAGE as error:
+    except damage() as error:
         yield Fault(file, 0, b"", f"{name}: damaged or cut short ({error})")
     except ValueError as error:
         yield Fault(file, 0, b"", f"{name}: {error}")
@@ -173,7 +173,7 @@ def _read_tar(stream: IO[bytes], file: str, name: str, parse: Parse) -> Iterator
                     yield from _read_member(archive, member, file, name, parse)
             if _has_content(archive.fileobj):
                 yield Fault(file, archive.offset, b"", f"{name}: more follows the archive's end")
-    except (*DAMAGE, tarfile.TarError) as error:
+    except (*damage(), tarfile.TarError) as error:
         reason = f"{name}: archive damaged or cut short, the rest is lost ({error})"
         yield Fault(file, offset, b"", reason)
 
@@ -217,7 +217,7 @@ def read_wet(part: Part) -> Iterator[Item]:
                 if item is not None:
                     yield item
                 offset = stream.tell()
-        except DAMAGE as error:
+        except damage() as error:
             yield Fault(file, offset, b"", f"damaged or cut short, the rest is lost ({error})")
 
 

@@ -1,11 +1,13 @@
 """The language of a text, by CLD2."""
 
 import re
+from functools import cache
 
-import pycld2
+from megatron.libraries import Library
+
+pycld2 = Library("pycld2", "--language any")
 
 UNKNOWN = "un"  # CLD2's code for it
-CODES = frozenset(code for _, code in pycld2.LANGUAGES)
 SAMPLE = 4000  # characters
 
 # What CLD2 refuses to read: control characters and the code points that are no characters.
@@ -14,6 +16,12 @@ REFUSED = re.compile(
     + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
     + "]"
 )
+
+
+@cache
+def names() -> dict[str, str]:
+    """Of the languages that CLD2 knows, by code."""
+    return {code: name for name, code in pycld2.LANGUAGES}
 
 
 def identify(text: str, most: int = SAMPLE) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import orjson
-
 from megatron.data.json_lines import DAMAGED, Record, parse_line, read_shard
+from megatron.libraries import Library
 from tools.corpus.shards import Unit
+
+orjson = Library("orjson")
 
 NO_SOURCE = "unnamed"
 BAD_LINE = "bad line"

@@ -6,17 +6,22 @@ which its source tells the outcome.
 
 import itertools
 import re
+from functools import cache
 
-import ftfy
-from ftfy.chardata import HTML_ENTITY_RE
-from ftfy.fixes import uncurl_quotes
+from megatron.libraries import Library
+
+ftfy, chardata, fixes = Library("ftfy"), Library("ftfy.chardata"), Library("ftfy.fixes")
+
 
 # What makes a line worth a look: a character that is not printable ASCII (tab, newline and form
 # feed aside), or an HTML entity.  Without either every step of ftfy leaves the line alone.  One
 # class at the front, for re skips ahead to it three times as fast as to a choice of two.
-SUSPECT = re.compile(
-    r"[^\t\n\f\x20-%'-~](?:(?<!&)|(?<=&)" + HTML_ENTITY_RE.pattern.removeprefix("&") + ")"
-)
+@cache
+def suspects() -> re.Pattern[str]:
+    entity = chardata.HTML_ENTITY_RE.pattern.removeprefix("&")
+    return re.compile(r"[^\t\n\f\x20-%'-~](?:(?<!&)|(?<=&)" + entity + ")")
+
+
 # Lines in which ftfy uncurls quotes and does no more.  None of these characters is changed by its
 # other steps, none combines with a neighbour, and whatever it takes for a sign of a wrong encoding
 # has at least one character that is not here.
@@ -34,7 +39,8 @@ def repair(text: str) -> str:
     markup = text.find("<")  # past the line of the first one ftfy leaves HTML entities alone
     parts: list[str] = []
     done = 0
-    while suspect := SUSPECT.search(text, done):
+    pattern = suspects()
+    while suspect := pattern.search(text, done):
         start = text.rfind("\n", done, suspect.start()) + 1 or done
         end = text.find("\n", suspect.start()) + 1 or len(text)
         line = text[start:end]
@@ -44,8 +50,8 @@ def repair(text: str) -> str:
 
 
 def _repair_line(line: str, *, is_html: bool) -> str:
-    if EASY.fullmatch(line) and (is_html or not HTML_ENTITY_RE.search(line)):
-        return uncurl_quotes(line)
+    if EASY.fullmatch(line) and (is_html or not chardata.HTML_ENTITY_RE.search(line)):
+        return fixes.uncurl_quotes(line)
     return ftfy.fix_text(line, unescape_html=False if is_html else "auto")
 
 

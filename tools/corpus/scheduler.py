@@ -25,6 +25,9 @@ from typing import Any, NamedTuple, Protocol
 from tqdm import tqdm
 
 from megatron.config.checks import UsageError
+from megatron.libraries import Library, failure
+
+distributed, dask_jobqueue = Library("dask.distributed"), Library("dask_jobqueue")
 
 ATTEMPTS = 3  # in a row in which workers died before anything was done
 ANSWER = 10  # seconds in which the scheduler of a cluster has to answer
@@ -147,19 +150,16 @@ class DaskCluster:
         self._client = client
 
     def run(self, calls: list[Call]) -> Results:
-        from dask.distributed import CancelledError, KilledWorker
-        from dask.distributed import as_completed as completed
-
         futures = {
             self._client.submit(call.function, *call.arguments, pure=False): number
             for number, call in enumerate(calls)
         }
         try:
-            for future in completed(futures):
+            for future in distributed.as_completed(futures):
                 yield futures[future], future.result()
-        except CancelledError:
+        except distributed.CancelledError:
             raise RuntimeError("the Dask scheduler is gone; the same command goes on") from None
-        except KilledWorker:
+        except distributed.KilledWorker:
             self._end(list(futures))
             raise RuntimeError(DIED) from None
         except Exception:
@@ -169,11 +169,9 @@ class DaskCluster:
     def _end(self, futures: list[Any]) -> None:
         """Drop what no worker has begun and wait for the rest, which nothing can stop: it would go
         on writing beside the run that comes after."""
-        from dask.distributed import wait
-
         begun = {key for keys in self._client.processing().values() for key in keys}
         self._client.cancel([future for future in futures if future.key not in begun])
-        wait([future for future in futures if future.key in begun])
+        distributed.wait([future for future in futures if future.key in begun])
 
 
 def check_scheduler(name: str) -> None:
@@ -193,19 +191,14 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
     if name == "local":
         yield InProcess() if workers == 1 else LocalPool(workers)
         return
-    try:
-        from dask.distributed import Client
-    except ImportError:
-        raise UsageError(
-            "--scheduler",
-            name,
-            "local where Dask is not installed: pip install 'dask[distributed]' dask-jobqueue",
-            works=("--scheduler", "local"),
-        ) from None
+    needed = ("dask_jobqueue", "dask-jobqueue"), ("dask.distributed", "'dask[distributed]'")
+    if lack := failure(*needed[name != "slurm"]):
+        works = ("--scheduler", "local")
+        raise UsageError("--scheduler", name, f"local: {lack}", works=works)
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(_slurm(workers, memory)) if name == "slurm" else name
         try:
-            client = stack.enter_context(Client(address, timeout=ANSWER))
+            client = stack.enter_context(distributed.Client(address, timeout=ANSWER))
         except (OSError, ValueError) as error:  # ValueError: an address that is none
             raise UsageError(
                 "--scheduler", name, f"the address of a Dask scheduler that answers ({error})"
@@ -216,8 +209,6 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
 @contextlib.contextmanager
 def _slurm(workers: int, memory: int) -> Iterator[Any]:
     """Jobs of one worker each; partition, account and time come from dask-jobqueue's own file."""
-    from dask_jobqueue import SLURMCluster
-
     if shutil.which("sbatch") is None:
         raise UsageError(
             "--scheduler",
@@ -225,7 +216,7 @@ def _slurm(workers: int, memory: int) -> Iterator[Any]:
             "given on a login node of the cluster, where sbatch is",
             works=("--scheduler", "local"),
         )
-    with SLURMCluster(
+    with dask_jobqueue.SLURMCluster(
         cores=1,
         processes=1,
         memory=f"{memory + HEADROOM}B",

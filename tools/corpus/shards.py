@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from backports import zstd
-
 from megatron.data.json_lines import is_whole
+from megatron.libraries import Library
+
+zstd = Library("backports.zstd", "--compress gzip")
 
 Compression = Literal["none", "gzip", "zstd"]
 ENDINGS: dict[Compression, str] = {"none": "", "gzip": ".gz", "zstd": ".zst"}

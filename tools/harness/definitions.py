@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.libraries import load
 from tasks.lambada import read_passages
 from tasks.wikitext103 import cut_articles, read_articles
 
@@ -23,11 +23,8 @@ OWN = {
 
 
 def find_harness() -> Path:
-    """The folder of the installed lm_eval, which is not imported; ValueError without one."""
-    spec = find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        raise ValueError("lm-evaluation-harness is not installed; pip install lm-eval would work")
-    return Path(spec.origin).parent
+    """The folder of the installed lm_eval. Raises MissingLibrary."""
+    return Path(str(load("lm_eval", install="lm-eval").__file__)).parent
 
 
 def read_pages(file: Path) -> list[str]:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from typing import TYPE_CHECKING, Any
 
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.libraries import Library
 from megatron.models.decoder import Decoder
 from megatron.parallel.mesh import Mesh
 from tasks.common import Prompts, Window, continue_prompts, score_windows
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+api = Library("lm_eval.api.model", install="lm-eval")
+models, utils = (Library(f"lm_eval.{name}utils", install="lm-eval") for name in ("models.", ""))
+
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
 
 
-class CheckpointLM(TemplateLM):
+class CheckpointLM(api.TemplateLM):
     def __init__(
         self,
         model: Decoder,
@@ -95,11 +93,11 @@ class CheckpointLM(TemplateLM):
 
     def _rolling_windows(self, text: str) -> Iterator[Window]:
         # One begin mark, which is not scored: the harness's own models put a second one behind it.
-        pairs = get_rolling_token_windows(
+        pairs = utils.get_rolling_token_windows(
             self._tokenizer.encode(text), self.prefix_token_id, self.max_length, context_len=1
         )
         for pair in pairs:
-            yield self._window(*make_disjoint_window(pair))
+            yield self._window(*utils.make_disjoint_window(pair))
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
         """Of what is too long for the positions, the last tokens."""
@@ -123,7 +121,7 @@ class CheckpointLM(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _continue(self, contexts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-        settings: dict[str, Any] = {**normalize_gen_kwargs(dict(options), self.max_gen_toks)}
+        settings: dict[str, Any] = {**models.normalize_gen_kwargs(dict(options), self.max_gen_toks)}
         most = settings["max_gen_toks"]
         if settings["do_sample"]:
             raise ValueError("a task asks for sampled texts; one that decodes greedily would work")
@@ -133,7 +131,7 @@ class CheckpointLM(TemplateLM):
                 f"a task asks for {most} new tokens of a model with {self.max_length} positions; "
                 f"max_gen_toks below {self.max_length} would work"
             )
-        stops = [stop for stop in handle_stop_sequences(settings["until"], eos=None) if stop]
+        stops = [stop for stop in models.handle_stop_sequences(settings["until"], eos=None) if stop]
 
         def is_done(new: Sequence[int]) -> bool:
             text = self._tokenizer.decode(new)
@@ -148,4 +146,4 @@ class CheckpointLM(TemplateLM):
             "texts",
         )
         decoded = [self._tokenizer.decode(new) for new in written]
-        return [postprocess_generated_text(text, stops, None) for text in decoded]
+        return [models.postprocess_generated_text(text, stops, None) for text in decoded]

@@ -54,7 +54,7 @@ def train_layout(job: Job) -> Report:
     try:
         with (
             user_errors(environ),
-            launch(config.parallel, environ) as mesh,
+            launch(config.parallel, environ, deterministic=config.training.deterministic) as mesh,
             user_errors(environ, agreed=True, kinds=(NonFiniteError,)),
         ):
             samples, vocabulary = open_samples(config)

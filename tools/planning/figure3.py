@@ -26,11 +26,14 @@ from megatron.config.model import GPT2Config, RecomputeGranularity
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
+from megatron.libraries import Library
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Call, Work
 from tools.planning.hardware import Hardware
 from tools.planning.record import table
 from tools.planning.trace import Step
+
+figures = Library("matplotlib.figure", "a run without --picture")
 
 Rows = list[dict[str, Any]]
 LAYOUTS = (
@@ -250,9 +253,7 @@ STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
 
 def draw(file: Path, found: dict[str, Any]) -> None:
     """Memory by ranks, the largest model, and what a layer sends by tokens."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    figure = figures.Figure(figsize=(13, 9), layout="constrained")
     states, activations, sizes, volumes = figure.subplots(2, 2).flat
     model = found["model"]
     memory = found["memory_per_rank"]

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.libraries import Library
 from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, start_times, to_json
+
+figures = Library("matplotlib.figure", "a run without --picture")
 
 MOST_UNITS = 48  # of time, in a picture made of text
 COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_weight": "C8"}
@@ -57,12 +60,10 @@ def text(lists: Lists, facts: Facts) -> str:
 def draw(file: Path, lists: Lists, facts: Facts) -> None:
     """A Gantt chart: a row of each rank, a bar of each action with its micro-batch. The darker a
     bar, the later its virtual stage in the model."""
-    from matplotlib.figure import Figure
-
     starts = start_times(lists)
     units = max(times[-1] for times in starts) + 2
     inches = min(60.0, 3 + 0.25 * units)
-    figure = Figure(figsize=(inches, 1.7 + 0.4 * len(lists)), layout="constrained")
+    figure = figures.Figure(figsize=(inches, 1.7 + 0.4 * len(lists)), layout="constrained")
     figure.suptitle(summary(lists, facts), fontsize=9)
     axes = figure.subplots()
     for direction, colour in COLOURS.items():

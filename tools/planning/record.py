@@ -9,11 +9,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron.libraries import Library
 from megatron.train.inputs import vocabulary_of
 from tools.planning.hardware import Hardware
 from tools.planning.search import varied
 from tools.planning.timing import predict
 from tools.planning.trace import Step
+
+figures = Library("matplotlib.figure", "a run without --picture")
 
 SHOWN = {  # by text and picture: title, key, and unit
     "seconds of a step": ("predicted_step_seconds", 1),
@@ -195,9 +198,7 @@ def _cell(value: object) -> str:
 
 def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
     """A picture of panels, by what their axes show."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
+    figure = figures.Figure(figsize=(6 * len(panels), 5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     for axes, (label, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         names, series = panel

@@ -55,10 +55,10 @@ def numba() -> Iterator[Finding]:
     """numba, by one function whose plain twin gives the same."""
     import numpy as np
 
-    from tools.corpus.compiled import HAVE_NUMBA, mix
+    from tools.corpus.compiled import LACK, mix
 
-    if not HAVE_NUMBA:
-        yield Fact("numba", False, "cannot be imported; plain numpy is used, which is slower")
+    if LACK:
+        yield Fact("numba", False, f"{LACK}; without it plain numpy is used, which is slower")
         return
     word = np.uint64(0x0123456789ABCDEF)
     with np.errstate(over="ignore"):

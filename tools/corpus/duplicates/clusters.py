@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
+from megatron.libraries import Library
 from tools.corpus.duplicates.grouping import look_up
 from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.duplicates.sets import Sets
 from tools.corpus.shards import placed
+
+orjson = Library("orjson")
 
 CHUNK = 1 << 20  # rows of a file handled at a time
 MEMBER_BYTES = 600  # of a document in a cluster while it is decided

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.checks import UsageError
+from megatron.libraries import Library
 from tools.corpus.duplicates.grouping import look_up
 from tools.corpus.duplicates.index import Bands, Index, save
 from tools.corpus.duplicates.pairs import pack
 from tools.corpus.shingles import PERMUTATIONS, Shingler
+
+datasketch = Library("datasketch")
 
 
 def find_pairs_by_datasketch(
@@ -18,23 +20,14 @@ def find_pairs_by_datasketch(
 ) -> dict[str, Any]:
     """Write the pairs that datasketch's MinHashLSH finds with the same bands; in memory.
 
-    ValueError where the library is not installed.
+    MissingLibrary where it cannot be imported.
     """
-    try:
-        from datasketch import MinHash, MinHashLSH
-    except ImportError:
-        raise UsageError(
-            "--engine",
-            "datasketch",
-            "numpy where datasketch is not installed (pip install datasketch)",
-            works=("--engine", "numpy"),
-        ) from None
     numbers = np.arange(len(index))
     numbers = numbers[look_up(copies, numbers, numbers) == numbers]
-    lsh = MinHashLSH(num_perm=PERMUTATIONS, params=(bands.count, bands.rows))
+    lsh = datasketch.MinHashLSH(num_perm=PERMUTATIONS, params=(bands.count, bands.rows))
     found = [np.empty(0, np.uint64)]
     for number, text in index.documents(numbers):
-        sketch = MinHash(num_perm=PERMUTATIONS, seed=shingler.seed)
+        sketch = datasketch.MinHash(num_perm=PERMUTATIONS, seed=shingler.seed)
         sketch.update_batch(each.tobytes() for each in shingler.shingle_set(text))
         others = np.array(lsh.query(sketch), np.int64)
         found.append(pack(np.full_like(others, number), others))

@@ -5,14 +5,11 @@ from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
-import pycld2
-
-from tools.corpus.language import UNKNOWN
+from tools.corpus.language import UNKNOWN, names
 from tools.corpus.report.charts import Axis, Bar, bar_cells, histogram, portion
 from tools.corpus.report.steps import Facts, Folder, Step, Steps
 from tools.page import decimal, row, table, whole
 
-NAMES = {code: name for name, code in pycld2.LANGUAGES}
 LANGUAGES = 9  # shown one by one
 # Keys of a manifest that have a place of their own on the page.
 PLACED = {"step", "settings", "versions", "inputs", "input", "output", "dropped", "pieces",
@@ -88,7 +85,8 @@ def language_table(languages: Mapping[str, int]) -> str:
 def language_name(code: str) -> str:
     if code == UNKNOWN:
         return "none found"
-    return NAMES[code].replace("_", " ").capitalize() if code in NAMES else code
+    name = names().get(code)
+    return name.replace("_", " ").capitalize() if name else code
 
 
 def leakage(steps: Steps) -> str:

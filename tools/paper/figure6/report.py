@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
 from tools.page import decimal, duration, whole
 from tools.paper.figure6.findings import findings
@@ -15,6 +16,8 @@ from tools.paper.figure6.plan import Size, parse_name, result_file, run_folder
 from tools.paper.results import BLACK, BLUE, GREEN, ORANGE, Facts, as_png, points, write_results
 from tools.paper.tables import Table, listed, millions, of_lambada, of_wikitext, table_3
 from tools.paper.training import ZERO_SHOT
+
+figures, ticker = Library("matplotlib.figure"), Library("matplotlib.ticker")
 
 COLORS = (ORANGE, GREEN, BLUE, BLACK)
 STYLES = ("-", "--", "-.", ":")
@@ -109,24 +112,20 @@ def training_table(runs: Sequence[Facts]) -> Table:
 
 def draw(runs: Sequence[Facts]) -> bytes:
     """PNG: validation perplexity over iterations, on a logarithmic scale."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    figure = figures.Figure(figsize=(7.2, 4.4), layout="constrained")
     fill(figure.subplots(), runs)
     return as_png(figure)
 
 
 def fill(axes: Any, runs: Sequence[Facts]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
     for number, run in enumerate(runs):
         steps, losses = zip(*run["validation_curve"], strict=True)
         axes.plot(steps, [exp(loss) for loss in losses], label=told_size(run),
                   marker="o", markersize=3, **style(number))  # fmt: skip
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set(xlabel="iteration", ylabel="validation perplexity")
     axes.grid(axis="y", linewidth=0.5, alpha=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -8,10 +8,14 @@ from statistics import fmean
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
 from tools.paper.figure7.ending import diverged_at
 from tools.paper.figure7.plan import ORDERS, Run, metrics_file, parse_name
 from tools.paper.results import BLUE, ORANGE, Facts, as_png, points, write_results
+
+matplotlib, plt = Library("matplotlib"), Library("matplotlib.pyplot")
+lines = Library("matplotlib.lines")
 
 LAST = 0.05  # of a run's logged steps, whose mean is its final training loss
 SMOOTHED = 10  # logged steps that a point of a curve is the mean of
@@ -112,12 +116,7 @@ def smooth(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
 
 def draw(runs: Sequence[Facts]) -> bytes:
     """PNG: a panel for each depth, a row for each rate; masked-token loss over steps."""
-    import matplotlib
-
     matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
-
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     depths = list(dict.fromkeys(run["depth"] for run in runs))
     size = (2.9 * len(depths) + 0.6, 2.8 * len(rates) + 0.7)
@@ -132,9 +131,11 @@ def draw(runs: Sequence[Facts]) -> bytes:
     bound(panels[0][0], runs)
     for panel in panels[-1]:
         panel.set_xlabel("step")
-    lines, _ = panels[0][0].get_legend_handles_labels()
-    dots = Line2D([], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation")
-    figure.legend(handles=[*lines, dots], loc="outside upper center", ncols=3, frameon=False)
+    curves, _ = panels[0][0].get_legend_handles_labels()
+    dots = lines.Line2D(
+        [], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation"
+    )
+    figure.legend(handles=[*curves, dots], loc="outside upper center", ncols=3, frameon=False)
     picture = as_png(figure)
     plt.close(figure)
     return picture

@@ -1,0 +1,56 @@
+"""Third-party libraries that one feature needs: imported where it runs, and named where they lack.
+
+A library that fails in any way at import counts as absent: a release that does not fit another
+library may raise an AttributeError or an OSError.
+"""
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class MissingLibrary(ImportError):  # noqa: N818, it is the library that is missing
+    """A library cannot be imported; the message says why, and what works."""
+
+
+def load(module: str, works: str = "", install: str = "") -> ModuleType:
+    """The module, imported. works: what does without it, such as "--engine numpy". install: what
+    pip calls it, if not as the module's package. Raises MissingLibrary."""
+    name = install or (module if module.startswith("backports.") else module.partition(".")[0])
+    pip = f"pip install {name}"
+    try:
+        found = import_module(module)
+        if found.__file__ is None:  # such as wandb/, which a run leaves
+            raise ModuleNotFoundError(f"{found.__name__} is a folder without code")
+        return found
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if not isinstance(error, ModuleNotFoundError):
+            pip = f"another release of {name}"
+        cure = f"{pip}, or {works}" if works else pip
+        raise MissingLibrary(f"{module} cannot be imported ({reason}); {cure} works") from error
+
+
+def failure(module: str, install: str = "") -> str:
+    """Why it cannot be imported, in words, or nothing."""
+    try:
+        load(module, install=install)
+    except MissingLibrary as error:
+        return str(error)
+    return ""
+
+
+class Library:
+    """A module that is imported when one of its attributes is first asked for.
+
+    Its attributes are those of the module. Arguments and errors as of `load`.
+    """
+
+    def __init__(self, module: str, works: str = "", install: str = "") -> None:
+        self._arguments = module, works, install
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy, pickle and inspect ask for these of any object
+            raise AttributeError(name)
+        value = vars(self)[name] = getattr(load(*self._arguments), name)
+        return value

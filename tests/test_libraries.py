@@ -1,0 +1,177 @@
+"""Programs run where a package is missing, or fails at import, that only other features need."""
+
+import ast
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+from megatron.libraries import Library, MissingLibrary, failure, load
+from tools.encoders import build_encoder
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("megatron", "tools", "tasks", "benchmarks", "examples")
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "tyro", "pytest")
+TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
+TINY += "--seq-length 16 --train-iters 2 --micro-batch-size 2 --global-batch-size 4 --mock-data"
+LAYOUT = "tests/layouts/test_matrix.py::test_a_layout_equals_one_process_and_divides_the_work"
+LAYOUT += "[tensor=2-gpt2-fp32] -p no:cacheprovider -q"
+RUNS = {  # the words after `python`, and whether the packages are absent or broken
+    "gpt2": (f"pretrain_gpt2.py {TINY} --save {{folder}}", "broken"),
+    "layout": (f"-m pytest {LAYOUT}", "absent"),
+    "benchmark": (
+        "benchmarks/train_step.py --rounds 1 --small --turns 1 --contenders floor",
+        "absent",
+    ),
+}
+# Read by each Python that starts, child processes included.
+SITE = """
+import json, os, sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+MODE, NAMES = json.loads(os.environ["MISSING"])
+
+class Broken:
+    def create_module(self, spec): pass
+    def exec_module(self, module): raise AttributeError("of another release")
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in NAMES:
+            return super().find_spec(name, path, target)
+        return ModuleSpec(name, Broken()) if MODE == "broken" else None
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+def closure() -> set[str]:
+    """NEEDED, and what their metadata requires here."""
+    todo, found = [*NEEDED], set[str]()
+    while todo:
+        if (name := canonicalize_name(todo.pop())) in found:
+            continue
+        try:
+            lines = requires(name) or []
+        except PackageNotFoundError:
+            continue
+        found.add(name)
+        each = [Requirement(line) for line in lines]
+        todo += [
+            one.name for one in each if one.marker is None or one.marker.evaluate({"extra": ""})
+        ]
+    return found
+
+
+def modules(*, ours: bool) -> list[str]:
+    """Top-level modules of packages that are installed beside the closure. ours: those alone that
+    the project asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    here, own = closure(), canonicalize_name(project["name"])
+    names = {
+        module: {canonicalize_name(each) for each in packages}
+        for module, packages in packages_distributions().items()
+    }
+    return [
+        m
+        for m, each in names.items()
+        if own not in each and not each & here and (each & asked or not ours)
+    ]
+
+
+def test_programs_need_no_library_of_another_feature(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    processes = {}
+    for name, (words, mode) in RUNS.items():
+        missing = json.dumps([mode, modules(ours=mode == "broken")])
+        environ = {"MISSING": missing, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        processes[name] = subprocess.Popen(
+            [sys.executable, *words.format(folder=tmp_path / "save").split()],
+            cwd=ROOT,
+            env=os.environ | environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    said = {name: process.communicate()[0] for name, process in processes.items()}
+    for name, process in processes.items():
+        assert process.returncode == 0, f"{name}: {said[name]}"
+    assert "1 passed" in said["layout"]
+    assert "| seconds |" in said["benchmark"]
+
+
+def test_no_module_imports_a_library_but_through_the_mechanism() -> None:
+    """Beside the closure; what is under TYPE_CHECKING a type checker reads alone."""
+    optional, found = set(modules(ours=False)), set[str]()
+    files = [ROOT.glob("*.py"), *(ROOT.glob(f"{folder}/**/*.py") for folder in FOLDERS)]
+    for file in itertools.chain(*files):
+        todo = [ast.parse(file.read_text())]
+        while todo:
+            node = todo.pop()
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                todo += node.orelse
+                continue
+            todo += ast.iter_child_nodes(node)
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {f"{file}: {name}" for name in names if name.partition(".")[0] in optional}
+    assert not found
+
+
+# What a library does when it is imported, and what its user is told to do. None: it is not there.
+FAILURES = {
+    None: "pip install",
+    "": "",
+    "import nothing_of_this_name": "pip install",
+    "raise AttributeError('no such function')": "another release",
+    "raise OSError('libgomp.so is missing')": "another release",
+    "raise RuntimeError('of numpy 1')": "another release",
+}
+
+
+@pytest.mark.parametrize("code", FAILURES)
+def test_a_library_that_fails_in_any_way_is_absent_and_its_error_says_why(
+    code: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "gigatoken"  # which preprocessing does without
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, loaded)
+    if code is None:
+        monkeypatch.setitem(sys.modules, name, None)
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / f"{name}.py").write_text(f"{code}\nanswer = 42")
+    library = Library(name, "--encoder tokenizers")
+    if not (cure := FAILURES[code]):
+        assert library.answer == load(name).answer == 42
+        assert failure(name) == ""
+        return
+    with pytest.raises(MissingLibrary) as missing:
+        _ = library.answer
+    for word in (name, (code or "").partition("'")[2].strip("')"), cure, "--encoder tokenizers"):
+        assert word in str(missing.value)
+    assert cure in failure(name)
+    said = build_encoder("auto", Tokenizer(BPE())).description
+    assert said.startswith("tokenizers")
+    assert name in said
+
+
+def test_a_folder_without_code_is_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb_of_a_run").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert failure("wandb_of_a_run")
