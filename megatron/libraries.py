@@ -43,7 +43,7 @@ def failure(module: str, install: str = "") -> str:
 class Library:
     """A module that is imported when one of its attributes is first asked for.
 
-    Its attributes are those of the module. Arguments and errors as of `load`.
+    Its attributes are those of the module. Arguments and errors: see `load`.
     """
 
     def __init__(self, module: str, works: str = "", install: str = "") -> None:
