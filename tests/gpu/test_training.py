@@ -1,0 +1,172 @@
+"""Training on a GPU: compiled or not, beside fp64 on the CPU; its reads, memory and checkpoints."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.state import TrainState, build_state, compile_layers
+from megatron.train.step import count, forward_backward, train_step
+from tests.bert import bert_samples, bert_section
+from tests.checkpoint.saving import load
+from tests.llama import llama_section
+from tests.tiny import samples, save_state, tiny_section, tiny_state, whole_gradients
+from tests.tools.planning.counted import batches, preset
+from tools.planning.hardware import load_hardware
+from tools.planning.trace import Step
+
+CPU = torch.device("cpu")
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_dropout_rng": "coordinates"}
+WIDE = {"hidden_size": 256, "num_attention_heads": 4}
+# Plain instructions: to find out what a CPU can do takes longer than these tests.
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("plain_instructions")]
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (tiny_section(**WIDE, **DROPS, recompute_granularity="selective"), samples),
+    "bert": (bert_section(**WIDE, **DROPS), bert_samples),
+    "llama": (llama_section(**WIDE, num_query_groups=2, ffn_hidden_size=512), samples),
+}
+
+
+@pytest.fixture
+def plain_instructions() -> Iterator[None]:
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+def compile_for(state: TrainState) -> None:
+    """As the programs do; on a CPU, where Inductor takes half a minute, traced alone."""
+    compile_layers(state.model, "inductor" if state.mesh.device.type == "cuda" else "aot_eager")
+
+
+def first_steps(
+    kind: str, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> tuple[list[float], Tensor]:
+    """(the losses of three steps; all gradients of the first, flat, fp64 on the CPU)."""
+    torch._dynamo.reset()
+    section, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), section, dtype=dtype)
+    if compiled:
+        compile_for(state)
+    batch = [draw(4, first=4 * number) for number in range(2)]
+    state.model.train()
+    forward_backward(state, batch, count(state, batch))
+    gradients = [
+        each.flatten().cpu().double() for each in whole_gradients(state.gradients).values()
+    ]
+    losses = [train_step(state, batch, 1e-3).loss for _ in range(3)]
+    return losses, torch.cat(gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_or_not_it_is_as_near_to_fp64(device: torch.device, kind: str) -> None:
+    """In bf16, dropout included: a CPU drops the same."""
+    losses, gradient = first_steps(kind, CPU, torch.float64, compiled=False)
+    errors = []
+    for compiled in (False, True):
+        found, its = first_steps(kind, device, torch.bfloat16, compiled)
+        assert found == pytest.approx(losses, rel=0.01, abs=0.04)
+        errors.append(float((its - gradient).norm() / gradient.norm()))
+    plain, compiled = errors
+    assert 0 < compiled < 1.2 * plain < 0.06
+    found, its = first_steps(kind, device, torch.float32, compiled=True)
+    assert found == pytest.approx(losses, rel=1e-3)
+    assert (its - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@contextmanager
+def waits_are_errors(device: torch.device) -> Iterator[list[torch.Size]]:
+    """Inside, the host may wait for the GPU in `tolist` alone; yields the shapes that it reads."""
+    shapes, tolist = list[torch.Size](), Tensor.tolist
+    set_mode = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+
+    def read(x: Tensor) -> Any:
+        shapes.append(x.shape)
+        set_mode("default")
+        try:
+            return tolist(x)
+        finally:
+            set_mode("error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "tolist", read)
+        set_mode("error")
+        try:
+            yield shapes
+        finally:
+            set_mode("default")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once(device: torch.device, kind: str) -> None:
+    """For loss, norm and votes together."""
+    torch._dynamo.reset()
+    section, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), section, dtype=torch.bfloat16)
+    batch = [draw(4), draw(4, first=4)]
+    if device.type == "cuda":
+        compile_for(state)
+    for _ in range(2):
+        train_step(state, batch, 1e-3)
+    with waits_are_errors(device) as shapes:
+        train_step(state, batch, 1e-3)
+    assert len(shapes) == 1
+
+
+def test_memory_is_as_planned(device: torch.device) -> None:
+    """5 %: of the runs in docs/results/gpu.md the plan of 124M at 16 x 512 is 1.2 % above what was
+    measured, of 1.2B 1.5 % below with full recomputation and 1.6 % without any."""
+    if device.type == "cpu":
+        pytest.skip("torch counts no tensors of a CPU; test_derived.py has a test with a profiler")
+    for words in (["--recompute-granularity", "full"], ["--recompute-granularity", "none"]):
+        config = preset("gpt2_124m", "--micro-batch-size", "8", "--global-batch-size", "8", *words)
+        before = torch.cuda.memory_allocated()
+        state = build_state(config.model, serial_mesh(device), 50257, seed=0, dtype=torch.bfloat16)
+        batch = batches(config)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            forward_backward(state, batch, count(state, batch))
+        planned = Step(config, 1, "bf16", load_hardware("h200").device).memory["total"]
+        assert torch.cuda.max_memory_allocated() - before == pytest.approx(planned, rel=0.05)
+        del state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_goes_on_on_another_device(
+    device: torch.device, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """From a CPU to the GPU and back, with dropout and compiled layers; all bits are there."""
+    section, tolerance = tiny_section(**DROPS), 1e-5 if dtype == torch.float32 else 2e-2
+
+    def steps(state: TrainState, number: int) -> list[float]:
+        return [
+            train_step(state, [samples(4, first=state.samples)], 1e-3).loss for _ in range(number)
+        ]
+
+    def fresh(where: torch.device) -> TrainState:
+        return tiny_state(serial_mesh(where), section, dtype=dtype)
+
+    stays, moves, back = fresh(CPU), fresh(device), fresh(CPU)
+    compile_for(moves)
+    steps(moves, 1)  # forgotten by what is loaded
+    steps(stays, 2)
+    save_state(stays, tmp_path)
+    load(moves, tmp_path / "step_00000002")
+    assert_equal(moves, stays)
+    found, wanted = steps(moves, 2), steps(stays, 2)
+    save_state(moves, tmp_path)
+    load(back, tmp_path / "step_00000004")
+    assert_equal(back, moves)
+    found, wanted = [*found, *steps(back, 2)], [*wanted, *steps(stays, 2)]
+    assert found == pytest.approx(wanted, rel=tolerance)
+
+
+def assert_equal(one: TrainState, other: TrainState) -> None:
+    theirs = {each.key: each.local for each in other.slices()}
+    for each in one.slices():
+        assert torch.equal(each.local.cpu(), theirs.pop(each.key).cpu()), each.key
+    assert not theirs
