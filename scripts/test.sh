@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [GROUP] [PYTEST ARGUMENTS]
-# GROUP is one of the functions below: lint, fast, slow, slurm, sweep, matrix (every layout with every
-# option, for hours), slowest (all tests, then the files that take longest and the CPU seconds) or all
-# (the default: every check and test but the sweeps). Two tests run at a time; `-n 0` after the group
-# runs one.
+# GROUP is one of the functions below: lint, fast, slow, slurm, sweep, gpu, matrix (every layout with
+# every option, for hours), slowest (all tests, then the files that take longest and the CPU seconds)
+# or all (the default: every check and test but the sweeps and those of a GPU). Two tests run at a
+# time; `-n 0` after the group runs one.
+#
+# gpu: the tests of a CUDA device and the layouts on it, in parts that run side by side, for 4 minutes
+# on 16 cores. They need no .venv: python3 (3.12, torch 2.11, transformers 5.17 and pytest are enough)
+# with what is in wheels/. `gpu --device cpu` runs them without a GPU, in small sizes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-groups="lint fast slow slurm sweep matrix slowest all"
+groups="lint fast slow slurm sweep gpu matrix slowest all"
 export OMP_NUM_THREADS=1 # each worker, and each process that a test starts, has one core
 
 tests() { .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
@@ -16,15 +20,61 @@ lint() {
     .venv/bin/mypy
     .venv/bin/lint-imports
 }
-fast() { tests -m "not slow and not slurm and not sweep" "$@"; }
+fast() { tests -m "not slow and not slurm and not sweep and not gpu" "$@"; }
 slow() { tests -m slow "$@"; }
 slurm() { tests -m slurm "$@"; }
 matrix() { tests tests/layouts --full-matrix "$@"; }
 sweep() { tests -n 0 -m sweep "$@"; }
-slowest() { time tests -m "not sweep" --slowest "$@"; }
+slowest() { time tests -m "not sweep and not gpu" --slowest "$@"; }
 all() {
     lint # not `lint &&`: bash would then ignore every failure in it but the last
-    tests -m "not sweep" "$@"
+    tests -m "not sweep and not gpu" "$@"
+}
+
+absent() { # PACKAGE...: those that cannot be found
+    "$python" - "$@" <<<'import importlib.util as u, sys
+for name in sys.argv[1:]:
+    if not u.find_spec(name.replace("-", "_")): print(name)'
+}
+gpu() {
+    local needs=(torch numpy safetensors tokenizers transformers pytest tqdm filelock
+        tyro docstring-parser typeguard typing-extensions)
+    local parts=(tests/gpu/test_*.py) number lacks code ran= status=0 pids=()
+    python=python3 folder=$(mktemp -d)
+    trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
+    test -x .venv/bin/python && python=.venv/bin/python
+    lacks=$(absent "${needs[@]}")
+    if [[ $lacks && -d wheels ]]; then
+        "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+            --find-links wheels --target "$folder/packages" $lacks || true
+        export PYTHONPATH="$folder/packages${PYTHONPATH:+:$PYTHONPATH}"
+        lacks=$(absent "${needs[@]}")
+    fi
+    if [[ $lacks ]]; then
+        echo "error: $python cannot import" $lacks"; where packages can be fetched," \
+            "pip download --no-deps -d wheels" $lacks "fills the folder they are taken from" >&2
+        exit 2
+    fi
+    for number in 1 2 3 4; do
+        parts+=("tests/layouts --part $number/4 -k test_a_layout")
+    done
+    export TORCHINDUCTOR_COMPILE_THREADS=1 # no pool of compilers for each process
+    for number in "${!parts[@]}"; do
+        # The last --device and -k hold, so that those of the caller do.
+        "$python" -m pytest -q -p no:cacheprovider --show-capture no --durations 5 --device cuda \
+            ${parts[number]} "$@" >"$folder/$number.log" 2>&1 &
+        pids+=($!)
+    done
+    for number in "${!pids[@]}"; do
+        code=0
+        wait "${pids[number]}" || code=$?
+        ((code == 5)) || ran=yes # 5: the caller's -k chooses nothing in this part
+        ((code == 0 || code == 5)) || status=1
+        printf '\n## %s: status %s after %s s\n\n' "${parts[number]}" $code $SECONDS
+        cat "$folder/$number.log"
+    done
+    [[ $ran ]] || status=5
+    return $status
 }
 
 group=all
@@ -36,5 +86,5 @@ if [[ " $groups " != *" $group "* ]]; then
     echo "error: unknown group $group; scripts/test.sh all would work, of: $groups" >&2
     exit 2
 fi
-bash scripts/setup.sh --test
+[[ $group = gpu ]] || bash scripts/setup.sh --test
 "$group" "$@"

@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,11 @@ VARIABLE = "MEGATRON_TEST_DATA"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("layouts")
-    group.addoption("--device", default="cpu", help="where tests/layouts compute: cpu or cuda")
+    group.addoption(
+        "--device", default="cpu", help="where tests/layouts and tests/gpu compute: cpu or cuda"
+    )
     group.addoption("--full-matrix", action="store_true", help="every case of tests/layouts")
+    group.addoption("--part", default="1/1", help="I/N: the Ith of N parts of tests/layouts")
     parser.addoption("--slowest", action="store_true", help="print the files that take longest")
 
 
@@ -59,6 +63,14 @@ def datasets_cache(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(place))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return place
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Any:
+    """That of --device, a torch.device."""
+    import torch
+
+    return torch.device(request.config.getoption("--device"))
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +129,11 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = os.environ.get(VARIABLE)
     if folder is not None and not Path(folder).is_dir():
         raise pytest.UsageError(f"{VARIABLE}={folder} is not a folder; unset it to skip real data")
+    if config.getoption("--device") == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: there is no GPU here; --device cpu works")
     config.pluginmanager.register(RealData())
     if config.getoption("--slowest"):
         config.pluginmanager.register(SlowestFiles())

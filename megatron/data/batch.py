@@ -106,12 +106,7 @@ class Samples(Protocol):
 
 
 def micro_batch_numbers(
-    consumed: int,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_rank: int,
-    data_size: int,
+    consumed: int, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> list[range]:
     """Sample numbers of this rank's micro-batches of the step that starts at sample `consumed`.
 

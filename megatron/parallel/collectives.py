@@ -35,6 +35,8 @@ OfTensor = Callable[[Tensor], Tensor]
 # Their names since torch 2.13, and before.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+THROUGH_HOST = {("gloo", "cuda")}
+"""Backends and devices whose messages are copied to the host and from it; collectives need not."""
 
 
 def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) -> None:
@@ -60,7 +62,7 @@ def _stored(block: Tensor, x: Tensor) -> Tensor:
     dims = [*zip(x.stride(), x.shape, strict=True)]
     # Elements share memory if a stride is within the reach of the smaller ones.
     shares = any(n > 1 and n * s <= sum((m - 1) * t for t, m in dims if t <= s) for s, n in dims)
-    return block if shares else x
+    return block.to(x.device) if shares else x
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
@@ -178,10 +180,15 @@ def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Callable[[], T
     return lambda: functional.wait_tensor(result)
 
 
+def _goes_through_host(x: Tensor, axis: Axis) -> bool:
+    return (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST
+
+
 def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], Tensor]:
     """Send `x` to a rank of `axis`; what is returned waits until it may change, and has to be
     called. what: the message, for the failure watch."""
     own, calls = x.contiguous(), axis.channels[axis.rank, receiver]
+    own = own.to("cpu", copy=True) if _goes_through_host(x, axis) else own
     call = calls.start(f"send of {what}", x.shape)
     work = dist.isend(own, group=axis.group, group_dst=receiver)
     return partial(_wait, calls, call, work, own, own)
@@ -191,6 +198,7 @@ def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[],
     """Receive a message of the shape and dtype of `x` into it, from a rank of `axis`; what is
     returned waits, and returns `x`."""
     block, calls = _block(x), axis.channels[sender, axis.rank]
+    block = torch.empty_like(block, device="cpu") if _goes_through_host(x, axis) else block
     call = calls.start(f"receive of {what}", x.shape)
     work = dist.irecv(block, group=axis.group, group_src=sender)
     return partial(_wait, calls, call, work, block, x)

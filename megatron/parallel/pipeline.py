@@ -83,12 +83,7 @@ def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
 
 
 def partition(
-    layers: int,
-    stages: int,
-    *,
-    head: float,
-    first: int | None = None,
-    last: int | None = None,
+    layers: int, stages: int, *, head: float, first: int | None = None, last: int | None = None
 ) -> tuple[range, ...]:
     """The consecutive layers of each virtual stage, at least one, so that the largest cost is
     smallest; then as even as possible, and earlier stages get what is left over.

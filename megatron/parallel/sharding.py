@@ -355,10 +355,7 @@ def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def sharding_specs(
-    model: nn.Module,
-    others: Mapping[str, ShardingSpec] | None = None,
-    *,
-    mesh: Mesh | None = None,
+    model: nn.Module, others: Mapping[str, ShardingSpec] | None = None, *, mesh: Mesh | None = None
 ) -> dict[str, ShardingSpec]:
     """{full parameter name: spec}, in the order of `model.named_parameters()`.
 

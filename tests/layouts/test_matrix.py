@@ -70,9 +70,10 @@ def groups(is_full: bool) -> dict[Case, Group]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        if metafunc.config.getoption("--device") == "cuda" and not torch.cuda.is_available():
-            raise pytest.UsageError("--device cuda: there is no GPU here; --device cpu works")
-        cases = groups(metafunc.config.getoption("--full-matrix"))
+        by_case = groups(metafunc.config.getoption("--full-matrix"))
+        part, parts = map(int, metafunc.config.getoption("--part").split("/"))
+        chosen = {*[*dict.fromkeys(by_case.values())][part - 1 :: parts]}
+        cases = [case for case, group in by_case.items() if group in chosen]
         metafunc.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
 
 

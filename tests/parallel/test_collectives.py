@@ -9,6 +9,7 @@ from torch.distributed import ReduceOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.parallel import collectives
 from megatron.parallel.collectives import (
     all_reduce,
     cut,
@@ -168,9 +169,11 @@ CASES = {
 }
 
 
-def wrong_with_strides() -> list[str]:
+def wrong_with_strides(only: str = "") -> list[str]:
     axis, wrong = mesh_of_ranks(2).tensor, []
     for (name, case), names in product(CASES.items(), PAIRS):
+        if only not in name:
+            continue
         ranks = [STRIDES[each] for each in names]
         terms = [each.part(each.whole(rank)).clone() for rank, each in enumerate(ranks)]
         own = ranks[axis.rank]
@@ -190,6 +193,32 @@ def wrong_with_strides() -> list[str]:
 
 def test_strides_change_no_result(gloo: Pool) -> None:
     assert gloo.run(2, wrong_with_strides) == [[], []]
+
+
+def wrong_through_host(x_of: str) -> list[str]:
+    """x_of: the device for whose tensors this group's messages go through the host."""
+    own, crossed = torch.ones(3), []
+    axis = mesh_of_ranks(2).tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "THROUGH_HOST", {("gloo", x_of)})
+        for name in ("isend", "irecv"):
+            real = getattr(torch.distributed, name)
+            patch.setattr(
+                torch.distributed,
+                name,
+                lambda x, real=real, **rest: crossed.append(x.data_ptr()) or real(x, **rest),
+            )
+        message(own, axis)
+        is_copied = crossed != [own.data_ptr()]
+        wrong = wrong_with_strides("a message")
+    return wrong + ["copied"] * (is_copied != (x_of == "cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_messages_that_a_backend_does_not_send_go_through_the_host(gloo: Pool, device: str) -> None:
+    """Here a CPU's: gloo sends them, and nobody else's."""
+    assert ("gloo", "cuda") in collectives.THROUGH_HOST
+    assert gloo.run(2, wrong_through_host, device) == [[], []]
 
 
 class Differentiable(NamedTuple):

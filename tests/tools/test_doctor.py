@@ -78,6 +78,8 @@ def test_each_layer_is_run_forward_and_backward() -> None:
     assert "aten::native_layer_norm_backward" in operators["LayerNorm"]
     assert {"aten::gelu", "aten::gelu_backward"} <= set(operators["GeLU"])
     assert str(found["AdamW"]) == "_fused_adamw_"
+    assert "norm" in str(found["gradient norm"])
+    assert str(found["gradient of a weight"]) != "no operator of note"
     for name, kernel in (("attention", "block"), ("attention, documents", "flash")):
         assert str(found[name]).startswith(f"{kernel} attention")
     if torch.backends.mkl.is_available():  # which torch's profiler does not see

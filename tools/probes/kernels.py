@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from megatron.models.decoder import document_mask
 from megatron.optim.adam import FlatWeights, adam_class
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d
+from megatron.parallel.kernels import add_matmul_, squares
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import materialize
 from tools.probes.findings import Fact, Finding
@@ -42,9 +44,9 @@ STORING = "math", "block"  # all s x s probabilities
 # Operators that a name of a layer below is about; all that ran stand in the record.
 TELLING = (
     rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|[gG]elu|embedding|LookUp|[dD]ropout|_fused_adam"
-    r"|CrossEntropy|multi_tensor|FusedLayerNorm"
+    r"|CrossEntropy|multi_tensor|FusedLayerNorm|_foreach_norm|vector_norm"
 )
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,12 @@ def probes(
         "GeLU": lambda: bench.run(partial(F.gelu, approximate="tanh"), bench.stream()),
         "dropout": bench.dropout,
         "output layer and loss": bench.loss,
+        "gradient of a weight": bench.weight_gradient,
+        "gradient norm": bench.norm,
         "AdamW": lambda: bench.adamw("torch"),
     }
+    if device.type == "cuda":
+        makers["output layer and loss, compiled"] = lambda: bench.loss(is_fused=True)
     if apex:
         other = Bench(factory_1d(mesh, 0, norm="apex"), device, dtype)
         makers["LayerNorm of apex"] = lambda: other.layer(
@@ -159,13 +165,24 @@ class Bench:
             self.rows(length),
         )
 
-    def loss(self) -> Action:
-        head = self.build(lambda factory: factory.head(V, H, divisible_by=1))
+    def loss(self, *, is_fused: bool = False) -> Action:
+        head: Any = self.build(lambda factory: factory.head(V, H, divisible_by=1))
+        head.is_fused = is_fused
         embedding = self.build(
             lambda factory: factory.word_embedding(V, H, divisible_by=1, std=0.02)
         )
         factors = torch.ones(B * S, device=self.device)
         return self.run(head, self.stream(), embedding, self.numbers(V), factors)
+
+    def weight_gradient(self) -> Action:
+        """Added to a bucket, which is in fp32."""
+        dy, x = (self.stream().detach() for _ in range(2))
+        out = torch.zeros(H, H, dtype=torch.promote_types(self.dtype, torch.float32)).to(dy.device)
+        return lambda: add_matmul_(out, dy, x, accumulate=True)
+
+    def norm(self) -> Action:
+        gradients = [torch.randn(H, device=self.device) for _ in range(2)]
+        return lambda: squares(gradients).sqrt()
 
     def adamw(self, impl: str) -> Action:
         master, gradient = (torch.randn(H, H, device=self.device) for _ in range(2))

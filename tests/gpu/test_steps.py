@@ -1,0 +1,105 @@
+"""Steps on a GPU, compiled or not, beside fp64 on the CPU; and how often they wait."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.state import TrainState, compile_layers
+from megatron.train.step import count, forward_backward, train_step
+from tests.bert import bert_samples, bert_section
+from tests.llama import llama_section
+from tests.tiny import samples, tiny_section, tiny_state, whole_gradients
+
+CPU = torch.device("cpu")
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_dropout_rng": "coordinates"}
+WIDE = {"hidden_size": 256, "num_attention_heads": 4}
+pytestmark = pytest.mark.gpu
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (tiny_section(**WIDE, **DROPS, recompute_granularity="selective"), samples),
+    "bert": (bert_section(**WIDE, **DROPS), bert_samples),
+    "llama": (llama_section(**WIDE, num_query_groups=2, ffn_hidden_size=512), samples),
+}
+
+
+def compile_for(state: TrainState) -> None:
+    """As the programs do; on a CPU, where Inductor takes half a minute, traced alone."""
+    compile_layers(state.model, "inductor" if state.mesh.device.type == "cuda" else "aot_eager")
+
+
+def first_steps(
+    kind: str, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> tuple[list[float], Tensor]:
+    """(the losses of three steps; all gradients of the first, flat, fp64 on the CPU)."""
+    torch._dynamo.reset()
+    section, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), section, dtype=dtype)
+    if compiled:
+        compile_for(state)
+    batch = [draw(4, first=4 * number) for number in range(2)]
+    state.model.train()
+    forward_backward(state, batch, count(state, batch))
+    gradients = [
+        each.flatten().cpu().double() for each in whole_gradients(state.gradients).values()
+    ]
+    losses = [train_step(state, batch, 1e-3).loss for _ in range(3)]
+    return losses, torch.cat(gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_or_not_it_is_as_near_to_fp64(device: torch.device, kind: str) -> None:
+    """In bf16, dropout included: a CPU drops the same."""
+    losses, gradient = first_steps(kind, CPU, torch.float64, compiled=False)
+    errors = []
+    for compiled in (False, True):
+        found, its = first_steps(kind, device, torch.bfloat16, compiled)
+        assert found == pytest.approx(losses, rel=0.01, abs=0.04)
+        errors.append(float((its - gradient).norm() / gradient.norm()))
+    plain, compiled = errors
+    assert 0 < compiled < 1.2 * plain < 0.06
+    found, its = first_steps(kind, device, torch.float32, compiled=True)
+    assert found == pytest.approx(losses, rel=1e-3)
+    assert (its - gradient).norm() < 1e-4 * gradient.norm()
+
+
+@contextmanager
+def waits_are_errors(device: torch.device) -> Iterator[list[torch.Size]]:
+    """Inside, the host may wait for the GPU in `tolist` alone; yields the shapes that it reads."""
+    shapes, tolist = list[torch.Size](), Tensor.tolist
+    set_mode = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+
+    def read(x: Tensor) -> Any:
+        shapes.append(x.shape)
+        set_mode("default")
+        try:
+            return tolist(x)
+        finally:
+            set_mode("error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "tolist", read)
+        set_mode("error")
+        try:
+            yield shapes
+        finally:
+            set_mode("default")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_once(device: torch.device, kind: str) -> None:
+    """For loss, norm and votes together."""
+    torch._dynamo.reset()
+    section, draw = KINDS[kind]
+    state = tiny_state(serial_mesh(device), section, dtype=torch.bfloat16)
+    batch = [draw(4), draw(4, first=4)]
+    if device.type == "cuda":
+        compile_for(state)
+    for _ in range(2):
+        train_step(state, batch, 1e-3)
+    with waits_are_errors(device) as shapes:
+        train_step(state, batch, 1e-3)
+    assert len(shapes) == 1
