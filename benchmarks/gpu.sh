@@ -79,13 +79,14 @@ steps() { # NAME MODEL SAMPLES TENSOR_PARALLEL WORD... --contenders CONTENDER...
     local name=$1 model=$2 flags="--micro-batch-size $3" ranks=$4 more=()
     shift 4
     ((ranks > 1)) && more=(--stub-communication) || more=(--fast-weights) # one rank of so many
-    [[ $model = llama* ]] || flags+=" --seq-length 1024 --vocab-size 50304 --recompute-granularity none"
+    [[ $model = llama* ]] || flags+=" --seq-length 1024 --vocab-size 50304 --make-vocab-size-divisible-by 128"
     if [[ $small ]]; then
         flags="--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
         flags+=" --max-position-embeddings 32 --vocab-size 512 --micro-batch-size 2"
         [[ $model = llama* ]] && flags+=" --num-query-groups 2 --ffn-hidden-size 128"
         more+=(--turns 1)
     fi
+    flags+=" --recompute-granularity none" # but where a contender says otherwise
     question "$name" train_step --presets "$model" --dtypes bf16 --threads 8 --tensor-parallel "$ranks" \
         "--program-flags=$flags" --turns 10 "${more[@]}" "$@"
 }

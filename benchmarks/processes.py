@@ -284,7 +284,8 @@ def run_unit(
                     each.attempt(each.take_turn)
             for each in able:
                 each.attempt(each.finish, flags.profile)
-            if len(able) < len(unit):
+            if flags.device == "cuda":  # a compiler's own processes would end slowly
+                able[0].kill()
                 able[0].stop()
     except BaseException:
         for each in unit:
