@@ -159,5 +159,7 @@ for group in "${groups[@]}"; do
 done
 cp "$work"/traces/*.txt "$out" 2>/dev/null
 cat "$out"/[!g]*.md >"$out/gpu.md"
-"$python" -m benchmarks.report "$out" "${names[@]}"
+"$python" - "$out" "${names[@]}" <<<'import pathlib, sys
+from benchmarks.report import gather
+gather(pathlib.Path(sys.argv[1]), sys.argv[2:])'
 ((${#failed[@]} == 0)) || { echo "error: these have no figures: ${failed[*]}" >&2 && exit 1; }

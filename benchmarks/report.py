@@ -356,7 +356,3 @@ def gather(folder: Path, names: Sequence[str]) -> None:
     whole["without_figures"] = [name for name in names if name not in records]
     whole["rows"] = [{"run": name} | row for name, each in records.items() for row in rows(each)]
     (folder / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
-
-
-if __name__ == "__main__":  # python -m benchmarks.report FOLDER NAME...
-    gather(Path(sys.argv[1]), sys.argv[2:])
