@@ -1,108 +1,147 @@
 #!/usr/bin/env bash
-# What needs a GPU, on one H100 or H200, by groups: each takes less than 10 minutes.
+# Speed and its causes on one H100 or H200, by groups. A group takes at most 120 s, start included
+# (sizes 200, on a CPU 1,800); contenders that are not done by then are left out, and it says so.
 #
-#     bash benchmarks/gpu.sh                          # hardware matrix host loss compile dropout
-#     bash benchmarks/gpu.sh speed                    # speed, sizes, offload, modes: where named
-#     bash benchmarks/gpu.sh --device cpu --small     # the short groups in miniature, to try them
+#     bash benchmarks/gpu.sh                       # hardware 124m profile loss dropout
+#     bash benchmarks/gpu.sh speed                 # 124m 355m 1.2b llama: GPT-2 and a Llama of 1B
+#     bash benchmarks/gpu.sh sizes offload modes hf
+#     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
-# Each run leaves a page and its figures in $OUT, or in runs/gpu, and gpu.md has all pages. A run
-# that fails, or takes too long, says so in its page, and the others go on. --small is for models
-# that any machine trains in a moment.
+# profile is 124m again: milliseconds by kind of kernel, launches and host; 355m, 1.2b and llama have
+# these too. A run leaves its page and figures in $OUT, or in runs/gpu; gpu.md has all pages, gpu.json
+# a row of each contender, to compare runs with. A run that fails, or takes too long, says so in its
+# page, and the others go on. The tree may be read-only and without git and .venv: python3 (3.12, torch
+# 2.11, transformers 5.17 are enough) takes missing packages from wheels/. Tests: scripts/test.sh gpu.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-python=python3
-test -x .venv/bin/python && python=.venv/bin/python
-out=${OUT:-runs/gpu} device=cuda small= groups=() failed=()
+out=${OUT:-runs/gpu} device=cuda small= groups=() names=() failed=()
 while (($#)); do
     case $1 in
-        --device) device=$2 && shift ;;
+        --device) device=${2-} && shift ;;
         --small) small=yes ;;
-        hardware | matrix | offload | modes | host | loss | compile | dropout | speed | sizes)
+        speed) groups+=(124m 355m 1.2b llama) ;;
+        hardware | 124m | 355m | 1.2b | llama | sizes | profile | loss | dropout | offload | modes | hf)
             groups+=("$1") ;;
         *) echo "error: $1 is no group of this script; its first lines name them" >&2 && exit 2 ;;
     esac
     shift
 done
-((${#groups[@]})) || groups=(hardware matrix host loss compile dropout)
-mkdir -p "$out"
+[[ $device =~ ^(cpu|cuda)$ ]] || { echo "error: --device $device: cpu and cuda work" >&2 && exit 2; }
+((${#groups[@]})) || groups=(hardware 124m profile loss dropout)
+mkdir -p "$out" || exit 2
+out=$(realpath "$out") work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton MPLCONFIGDIR=$work
+# What needs a C++ compiler and minutes on a CPU runs as it is written.
+[[ $device = cuda ]] || export TORCHDYNAMO_DISABLE=1
 
-run() { # NAME SECONDS COMMAND...
-    local page="$out/$1.md" name=$1 limit=$2 left=$((560 * ${#groups[@]} - SECONDS)) log status
-    shift 2
-    ((left < limit)) && limit=$left
+source scripts/packages.sh
+packages "$work/packages" torch numpy safetensors tokenizers transformers tyro docstring-parser \
+    typeguard typing-extensions
+
+run() { # NAME COMMAND...
+    local page="$out/$1.md" name=$1 left=$((until - $(date +%s))) log status
+    shift
     rm -f "$page"
-    log=$(if ((limit < 15)); then echo "left out: there was no time left" && exit 1; fi
-        timeout --kill-after 5 "$limit" "$python" "$@" 2>&1)
+    names+=("$name")
+    log=$(if ((left < 10)); then echo "left out: there was no time left" && exit 1; fi
+        timeout --kill-after 5 $left "$python" "$@" 2>&1)
     status=$?
     printf '## %s\n\n%s\n\n' "$name" "$log"
     ((status == 0)) || failed+=("$name")
     [[ -f $page ]] || printf '# %s\n\nStatus %s:\n\n```\n%s\n```\n' "$name" $status "$(tail -c 1000 <<<"$log")" >"$page"
 }
-question() { # NAME SECONDS QUESTION WORD...
-    local name=$1 seconds=$2 file=$3
-    shift 3
-    run "$name" "$seconds" "benchmarks/$file.py" --device "$device" --rounds 1 "$@" \
+question() { # NAME QUESTION WORD...
+    local name=$1 file=$2
+    shift 2
+    [[ -d $out/$name.json ]] || rm -f "$out/$name.json"
+    run "$name" "benchmarks/$file.py" --device "$device" --rounds 1 --until $((until - 12)) "$@" \
         --json "$out/$name.json" --page "$out/$name.md"
 }
-steps() { # NAME SECONDS PRESET SAMPLES TENSOR_PARALLEL CONTENDER...
-    local name=$1 seconds=$2 preset=$3 samples=$4 ranks=$5 memory turns=12 stub=
-    shift 5
-    memory=$([[ $device = cpu ]] || nvidia-smi --query-gpu memory.total --format csv,noheader,nounits)
-    ((${memory:-0} > 100000)) || samples=$((samples / 2))
-    local flags="--micro-batch-size $samples --vocab-size 50304"
+steps() { # NAME MODEL SAMPLES TENSOR_PARALLEL WORD... --contenders CONTENDER...
+    local name=$1 model=$2 flags="--micro-batch-size $3" ranks=$4 more=()
+    shift 4
+    ((ranks > 1)) && more=(--stub-communication) || more=(--fast-weights) # one rank of so many
+    [[ $model = llama* ]] || flags+=" --seq-length 1024 --vocab-size 50304 --make-vocab-size-divisible-by 128"
     if [[ $small ]]; then
-        flags="--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
-        flags+=" --max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512"
-        flags+=" --micro-batch-size 2"
-        turns=1
+        flags=
+        more+=(--small --turns 1)
     fi
-    ((ranks > 1)) && stub=--stub-communication # one rank of so many
-    question "$name" "$seconds" train_step --presets "$preset" --dtypes bf16 --threads 8 $stub \
-        --tensor-parallel "$ranks" "--program-flags=$flags" --turns $turns --contenders "$@"
+    flags+=" --recompute-granularity none" # but where a contender says otherwise
+    question "$name" train_step --presets "$model" --dtypes bf16 --threads 8 --tensor-parallel "$ranks" \
+        "--program-flags=$flags" --turns 10 "${more[@]}" "$@"
+}
+fits() { # MIB THEN ELSE: by the memory of the GPU
+    local memory
+    memory=$([[ $device = cpu ]] || nvidia-smi --query-gpu memory.total --format csv,noheader,nounits)
+    ((${memory:-0} >= $1)) && echo "$2" || echo "$3"
 }
 
-ours="this project" full="this project, full recomputation" compiled="transformers, compiled"
-[[ $device = cuda ]] || compiled=$ours # on a CPU it needs a C++ compiler
+ours="this project" plain="plain torch, compiled"
+traces=(--profile "$work/traces")
 
-hardware() { run hardware 45 tools/plan.py --measure "$out/hardware.toml"; }
-matrix() { # several gloo ranks share the GPU: torch documents some collectives for CPUs alone
-    run layouts 180 -m pytest -q -p no:cacheprovider tests/layouts --device "$device" \
-        -k "$([[ $small ]] && echo one_process || echo test_a_layout)"
+hardware() { run hardware tools/plan.py --measure "$out/hardware.toml"; }
+124m() { # wanted: 1.1 times the tokens/s of compiled plain torch, and no more memory
+    steps 124M gpt2_124m 16 1 --contenders "$ours" "$plain" "transformers, compiled" "$ours, not compiled"
 }
-offload() { # not yet run on a GPU: memory, time and copies beside kernels, with and without
-    local sizes=()
-    [[ $small ]] && sizes=(--layers 2 --hidden-size 64 --samples 2 --seq-length 32)
-    run offload 120 benchmarks/offload.py --device "$device" "${sizes[@]}"
+355m() { # wanted: MFU 50 %
+    steps 355M gpt2_355m 16 1 "${traces[@]}" --contenders "$ours" "$plain" "$ours, not compiled"
 }
-modes() { # not yet run on a GPU: kernels of one rank of 2 x 2 beside one of four, without calls
-    local sizes=(--hidden-sizes 1536 4096 --tokens 16384)
-    [[ $small ]] && sizes=(--hidden-sizes 64 --tokens 128)
-    question tensor_modes 120 tensor_modes --stub-communication --turns 10 "${sizes[@]}"
+1.2b() { # wanted: MFU 57 % (8 samples: 54 %), and 1.30 of the time with full recomputation
+    steps 1.2B gpt2_scaling_1.2b "$(fits 100000 16 8)" 1 "${traces[@]}" \
+        --contenders "$ours" "$ours, full recomputation" "$ours, not compiled"
 }
-host() { question host_reads 30 activations --contenders "host reads"; }
-loss() { # wanted: in chunks at most 1.1 of the time of all logits at once
-    local sizes=(--hidden-size 1536 --tokens 8192)
-    [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)
-    question output_layer 80 output_layer --tensor-parallel 1 "${sizes[@]}"
-}
-compile() { # wanted: MFU 45 %, transformers compiled 1.3 times our time
-    steps 124M 170 gpt2_124m 16 1 "$ours" "$ours, not compiled" "$full" "plain torch" \
-        transformers "$compiled"
-}
-dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kernel's own
-    steps 124M_dropout 60 gpt2_124m 16 1 "$ours, dropout 0.1" \
-        "$ours, dropout 0.1, attention's by coordinates"
-}
-speed() { # wanted: MFU 55 and 45 %, HFU 60 % and 1.33 of the time with full recomputation
-    steps 1.2B 230 gpt2_scaling_1.2b 8 1 "$ours" "$full" "$ours, selective recomputation" "$compiled"
-    steps 355M 100 gpt2_355m 16 1 "$ours" "$full" "plain torch" transformers
+llama() { # wanted: MFU 50 %, 1.1 times the tokens/s of compiled transformers
+    steps llama_1B llama_1b 4 1 "${traces[@]}" \
+        --contenders "$ours" "transformers, compiled" "$ours, not compiled"
 }
 sizes() {
-    steps 2.5B 60 gpt2_scaling_2.5b 16 1 "$full"
-    steps 4.2B 60 gpt2_scaling_4.2b 16 1 "$full"
-    steps 8.3B_one_rank_of_8 75 gpt2_scaling_8.3b 16 8 "$full" "$ours"
+    local samples full="$ours, full recomputation"
+    samples=$(fits 100000 16 8)
+    steps 2.5B gpt2_scaling_2.5b "$samples" 1 --contenders "$full"
+    steps 4.2B gpt2_scaling_4.2b "$samples" 1 --contenders "$full"
+    steps 8.3B_one_rank_of_8 gpt2_scaling_8.3b "$samples" 8 --contenders "$full" "$ours"
+}
+profile() {
+    steps 124M_profile gpt2_124m 16 1 "${traces[@]}" \
+        --contenders "$ours" "$plain" "$ours, not compiled"
+}
+loss() { # wanted: in chunks at most 1.05 of the time of all logits at once
+    local sizes=(--hidden-size 1536 --tokens 8192)
+    [[ $small ]] && sizes=(--hidden-size 32 --tokens 64 --vocab-size 512)
+    question output_layer output_layer --tensor-parallel 1 "${sizes[@]}"
+}
+dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kernel's own
+    steps 124M_dropout gpt2_124m 16 1 \
+        --contenders "$ours, dropout 0.1" "$ours, dropout 0.1, attention's by coordinates"
+}
+offload() { # memory, time and copies beside kernels, with and without
+    local sizes=()
+    [[ $small ]] && sizes=(--layers 2 --hidden-size 64 --samples 2 --seq-length 32)
+    run offload benchmarks/offload.py --device "$device" "${sizes[@]}"
+}
+modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
+    local sizes=(--hidden-sizes 1536 4096 --tokens 16384)
+    [[ $small ]] && sizes=(--hidden-sizes 64 --tokens 128)
+    question tensor_modes tensor_modes --stub-communication --turns 10 "${sizes[@]}"
+}
+hf() { # unmodified models by a plan on one rank
+    local sizes=()
+    [[ $small ]] && sizes=("--program-flags=--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512")
+    question huggingface huggingface --tensor-parallel 1 --dtypes bf16 --turns 10 "${sizes[@]}"
 }
 
-for group in "${groups[@]}"; do $group; done
+for group in "${groups[@]}"; do
+    limit=120
+    [[ $group = sizes ]] && limit=200
+    [[ $device = cpu ]] && limit=1800
+    until=$(($(date +%s) + limit))
+    $group
+done
+cp "$work"/traces/*.txt "$out" 2>/dev/null
 cat "$out"/[!g]*.md >"$out/gpu.md"
+"$python" - "$out" "${names[@]}" <<<'import pathlib, sys
+from benchmarks.report import gather
+gather(pathlib.Path(sys.argv[1]), sys.argv[2:])'
 ((${#failed[@]} == 0)) || { echo "error: these have no figures: ${failed[*]}" >&2 && exit 1; }

@@ -3,7 +3,8 @@
     question    a file of this folder: it declares contenders and the columns of a table
     contender   a function that prepares something and returns its turn, which does it once
     group       contenders that are compared, each with the first of them
-    round       new processes of all contenders, which take turns; who is first changes
+    round       new processes of all contenders, which take turns, on a GPU one after another has
+                all of its turns; who is first changes
     figures     of a turn: wall and CPU seconds, peak memory, and what the turn itself returns
 
 Processes that run the same code differ in speed by several per cent, so a ratio is taken within a
@@ -27,7 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from megatron.libraries import failure, load
+from megatron.libraries import failure
 
 Figures = dict[str, Any]
 Turn = Callable[[], Figures | None]
@@ -227,8 +228,6 @@ class Question:
                 raise ValueError(f"--{name} {number}: must be 1 or more")
         writable(flags, "json", ".json")
         writable(flags, "page", ".md")
-        if flags.page is not None and self.picture:
-            load("matplotlib", "a run without --page")
         machine = Machine(contenders, flags.device, agents)
         others = others_in(flags.json, machine.known)
         given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
@@ -258,6 +257,9 @@ class Flags:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where they compute."""
 
+    until: float | None = None
+    """Seconds since 1970 at which contenders that are not done are left out."""
+
     json: Path | None = None
     """File for every figure of every round. What it holds of other kinds of processors stays."""
 
@@ -265,7 +267,7 @@ class Flags:
     """Markdown page of the result, its picture beside it. What stands below "## Notes" stays."""
 
     profile: Path | None = None
-    """Folder for a trace of one more turn of each contender, and tables of where its time goes."""
+    """Folder for traces of one more turn of each contender, and tables of where its time goes."""
 
 
 @cache

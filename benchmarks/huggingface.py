@@ -8,6 +8,7 @@ unmodified model with the tutorial's plan and loss parallel; norms and the strea
 stay whole there, since the model makes its positions of the length that it sees. The tutorial's
 whole plan, sequence parallel, is on a plain Llama, as in benchmarks/llama.py.
 
+On one rank, as on a GPU, the unmodified model stands beside the plan's and the native one.
 GPT-2 has none of the three: transformers has no plan for it, and neither torch nor transformers
 cuts its Conv1D. All begin with the same weights, read the same random tokens and update by AdamW
 with clipping; a turn is one update, and losses are compared. In bf16 all keep weights, gradients
@@ -62,15 +63,11 @@ SETTINGS: dict[str, type[PretrainConfig]] = {
     "llama": PretrainLlamaConfig,
     "gpt2": PretrainGPT2Config,
 }
-UNMODIFIED: dict[str, Callable[..., Any]] = {
-    "llama": llama.transformers_llama,
-    "gpt2": peers.transformers_gpt2,
-}
 
 
 def unmodified(config: PretrainConfig) -> Any:
     """As transformers builds it, with the initial weights of the native model."""
-    return UNMODIFIED[config.model.kind](config.model, open_samples(config)[1])
+    return peers.MODELS[config.model.kind](config.model, open_samples(config)[1])
 
 
 def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
@@ -113,6 +110,11 @@ def transformers(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
         distributed_config=DistributedConfig(tp_size=rank.size),
     )
     return trained(rank, config, model)
+
+
+def as_it_is(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+    config = steps.read(flags, 1, SETTINGS[kind])
+    return trained(rank, config, unmodified(config).to(rank.device, llama.dtype_of(config)))
 
 
 def torchs(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
@@ -162,29 +164,36 @@ RUNS: dict[str, dict[str, Callable[..., Turn]]] = {
 }
 
 
+ALONE: dict[str, Callable[..., Turn]] = {BY_PLAN: by_plan, NATIVE: ours, TRANSFORMERS: as_it_is}
+
+
 def contenders(
     flags: Flags,
     models: tuple[Literal["llama", "gpt2"], ...] = ("llama", "gpt2"),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
+    tensor_parallel: Literal[1, 2] = 2,
     program_flags: str = "",
 ) -> Iterator[Contender]:
     """Compare training steps of models of transformers.
 
     Args:
         models: each is a group.
+        tensor_parallel: ranks.
         dtypes: of weights and activations.
         program_flags: of pretrain.py --model llama or gpt2: --program-flags="--num-layers 2".
     """
     for kind, dtype in product(models, dtypes):
-        words = f"{WORDS[kind]} {llama.DTYPES[dtype]} --tensor-model-parallel-size 2"
+        words = f"{WORDS[kind]} {llama.DTYPES[dtype]}"
+        words += f" --tensor-model-parallel-size {tensor_parallel}"
         own = shlex.split(f"{words} {program_flags}")
-        for name, run in RUNS[kind].items():
+        runs = RUNS[kind] if tensor_parallel == 2 else ALONE
+        for name, run in runs.items():
             yield Contender(
                 name,
                 partial(run, kind=kind),
                 {"flags": own},
                 group=f"{kind}, {dtype}",
-                ranks=2,
+                ranks=tensor_parallel,
                 needs=("transformers",),
                 same={"loss": llama.TOLERANCES[dtype]},
             )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +42,6 @@ from megatron.parallel.layers_llama import RotaryEmbedding
 from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
 
 OURS, ALL_HEADS, OWN_HEADS = "this project", "torch, all heads", "torch, own heads"
 SEQUENCE_PARALLEL, TRANSFORMERS = "this project, sequence parallel", "transformers"
@@ -192,22 +189,9 @@ def torchs(rank: Rank, flags: Sequence[str], *, own_heads: bool) -> Turn:
     return trained(rank, config, model, model)
 
 
-def transformers_llama(ours: LlamaConfig, vocab_size: int) -> LlamaForCausalLM:
-    """With this project's initial weights, by the conversion's table."""
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
-
-    settings = {each.theirs: getattr(ours, each.meaning or each.ours) for each in LLAMA.settings}
-    rotary = {"rope_type": "default", "rope_theta": ours.rotary_base}
-    theirs = TheirConfig(vocab_size=vocab_size, rope_parameters=rotary, **settings)
-    model = LlamaForCausalLM(theirs).train()
-    model.load_state_dict(initial_weights(ours, vocab_size))
-    return model
-
-
 def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
     config = config_of(flags)
-    model = transformers_llama(config.model, open_samples(config)[1])
+    model = peers.transformers_llama(config.model, open_samples(config)[1])
     assert model.config._attn_implementation == "sdpa"
     model.to(rank.device, dtype_of(config))
 

@@ -1,8 +1,9 @@
-"""GPT-2 by others, as contenders beside `steps.ours`: same weights, same samples, the same update.
+"""GPT-2 and Llama by others, as contenders beside `steps.ours`: same weights, samples and updates.
 
-plain torch      a model as a user of torch writes it, without a detour for generality
+plain torch      a model as nanoGPT writes it, without a detour for generality; compiled: whole,
+                 loss included, and clipping and fused AdamW outside, as there
 DTensor          the same by torch's parallelize_module, with the best plan that we know
-transformers     GPT2LMHeadModel with sdpa
+transformers     GPT2LMHeadModel or LlamaForCausalLM with sdpa; compiled: block by block
 Megatron-Core    GPTModel (pip install megatron-core, beside this project); on a CPU its own layers
 floor            the matmuls of the step alone, each in the layout that is fastest here
 
@@ -28,9 +29,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.harness import Rank, Turn
-from benchmarks.steps import LEARNING_RATE, SEED, batch_of, precision_of, read
-from megatron.config.model import GPT2Config, TextModelConfig
-from megatron.config.pretrain import PretrainGPT2Config
+from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, precision_of, read
+from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
+from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
 from megatron.parallel.kernels import matmul as our_matmul
@@ -38,28 +39,37 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
 from megatron.train.state import DTYPES
 from tools.convert.gpt2 import GPT2
+from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 from tools.planning.trace import Step
 
 if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
 """What a contender that calls `transformers_gpt2` needs; the others do without its seconds."""
 
 
-def initial_weights(config: TextModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """This project's whole parameters, by name, as a run of SEED begins with them."""
+def initial_weights(
+    config: TextModelConfig, vocab_size: int, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """This project's whole fp32 parameters, by name, as a run of SEED begins with them; with a
+    device, those of `steps.build(fast=True)` there."""
     table = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
-    return {name: initial_value(name, spec, SEED) for name, spec in table.items()}
+    if device is None:
+        return {name: initial_value(name, spec, SEED) for name, spec in table.items()}
+    found = {name: torch.empty(spec.shape, device=device) for name, spec in table.items()}
+    for name, whole in found.items():
+        draw(name, table[name], whole)
+    return found
 
 
-def by_heads(weights: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """This project's with the rows of query, key and value head by head, [heads, 3, head size], so
-    that equal parts hold whole heads."""
+def in_parts(weights: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """This project's with the rows of query, key and value as [parts, 3, rows], so that equal parts
+    hold whole heads: 1 is all queries, keys and values, as many parts as heads head by head."""
     return {
-        name: x.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 2) if "qkv" in name else x
+        name: x.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 2) if "qkv" in name else x
         for name, x in weights.items()
     }
 
@@ -74,7 +84,7 @@ class Training:
     """
 
     rank: Rank
-    config: PretrainGPT2Config
+    config: PretrainConfig
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
     is_cut: Callable[[Tensor], bool] = lambda parameter: False
@@ -146,8 +156,8 @@ class Block(nn.Module):
         self.mlp = nn.ModuleDict({"up": nn.Linear(h, 4 * h), "down": nn.Linear(4 * h, h)})
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.attention.qkv(self.attention_norm(x)).unflatten(2, (-1, 3, self.head_size))
-        q, k, v = heads.transpose(1, 3).unbind(1)
+        qkv = self.attention.qkv(self.attention_norm(x)).chunk(3, dim=2)
+        q, k, v = (each.unflatten(2, (-1, self.head_size)).transpose(1, 2) for each in qkv)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention.output(seen.transpose(1, 2).flatten(2))
         return x + self.mlp.down(F.gelu(self.mlp.up(self.mlp_norm(x)), approximate="tanh"))
@@ -173,14 +183,15 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(self.head(self.final_norm(x)).flatten(0, 1), labels.flatten())
 
 
-def plain(rank: Rank, flags: Sequence[str]) -> Turn:
-    """On several ranks cut by DTensor as the paper does, its loss too."""
-    config = read(flags, rank.size)
-    vocab_size, heads = open_samples(config)[1], config.model.num_attention_heads
-    model = PlainGPT2(config.model, vocab_size)
-    weights = by_heads(initial_weights(config.model, vocab_size), heads)
+def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: bool = False) -> Turn:
+    """On several ranks cut by DTensor as the paper does, its loss too. fast: see steps.build."""
+    config: PretrainGPT2Config = read(flags, rank.size)
+    vocab_size = open_samples(config)[1]
+    weights = initial_weights(config.model, vocab_size, rank.device if fast else None)
+    weights = in_parts(weights, rank.size)
+    with rank.device:
+        model = PlainGPT2(config.model, vocab_size)
     model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
-    model.to(rank.device)
     if rank.size > 1:
         whole = Replicate()  # the norms stay plain: dispatch through DTensor makes them slower
         by_rows, by_columns = parallel.RowwiseParallel, parallel.ColwiseParallel
@@ -194,30 +205,65 @@ def plain(rank: Rank, flags: Sequence[str]) -> Turn:
         }
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
     model.head.weight = model.word_embedding.weight  # here: parallelize_module unties them
+    if compiled:
+        model.compile()
     return Training(rank, config, model, model, is_cut=lambda x: local(x).shape != x.shape)
 
 
-def transformers_gpt2(config: GPT2Config, vocab_size: int) -> GPT2LMHeadModel:
-    """With this project's initial weights, converted as tools/convert_hf.py does."""
+def transformers_gpt2(
+    config: GPT2Config, vocab_size: int, device: torch.device | None = None
+) -> GPT2LMHeadModel:
+    """With this project's initial weights, converted as tools/convert_hf.py does. device: see
+    initial_weights."""
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 
     settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in GPT2.settings}
     theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **settings)
-    model, weights = GPT2LMHeadModel(theirs), initial_weights(config, vocab_size)
+    weights = initial_weights(config, vocab_size, device)
+    with device or nullcontext():
+        model = GPT2LMHeadModel(theirs)
     model.load_state_dict(to_theirs(GPT2, resolve(GPT2, config, vocab_size), weights), strict=False)
     return model.train()
 
 
-def transformers(rank: Rank, flags: Sequence[str], *, compiled: bool = False) -> Turn:
-    config, entropy = read(flags), F.cross_entropy
-    model = transformers_gpt2(config.model, open_samples(config)[1]).to(rank.device)
+def transformers_llama(
+    config: LlamaConfig, vocab_size: int, device: torch.device | None = None
+) -> LlamaForCausalLM:
+    """As transformers_gpt2."""
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in LLAMA.settings}
+    rotary = {"rope_type": "default", "rope_theta": config.rotary_base}
+    theirs = TheirConfig(vocab_size=vocab_size, rope_parameters=rotary, **settings)
+    weights = initial_weights(config, vocab_size, device)
+    with device or nullcontext():
+        model = LlamaForCausalLM(theirs)
+    model.load_state_dict(to_theirs(LLAMA, resolve(LLAMA, config, vocab_size), weights))
+    return model.train()
+
+
+MODELS: dict[str, Callable[..., Any]] = {"gpt2": transformers_gpt2, "llama": transformers_llama}
+
+
+def transformers(
+    rank: Rank,
+    flags: Sequence[str],
+    *,
+    settings: type[PretrainConfig] = PretrainGPT2Config,
+    compiled: bool = False,
+    fast: bool = False,
+) -> Turn:
+    config, entropy = read(flags, 1, settings), F.cross_entropy
+    build = partial(MODELS[config.model.kind], config.model, open_samples(config)[1])
+    model = (build(rank.device) if fast else build()).to(rank.device)
     assert model.config._attn_implementation == "sdpa"
     if compiled:
         # Block by block: in a model that is compiled whole attention gets a mask as a tensor, with
         # which torch has no flash attention.
         entropy = torch.compile(entropy)
-        for block in model.transformer.h:
+        for block in model.transformer.h if config.model.kind == "gpt2" else model.model.layers:
             block.compile()
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -291,7 +337,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=True,
     )
-    weights = by_heads(initial_weights(ours, vocab_size), ours.num_attention_heads)
+    weights = in_parts(initial_weights(ours, vocab_size), ours.num_attention_heads)
     for name, parameter in model.named_parameters():
         for theirs, own in CORE_NAMES.items():
             name = name.replace(theirs, own)

@@ -138,8 +138,7 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
     device, dtype = rank.device, DTYPES[steps.precision_of(job.config)]
     own = range(rank.rank, job.plan.stages, rank.size)
     modules = [Stage(job, stage) for stage in own]
-    weights = peers.initial_weights(job.config.model, job.vocab_size)
-    weights = peers.by_heads(weights, job.config.model.num_attention_heads)
+    weights = peers.in_parts(peers.initial_weights(job.config.model, job.vocab_size), 1)
     for module in modules:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
         module.to(device, dtype)

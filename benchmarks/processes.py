@@ -27,6 +27,7 @@ from unittest.mock import patch
 from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
 
 ROOT = Path(__file__).resolve().parents[1]
+TIME_OVER = "the time was over"
 OUT_OF_MEMORY = "OutOfMemoryError|out of memory|ALLOC_FAILED|can't allocate memory|MemoryError"
 SPAWN = multiprocessing.get_context("spawn")  # modules of their own, read under their own settings
 
@@ -85,9 +86,10 @@ def own_store() -> Any:
 class Processes:
     """The processes of one contender in one round, and what they have answered."""
 
-    def __init__(self, contender: Contender, agents: Agents, device: str, number: int) -> None:
+    def __init__(self, contender: Contender, agents: Agents, flags: Flags, number: int) -> None:
         """number: of the round."""
-        self.contender, self.agents = contender, agents
+        self.contender, self.agents, self.until = contender, agents, flags.until
+        device = flags.device
         self.dropped = ""  # why it is out of this and all further rounds
         self.warm: list[Figures] = []
         self.timed: list[Figures] = []
@@ -110,20 +112,27 @@ class Processes:
                 self.processes[-1].start()
                 its.close()
 
-    def ask(self, command: Command) -> list[Figures]:
-        """As `answers`, after a command."""
+    def send(self, command: Command | None) -> None:
         for pipe in self.pipes:
             with suppress(BrokenPipeError):  # it has ended, which its answer shows
                 pipe.send(command)
+
+    def ask(self, command: Command) -> list[Figures]:
+        """As `answers`, after a command."""
+        self.send(command)
         return self.answers()
 
     def answers(self) -> list[Figures]:
-        """Of all ranks, on every agent. Raises OutOfMemoryError where any rank has run out of it,
-        RuntimeError with the tracebacks of those that have failed otherwise."""
+        """Of all ranks, on every agent. Raises LeftOutError where any rank has run out of memory or
+        time, RuntimeError with the tracebacks of those that have failed otherwise."""
         own: list[Figures] = [{}] * len(self.pipes)
         waiting, failures = list(self.pipes), list[str]()
         while waiting and not failures:
-            for pipe in wait_for_any(waiting):
+            left = None if self.until is None else max(0.0, self.until - time.time())
+            answered = wait_for_any(waiting, left)
+            if not answered:
+                failures = [TIME_OVER]
+            for pipe in answered:
                 waiting.remove(pipe)
                 place = self.pipes.index(pipe)
                 try:
@@ -134,8 +143,10 @@ class Processes:
                 failures += filter(None, [own[place].get("failure")])
         gathered = self.agents.gather([own, failures])
         if words := "\n".join(each for _, failures in gathered for each in failures):
+            if TIME_OVER in words:
+                raise LeftOutError(f"left out: {TIME_OVER}")
             if found := re.search(f"^(?! ).*({OUT_OF_MEMORY}).*", words, re.MULTILINE):
-                raise OutOfMemoryError(f"out of memory: {found[0]}")
+                raise LeftOutError(f"out of memory: {found[0]}")
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]
 
@@ -144,6 +155,10 @@ class Processes:
         answers = self.ask(timed)
         wall, cpu = [each["wall"] for each in answers], [each["cpu"] for each in answers]
         return answers[0] | {"wall": max(wall), "cpu": sum(cpu)}
+
+    def begin(self) -> None:
+        """Build what turns need, once all modules are imported."""
+        self.send(None)
 
     def prepare(self, turns: int) -> None:
         self.last["notes"] = self.answers()[0]["notes"]
@@ -154,7 +169,9 @@ class Processes:
         if profile is not None:
             name = f"{self.contender.group} {self.contender.name}".strip()
             name = re.sub(r"[^\w.=-]+", "_", name)
-            self.ask(partial(profiled, folder=profile.resolve(), name=name))
+            wall = median(each["wall"] for each in self.timed)
+            command = partial(profiled, folder=profile.resolve(), name=name, wall=wall)
+            self.last |= self.ask(command)[0]
 
     def take_turn(self) -> None:
         self.timed.append(self.turn())
@@ -169,11 +186,11 @@ class Processes:
         return found
 
     def attempt(self, do: Callable[..., object], *arguments: object) -> None:
-        """Do it; a contender that runs out of memory is dropped."""
+        """Do it; a contender that runs out of memory or time is dropped."""
         try:
             if not self.dropped:
                 do(*arguments)
-        except OutOfMemoryError as error:
+        except LeftOutError as error:
             self.dropped = str(error)
             self.kill()
 
@@ -191,8 +208,8 @@ class Processes:
             process.join()
 
 
-class OutOfMemoryError(RuntimeError):
-    """Of one contender; the others go on."""
+class LeftOutError(RuntimeError):
+    """Why one contender has no figures; the others go on."""
 
 
 def ended(status: int | None) -> str:
@@ -249,19 +266,27 @@ def rotated(items: list[Any], number: int) -> list[Any]:
 def run_unit(
     question: Question, flags: Flags, agents: Agents, contenders: Sequence[Contender], number: int
 ) -> dict[str, Processes]:
-    """Start these, warm them up, let them take turns, and end them. number: of the round."""
+    """Start these, warm them up, let them take turns, and end them. number: of the round. On a GPU
+    one after another does all that, so that none finds the memory of another in use."""
     unit: list[Processes] = []
-    is_last = number == (flags.rounds or question.rounds) - 1
     try:
         for each in contenders:
-            unit.append(Processes(each, agents, flags.device, number))
+            unit.append(Processes(each, agents, flags, number))
         for each in unit:
-            each.attempt(each.prepare, question.warm_up)
-        for turn in range(flags.turns or question.turns):
-            for each in rotated(unit, turn):
-                each.attempt(each.take_turn)
-        for each in unit:
-            each.attempt(each.finish, flags.profile if is_last else None)
+            each.attempt(each.answers)  # its modules are imported
+        for able in [unit] if flags.device == "cpu" else [[each] for each in unit]:
+            for each in able:
+                each.attempt(each.begin)
+            for each in able:
+                each.attempt(each.prepare, question.warm_up)
+            for turn in range(flags.turns or question.turns):
+                for each in rotated(able, turn):
+                    each.attempt(each.take_turn)
+            for each in able:
+                each.attempt(each.finish, flags.profile)
+            if flags.device == "cuda":  # a compiler's own processes would end slowly
+                able[0].kill()
+                able[0].stop()
     except BaseException:
         for each in unit:
             each.kill()
@@ -317,6 +342,8 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
     try:
         for module in contender.needs:
             import_module(module)
+        pipe.send({})
+        pipe.recv()
         peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
         running = Running(contender.run(rank, **contender.arguments), rank, peak)
         pipe.send({"notes": rank.notes})
@@ -343,10 +370,10 @@ def peak_bytes(running: Running) -> Figures:
     return {"peak_bytes": running.peak()}
 
 
-def profiled(running: Running, folder: Path, name: str) -> Figures:
+def profiled(running: Running, folder: Path, name: str, wall: float) -> Figures:
     from benchmarks.profiles import write_profile
 
-    return write_profile(running.turn, running.rank, folder, name)
+    return write_profile(running.turn, running.rank, folder, name, wall)
 
 
 def cpu_seconds() -> float:

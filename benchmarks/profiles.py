@@ -1,21 +1,28 @@
-"""Where the time of a turn goes, and how long communication is exposed.
+"""Where the time of a turn goes, by kind, and how long communication is exposed.
 
-On a GPU seconds are those of kernels. On a CPU communication is what gloo's threads are busy with
-or wait for the other ranks in, all else the operators of the other threads.
+On a GPU seconds are those of kernels, copies and fills, and a kind is told by the kernel's name. On
+a CPU they are those of operators, without those that they call; communication is what gloo's
+threads are busy with or wait for the other ranks in.
+
+Layer norms are elementwise work here: compiled, they are one kernel with their neighbours. The norm
+is that of the gradients.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.harness import Rank, Turn
+from benchmarks.harness import Column, Figures, Rank, Turn
 
 Event = Mapping[str, Any]
 
@@ -23,13 +30,41 @@ COMMUNICATION = ("nccl", "gloo:")
 OPERATORS = ("aten::", "mkldnn::")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 ON_CPU = {"cpu_op", "user_annotation"}
+ON_HOST = {"cuda_runtime", "cuda_driver"}
+TURN = "benchmarks: turn"
+
+# The compiler names its kernels after all operators that they fuse: matmuls and attention among
+# them are views of their results.
+COPYING = (
+    "to_copy|copy|clone|cat|stack|split|slice|select|(unsafe_)?view|t|transpose|permute|expand"
+)
+COPYING += "|(un)?squeeze|zeros|full|constant_pad_nd"
+KINDS = (  # and what the name of a kernel or operator has; the first that fits
+    ("communication", r"^(nccl|gloo:)"),
+    ("copies", rf"^triton_(poi|red|per)_fused_(_*({COPYING})_+)+\d+$"),
+    ("elementwise", r"^triton_(poi|red|per|spl|for)_"),
+    ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|flex_decoding"),
+    ("optimizer", r"adam"),
+    ("norm", r"lpnorm|normtwoops|foreach_norm|vector_norm"),
+    (
+        "matmul",
+        r"gemm|gemv|nvjet|cutlass|cublas|splitk|triton_tem_|::_?(linear|addmm)|::(add|ba?dd)?b?mm\b",
+    ),
+    ("copies", r"memcpy|memset|copy|catarray|fill|::(cat|stack|clone|zero_)\b"),
+    ("elementwise", r"^aten::|elementwise|reduce|layer_?norm|rms_?norm|gamma|softmax|nll_loss"),
+    ("elementwise", r"foreach|multi_tensor|indexselect|gather|scatter|embedding|gelu|silu"),
+)
+OTHER, IDLE = "other", "idle"
 
 
 def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], float]:
     """(profiler, events, seconds) of one turn; the file is for chrome://tracing or Perfetto."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if rank.device_type == "cuda" else []
-    with profile(activities=activities) as found:
+    if rank.device_type == "cuda":  # the first trace of a process starts slowly
+        with profile(activities=activities):
+            turn()
+    with profile(activities=activities) as found, record_function(TURN):
         start = time.perf_counter()
         turn()
         rank.wait()
@@ -38,8 +73,9 @@ def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], fl
     return found, json.loads(file.read_text())["traceEvents"], whole
 
 
-def write_profile(turn: Turn, rank: Rank, folder: Path, name: str) -> dict[str, Any]:
-    """A trace of every rank, and of the first one torch's table of where its time goes."""
+def write_profile(turn: Turn, rank: Rank, folder: Path, name: str, wall: float) -> Figures:
+    """A trace of every rank, and of the first one torch's table of where its time goes. wall, and
+    the figures: see by_kind."""
     folder.mkdir(parents=True, exist_ok=True)
     found, events, _ = traced(turn, rank, folder / f"{name}.{rank.rank}.json")
     if not rank.rank:
@@ -48,7 +84,7 @@ def write_profile(turn: Turn, rank: Rank, folder: Path, name: str) -> dict[str, 
         words = f"communication runs for {runs:.2f} ms, {exposed:.2f} of them exposed\n"
         table = found.key_averages().table(sort_by=order, row_limit=40)
         (folder / f"{name}.txt").write_text(table + words)
-    return {}
+    return by_kind(events, wall)
 
 
 def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
@@ -64,6 +100,69 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
         runs, exposed = communication(events, group)
         found |= {axis.name: runs / whole, f"{axis.name}, exposed": exposed / whole}
     return found
+
+
+def kind_of(name: str) -> str:
+    """Of a kernel or an operator."""
+    lower = name.lower()
+    return next((kind for kind, words in KINDS if re.search(words, lower)), OTHER)
+
+
+def by_kind(events: Iterable[Event], wall: float) -> Figures:
+    """Figures of a trace that `traced` has made. wall: seconds of a turn that was not traced.
+
+    device_ms: milliseconds by kind; those of several streams add up. idle is the wall time, on a
+    CPU that of the trace, in which nothing runs. Of a GPU also launches: kernels, copies and fills;
+    reads: copies to the host; host_ms: from the start of the turn to the last launch, without
+    copies and synchronisation, in which the host waits, and with the profiler's own work.
+    """
+    timed = [each for each in events if each.get("ph") == "X"]
+    kernels = [each for each in timed if each.get("cat") in ON_GPU]
+    own: Iterable[tuple[str, float]] = ((each["name"], float(each["dur"])) for each in kernels)
+    start, whole = next(
+        (float(each["ts"]), float(each["dur"]))
+        for each in timed
+        if each["name"] == TURN and each["cat"] == "user_annotation"
+    )
+    running, figures = kernels, Figures()
+    if not kernels:
+        running = [e for e in timed if e.get("cat") in ON_CPU and is_operator(e["name"])]
+        own, wall = of_operators(timed), whole / 1e6
+    milliseconds: dict[str, float] = defaultdict(float)
+    for name, microseconds in own:
+        milliseconds[kind_of(name)] += microseconds / 1e3
+    milliseconds[IDLE] = 1e3 * (wall - seconds(running))
+    if kernels:
+        calls = [each for each in timed if each.get("cat") in ON_HOST]
+        launch = [float(e["ts"]) for e in calls if re.search("Launch|Memcpy|Memset", e["name"])]
+        waits = [e for e in calls if re.search("Memcpy|Synchronize", e["name"])]
+        waited = 1e3 * seconds(each for each in waits if float(each["ts"]) < max(launch))
+        reads = sum(each["name"].startswith("Memcpy DtoH") for each in kernels)
+        host = (max(launch) - start) / 1e3 - waited
+        figures = {"launches": len(kernels), "reads": reads, "host_ms": host}
+    return figures | {"device_ms": dict(milliseconds)}
+
+
+def is_operator(name: str) -> bool:
+    return ("::" in name and not name.startswith("autograd::")) or name.startswith(COMMUNICATION)
+
+
+def of_operators(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
+    """(name, microseconds without those of the operators that it calls) on a CPU."""
+    own = [each for each in events if each.get("cat") in ON_CPU]
+    own.sort(key=lambda each: (each["tid"], float(each["ts"]), -float(each["dur"])))
+    for _, of_thread in groupby(own, key=lambda each: each["tid"]):
+        found: list[list[Any]] = []  # [name, end, microseconds]
+        open_calls: list[list[Any]] = []
+        for each in of_thread:
+            start, length = float(each["ts"]), float(each["dur"])
+            while open_calls and open_calls[-1][1] <= start:
+                open_calls.pop()
+            if open_calls:
+                open_calls[-1][2] -= length
+            open_calls.append([each["name"], start + length, length])
+            found.append(open_calls[-1])
+        yield from ((name, length) for name, _, length in found if is_operator(name))
 
 
 def communication(events: Iterable[Event], group: str = "") -> tuple[float, float]:
@@ -91,3 +190,15 @@ def seconds(events: Iterable[Event]) -> float:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6
+
+
+def kind_column(kind: str) -> Column:
+    return Column(f"{kind}, ms", lambda own, _: own["device_ms"][kind], "{:.2f}")
+
+
+COLUMNS = (  # of a question whose turns are profiled
+    *(kind_column(kind) for kind in (*sorted({kind for kind, _ in KINDS}), OTHER, IDLE)),
+    Column("launches", "launches", "{:,.0f}"),
+    Column("host, ms", "host_ms", "{:.2f}"),
+    Column("reads", "reads", "{:g}"),
+)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.harness import Column, Contender, Figures, Question, memory_gb
 from benchmarks.processes import ROOT, Agents, cpu_seconds
-from megatron.libraries import Library
+from megatron.libraries import Library, failure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-figures = Library("matplotlib.figure", "a run without --page")
+figures = Library("matplotlib.figure")
 
 Record = dict[str, Any]
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
@@ -93,7 +93,7 @@ def processor() -> str:
 def commit() -> str:
     from megatron.train.state import commit as of_tree
 
-    whole = of_tree(ROOT) or "unknown"
+    whole = of_tree(ROOT) or "none"
     return whole[:9] + ("-dirty" if whole.endswith("-dirty") else "")
 
 
@@ -249,7 +249,9 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
     notes = file.read_text().partition(NOTES)[2] if file.exists() else ""
     parts = [f"# {title}", question.result(results), f"    {results.record['command']}"]
     parts += [about(results.record), *results.notes()]
-    if question.picture:
+    if question.picture and (why := failure("matplotlib")):
+        parts.append(f"No picture: {why}.")
+    elif question.picture:
         draw(file.with_suffix(".png"), results)
         parts.append(f"![{title}]({file.stem}.png)")
     parts += [results.table(), method]
@@ -322,3 +324,38 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
         axes.set_yscale("log")
     axes.set(title=group, ylabel=column.title)
     axes.legend(fontsize=7, frameon=False)
+
+
+def rows(record: Record) -> list[Record]:
+    """A flat row of each contender, medians over rounds, to compare runs with. mfu and hfu are
+    percent; figures of a profile are those of the last round."""
+    found = []
+    for each in record["contenders"]:
+        row: Record = {"model": each["group"], "contender": each["name"]}
+        if each["reason"]:
+            found.append(row | {"reason": each["reason"]})
+            continue
+        rounds = [with_medians(figures) for figures in each["rounds"]]
+        wall = median(figures["wall"] for figures in rounds)
+        row |= {"seconds": wall, "peak_gib": median(x["peak_bytes"] for x in rounds) / 2**30}
+        if "tokens" in rounds[0]:
+            row["tokens_per_s"] = median(x["tokens"] / x["wall"] for x in rounds)
+        row |= {key: each["facts"][key] / wall for key in ("mfu", "hfu") if key in each["facts"]}
+        last = rounds[-1]
+        row |= {
+            key: last[key] for key in ("launches", "host_ms", "reads", "device_ms") if key in last
+        }
+        found.append(row)
+    return found
+
+
+def gather(folder: Path, names: Sequence[str]) -> None:
+    """Write gpu.json: the machine, and the rows of the newest record of each NAME.json."""
+    files = [folder / f"{name}.json" for name in names]
+    records = {file.stem: json.loads(file.read_text())[0] for file in files if file.is_file()}
+    known = next(iter(records.values()), {})
+    facts = ("date", "commit", "gpu", "processor", "cores", "memory_gb", "python", *PACKAGES)
+    whole: Record = {key: known[key] for key in facts if key in known}
+    whole["without_figures"] = [name for name in names if name not in records]
+    whole["rows"] = [{"run": name} | row for name, each in records.items() for row in rows(each)]
+    (folder / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")

@@ -7,6 +7,7 @@ tokens, a function of their number, so that peers read the same.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch._dynamo  # which recomputation imports: modules do not count as its memory
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.harness import Rank
 from megatron.config.parse import parse
@@ -22,6 +24,7 @@ from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.sharding import ShardingSpec
 from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
@@ -70,8 +73,8 @@ def build(
     fast: bool = False,
     pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
-    """A run at step 0. fast: initial weights of the device's generator, which no peer has, so that
-    no rank draws a large model whole."""
+    """A run at step 0. fast: initial weights of the device's generator, see draw, so that no rank
+    draws a large model whole on the host."""
     state = build_state(
         config.model,
         mesh,
@@ -91,16 +94,21 @@ def build(
 
 @torch.no_grad()
 def draw_weights(state: TrainState) -> None:
-    torch.manual_seed(SEED)
     for each in state.optimizer.masters():
-        spec = each.spec
         each.local.zero_()  # padding
-        for own, _ in spec.boxes(each.local):
-            if spec.std is None:
-                own.fill_(spec.fill)
-            else:
-                own.normal_(0.0, spec.std)
+        for own, _ in each.spec.boxes(each.local):
+            draw(each.key, each.spec, own)
     state.optimizer.publish()
+
+
+def draw(name: str, spec: ShardingSpec, values: Tensor) -> None:
+    """Fill a parameter, or a rank's slice, by the device's generator: the same for one rank and a
+    peer, not for every layout."""
+    if spec.std is None:
+        values.fill_(spec.fill)
+    else:
+        torch.manual_seed(SEED + zlib.crc32(name.encode()))
+        values.normal_(0.0, spec.std)
 
 
 def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:

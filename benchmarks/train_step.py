@@ -26,14 +26,16 @@ from typing import Any, Literal
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import peers, steps
+from benchmarks import peers, profiles, steps
 from benchmarks.harness import Column, Contender, Flags, Question
 from benchmarks.report import Results
+from megatron.config.pretrain import PretrainGPT2Config, PretrainLlamaConfig, PretrainTextConfig
 from tools.planning.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
 DROPPED = "--attention-dropout 0.1 --hidden-dropout 0.1"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 VARIANTS = {  # and their flags
     OURS: "",
     "this project, sequence parallel": "--sequence-parallel",
@@ -46,6 +48,7 @@ VARIANTS = {  # and their flags
 ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
 PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
     "plain torch": (peers.plain, ALONE),
+    "plain torch, compiled": (partial(peers.plain, compiled=True), ALONE),
     "transformers": (peers.transformers, ALONE),
     "transformers, compiled": (partial(peers.transformers, compiled=True), ALONE),
     "DTensor": (peers.plain, SEVERAL),
@@ -58,86 +61,121 @@ NEEDS = {
     "Megatron-Core": ("megatron.core",),
 }
 USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
-SIZES = {  # flags of a preset on a CPU
+MADE_OF = {"llama_1b": "llama_tutorial"}  # models that have no preset of their own
+SIZES = {  # flags of a preset
     "gpt2_124m": "--seq-length 512 --micro-batch-size 2 --vocab-size 50304",
     "gpt2_30m": "--vocab-size 8192",
     "quickstart": "--vocab-size 2048",
+    "llama_1b": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --vocab-size 128256 "
+    "--num-attention-heads 32 --num-query-groups 8 --rotary-base 500000 --seq-length 2048 "
+    "--train-iters 3000 --micro-batch-size 4 --no-decay-biases-and-norms",
+}
+TOLERANCES = {  # of the losses
+    PretrainGPT2Config: {"fp32": 1e-5, "bf16": 3e-3},
+    PretrainLlamaConfig: {"fp32": 1e-5, "bf16": 2e-2},
 }
 SMALL = (  # of a model that any machine trains in a moment
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
     "--max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512 "
 )
-TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
+SMALL_LLAMA = "--num-query-groups 2 --ffn-hidden-size 128 "
 RATIO = "time / the first's"
 
 
 def result(found: Results) -> str:
     """Of the models that claims are made for."""
     claims = [
-        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group.partition(', ')[2]})"
+        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
         for group, name in found.rows
-        if group.startswith("gpt2_124m") and name in PEERS and name != FLOOR
+        if name in PEERS and name != FLOOR and found.rounds[group, name][0]["is_large"]
         if (cell := found.cell(group, name, RATIO))
     ]
-    if not claims:
-        return "These models are too small for a claim."
-    return f"Time of a step of GPT-2 124M over this project's: {'; '.join(claims)}."
+    if claims:
+        return f"Time of a step over this project's: {'; '.join(claims)}."
+    if any(rounds[0]["is_large"] for rounds in found.rounds.values()):
+        return f"MFU {found.range('MFU, %', '{:.1f}')} %; no peer was measured."
+    return "These models are too small for a claim."
 
 
 def contenders(
     flags: Flags,
-    presets: tuple[str, ...] = tuple(SIZES),
+    presets: tuple[str, ...] = ("gpt2_124m", "gpt2_30m", "quickstart"),
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16"),
     tensor_parallel: tuple[int, ...] = (1, 2),
     threads: int = 2,
     program_flags: str = "",
     stub_communication: bool = False,
     small: bool = False,
+    fast_weights: bool = False,
 ) -> Iterator[Contender]:
     """Compare steps.
 
     Args:
-        presets: of pretrain_gpt2.py.
+        presets: of pretrain_gpt2.py, or of pretrain.py --model llama; or llama_1b.
         dtypes: of weights and activations; most peers compute under autocast.
         tensor_parallel: ranks that the model is cut over.
         threads: of all ranks of a contender together.
-        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
+        program_flags: of the program: --program-flags="--num-layers 2 --hidden-size 64".
         stub_communication: run one rank of each layout, whose collectives move nothing.
         small: in miniature, to try it: of presets, dtypes and sizes the first of each.
+        fast_weights: initial weights of the device's generator; else those of a training, which the
+            host draws at 10 seconds for a billion.
     """
     names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
         raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
     if small:
         presets, dtypes, tensor_parallel = presets[:1], dtypes[:1], tensor_parallel[:1]
-        program_flags = SMALL + program_flags
+        of_kind = SMALL_LLAMA if presets[0].startswith("llama") else ""
+        program_flags = SMALL + of_kind + program_flags
+    if fast_weights and max(tensor_parallel) > 1 and not stub_communication:
+        raise ValueError(
+            "--fast-weights: several ranks would differ; --tensor-parallel 1 would work"
+        )
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):
             continue
+        model = Path(preset).name.removesuffix(".toml")
+        kind: type[PretrainTextConfig] = PretrainGPT2Config
+        kind = PretrainLlamaConfig if model.startswith("llama") else kind
         words = f"{SIZES.get(preset, '')} --no-fp16 {'--bf16' if dtype == 'bf16' else '--no-bf16'} "
-        words += f"--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size {ranks} "
-        words += f"{program_flags} {VARIANTS.get(name, '')}"
-        given, facts = ["--preset", preset, *shlex.split(words)], {}
+        words += NO_DROPOUT if kind is PretrainGPT2Config else ""
+        words += f" --tensor-model-parallel-size {ranks} {program_flags} {VARIANTS.get(name, '')}"
+        given = ["--preset", MADE_OF.get(preset, preset), *shlex.split(words)]
+        own: dict[str, Any] = {"flags": given}
+        if stub_communication:
+            own |= {"of_ranks": ranks, "fast": True}
+        elif fast_weights and name not in (FLOOR, "Megatron-Core"):
+            own["fast"] = True
+        missing = ""
+        if kind is not PretrainGPT2Config:
+            own["settings"] = kind
+            if name in PEERS and not name.startswith("transformers"):
+                missing = "is of GPT-2 alone"
+        config = steps.read(given, ranks, kind)
+        is_large = config.model.hidden_size >= 768 and config.data.seq_length >= 512
+        facts: dict[str, Any] = {"is_large": is_large}
         if name != FLOOR:
-            step = Step(steps.read(given, ranks), ranks, dtype, flags.device)
+            step = Step(config, ranks, dtype, flags.device)
             executed, useful = step.executed_flops / ranks, step.flops / ranks
             if name in VARIANTS:
-                facts = {"executed": executed, "kept": step.trace.kept}
+                facts |= {"executed": executed, "kept": step.trace.kept}
             if (peak := steps.peak_of(flags.device)) and dtype == "bf16":
                 # HFU and MFU of a step of a second, in %
                 facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
-        tolerance = TOLERANCES[dtype]
+        tolerance = TOLERANCES[kind][dtype]
         if flags.device == "cpu" and "recomputation" in name and names[0] == OURS:
             tolerance = 0.0
         yield Contender(
             name,
             run,
-            {"flags": given, **({"of_ranks": ranks, "fast": True} if stub_communication else {})},
-            group=f"{Path(preset).name.removesuffix('.toml')}, {dtype}, t = {ranks}",
+            own,
+            group=f"{model}, {dtype}, t = {ranks}",
             ranks=1 if stub_communication else ranks,
             threads=max(1, threads // ranks),
             needs=NEEDS.get(name, ()),
+            missing=missing,
             same={} if name == FLOOR or DROPOUT in name else {"loss": tolerance},
             facts=facts,
         )
@@ -153,6 +191,7 @@ COLUMNS = (
     Column("FLOPs / the first's", "executed", "{:.3f}", "its / first"),
     Column("MFU, %", "mfu", "{:.1f}", per="wall"),
     Column("HFU, %", "hfu", "{:.1f}", per="wall"),
+    *profiles.COLUMNS,
 )
 QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3)
 

@@ -72,7 +72,7 @@ def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
     """(true size of the vocabulary, weights of PlainGPT2 by their names)"""
     vocab_size = open_samples(config)[1]
     weights = peers.initial_weights(config.model, vocab_size)
-    return vocab_size, peers.by_heads(weights, config.model.num_attention_heads)
+    return vocab_size, peers.in_parts(weights, 1)
 
 
 def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False) -> Turn:

@@ -31,30 +31,14 @@ all() {
     tests -m "not sweep and not gpu" "$@"
 }
 
-absent() { # PACKAGE...: those that cannot be found
-    "$python" - "$@" <<<'import importlib.util as u, sys
-for name in sys.argv[1:]:
-    if not u.find_spec(name.replace("-", "_")): print(name)'
-}
 gpu() {
     local needs=(torch numpy safetensors tokenizers transformers pytest tqdm filelock
         tyro docstring-parser typeguard typing-extensions)
-    local parts=(tests/gpu/test_*.py) number lacks code ran= status=0 pids=()
-    python=python3 folder=$(mktemp -d)
+    local parts=(tests/gpu/test_*.py) number code ran= status=0 pids=()
+    folder=$(mktemp -d)
     trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
-    test -x .venv/bin/python && python=.venv/bin/python
-    lacks=$(absent "${needs[@]}")
-    if [[ $lacks && -d wheels ]]; then
-        "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
-            --find-links wheels --target "$folder/packages" $lacks || true
-        export PYTHONPATH="$folder/packages${PYTHONPATH:+:$PYTHONPATH}"
-        lacks=$(absent "${needs[@]}")
-    fi
-    if [[ $lacks ]]; then
-        echo "error: $python cannot import" $lacks"; where packages can be fetched," \
-            "pip download --no-deps -d wheels" $lacks "fills the folder they are taken from" >&2
-        exit 2
-    fi
+    source scripts/packages.sh
+    packages "$folder/packages" "${needs[@]}"
     for number in 1 2 3 4; do
         parts+=("tests/layouts --part $number/4 -k test_a_layout")
     done

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,6 +25,13 @@ def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
         return {"number": number, "wall": number, "told": [number]}
 
     return turn
+
+
+def on_a_gpu(rank: Rank, number: float, log: str) -> Turn:
+    """steady, on a GPU that is not there."""
+    nothing = SimpleNamespace(synchronize=lambda: None, max_memory_allocated=lambda: 0)
+    sys.modules["torch"] = SimpleNamespace(cuda=nothing)  # type: ignore[assignment]
+    return steady(rank, number, log)
 
 
 def hungry(rank: Rank, megabytes: int) -> Turn:

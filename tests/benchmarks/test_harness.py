@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +17,7 @@ from benchmarks.processes import Agents, measure
 from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import start
-from tests.benchmarks.small_question import failing, hungry, steady, summing, working
+from tests.benchmarks.small_question import failing, hungry, on_a_gpu, steady, summing, working
 from tests.refusals import field_of, refusal
 
 COLUMNS = (
@@ -36,8 +38,10 @@ def question(
     return Question(small_question.contenders, columns, result, **(usual | changes))
 
 
-def measured(contenders: Sequence[Contender], **changes: Any) -> list[dict[str, Any]]:
-    *_, found = measure(question(**changes), contenders, Flags(), Agents())
+def measured(
+    contenders: Sequence[Contender], flags: Flags | None = None, **changes: Any
+) -> list[dict[str, Any]]:
+    *_, found = measure(question(**changes), contenders, flags or Flags(), Agents())
     return found
 
 
@@ -62,6 +66,21 @@ def test_rounds_start_anew_and_turns_alternate(tmp_path: Path) -> None:
     log.unlink()
     measured(both, turns=2, warm_up=0, together=False)
     assert [line.split()[1] for line in log.read_text().splitlines()] == [*"1122"]
+
+
+def test_on_a_gpu_one_contender_after_another_has_its_turns(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    both = [Contender(str(k), on_a_gpu, {"number": k, "log": str(log)}) for k in (1, 2)]
+    with patch.object(Contender, "reason", return_value=""):
+        measured(both, Flags(device="cuda"), turns=2)
+    assert [line.split()[1] for line in log.read_text().splitlines()] == [*"111222"]
+
+
+def test_what_is_not_done_in_time_is_left_out() -> None:
+    (late,) = measured([contender("late")], Flags(until=0.0))
+    assert (late["reason"].partition(":")[0], late["rounds"]) == ("left out", [])
+    (in_time,) = measured([contender("in time")], Flags(until=time.time() + 1e6))
+    assert (in_time["reason"], len(in_time["rounds"])) == ("", 1)
 
 
 def test_memory_and_time_are_those_of_the_turn() -> None:
