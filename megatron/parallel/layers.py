@@ -599,6 +599,7 @@ class AttentionCore(nn.Module):
     and name: see Dropout."""
 
     heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
+    drop: Callable[..., Tensor] = staticmethod(block_attention)  # by coordinates
 
     def __init__(
         self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
@@ -632,4 +633,4 @@ class AttentionCore(nn.Module):
             return kernels.attention(q, k, v, mask, p, is_causal)
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
         keys = head_keys(known(rows), self.key, range(first, first + q.shape[1]), len(q))
-        return block_attention(q, k, v, mask, is_causal, p, keys)
+        return self.drop(q, k, v, mask, is_causal, p, keys)
