@@ -41,7 +41,7 @@ def flex_dropout(
     size, scale, steps = q.shape[3], q.shape[3] ** -0.5, rounded(dropout)
     if size < SMALLEST:
         q, k, v = (F.pad(each, (0, SMALLEST - size)) for each in (q, k, v))
-    blocks = _blocks(mask, is_causal, q.shape[2], k.shape[2], q.device)
+    blocks = block_table(mask, is_causal, q.shape[2], k.shape[2], q.device)
 
     def dropped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         # Places are int32, but int64 on a CPU, which traces this with int32: one cast alone would
@@ -70,7 +70,7 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return j <= i
 
 
-def _blocks(
+def block_table(
     mask: Tensor | None, is_causal: bool, queries: int, keys: int, device: torch.device
 ) -> BlockMask | None:
     """Which blocks are computed, and of these, which without the mask. None: all."""
