@@ -54,14 +54,16 @@ def flex_dropout(
         q, k, v, dropped, blocks, scale=scale, enable_gqa=shared, return_aux=logarithms
     )
     few = v[..., :SMALLEST].detach()
-    _, whole = flex_attention(
+    unused, whole = flex_attention(
         q, k, few, None, blocks, scale=scale, enable_gqa=shared, return_aux=logarithms
     )
-    # Both are minus infinity where a query may look nowhere, and their difference no number.
     assert kept.lse is not None
     assert whole.lse is not None
-    looks = whole.lse > -torch.inf
-    share = torch.where(looks, kept.lse - torch.where(looks, whole.lse, 0.0), -torch.inf).exp()
+    # The compiler's backward takes no output without a gradient; this one's is 0.
+    lse = whole.lse + 0.0 * unused.sum(-1)
+    # Both are minus infinity where a query may look nowhere, and their difference no number.
+    looks = lse > -torch.inf
+    share = torch.where(looks, kept.lse - torch.where(looks, lse, 0.0), -torch.inf).exp()
     return (out[..., :size] * (share * STEPS / (STEPS - steps))[..., None]).to(q.dtype)
 
 
@@ -81,7 +83,7 @@ def block_table(
         some, every = tiles.any(5).any(3), tiles.all(5).all(3)
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return mask[b * of_batch, 0, i * of_query, j]
+            return mask[b if of_batch else 0, 0, i if of_query else 0, j]
 
         rule = visible
     elif is_causal:
