@@ -77,13 +77,15 @@ def block_table(
 ) -> BlockMask | None:
     """Which blocks are computed, and of these, which without the mask. None: all."""
     if mask is not None:
-        of_batch, of_query = mask.shape[0] > 1, mask.shape[2] > 1
         tiles = F.pad(mask.expand(-1, 1, queries, keys), (0, -keys % BLOCK, 0, -queries % BLOCK))
         tiles = tiles.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         some, every = tiles.any(5).any(3), tiles.all(5).all(3)
+        cut = (mask.shape[0] > 1, mask.shape[2] > 1, True)
+        # Looked up by tensors alone: a number among them is a constant that no kernel takes.
+        table = mask[:, 0][tuple(slice(None) if each else 0 for each in cut)]
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return mask[b if of_batch else 0, 0, i if of_query else 0, j]
+            return table[tuple(x for x, each in zip((b, i, j), cut, strict=True) if each)]
 
         rule = visible
     elif is_causal:
