@@ -43,7 +43,7 @@ def quality(rows: int, columns: int) -> dict[str, float]:
     cut = mask.view(len(samples), 256, columns)
     heads = head_keys(stream, key, range(4), len(samples)).flatten()
     scores = kept(heads, 256).view(len(samples), 4, 256, 256)
-    words = dropout.hash_pairs(fold(key, stream), torch.arange(columns // 2).int())
+    words = dropout.hash_pairs(fold(key, stream)[:, None], torch.arange(columns // 2).int())
     products = {
         "rate": (mask, torch.ones(())),
         "neighbouring channels": (mask[:, 1:], mask[:, :-1]),

@@ -44,6 +44,7 @@ VARIANTS = {  # and their flags
     "this project, not compiled": "--no-compile",
     DROPOUT: DROPPED,
     f"{DROPOUT}, attention's by coordinates": f"{DROPPED} --attention-dropout-rng coordinates",
+    f"{DROPOUT}, attention's by flex": f"{DROPPED} --attention-dropout-rng coordinates-flex",
 }
 ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
 PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes

@@ -50,10 +50,12 @@ class KindConfig:
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
     """Of recomputation, that it has."""
 
-    attention_dropout_rng: Literal["coordinates", "kernel"] | None = None
+    attention_dropout_rng: Literal["coordinates", "coordinates-flex", "kernel"] | None = None
     """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
     key, the same at every layout; kernel, what torch's kernel draws, which depends on the layout.
-    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory."""
+    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory.
+    coordinates-flex drops what coordinates does; compiled layers on GPUs compute it by two calls of
+    torch's flex_attention, which keep no probabilities."""
 
     recompute_granularity: RecomputeGranularity = field(
         default="none", metadata={"alias": "checkpoint_activations"}
@@ -106,6 +108,11 @@ class KindConfig:
         """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
         by_default = "kernel" if device == "cuda" else "coordinates"
         return self.drops_attention and (self.attention_dropout_rng or by_default) == "kernel"
+
+    def attends_by_flex(self, device: str) -> bool:
+        """Whether compiled layers drop in flex_attention; device: torch's name of its kind."""
+        is_asked = self.attention_dropout_rng == "coordinates-flex"
+        return self.drops_attention and is_asked and device == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

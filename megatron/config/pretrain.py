@@ -75,6 +75,7 @@ class PretrainConfig:
                 "left out: layers of --model huggingface, or with apex's norm, are not compiled"
             )
             raise UsageError("--compile", None, allowed, works=("--no-compile",))
+        self._check_flex()
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
         batch = self.global_batch_size(world_size)
@@ -97,6 +98,16 @@ class PretrainConfig:
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )
         require_sinks(self.logging, self.metrics_file())
+
+    def _check_flex(self) -> None:
+        is_compiled = self.training.compile is not False and self.model.can_compile
+        if (given := self.model.attention_dropout_rng) == "coordinates-flex" and not is_compiled:
+            name = "--attention-dropout-rng"
+            allowed = (
+                "coordinates where layers are not compiled: with --no-compile, --model huggingface "
+                "or apex's norm"
+            )
+            raise UsageError(name, given, allowed, works=(name, "coordinates"))
 
     def with_steps(
         self,
@@ -163,6 +174,8 @@ class PretrainConfig:
         if self.precision.fp16 and device == "cpu":
             found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         if device == "cpu":
+            if self.model.attention_dropout_rng == "coordinates-flex":
+                found.append("warning: a CPU computes coordinates-flex as coordinates")
             given = {"--optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload}
             given |= {"--cpu-offload-activations": self.model.cpu_offload_activations}
             found += [

@@ -36,6 +36,7 @@ def build_on_meta(
         seed or 0,
         norm=config.layernorm_impl,
         draws_in_kernel=config.draws_in_kernel(mesh.device.type),
+        by_flex=config.attends_by_flex(mesh.device.type),
         part=ModelPart(
             numbers=pipeline.numbers(rank),
             is_first=rank == 0,

@@ -13,7 +13,6 @@ which computes the mask again. Recomputation, other micro-batches and a resumed 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,11 +105,11 @@ class _Dropout(torch.autograd.Function):
 
 def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
     """Each tensor [r, c] after the same dropout; arguments: see `dropout`."""
-    count, scale = tensors[0].shape[1], STEPS / (STEPS - _steps(p))
-    # The mask times the scale would be one pass less, but in bf16 the scale would be rounded, and
-    # what is kept be too small by a constant.
-    if torch.compiler.is_compiling():
-        kept = is_kept(keys, first, count, p, torch.bool)
+    count, scale = tensors[0].shape[1], STEPS / (STEPS - rounded(p))
+    # Not by mask times scale, one pass less: in bf16 the scale is rounded, a constant error.
+    if torch.compiler.is_compiling():  # one kernel, which hashes each pair twice and writes nothing
+        columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
+        kept = keeps(keys[:, None], columns, rounded(p))
         return [x * kept * scale for x in tensors]
     if keys.is_meta:  # for shapes and work alone: the mask is hashed in a cache, or in registers
         return [x * scale for x in tensors]
@@ -124,29 +123,29 @@ def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[T
     return products
 
 
-def _steps(p: float) -> int:
+def rounded(p: float) -> int:
     return min(round(p * STEPS), STEPS - 1)
 
 
 def is_kept(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
     """[r, c] of 0 and 1, for the columns first to first + count."""
-    threshold = _steps(p) - STEPS // 2
-    numbers = partial(torch.arange, dtype=torch.int32, device=keys.device)
-    if torch.compiler.is_compiling():
-        # One kernel, which hashes each pair twice and writes nothing.
-        columns = numbers(first, first + count)
-        words = hash_pairs(keys, columns >> 1)
-        halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
-        return (halves >= threshold).to(dtype)
-    words = hash_pairs(keys, numbers(first // 2, (first + count + 1) // 2))
+    pairs = torch.arange(first // 2, (first + count + 1) // 2, device=keys.device).int()
+    words = hash_pairs(keys[:, None], pairs)
     halves = words.view(torch.int16)[:, first % 2 : first % 2 + count]
     kept = torch.empty(halves.shape, dtype=dtype, device=keys.device)
-    return torch.ge(halves, threshold, out=kept)
+    return torch.ge(halves, rounded(p) - STEPS // 2, out=kept)
+
+
+def keeps(keys: Tensor, columns: Tensor, steps: int) -> Tensor:
+    """Bool, with p = steps / STEPS: of int64 keys and int32 columns, which broadcast."""
+    words = hash_pairs(keys, columns >> 1)
+    halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
+    return halves >= steps - STEPS // 2
 
 
 def hash_pairs(keys: Tensor, pairs: Tensor) -> Tensor:
-    """int32 [r, number of pairs]: a hash of (key, pair)."""
-    low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
+    """int32: a hash of (key, pair), which broadcast."""
+    low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)
     # The multipliers are those of lowbias32 (Wellons, 2018). The upper half of the key comes in
     # between: with the lower one alone, two rows could share a mask that is shifted.
     x = low + pairs * PAIR

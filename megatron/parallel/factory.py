@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import layers, layers_2d, layers_3d, layers_llama, layers_whole
 from megatron.parallel.dropout import Dropout
+from megatron.parallel.flex_dropout import FlexAttentionCore
 from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parallelize import parallelize
@@ -74,6 +75,7 @@ class LayerFactory:
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
+CORES = {False: layers.AttentionCore, True: FlexAttentionCore}
 
 
 def factory_1d(
@@ -82,13 +84,15 @@ def factory_1d(
     *,
     norm: str = "torch",
     draws_in_kernel: bool = False,
+    by_flex: bool = False,
     part: ModelPart = WHOLE,
 ) -> LayerFactory:
     """The paper's: layers cut along the one tensor axis of the mesh; the rows of x, too, where the
     mesh's stream has several ranks (sequence parallelism).
 
     seed: of dropout. norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS. draws_in_kernel:
-    whether attention's kernel draws its dropout.
+    whether attention's kernel draws its dropout. by_flex: whether compiled layers drop by
+    coordinates in torch's flex_attention.
     """
     return LayerFactory(
         column=partial(layers.ColumnParallelLinear, mesh),
@@ -105,11 +109,16 @@ def factory_1d(
         rms_norm=partial(layers_llama.RMSNorm, mesh),
         inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
         dropout=partial(Dropout, seed, stream=mesh.stream),
-        attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
+        attention_core=partial(CORES[by_flex], mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
         whole=lambda: factory_1d(
-            replace(mesh, stream=ALONE), seed, norm=norm, draws_in_kernel=draws_in_kernel, part=part
+            replace(mesh, stream=ALONE),
+            seed,
+            norm=norm,
+            draws_in_kernel=draws_in_kernel,
+            by_flex=by_flex,
+            part=part,
         ),
         stream_shape=lambda n, h: (n // mesh.stream.size, h),
         exchange=lambda x: x,
@@ -125,6 +134,7 @@ def factory_2d(
     *,
     norm: str = "torch",
     draws_in_kernel: bool = False,
+    by_flex: bool = False,
     part: ModelPart = WHOLE,
 ) -> LayerFactory:
     """2D and 2.5D: tokens cut along rows, hidden columns along columns. Arguments: see factory_1d;
@@ -145,7 +155,7 @@ def factory_2d(
         rms_norm=partial(layers_llama.RMSNorm, mesh),
         inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
         dropout=partial(Dropout, seed, hidden=mesh.hidden),
-        attention_core=partial(layers.AttentionCore, mesh, seed, draws_in_kernel=draws_in_kernel),
+        attention_core=partial(CORES[by_flex], mesh, seed, draws_in_kernel=draws_in_kernel),
         head=partial(layers.VocabParallelHead, mesh),
         checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
         whole=lambda: factory,

@@ -210,8 +210,8 @@ class _Multiply(torch.autograd.Function):
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
         tokens = [None if view is None else view.token for view in its_views if handles]
-        dx = summed() if summed is not None else None  # torch 2.11 traces no `summed and`
-        return dx, None, None, None, *dws, *dbs, *tokens
+        # torch 2.11 traces no `summed and summed()`.
+        return None if summed is None else summed(), None, None, None, *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -600,6 +600,7 @@ class AttentionCore(nn.Module):
     and name: see Dropout."""
 
     heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
+    drop: Callable[..., Tensor] = staticmethod(block_attention)  # by coordinates
 
     def __init__(
         self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
@@ -633,4 +634,4 @@ class AttentionCore(nn.Module):
             return kernels.attention(q, k, v, mask, p, is_causal)
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
         keys = head_keys(known(rows), self.key, range(first, first + q.shape[1]), len(q))
-        return block_attention(q, k, v, mask, is_causal, p, keys)
+        return self.drop(q, k, v, mask, is_causal, p, keys)

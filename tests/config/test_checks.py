@@ -65,6 +65,7 @@ LAST = """
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
+--no-compile --attention-dropout-rng coordinates-flex
 --layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
 --pipeline-model-parallel-size 0 | --pipeline-schedule 1F1B | --pipeline-schedule interleaved
 --pipeline-partition even | --num-virtual-stages-per-pipeline-rank 0
@@ -300,6 +301,8 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
     ("--fp16", "cpu", 1), ("--bf16", "cpu", 0), ("--save b", "cpu", 0),
     ("--fp16", "cuda", 1), ("--attention-dropout-rng kernel", "cpu", 1),
     ("--fp16 --attention-dropout 0", "cuda", 0), ("--attention-dropout-rng coordinates", "cuda", 0),
+    ("--attention-dropout-rng coordinates-flex", "cpu", 1),
+    ("--attention-dropout-rng coordinates-flex", "cuda", 0),
 ])  # fmt: skip
 def test_warnings_of_settings(words: str, device: str, count: int) -> None:
     config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)

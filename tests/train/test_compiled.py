@@ -19,8 +19,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import flex_attention
 
 from megatron.config.checks import UsageError
+from megatron.config.model import KindConfig
 from megatron.models.build import build_on_meta
 from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.bucket import Bucket
@@ -253,6 +255,20 @@ def test_selective_recomputation_is_in_the_graph(
     assert losses[1] == pytest.approx(losses[0], rel=1e-13)
     assert (graphs["forward"] + graphs["backward"]) & Counter(again) == Counter(again)
     assert kept[1] <= kept[0] + 2 * torch.get_rng_state().nbytes
+
+
+def test_dropout_in_flex_attention_is_in_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Its sums are fp32 there, and so are those of a CPU that are differentiated."""
+    changes = {**DROPOUT, "attention_dropout_rng": "coordinates-flex"}
+    losses, gradients, _ = first_steps("gpt2", "tensor=1", None, changes)
+    monkeypatch.setattr(KindConfig, "attends_by_flex", lambda *_: True)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    graphs: dict[str, Counter[str]] = {}
+    found, own, count = first_steps("gpt2", "tensor=1", recorder(graphs), changes)
+    assert count == ONE_GRAPH
+    assert graphs["forward"]["flex_attention"] == graphs["backward"]["flex_attention_backward"] == 2
+    assert found[:-2] == pytest.approx(losses[:-2], rel=1e-13)
+    assert_gradients(own, gradients, 1e-6)
 
 
 def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:

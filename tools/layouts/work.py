@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.parallel import flex_dropout
 from megatron.parallel.kernels import meta_as
 from megatron.parallel.mesh import Axis, Mesh
 
@@ -339,17 +341,19 @@ class _Attention(torch.autograd.Function):
     """One kernel, which keeps the logarithms of sums and no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, meter: Meter
+    ) -> tuple[Tensor, Tensor]:
         sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         heads = q.new_empty(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, heads, sums)
         ctx.share, ctx.meter, ctx.bytes = share, meter, sum(x.nbytes for x in (q, k, v, heads))
         meter.attention(q, k, v, is_backward=False, share=share)
         meter.work[meter.phase].moved += ctx.bytes
-        return heads
+        return heads, sums
 
     @staticmethod
-    def backward(ctx: Any, d_heads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
         ctx.meter.attention(q, k, v, is_backward=True, share=ctx.share)
         ctx.meter.work[ctx.meter.phase].moved += 2 * ctx.bytes
@@ -358,14 +362,24 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _kernel_of_attention(meter: Meter) -> Iterator[None]:
-    """In place of torch's, of which it takes one by the device, on meta by how it was built."""
+    """In place of torch's, of which it takes one by the device, on meta by how it was built; and of
+    flex_attention, which knows no meta."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
                   dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
-        heads: Tensor = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)
+        heads: Tensor = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)[0]
         return heads
 
-    with patch.object(F, "scaled_dot_product_attention", attention):
+    def flex(q: Tensor, k: Tensor, v: Tensor, _: Any, blocks: BlockMask | None,
+             **__: Any) -> tuple[Tensor, AuxOutput]:  # fmt: skip
+        is_causal = blocks is not None and blocks.mask_mod is flex_dropout.causal
+        heads, sums = _Attention.apply(q, k, v, 0.5 if is_causal else 1.0, meter)
+        return heads, AuxOutput(lse=sums)
+
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(flex_dropout, "flex_attention", flex),
+    ):
         yield
 
 

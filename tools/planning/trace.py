@@ -388,6 +388,8 @@ class Step:
         """Of a model on one rank, which computes what those do that share a micro-batch."""
         model, parallel = self.config.model, self.config.parallel
         changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
+        if not is_executed and model.attends_by_flex("cuda"):
+            changes["attention_dropout_rng"] = "kernel"  # which calls attention once
         if (multiple := getattr(model, "make_vocab_size_divisible_by", None)) is not None:
             shards = self.tensor // parallel.tensor_parallel_depth  # of the word embedding
             padded = multiple * shards if is_executed else 1

@@ -305,6 +305,31 @@ def test_what_is_kept_is_what_autograd_saves(
     assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
 
 
+def test_dropout_by_two_calls_of_flex_attention_is_planned() -> None:
+    """It keeps what one call does, and of the second 16 columns and sums; it computes those, too,
+    which are no use."""
+    config = preset("quickstart", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    of_call, by_flex = (
+        Step(
+            replace(config, model=replace(config.model, attention_dropout_rng=rng)),
+            1,
+            "bf16",
+            "cuda",
+        )
+        for rng in ("kernel", "coordinates-flex")
+    )
+    model, length = config.model, config.data.seq_length
+    micro_batch, heads = config.training.micro_batch_size, model.num_attention_heads
+    queries = micro_batch * heads * length * model.num_layers
+    assert by_flex.trace.kept - of_call.trace.kept <= queries * (2 * 16 + 16)
+    assert by_flex.trace.kept > of_call.trace.kept + queries * 2 * 16
+    assert by_flex.flops == of_call.flops
+    size = model.hidden_size // heads
+    batches = config.global_batch_size(1) // micro_batch
+    more = 2 * queries * length * (3 * size + 3 * 16) * batches
+    assert by_flex.executed_flops - of_call.executed_flops == more
+
+
 def most_allocated(step: Callable[[], object]) -> int:
     """Bytes of all tensors that a step makes, at the time when they are most."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
