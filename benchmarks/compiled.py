@@ -23,6 +23,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import metrics
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.peers import Block
@@ -176,20 +177,20 @@ def guards_of(layer: nn.Module) -> int:
     return leaves(entry.guard_manager.root)
 
 
-def graph(rank: Rank, name: str, config: TextModelConfig, samples: int) -> Turn:
+def graph(rank: Rank, name: str, config: TextModelConfig, samples: int, backend: str) -> Turn:
     compile_by, run, layer = MAKERS[name](config, samples, torch.bfloat16)
     found = counts(graphs_of(compile_by, run)) | {"guards": guards_of(layer)}
     torch._dynamo.reset()
-    compile_by("inductor")
-    before = torch._inductor.metrics.generated_kernel_count
+    compile_by(backend)
+    metrics.reset()
     run()
-    found["kernels"] = torch._inductor.metrics.generated_kernel_count - before
+    found["kernels"] = metrics.generated_kernel_count
     return lambda: found
 
 
-def host(rank: Rank, name: str, config: TextModelConfig, steps: int) -> Turn:
+def host(rank: Rank, name: str, config: TextModelConfig, steps: int, backend: str) -> Turn:
     compile_by, run, _ = MAKERS[name](config, 1, torch.float32)
-    compile_by("inductor")
+    compile_by(backend)
 
     def turn() -> Figures:
         for _ in range(steps):
@@ -205,6 +206,7 @@ def contenders(
     tokens: int = 1024,
     samples: int = 1,
     steps: int = 10,
+    backend: str = "inductor",
     groups: Sequence[str] = ("gpt2", "llama", "host"),
 ) -> Iterator[Contender]:
     """Compare layers.
@@ -214,16 +216,18 @@ def contenders(
         tokens: of a sample.
         samples: of a batch.
         steps: of a turn, on the host's time.
+        backend: of torch.compile, where kernels are counted and time is taken.
         groups: what is compared.
     """
     for kind, peer in PEERS.items():
         config = config_of(kind, 1, hidden_size, max(4, hidden_size // 64), tokens)
         for name in (OURS, peer) if kind in groups else ():
-            own = {"name": name, "config": config, "samples": samples}
+            own = {"name": name, "config": config, "samples": samples, "backend": backend}
             needs = ["transformers"] if peer == TRANSFORMERS else []
             yield Contender(name, graph, own, group=GRAPHS + kind, threads=2, needs=needs)
     for name in (OURS, PLAIN) if "host" in groups else ():
-        own = {"name": name, "config": config_of("gpt2", 12, 64, 4, 16), "steps": steps}
+        config = config_of("gpt2", 12, 64, 4, 16)
+        own = {"name": name, "config": config, "steps": steps, "backend": backend}
         yield Contender(name, host, own, group=HOST)
 
 
