@@ -210,7 +210,7 @@ class _Multiply(torch.autograd.Function):
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
         tokens = [None if view is None else view.token for view in its_views if handles]
-        return summed and summed(), None, None, None, *dws, *dbs, *tokens
+        return (None if summed is None else summed()), None, None, None, *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
