@@ -241,7 +241,7 @@ row-bias-not-partial
 - x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 + x_columns=mesh.tensor, after=g)
 row-bias-added-by-each-rank | parallel/test_layers::test_layers_equal
-- None if is_sum else self.bias, self.division
+- None if self.after else self.bias, self.division
 + self.bias, self.division
 norm-gradient-not-summed
 - return mesh.hidden, mesh.of_stream
@@ -576,15 +576,15 @@ positions-of-another-std
 + std=0.02
 @ megatron/parallel/layers.py | matrix[tensor=2-gpt2]
 row-mean-of-the-ranks
-- y = add_bias(sum_terms(y, self.after), self.bias if is_sum else None)
-+ y = add_bias(sum_terms(y, self.after) / self.after.terms.size, self.bias if is_sum else None)
+- y = add_bias(sum_terms(y, self.after), self.bias)
++ y = add_bias(sum_terms(y, self.after) / self.after.terms.size, self.bias)
 positions-not-partial | matrix[tensor=2,sequence-gpt2]
 - self.add_parameter("weight", shape, shards, std=std, partial=mesh.of_stream)
 + self.add_parameter("weight", shape, shards, std=std)
 column-computes-all-columns-too
 # the right numbers by as much work as one process has
-- y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
-+ y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
+- y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
++ y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
 +         kernels.matmul(rows, self.weight.flatten(0, -2).repeat(self.mesh.tensor.size, 1))
 readers-of-a-returned-input-lost | matrix[tensor=4-hf-llama-padded]
 - summed = compute_dx(whole, returned)

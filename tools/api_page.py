@@ -109,7 +109,7 @@ def described(value: Any, name: str) -> Iterator[str]:
     for each in methods:
         if each.name.startswith("_") or not (text := ast.get_docstring(each)):
             continue
-        if any(ast.unparse(decorator) == "property" for decorator in each.decorator_list):
+        if any(ast.unparse(decorator).endswith("property") for decorator in each.decorator_list):
             yield f"`.{each.name}`: {text}"
         else:
             yield signature(f".{each.name}", each)

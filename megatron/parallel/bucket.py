@@ -152,6 +152,7 @@ class Bucket:
         self.gradients = None
         for view in self.views:
             view.is_filled = False
+            vars(view).pop("gradient", None)  # whose memory goes
         self.pending = partial(self._add, arrived)
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:

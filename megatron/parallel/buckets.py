@@ -185,7 +185,7 @@ class GradientBuckets:
         self.reducing = deque[Bucket]()  # from ZeRO stage 2 on
         self.sets_grad = sets_grad
         self.on_gradient: Callable[[GradientView], object] = nothing  # after one was added to
-        views = {id(view.parameter): view for view in self.views}
+        views = {id(view.parameter): view for view in self.views if view.parameter.dim() > 1}
         for module in model.modules():
             if isinstance(module, ShardedModule):
                 own = {name: views.get(id(module.shard_of(name))) for name in module.specs}

@@ -290,11 +290,9 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: see `linear`, if it is wide.
-
-    Gradients of a row are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a
-    quarter of the sum of 4096 equal ones.
-    """
+    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: see `linear`, if it is wide. Their
+    gradients are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a quarter of
+    the sum of 4096 equal ones."""
     rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
     return rows
 
@@ -319,10 +317,9 @@ def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
     """x [..., width] as [n, width], or ids [...] as [n]. Raises ValueError for another width, and
     for [b, s, ..] where the stream is cut by rows, which are then in another order."""
     dims = 1 + len(width)
-    is_cut = layer.mesh.stream.size > 1
     tail = x.shape[x.dim() - len(width) :]
-    if x.dim() < dims or tail != width or (x.dim() > dims and is_cut):
-        shapes = (["n", *width], ["b", "s", *width])[: 1 if is_cut else 2]
+    if x.dim() < dims or tail != width or (x.dim() > dims and layer.mesh.stream.size > 1):
+        shapes = (["n", *width], ["b", "s", *width])[: 1 if layer.mesh.stream.size > 1 else 2]
         wanted = " or ".join(f"[{', '.join(map(str, each))}]" for each in shapes)
         raise ValueError(f"{type(layer).__name__} takes {wanted} on this rank, not {list(x.shape)}")
     return x if x.dim() == dims else x.flatten(0, x.dim() - dims)
@@ -343,7 +340,7 @@ class Partition:
     x_columns: Axis = ALONE  # over which the columns of x are cut
     y_rows: tuple[Axis, ...] = ()  # whose ranks hold y of different tokens
     x_rows: tuple[Axis, ...] = ()  # the same of x, where the product does not sum dW over them
-    after: Cut = UNCUT  # sums y after the product: a layer computed again stops before it
+    after: Cut | None = None  # sums y after the product: a layer computed again stops before it
 
 
 def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
@@ -358,14 +355,16 @@ def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
 def column(mesh: Mesh) -> Partition:
     """Columns of A: f, then the matmul with this rank's columns."""
     require_mode(mesh, "column", "1d")
-    return Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
+    many = Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
+    return many if mesh.tensor.size > 1 else Partition()  # whose parts are shared: few guards
 
 
 def row(mesh: Mesh) -> Partition:
     """Rows of B: the matmul with this rank's rows, then g, then the bias once."""
     require_mode(mesh, "row", "1d")
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
-    return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
+    many = Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
+    return many if mesh.tensor.size > 1 else Partition()
 
 
 class ParallelLinear(ShardedModule):
@@ -402,9 +401,9 @@ class ParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, view = as_rows(self, x, self.width), self.gradient_views.get("weight")
-        is_sum = self.after.terms.size > 1
-        y = linear(rows, self.weight, None if is_sum else self.bias, self.division, view=view)
-        y = add_bias(sum_terms(y, self.after), self.bias if is_sum else None)
+        y = linear(rows, self.weight, None if self.after else self.bias, self.division, view=view)
+        if self.after:
+            y = add_bias(sum_terms(y, self.after), self.bias)
         return as_before(y, x.shape[:-1])
 
 

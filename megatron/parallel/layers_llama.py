@@ -207,11 +207,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [b, a, s, d] turned by cos and sin, see RotaryEmbedding."""
     if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
-        first, second = x.chunk(2, dim=-1)
-        parts = first * cos - second * sin, second * cos + first * sin
-        return torch.cat(parts, dim=-1).to(x.dtype)
-    turned: Tensor = _Rotate.apply(x, cos, sin)
-    return turned
+        halves = x.unflatten(-1, (2, -1)).to(cos.dtype)  # y lies as x, and is not copied after
+        turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack((-sin, sin), dim=-2)
+        return turned.flatten(-2).to(x.dtype)
+    y: Tensor = _Rotate.apply(x, cos, sin)
+    return y
 
 
 Activation = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from math import nan, prod
 from typing import Any
 
@@ -209,7 +209,7 @@ class GradientView:
     def stop(self) -> int:
         return self.start + self.parameter.numel()
 
-    @property
+    @cached_property  # to make a view takes as long as a small matmul
     def gradient(self) -> Tensor:
         """The sum so far, in the parameter's shape."""
         return self.view(self.flat())
@@ -221,7 +221,7 @@ class GradientView:
 
     def view(self, flat: Tensor) -> Tensor:
         """The same elements of any flat tensor that is laid out like the bucket."""
-        return flat[self.start : self.stop].view(self.parameter.shape)
+        return flat.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
 
     def add(self, gradient: Tensor) -> None:
         """gradient: of the parameter's shape, or with its leading dims flattened to one."""
@@ -275,7 +275,7 @@ class ShardedModule(nn.Module):
     `materialize` gives them values. Else they have initial values on the mesh's device from the
     start: each rank draws the whole tensor from torch's generator for CPUs and keeps its shard, so
     that torch.manual_seed makes one model of every layout.
-    gradient_views: where the layer adds the gradients of parameters, by name; empty where it leaves
+    gradient_views: where the layer adds the gradients of matrices, by name; empty where it leaves
         that to autograd (see GradientBuckets).
     """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -309,12 +309,28 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     Matmuls, attention and collectives run as they stand in the code; what is element by element
     between them runs in a few kernels of the compiler, dropout by coordinates included.
     """
-    options = {"fallback_random": True} if backend == "inductor" else None  # draws as uncompiled
+    own = {"fallback_random": True} if backend == "inductor" else {}  # draws as uncompiled
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
             module.is_fused = module.mesh.device.type == "cuda"  # a CPU is faster in place
         if isinstance(module, TransformerLayer):
+            options = own | {"guard_filter_fn": _keeps}
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
+
+
+def _keeps(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions each call checks before it runs a graph: those on tensors, modes, and
+    settings of layers. Left out is what no layer differs in: code, methods, and the classes of what
+    is guarded by its fields."""
+    return [
+        not guard.is_global
+        and guard.guard_type != "NOT_PRESENT_IN_GENERIC_DICT"
+        and (
+            guard.guard_type != "TYPE_MATCH"
+            or not (isinstance(guard.value, dict) or is_dataclass(guard.value))
+        )
+        for guard in guards
+    ]
 
 
 def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:

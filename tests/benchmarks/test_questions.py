@@ -76,6 +76,14 @@ def of_output_layer(record: Record, folder: Path) -> None:
     assert chunked["held"] == 16_000 * 16 * (4 + 4) + 2 * 8_000 * 16 * 4
 
 
+def of_compiled(record: Record, folder: Path) -> None:
+    h, group = 64, "a block of gpt2"
+    own, its = (figures(record, name, group) for name in (OURS, "plain torch"))
+    # Gradients of q, k and v in one memory; they are stacked first where heads have theirs beside.
+    assert (own["copied"], its["copied"]) == (16 * 3 * h * 2, 2 * 16 * 3 * h * 2)
+    assert figures(record, OURS, "12 layers, the host")["steps"] == 10
+
+
 def of_activations(record: Record, folder: Path) -> None:
     names = "selective", "selective, sequence parallel"
     whole = figures(record, names[0], "t = 1")
@@ -129,6 +137,10 @@ QUESTIONS: dict[str, tuple[Sequence[object], Sequence[str], Callable[..., None] 
     "output_layer": (
         ["--vocab-size", 16_000, "--hidden-size", 16, "--tokens", 8_000, "--tensor-parallel", 1],
         [], of_output_layer,
+    ),
+    "compiled": (
+        ["--hidden-size", 64, "--tokens", 16, "--groups", "gpt2", "host", "--backend", "aot_eager"],
+        ["this project", "plain torch"], of_compiled,
     ),
     "activations": (
         ["--tensor-parallel", 1, 4],

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import flex_attention
 
+from benchmarks import compiled
 from megatron.config.checks import UsageError
 from megatron.config.model import KindConfig
+from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_on_meta
 from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.bucket import Bucket
@@ -183,6 +185,72 @@ def test_an_evaluation_on_other_shapes_comes_between_compiled_steps() -> None:
                 losses.append(float(summed_loss(state.model, samples(size), CPU)[0]))
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-13)
+
+
+# Settings in which models with tensors of the same shapes differ.
+APART: tuple[dict[str, Any], ...] = (
+    {},
+    DROPOUT,
+    {"activation": "relu"},
+    {"activation": "gelu"},
+    {"layernorm_epsilon": 0.1},
+    {"num_attention_heads": 2},
+)
+
+
+def half(batch: GPT2Batch) -> GPT2Batch:
+    """The first half of each sample."""
+    size, names = SEQUENCE // 2, ("tokens", "labels", "loss_mask", "positions")
+    return replace(batch, **{name: getattr(batch, name)[:, :size] for name in names})
+
+
+def take_turns(
+    settings: Sequence[tuple[str, dict[str, Any]]], backend: str | None
+) -> list[list[float]]:
+    """Losses of models in one process: of a training step, and with dropout of evaluations, without
+    a graph for the backward and with one. A sequence-parallel model reads twice the tokens, so that
+    each rank's rows are as many as another's."""
+    torch._dynamo.reset()
+    losses = []
+    with torch._dynamo.config.patch(recompile_limit=100):
+        for layout, changes in settings:
+            mesh = parse_layout(layout).mesh(CPU)
+            state = tiny_state(mesh, tiny_section(num_layers=1, **changes))
+            if backend is not None:
+                compile_layers(state.model, backend)
+            batch = samples(4) if "sequence" in layout else half(samples(4))
+            losses.append([train_step(state, [batch], 1e-3).loss])
+            state.model.eval()
+            for has_graph in (False, True) if changes == DROPOUT else ():
+                with torch.set_grad_enabled(has_graph):
+                    losses[-1].append(summed_loss(state.model, batch, CPU)[0].item())
+    return losses
+
+
+def test_no_model_is_served_by_the_graph_of_another(gloo: Pool) -> None:
+    alike = [("tensor=1", changes) for changes in APART]
+    layouts = [("tensor=2", {}), ("tensor=2,sequence", {})]
+    for ranks, settings in ((1, alike), (2, layouts)):
+        plain = gloo.run(ranks, take_turns, settings, None)[0]
+        assert len({each[0] for each in plain}) == len(settings)
+        found = gloo.run(ranks, take_turns, settings, "aot_eager")[0]
+        for own, wanted in zip(found, plain, strict=True):
+            assert own == pytest.approx(wanted, rel=1e-13)
+
+
+def test_a_graph_has_no_more_than_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "use_cpu_kernels", False)
+    config, found = compiled.config_of("gpt2", 1, 64, 4, 64), []
+    for name in (compiled.OURS, compiled.PLAIN):
+        compile_by, run, layer = compiled.MAKERS[name](config, 2, torch.bfloat16)
+        figures = compiled.counts(compiled.graphs_of(compile_by, run))
+        found.append(figures | {"guards": compiled.guards_of(layer)})
+    own, its = found
+    assert (own["matmuls"], own["attention"]) == (its["matmuls"], its["attention"]) == (12, 2)
+    assert own["forward"] + own["backward"] <= its["forward"] + its["backward"]
+    assert own["copied"] <= 1.1 * its["copied"]
+    assert own["saved"] <= 1.1 * its["saved"]
+    assert own["guards"] <= 100
 
 
 def test_the_softmax_of_the_loss_is_fused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

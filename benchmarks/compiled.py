@@ -1,0 +1,267 @@
+"""What torch.compile makes of a transformer layer.
+
+The graphs of forward and backward of one block beside those of another's with the same sizes: plain
+torch's GPT-2 block, and LlamaDecoderLayer of transformers with grouped queries. bf16, on a CPU
+without this project's own kernels, whose graphs are not those of a GPU; one run counts all. Copies
+are clones, copies, concatenations and casts; saved is what the forward keeps for the backward,
+weights and input included; kernels are those that Inductor writes; guards are the conditions that
+each call of a layer checks. The host's time is forward and backward of 12 compiled GPT-2 blocks of
+hidden 64 on 16 tokens, gradients included.
+"""
+
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import metrics
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.peers import Block
+from benchmarks.report import Results
+from benchmarks.steps import SEED
+from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
+from megatron.models.build import build_model
+from megatron.models.transformer import Sequences
+from megatron.parallel import kernels
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.state import compile_layers
+
+OURS, PLAIN, TRANSFORMERS = "this project", "plain torch", "transformers"
+PEERS, GRAPHS, HOST = {"gpt2": PLAIN, "llama": TRANSFORMERS}, "a block of ", "12 layers, the host"
+MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "megatron.add_product.")
+COPIES = ("aten.clone.", "aten.copy", "aten.cat.", "aten.stack.", "aten._to_copy.", "convert_")
+COMPARED = ("forward", "backward", "matmuls", "attention", "copies", "copied", "saved", "kernels")
+RATIO, LARGEST = "this project's host time / its", "this project's largest count or size / its"
+RESULT = """A block of GPT-2 has at most {:.2f} of the operators, matmuls, copies, bytes and kernels
+that plain torch's has, one of Llama at most {:.2f} of those of transformers'. The host takes {:.2f}
+of the time of plain torch's."""
+Compile = Callable[[Any], None]  # by this backend
+Run = Callable[[], None]  # forward and backward
+
+
+def config_of(kind: str, layers: int, hidden: int, heads: int, tokens: int) -> TextModelConfig:
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden}
+    sizes |= {"num_attention_heads": heads, "max_position_embeddings": tokens}
+    if kind == "gpt2":
+        return GPT2Config(
+            **sizes, activation="gelu_tanh", hidden_dropout=0.0, attention_dropout=0.0
+        )
+    return LlamaConfig(**sizes, num_query_groups=heads // 4, ffn_hidden_size=4 * hidden)
+
+
+def ours(config: TextModelConfig, samples: int, dtype: torch.dtype) -> tuple[Compile, Run, Any]:
+    """(compile, run, the layer) of this project's layers, with gradients in their buckets."""
+    kernels.use_cpu_kernels = False
+    model = build_model(config, serial_mesh(), 128, seed=SEED, dtype=dtype)
+    buckets, s = GradientBuckets(model, sets_grad=False), config.max_position_embeddings
+    layers = [*model.transformer.layers.values()]
+    turns = None
+    if isinstance(config, LlamaConfig):
+        turns = model.rotary(torch.arange(s).expand(samples, s), dtype)
+    at = Sequences(count=samples, mask=None, is_causal=True, turns=turns)
+
+    def run() -> None:
+        x = torch.ones(samples * s, config.hidden_size, dtype=dtype, requires_grad=True)
+        buckets.start()
+        with buckets.backward(is_last=False):
+            y: Tensor = x
+            for layer in layers:
+                y = layer(y, at)
+            y.sum().backward()
+
+    return lambda backend: compile_layers(model, backend), run, layers[0]
+
+
+def theirs(config: TextModelConfig, samples: int, dtype: torch.dtype) -> tuple[Compile, Run, Any]:
+    s, arguments = config.max_position_embeddings, dict[str, Any]()
+    if isinstance(config, LlamaConfig):
+        from transformers import LlamaConfig as TheirConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        settings = TheirConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_query_groups,
+            attn_implementation="sdpa",
+        )
+        blocks = [LlamaDecoderLayer(settings, n) for n in range(config.num_layers)]
+        positions = torch.arange(s)[None]
+        x = torch.ones(1, 1, 1, dtype=dtype)
+        arguments = {"position_embeddings": LlamaRotaryEmbedding(settings)(x, positions)}
+    else:
+        blocks = [Block(config) for _ in range(config.num_layers)]
+    layers = nn.ModuleList(blocks).to(dtype)
+
+    def compile_all(backend: Any) -> None:
+        for layer in layers:
+            layer.compile(fullgraph=True, dynamic=False, backend=backend)
+
+    def run() -> None:
+        layers.zero_grad(set_to_none=True)
+        y = torch.ones(samples, s, config.hidden_size, dtype=dtype, requires_grad=True)
+        for layer in layers:
+            y = layer(y, **arguments)
+        y.sum().backward()
+
+    return compile_all, run, layers[0]
+
+
+MAKERS = {OURS: ours, PLAIN: theirs, TRANSFORMERS: theirs}
+
+
+def counts(graphs: dict[str, torch.fx.GraphModule]) -> Figures:
+    """Of the operators of a forward and a backward."""
+    found: Figures = {"matmuls": 0, "attention": 0, "copies": 0, "copied": 0}
+    for name, graph in graphs.items():
+        nodes = [each for each in graph.graph.nodes if each.op == "call_function"]
+        named = [(str(each.target), each) for each in nodes if "getitem" not in str(each.target)]
+        copies = [each for target, each in named if target.startswith(COPIES)]
+        found[name] = len(named)
+        found["matmuls"] += sum(target.startswith(MATMULS) for target, _ in named)
+        found["attention"] += sum("attention" in target for target, _ in named)
+        found["copies"] += len(copies)
+        found["copied"] += sum(map(nbytes, copies))
+    outputs: Any = graphs["forward"].graph.output_node().args[0]
+    return found | {"saved": sum(map(nbytes, filter(None, outputs[1:])))}
+
+
+def nbytes(node: torch.fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def graphs_of(compile_by: Compile, run: Run) -> dict[str, torch.fx.GraphModule]:
+    """The forward and the backward that torch traces and cuts for training."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: dict[str, torch.fx.GraphModule] = {}
+
+    def keep(name: str) -> Callable[..., Any]:
+        def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            assert name not in graphs  # one graph of all layers
+            graphs[name] = graph
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    torch._dynamo.reset()
+    partition = {"partition_fn": min_cut_rematerialization_partition}
+    compile_by(aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), **partition))
+    run()
+    return graphs
+
+
+def guards_of(layer: nn.Module) -> int:
+    """Conditions that a call of a layer, compiled as others of its class, checks."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # no public function says it
+
+    def leaves(manager: Any) -> int:
+        pairs: Any = getattr(manager, "get_key_value_managers", dict)().values()
+        below = [*manager.get_child_managers(), *(each for pair in pairs for each in pair if each)]
+        return len(manager.get_leaf_guards()) + sum(map(leaves, below))
+
+    (entry,) = _debug_get_cache_entry_list(type(layer).forward.__code__)
+    return leaves(entry.guard_manager.root)
+
+
+def graph(rank: Rank, name: str, config: TextModelConfig, samples: int, backend: str) -> Turn:
+    compile_by, run, layer = MAKERS[name](config, samples, torch.bfloat16)
+    found = counts(graphs_of(compile_by, run)) | {"guards": guards_of(layer)}
+    torch._dynamo.reset()
+    compile_by(backend)
+    metrics.reset()
+    run()
+    found["kernels"] = metrics.generated_kernel_count
+    return lambda: found
+
+
+def host(rank: Rank, name: str, config: TextModelConfig, steps: int, backend: str) -> Turn:
+    compile_by, run, _ = MAKERS[name](config, 1, torch.float32)
+    compile_by(backend)
+
+    def turn() -> Figures:
+        for _ in range(steps):
+            run()
+        return {"steps": steps}
+
+    return turn
+
+
+def contenders(
+    flags: Flags,
+    hidden_size: int = 768,
+    tokens: int = 1024,
+    samples: int = 1,
+    steps: int = 10,
+    backend: str = "inductor",
+    groups: Sequence[str] = ("gpt2", "llama", "host"),
+) -> Iterator[Contender]:
+    """Compare layers.
+
+    Args:
+        hidden_size: of the blocks whose graphs are compared, by 64 a head.
+        tokens: of a sample.
+        samples: of a batch.
+        steps: of a turn, on the host's time.
+        backend: of torch.compile, where kernels are counted and time is taken.
+        groups: what is compared.
+    """
+    for kind, peer in PEERS.items():
+        config = config_of(kind, 1, hidden_size, max(4, hidden_size // 64), tokens)
+        for name in (OURS, peer) if kind in groups else ():
+            own = {"name": name, "config": config, "samples": samples, "backend": backend}
+            needs = ["transformers"] if peer == TRANSFORMERS else []
+            yield Contender(name, graph, own, group=GRAPHS + kind, threads=2, needs=needs)
+    for name in (OURS, PLAIN) if "host" in groups else ():
+        config = config_of("gpt2", 12, 64, 4, 16)
+        own = {"name": name, "config": config, "steps": steps, "backend": backend}
+        yield Contender(name, host, own, group=HOST)
+
+
+def largest(own: Figures, first: Figures) -> float:
+    """Of what the first of the group has, over its own."""
+    return max(first[key] / max(1, own[key]) for key in COMPARED)
+
+
+def answer(found: Results) -> str:
+    blocks = [found.median(GRAPHS + kind, peer, LARGEST) for kind, peer in PEERS.items()]
+    return RESULT.format(*blocks, found.median(HOST, PLAIN, RATIO))
+
+
+QUESTION = Question(
+    contenders,
+    (
+        Column("operators, forward", "forward", "{:.0f}"),
+        Column("backward", "backward", "{:.0f}"),
+        Column("matmuls", "matmuls", "{:.0f}"),
+        Column("attention", "attention", "{:.0f}"),
+        Column("copies", "copies", "{:.0f}"),
+        Column("MB copied", "copied", "{:.2f}", unit=1e6),
+        Column("MB saved", "saved", "{:.2f}", unit=1e6),
+        Column("kernels", "kernels", "{:.0f}"),
+        Column("guards", "guards", "{:.0f}"),
+        Column("host ms", "cpu", "{:.2f}", per="steps", unit=1e-3),
+        Column(RATIO, "cpu", "{:.2f}", "first / its", per="steps"),
+        Column(LARGEST, largest, "{:.2f}"),
+    ),
+    answer,
+    rounds=3,
+    turns=20,
+    picture="",
+)
+
+if __name__ == "__main__":
+    QUESTION.run()
