@@ -31,7 +31,7 @@ from torch.distributed import ReduceOp
 
 from megatron.parallel.collectives import UNCUT, Cut, all_reduce, own_columns
 from megatron.parallel.fused_softmax import few_sizes, fused_softmax
-from megatron.parallel.kernels import add_matmul_, matmul, padded_rows
+from megatron.parallel.kernels import add_matmul_, is_on_cpu, matmul, padded_rows
 from megatron.parallel.mesh import Axis
 from megatron.parallel.sharding import GradientView
 
@@ -178,7 +178,7 @@ def _parts(
     time; is_fused: the last is filled up with zeros, as functions are compiled for each length."""
     ranks = x_cut.over.size if x_cut.dim == 0 else 1
     labels, scales = (each.view(ranks, -1) for each in (labels, scales))
-    size, row = CHUNK_BYTES * (GPU_CHUNKS if x.is_cuda else 1), ranks * len(weight)
+    size, row = CHUNK_BYTES * (1 if is_on_cpu(x) else GPU_CHUNKS), ranks * len(weight)
     most, rounded = size // (row * scales.itemsize), few_sizes if is_fused else padded_rows
     for rows in chunks(len(x), most, rounded):
         own, its = x[rows], [labels[:, rows], scales[:, rows]]

@@ -29,6 +29,7 @@ from megatron.models.registry import find_kind
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel import collectives
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.kernels import meta_as
 from megatron.parallel.mesh import Axis, Mesh, build_mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.train.inputs import vocabulary_of
@@ -147,8 +148,8 @@ def batches(config: PretrainConfig, number: int = 1) -> list[Batch]:
 
 
 def count_step(config: PretrainConfig, world: int, precision: str, micro_batches: int) -> Traffic:
-    """What a step says up to its backward; on meta tensors."""
-    with fake_ranks(config, world, META) as mesh:
+    """What a step of GPUs says up to its backward; on meta tensors."""
+    with fake_ranks(config, world, META) as mesh, meta_as("cuda"):
         traffic, state = Traffic(mesh), state_on(mesh, config, precision)
         with traffic:
             counts = count(state, batches(config, micro_batches))
