@@ -24,7 +24,8 @@ def script(folder: Path, python: str, **environ: str) -> subprocess.CompletedPro
     """test.sh gpu of a copy that has no .venv, with this text as python3."""
     for name in ("scripts", "tests/gpu", "bin"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "scripts" / "test.sh", folder / "scripts")
+    for name in ("test.sh", "packages.sh"):
+        shutil.copy(ROOT / "scripts" / name, folder / "scripts")
     for name in ("test_a.py", "test_b.py"):
         (folder / "tests" / "gpu" / name).touch()
     (folder / "bin" / "python3").write_text(python)

