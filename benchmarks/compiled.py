@@ -1,4 +1,4 @@
-"""What torch.compile makes of a transformer layer.
+"""Compiled transformer layers: graphs, kernels, guards and host time beside others'.
 
 The graphs of forward and backward of one block beside those of another's with the same sizes: plain
 torch's GPT-2 block, and LlamaDecoderLayer of transformers with grouped queries. bf16, on a CPU
@@ -122,7 +122,7 @@ MAKERS = {OURS: ours, PLAIN: theirs, TRANSFORMERS: theirs}
 
 
 def counts(graphs: dict[str, torch.fx.GraphModule]) -> Figures:
-    """Of the operators of a forward and a backward."""
+    """Counts the operators of a forward and a backward."""
     found: Figures = {"matmuls": 0, "attention": 0, "copies": 0, "copied": 0}
     for name, graph in graphs.items():
         nodes = [each for each in graph.graph.nodes if each.op == "call_function"]
@@ -232,7 +232,7 @@ def contenders(
 
 
 def largest(own: Figures, first: Figures) -> float:
-    """Of what the first of the group has, over its own."""
+    """Divides what the first of the group has by its own, and takes the largest."""
     return max(first[key] / max(1, own[key]) for key in COMPARED)
 
 

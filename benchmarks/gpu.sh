@@ -14,7 +14,7 @@
 # 2.11, transformers 5.17 are enough) takes missing packages from wheels/. Tests: scripts/test.sh gpu.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${OUT:-runs/gpu} device=cuda small= groups=() names=() failed=()
+out=${OUT:-runs/gpu} device=cuda small= groups=() names=() pages=() failed=()
 while (($#)); do
     case $1 in
         --device) device=${2-} && shift ;;
@@ -28,23 +28,23 @@ while (($#)); do
 done
 [[ $device =~ ^(cpu|cuda)$ ]] || { echo "error: --device $device: cpu and cuda work" >&2 && exit 2; }
 ((${#groups[@]})) || groups=(hardware 124m profile loss dropout)
-mkdir -p "$out" || exit 2
+mkdir -p "$out" || { echo "error: $out cannot be made; OUT=/tmp/gpu works" >&2 && exit 2; }
 out=$(realpath "$out") work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR=$work/inductor TRITON_CACHE_DIR=$work/triton MPLCONFIGDIR=$work
-# What needs a C++ compiler and minutes on a CPU runs as it is written.
+# A CPU runs the code as it is written: to compile it takes minutes, and a C++ compiler.
 [[ $device = cuda ]] || export TORCHDYNAMO_DISABLE=1
 
 source scripts/packages.sh
-packages "$work/packages" torch numpy safetensors tokenizers transformers tyro docstring-parser \
-    typeguard typing-extensions
+packages "$work/packages" "${needs[@]}"
+[[ $device = cpu ]] || require_gpu
 
 run() { # NAME COMMAND...
     local page="$out/$1.md" name=$1 left=$((until - $(date +%s))) log status
     shift
     rm -f "$page"
-    names+=("$name")
+    pages+=("$page")
     log=$(if ((left < 10)); then echo "left out: there was no time left" && exit 1; fi
         timeout --kill-after 5 $left "$python" "$@" 2>&1)
     status=$?
@@ -55,6 +55,7 @@ run() { # NAME COMMAND...
 question() { # NAME QUESTION WORD...
     local name=$1 file=$2
     shift 2
+    names+=("$name")
     [[ -d $out/$name.json ]] || rm -f "$out/$name.json"
     run "$name" "benchmarks/$file.py" --device "$device" --rounds 1 --until $((until - 12)) "$@" \
         --json "$out/$name.json" --page "$out/$name.md"
@@ -74,7 +75,8 @@ steps() { # NAME MODEL SAMPLES TENSOR_PARALLEL WORD... --contenders CONTENDER...
 }
 fits() { # MIB THEN ELSE: by the memory of the GPU
     local memory
-    memory=$([[ $device = cpu ]] || nvidia-smi --query-gpu memory.total --format csv,noheader,nounits)
+    memory=$([[ $device = cpu ]] ||
+        "$python" -c 'import torch; print(torch.cuda.mem_get_info()[1] >> 20)')
     ((${memory:-0} >= $1)) && echo "$2" || echo "$3"
 }
 
@@ -114,7 +116,8 @@ loss() { # wanted: in chunks at most 1.05 of the time of all logits at once
 }
 dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kernel's own
     steps 124M_dropout gpt2_124m 16 1 \
-        --contenders "$ours, dropout 0.1" "$ours, dropout 0.1, attention's by coordinates"
+        --contenders "$ours, dropout 0.1" "$ours, dropout 0.1, attention's by coordinates" \
+        "$ours, dropout 0.1, attention's by flex"
 }
 offload() { # memory, time and copies beside kernels, with and without
     local sizes=()
@@ -139,8 +142,8 @@ for group in "${groups[@]}"; do
     until=$(($(date +%s) + limit))
     $group
 done
-cp "$work"/traces/*.txt "$out" 2>/dev/null
-cat "$out"/[!g]*.md >"$out/gpu.md"
+cp "$work"/traces/*.txt "$out" 2>/dev/null # the traces themselves are of 100 MB
+for page in "${pages[@]}"; do cat "$page"; done >"$out/gpu.md"
 "$python" - "$out" "${names[@]}" <<<'import pathlib, sys
 from benchmarks.report import gather
 gather(pathlib.Path(sys.argv[1]), sys.argv[2:])'

@@ -31,7 +31,7 @@ from tools.convert_hf import export_model, import_model
 from tools.harness.definitions import READERS, find_harness
 from tools.lm_harness import ask, find_tasks, write_local
 
-hf_models = Library("lm_eval.models.huggingface", install="lm-eval")
+hf_models = Library("lm_eval.models.huggingface")
 
 LAMBADA, WIKITEXT = TASKS = ("lambada_openai", "wikitext")
 OURS = {LAMBADA: "LAMBADA", WIKITEXT: "WIKITEXT103"}

@@ -123,8 +123,8 @@ class Processes:
         return self.answers()
 
     def answers(self) -> list[Figures]:
-        """Of all ranks, on every agent. Raises LeftOutError where any rank has run out of memory or
-        time, RuntimeError with the tracebacks of those that have failed otherwise."""
+        """Those of all ranks, on every agent. Raises LeftOutError where any rank has run out of
+        memory or time, RuntimeError with the tracebacks of those that have failed otherwise."""
         own: list[Figures] = [{}] * len(self.pipes)
         waiting, failures = list(self.pipes), list[str]()
         while waiting and not failures:
@@ -171,7 +171,11 @@ class Processes:
             name = re.sub(r"[^\w.=-]+", "_", name)
             wall = median(each["wall"] for each in self.timed)
             command = partial(profiled, folder=profile.resolve(), name=name, wall=wall)
-            self.last |= self.ask(command)[0]
+            try:
+                self.last |= self.ask(command)[0]
+            except LeftOutError as error:  # what was timed stays
+                self.last["notes"] = [*self.last["notes"], f"{name} has no profile, {error}"]
+                self.kill()
 
     def take_turn(self) -> None:
         self.timed.append(self.turn())

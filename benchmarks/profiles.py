@@ -103,7 +103,7 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
 
 
 def kind_of(name: str) -> str:
-    """Of a kernel or an operator."""
+    """Classes a kernel or an operator."""
     lower = name.lower()
     return next((kind for kind, words in KINDS if re.search(words, lower)), OTHER)
 
@@ -112,7 +112,7 @@ def by_kind(events: Iterable[Event], wall: float) -> Figures:
     """Figures of a trace that `traced` has made. wall: seconds of a turn that was not traced.
 
     device_ms: milliseconds by kind; those of several streams add up. idle is the wall time, on a
-    CPU that of the trace, in which nothing runs. Of a GPU also launches: kernels, copies and fills;
+    CPU that of the trace, in which nothing runs. A GPU has also launches: kernels, copies, fills;
     reads: copies to the host; host_ms: from the start of the turn to the last launch, without
     copies and synchronisation, in which the host waits, and with the profiler's own work.
     """

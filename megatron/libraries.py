@@ -13,10 +13,21 @@ class MissingLibrary(ImportError):  # noqa: N818, it is the library that is miss
     """A library cannot be imported; the message says why, and what works."""
 
 
-def load(module: str, works: str = "", install: str = "") -> ModuleType:
-    """The module, imported. works: what does without it, such as "--engine numpy". install: what
-    pip calls it, if not as the module's package. Raises MissingLibrary."""
-    name = install or (module if module.startswith("backports.") else module.partition(".")[0])
+PIP = {  # what it calls a module, or its package, if not by the package's name
+    "backports": "backports.zstd",
+    "dask": "'dask[distributed]'",
+    "dask_jobqueue": "dask-jobqueue",
+    "lm_eval": "lm-eval",
+    "megatron": "megatron-core",
+    "torch.utils.tensorboard": "tensorboard",
+}
+
+
+def load(module: str, works: str = "") -> ModuleType:
+    """The module, imported. works: what does without it, such as "--engine numpy". Raises
+    MissingLibrary."""
+    package = module.partition(".")[0]
+    name = PIP.get(module, PIP.get(package, package))
     pip = f"pip install {name}"
     try:
         found = import_module(module)
@@ -31,10 +42,10 @@ def load(module: str, works: str = "", install: str = "") -> ModuleType:
         raise MissingLibrary(f"{module} cannot be imported ({reason}); {cure} works") from error
 
 
-def failure(module: str, install: str = "") -> str:
+def failure(module: str) -> str:
     """Why it cannot be imported, in words, or nothing."""
     try:
-        load(module, install=install)
+        load(module)
     except MissingLibrary as error:
         return str(error)
     return ""
@@ -46,8 +57,8 @@ class Library:
     Its attributes are those of the module. Arguments and errors: see `load`.
     """
 
-    def __init__(self, module: str, works: str = "", install: str = "") -> None:
-        self._arguments = module, works, install
+    def __init__(self, module: str, works: str = "") -> None:
+        self._arguments = module, works
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy, pickle and inspect ask for these of any object

@@ -32,21 +32,29 @@ all() {
 }
 
 gpu() {
-    local needs=(torch numpy safetensors tokenizers transformers pytest tqdm filelock
-        tyro docstring-parser typeguard typing-extensions)
     local parts=(tests/gpu/test_*.py) number code ran= status=0 pids=()
+    if [[ "${1:--}" != -* ]]; then
+        echo "error: gpu $1: takes options of pytest, such as -k, and no paths" >&2
+        exit 2
+    fi
     folder=$(mktemp -d)
     trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$folder"' EXIT
     source scripts/packages.sh
-    packages "$folder/packages" "${needs[@]}"
+    packages "$folder/packages" "${needs[@]}" pytest
+    [[ "$* " = *"--device cpu "* ]] || require_gpu
     for number in 1 2 3 4; do
         parts+=("tests/layouts --part $number/4 -k test_a_layout")
     done
     export TORCHINDUCTOR_COMPILE_THREADS=1 # no pool of compilers for each process
     for number in "${!parts[@]}"; do
         # The last --device and -k hold, so that those of the caller do.
-        "$python" -m pytest -q -p no:cacheprovider --show-capture no --durations 5 --device cuda \
-            ${parts[number]} "$@" >"$folder/$number.log" 2>&1 &
+        {
+            SECONDS=0 code=0
+            timeout --kill-after 5 420 "$python" -m pytest -q -p no:cacheprovider --show-capture no \
+                --durations 5 --device cuda ${parts[number]} "$@" || code=$?
+            echo "status $code after $SECONDS s"
+            exit $code
+        } >"$folder/$number.log" 2>&1 &
         pids+=($!)
     done
     for number in "${!pids[@]}"; do
@@ -54,7 +62,7 @@ gpu() {
         wait "${pids[number]}" || code=$?
         ((code == 5)) || ran=yes # 5: the caller's -k chooses nothing in this part
         ((code == 0 || code == 5)) || status=1
-        printf '\n## %s: status %s after %s s\n\n' "${parts[number]}" $code $SECONDS
+        printf '\n## %s\n\n' "${parts[number]}"
         cat "$folder/$number.log"
     done
     [[ $ran ]] || status=5

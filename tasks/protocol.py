@@ -66,7 +66,7 @@ class FinetuneSettings:
     """Seed of the new head, the order of the examples and dropout."""
 
     deterministic: bool = False
-    """Take what gives the same bits each time; see pretrain_bert.py --help."""
+    """Give the same bits in every run; see pretrain_bert.py --help."""
 
     lr: float = 2e-5
     """Highest learning rate, from which it falls linearly to 0."""

@@ -131,7 +131,7 @@ def test_no_module_imports_a_library_but_through_the_mechanism() -> None:
     assert not found
 
 
-# What a library does when it is imported, and what its user is told to do. None: it is not there.
+# The code of a library, and what its user is told to do. None: it is not there.
 FAILURES = {
     None: "pip install",
     "": "",

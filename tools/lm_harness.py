@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 HARNESS = "lm-eval"  # pip's name of it
-harness_tasks = Library("lm_eval.tasks", install=HARNESS)
-defaults = Library("lm_eval.defaults", install=HARNESS)
-evaluator = Library("lm_eval.evaluator", install=HARNESS)
+harness_tasks = Library("lm_eval.tasks")
+defaults = Library("lm_eval.defaults")
+evaluator = Library("lm_eval.evaluator")
 
 LOCAL = {"lambada_openai": "lambada_data", "wikitext": "wikitext_data"}
 

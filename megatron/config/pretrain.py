@@ -316,7 +316,7 @@ def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
 
 
 def _origin(package: str) -> Path | None:
-    """The file by which a part of apex would be imported, which it is not, as its extensions load
-    torch; None where there is none."""
+    """The file of a part of apex, found without an import, as its extensions load torch; None where
+    there is none."""
     spec = find_spec(package)
     return Path(spec.origin) if spec is not None and spec.origin is not None else None

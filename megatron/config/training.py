@@ -272,8 +272,8 @@ class TrainingConfig:
     faster steps. If not given: on a GPU whose compiler works."""
 
     deterministic: bool = False
-    """Take operators, and ways of NCCL, cuBLAS and the compiler, that give the same bits each time;
-    slower on a GPU. On a CPU all do anyway."""
+    """Give the same bits in every run, by deterministic operators, cuBLAS, NCCL and compiler:
+    slower on a GPU. On a CPU it changes nothing."""
 
     check_replicas_interval: int = 100
     """Steps between comparisons of what the ranks hold in common; 0 does not compare."""

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """What is raised for a compressed file that is damaged; zstd's own once it is imported."""
+    """Errors of a damaged compressed file; zstd's own once it is imported."""
     module = sys.modules.get("backports.zstd")
     return DAMAGE if module is None else (*DAMAGE, module.ZstdError)
 

@@ -101,11 +101,10 @@ def in_heads(x: Tensor, count: int, size: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
 
-    of_query: Tensor | None = None  # see AttentionCore; where fewer heads have keys and values
-
     def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
         super().__init__()
         self.name = name
+        self.of_query: Tensor | None = None  # see AttentionCore; of fewer heads of keys
         h, std = config.hidden_size, config.init_method_std
         self.head_size = config.head_size
         self.qkv = self.make_qkv(config, factory)

@@ -151,8 +151,7 @@ class Bucket:
         arrived = start_sum(flat, self.shared, self.shared)
         self.gradients = None
         for view in self.views:
-            view.is_filled = False
-            vars(view).pop("gradient", None)  # whose memory goes
+            view.forget()
         self.pending = partial(self._add, arrived)
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:

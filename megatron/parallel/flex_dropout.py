@@ -34,7 +34,7 @@ def flex_dropout(
     dropout: float,
     keys: Tensor,
 ) -> Tensor:
-    """As block_attention; 0 for a query all of whose keys are dropped, or that may look nowhere.
+    """As block_attention, and 0 for a query whose keys are all dropped, or that may look nowhere.
 
     Not compiled, flex_attention holds all scores, and has no backward on a CPU.
     """
@@ -59,8 +59,8 @@ def flex_dropout(
     )
     assert kept.lse is not None
     assert whole.lse is not None
-    # The compiler's backward takes no output without a gradient; this one's is 0.
-    lse = whole.lse + 0.0 * unused.sum(-1)
+    # Inductor's backward needs a gradient of every output: this one's is 0.
+    lse = whole.lse + 0.0 * unused[..., 0]
     # Both are minus infinity where a query may look nowhere, and their difference no number.
     looks = lse > -torch.inf
     share = torch.where(looks, kept.lse - torch.where(looks, lse, 0.0), -torch.inf).exp()

@@ -355,16 +355,18 @@ def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
 def column(mesh: Mesh) -> Partition:
     """Columns of A: f, then the matmul with this rank's columns."""
     require_mode(mesh, "column", "1d")
-    many = Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
-    return many if mesh.tensor.size > 1 else Partition()  # whose parts are shared: few guards
+    if mesh.tensor.size == 1:  # parts that all layers share: a compiled one checks them once
+        return Partition()
+    return Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
 
 
 def row(mesh: Mesh) -> Partition:
     """Rows of B: the matmul with this rank's rows, then g, then the bias once."""
     require_mode(mesh, "row", "1d")
+    if mesh.tensor.size == 1:
+        return Partition()
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
-    many = Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
-    return many if mesh.tensor.size > 1 else Partition()
+    return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 
 
 class ParallelLinear(ShardedModule):
@@ -598,7 +600,6 @@ class AttentionCore(nn.Module):
     by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share. seed
     and name: see Dropout."""
 
-    heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
     drop: Callable[..., Tensor] = staticmethod(block_attention)  # by coordinates
 
     def __init__(
@@ -607,6 +608,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.mesh, self.dropout, self.name = mesh, dropout, name
         self.key, self.draws_in_kernel = layer_key(seed, name), draws_in_kernel
+        self.heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
 
     def forward(
         self,

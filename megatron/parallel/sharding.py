@@ -214,6 +214,10 @@ class GradientView:
         """The sum so far, in the parameter's shape."""
         return self.view(self.flat())
 
+    def forget(self) -> None:
+        self.is_filled = False
+        vars(self).pop("gradient", None)  # whose memory goes
+
     @property
     def is_wide(self) -> bool:
         """Whether the gradient is in fp32 or wider: a sum of many terms may be added in place."""

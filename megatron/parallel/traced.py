@@ -28,8 +28,8 @@ _library.define("add_gradient(Tensor handle, Tensor gradient) -> Tensor")
 
 
 def handle_of(view: GradientView) -> Tensor:
-    """fp64 [1] on the host, which requires a gradient. Of a scalar each call of a compiled layer
-    would check that it is no NaN, in as much time as all else that it checks."""
+    """fp64 [1] on the host, which requires a gradient. Each call of a compiled layer would check a
+    scalar for NaN, which takes as long as all its other checks."""
     number = next(_numbers)
     _views[number] = view
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)

@@ -54,8 +54,8 @@ def launch(
     there are several processes they are watched to the end of the `with`: a failure or a stall of
     one is printed once and ends all, with status 1 and without coming back here.
 
-    deterministic: this process takes operators, and ways of NCCL, cuBLAS and the compiler, that
-    give the same bits each time; CUDA must not have been used before.
+    deterministic: operators, cuBLAS, NCCL and the compiler give the same bits in every run; CUDA
+    must not have been used before.
 
     Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
     """
@@ -64,7 +64,7 @@ def launch(
         size = world_size(environ)
         parallel.check(size)
         if deterministic:
-            _use_deterministic_ways(environ)
+            _make_deterministic(environ)
         if size == 1:
             device = choose_device(0, [_own_arrival(1)], environ)
             if device.type == "cuda":
@@ -113,12 +113,12 @@ def launch(
     dist.destroy_process_group()
 
 
-# Values under which the same run has the same bits, the usual one first. NCCL's other algorithms
-# may let switches add, as data come; of several it chooses by what it measures.
-_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring", "Tree")}
+# Values under which the same run has the same bits, the usual one first. Ring is the algorithm that
+# all of NCCL's collectives have; where several are allowed NCCL chooses by its measurements.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
 
 
-def _use_deterministic_ways(environ: Mapping[str, str]) -> None:
+def _make_deterministic(environ: Mapping[str, str]) -> None:
     """Raises UsageError where the user's environment asks for others."""
     for name, values in _DETERMINISTIC.items():
         value = environ.get(name, values[0])

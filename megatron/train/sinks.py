@@ -70,7 +70,7 @@ class TensorBoardSink:
         self.destination = str(directory)
         # Of a run from scratch nothing earlier stands; step `start` of a resumed one does.
         purge = start + 1 if start else 0
-        self._writer = load("torch.utils.tensorboard", install="tensorboard").SummaryWriter(
+        self._writer = load("torch.utils.tensorboard").SummaryWriter(
             str(directory), purge_step=purge, flush_secs=30
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -38,6 +38,7 @@ from megatron.parallel.sharding import (
     sharding_specs,
 )
 from megatron.parallel.zero3 import offload_activations
+from megatron.train.guards import keeps
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
@@ -314,23 +315,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
         if isinstance(module, VocabParallelHead):
             module.is_fused = module.mesh.device.type == "cuda"  # a CPU is faster in place
         if isinstance(module, TransformerLayer):
-            options = own | {"guard_filter_fn": _keeps}
+            options = own | {"guard_filter_fn": keeps}
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
-
-
-def _keeps(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions each call checks before it runs a graph: those on tensors, modes, and
-    settings of layers. Left out is what no layer differs in: code, methods, and the classes of what
-    is guarded by its fields."""
-    return [
-        not guard.is_global
-        and guard.guard_type != "NOT_PRESENT_IN_GENERIC_DICT"
-        and (
-            guard.guard_type != "TYPE_MATCH"
-            or not (isinstance(guard.value, dict) or is_dataclass(guard.value))
-        )
-        for guard in guards
-    ]
 
 
 def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:

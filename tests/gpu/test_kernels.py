@@ -1,4 +1,4 @@
-"""What a GPU computes by kernels of its own, beside fp64 on the CPU."""
+"""Kernels that a GPU alone has, beside fp64 on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -178,7 +178,7 @@ def test_masks_of_dropout_are_those_of_a_cpu(device: torch.device) -> None:
 def test_attention_shares_heads(
     device: torch.device, dtype: torch.dtype, groups: int, is_causal: bool
 ) -> None:
-    """Of a mask where it is not causal."""
+    """By a mask where it is not causal."""
     b, s, d = 2, 48, 16
     whole = [random(b, heads, s, d, seed=heads).to(dtype) for heads in (4, groups, groups + 1)]
     whole[2] = whole[2][:, :groups]

@@ -36,7 +36,7 @@ def run(folder: Path, device: torch.device, names: list[str], words: dict[str, s
         runs = []
         for name in names:
             program, own = PROGRAMS[name]
-            precision = "" if "16" in own else "--bf16"
+            precision = "" if "fp16" in own else "--bf16"
             for save, more in words.items():
                 place = folder / name / save
                 place.mkdir(parents=True, exist_ok=True)

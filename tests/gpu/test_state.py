@@ -1,4 +1,4 @@
-"""What a run on a GPU holds: memory as planned, and checkpoints that go on on another device."""
+"""Memory of a run on a GPU as planned; checkpoints that go on on another device."""
 
 import gc
 from pathlib import Path

@@ -20,7 +20,7 @@ REFUSED = re.compile(
 
 @cache
 def names() -> dict[str, str]:
-    """Of the languages that CLD2 knows, by code."""
+    """{code: name} of the languages that CLD2 knows."""
     return {code: name for name, code in pycld2.LANGUAGES}
 
 

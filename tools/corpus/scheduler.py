@@ -191,8 +191,7 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
     if name == "local":
         yield InProcess() if workers == 1 else LocalPool(workers)
         return
-    needed = ("dask_jobqueue", "dask-jobqueue"), ("dask.distributed", "'dask[distributed]'")
-    if lack := failure(*needed[name != "slurm"]):
+    if lack := failure("dask_jobqueue" if name == "slurm" else "dask.distributed"):
         works = ("--scheduler", "local")
         raise UsageError("--scheduler", name, f"local: {lack}", works=works)
     with contextlib.ExitStack() as stack:

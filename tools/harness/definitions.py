@@ -24,7 +24,7 @@ OWN = {
 
 def find_harness() -> Path:
     """The folder of the installed lm_eval. Raises MissingLibrary."""
-    return Path(str(load("lm_eval", install="lm-eval").__file__)).parent
+    return Path(str(load("lm_eval").__file__)).parent
 
 
 def read_pages(file: Path) -> list[str]:

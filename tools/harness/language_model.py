@@ -19,8 +19,8 @@ from tasks.common import Prompts, Window, continue_prompts, score_windows
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-api = Library("lm_eval.api.model", install="lm-eval")
-models, utils = (Library(f"lm_eval.{name}utils", install="lm-eval") for name in ("models.", ""))
+api = Library("lm_eval.api.model")
+models, utils = (Library(f"lm_eval.{name}utils") for name in ("models.", ""))
 
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, continuation ids
 

@@ -148,7 +148,7 @@ def batches(config: PretrainConfig, number: int = 1) -> list[Batch]:
 
 
 def count_step(config: PretrainConfig, world: int, precision: str, micro_batches: int) -> Traffic:
-    """What a step of GPUs says up to its backward; on meta tensors."""
+    """Collectives of a step of GPUs up to its backward; on meta tensors."""
     with fake_ranks(config, world, META) as mesh, meta_as("cuda"):
         traffic, state = Traffic(mesh), state_on(mesh, config, precision)
         with traffic:
