@@ -12,6 +12,8 @@ The second call needs no output: it takes 16 columns of the values, the fewest t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,14 +51,12 @@ def flex_dropout(
         column = j.to(torch.int64).to(torch.int32)
         return torch.where(keeps(keys[b, h, i], column, steps), score, -torch.inf)
 
-    shared, logarithms = q.shape[1] > k.shape[1], AuxRequest(lse=True)
-    out, kept = flex_attention(
-        q, k, v, dropped, blocks, scale=scale, enable_gqa=shared, return_aux=logarithms
-    )
+    settings: Any = {"scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
+    # Fewer than 128 queries would take another kernel.
+    settings |= {"return_aux": AuxRequest(lse=True), "kernel_options": {"BACKEND": "TRITON"}}
+    out, kept = flex_attention(q, k, v, dropped, blocks, **settings)
     few = v[..., :SMALLEST].detach()
-    unused, whole = flex_attention(
-        q, k, few, None, blocks, scale=scale, enable_gqa=shared, return_aux=logarithms
-    )
+    unused, whole = flex_attention(q, k, few, None, blocks, **settings)
     assert kept.lse is not None
     assert whole.lse is not None
     # Inductor's backward needs a gradient of every output: this one's is 0.
