@@ -31,7 +31,7 @@ def load(module: str, works: str = "") -> ModuleType:
     pip = f"pip install {name}"
     try:
         found = import_module(module)
-        if found.__file__ is None:  # such as wandb/, which a run leaves
+        if getattr(found, "__file__", "") is None:  # such as wandb/, which a run leaves
             raise ModuleNotFoundError(f"{found.__name__} is a folder without code")
         return found
     except Exception as error:
