@@ -59,9 +59,11 @@ class Library:
 
     def __init__(self, module: str, works: str = "") -> None:
         self._arguments = module, works
+        self._module: ModuleType | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy, pickle and inspect ask for these of any object
+        if name.startswith("_"):  # copy, pickle and inspect ask for these of any object
             raise AttributeError(name)
-        value = vars(self)[name] = getattr(load(*self._arguments), name)
-        return value
+        if self._module is None:
+            self._module = load(*self._arguments)
+        return getattr(self._module, name)
