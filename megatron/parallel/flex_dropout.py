@@ -111,18 +111,10 @@ def _in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def flex_or_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    dropout: float,
-    keys: Tensor,
-) -> Tensor:
+def flex_or_blocks(q: Tensor, *others: Any) -> Tensor:
     """flex_dropout in a compiled layer, and on meta, where it is planned; else block_attention."""
     is_flex = torch.compiler.is_compiling() or q.is_meta
-    return (flex_dropout if is_flex else block_attention)(q, k, v, mask, is_causal, dropout, keys)
+    return (flex_dropout if is_flex else block_attention)(q, *others)
 
 
 class FlexAttentionCore(AttentionCore):
