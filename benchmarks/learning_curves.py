@@ -80,7 +80,7 @@ def independent(rank: Rank, flags: Sequence[str], steps: int) -> Turn:
         for _ in range(steps):
             schedule.step()  # before the update, as its first rate is 0
             rates += schedule.get_last_lr()[:1]
-            losses.append(step()["loss"])
+            losses.append(step()["loss"].item())
         return {"losses": losses, "rates": rates}
 
     return turn

@@ -37,6 +37,7 @@ from megatron.models.build import build_on_meta
 from megatron.parallel.kernels import matmul as our_matmul
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import initial_value, sharding_specs
+from megatron.train.executor import to_device
 from megatron.train.state import DTYPES
 from tools.convert.gpt2 import GPT2
 from tools.convert.llama import LLAMA
@@ -107,7 +108,7 @@ class Training:
         own, device = self.rank.rank % self.models, self.rank.device
         batch = batch_of(self.config, self.number, own, self.models)
         self.number += 1
-        tokens, labels = (torch.from_numpy(x).to(device) for x in (batch.tokens, batch.labels))
+        tokens, labels = to_device(device, batch.tokens, batch.labels)
         self.adamw.zero_grad(set_to_none=True)
         with parallel.loss_parallel():  # of no effect on plain tensors
             with torch.autocast(device.type, torch.bfloat16, enabled=self.is_cast):
@@ -117,7 +118,7 @@ class Training:
         mean = loss.detach() / self.models
         if self.models > 1:
             dist.all_reduce(mean)
-        return {"loss": mean.item(), "tokens": batch.num_tokens * self.models}
+        return {"loss": mean, "tokens": batch.num_tokens * self.models}
 
     def update(self) -> None:
         """By the gradients of the weights, which are freed."""

@@ -150,9 +150,10 @@ class Processes:
             raise RuntimeError(f"{self.contender.name} has failed:\n{words}")
         return [answer for answers, _ in gathered for answer in answers]
 
-    def turn(self) -> Figures:
-        """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's."""
-        answers = self.ask(timed)
+    def turn(self, count: int = 1) -> Figures:
+        """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's, of the
+        last of `count` turns in a row."""
+        answers = self.ask(partial(timed, count=count))
         wall, cpu = [each["wall"] for each in answers], [each["cpu"] for each in answers]
         return answers[0] | {"wall": max(wall), "cpu": sum(cpu)}
 
@@ -177,8 +178,8 @@ class Processes:
                 self.last["notes"] = [*self.last["notes"], f"{name} has no profile, {error}"]
                 self.kill()
 
-    def take_turn(self) -> None:
-        self.timed.append(self.turn())
+    def take_turns(self, count: int) -> None:
+        self.timed.append(self.turn(count))
 
     def figures(self, compared: Set[str]) -> Figures:
         """Of the round. compared: those that have served their purpose."""
@@ -273,6 +274,7 @@ def run_unit(
     """Start these, warm them up, let them take turns, and end them. number: of the round. On a GPU
     one after another does all that, so that none finds the memory of another in use."""
     unit: list[Processes] = []
+    in_a_row = question.in_a_row if flags.device == "cuda" else 1
     try:
         for each in contenders:
             unit.append(Processes(each, agents, flags, number))
@@ -285,7 +287,7 @@ def run_unit(
                 each.attempt(each.prepare, question.warm_up)
             for turn in range(flags.turns or question.turns):
                 for each in rotated(able, turn):
-                    each.attempt(each.take_turn)
+                    each.attempt(each.take_turns, in_a_row)
             for each in able:
                 each.attempt(each.finish, flags.profile)
             if flags.device == "cuda":  # a compiler's own processes would end slowly
@@ -361,13 +363,15 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
         pipe.send({"failure": traceback.format_exc()})
 
 
-def timed(running: Running) -> Figures:
-    """Figures of a turn; wall and cpu that it returns itself replace these."""
+def timed(running: Running, count: int) -> Figures:
+    """Figures of a turn; wall and cpu that it returns itself replace these, a tensor is read."""
     running.rank.wait()
     wall, cpu = time.perf_counter(), cpu_seconds()
-    figures = running.turn() or {}
+    figures = [running.turn() or {} for _ in range(count)][-1]
     running.rank.wait()
-    return {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu} | figures
+    spent = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
+    read = {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
+    return {name: x / count for name, x in spent.items()} | read
 
 
 def peak_bytes(running: Running) -> Figures:

@@ -194,7 +194,7 @@ COLUMNS = (
     Column("HFU, %", "hfu", "{:.1f}", per="wall"),
     *profiles.COLUMNS,
 )
-QUESTION = Question(contenders, COLUMNS, result, turns=3, warm_up=3)
+QUESTION = Question(contenders, COLUMNS, result, turns=3, in_a_row=4, warm_up=3)
 
 if __name__ == "__main__":
     QUESTION.run()

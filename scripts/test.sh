@@ -32,7 +32,7 @@ all() {
 }
 
 gpu() {
-    local parts=(tests/gpu/test_*.py) number code ran= status=0 pids=()
+    local parts=(tests/gpu/test_*.py) number code ran= status=0 pids=() limit=${LIMIT:-420}
     if [[ "${1:--}" != -* ]]; then
         echo "error: gpu $1: takes options of pytest, such as -k, and no paths" >&2
         exit 2
@@ -50,7 +50,9 @@ gpu() {
         # The last --device and -k hold, so that those of the caller do.
         {
             SECONDS=0 code=0
-            timeout --kill-after 5 420 "$python" -m pytest -q -p no:cacheprovider --show-capture no \
+            # Interrupted, as by Ctrl+C, pytest still says what failed; a job in the background ignores it.
+            timeout --signal INT --kill-after 15 "$limit" env --default-signal=INT \
+                "$python" -m pytest -q -p no:cacheprovider --show-capture no \
                 --durations 5 --device cuda ${parts[number]} "$@" || code=$?
             echo "status $code after $SECONDS s"
             exit $code

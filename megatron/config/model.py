@@ -204,6 +204,10 @@ class ModelConfig(KindConfig):
     def drops_attention(self) -> bool:
         return self.attention_dropout > 0
 
+    @property
+    def drops(self) -> bool:
+        return self.drops_attention or max(self.hidden_dropout, self.dropout_of_embeddings) > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextModelConfig(ModelConfig):

@@ -80,7 +80,7 @@ class BertEncoder(nn.Module):
             + self.position_embedding(positions.flatten())
             + self.token_type_embedding(token_types.flatten())
         )
-        return self.embedding_dropout(self.embedding_norm(x), text_rows(batch))
+        return self.embedding_dropout(self.embedding_norm(x), self.transformer.rows(batch))
 
     def stream(self, batch: BertBatch | ExampleBatch, number: int) -> Tensor:
         """What enters layer `number` of a batch of arrays, on meta."""
@@ -92,7 +92,7 @@ class BertEncoder(nn.Module):
         """The stream behind the last layer, or behind the last of `numbers`. No token attends to
         padding; what comes out at padding means nothing."""
         is_real = self.exchange(batch.is_real).view(-1, 1, 1, batch.is_real.shape[-1])
-        rows = text_rows(batch)
+        rows = self.transformer.rows(batch)
         at = Sequences(
             count=len(is_real),
             mask=is_real,

@@ -22,7 +22,6 @@ from megatron.models.transformer import (
     Transformer,
     TransformerLayer,
     make_norm,
-    text_rows,
 )
 from megatron.parallel.factory import LayerFactory
 
@@ -64,7 +63,7 @@ class Decoder(nn.Module):
         """The stream [n, h] that enters the first layer."""
         assert self.word_embedding is not None
         words = self.word_embedding(batch.tokens.flatten())
-        return self.embedding_dropout(words, text_rows(batch))
+        return self.embedding_dropout(words, self.transformer.rows(batch))
 
     def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor] | None:
         """The turns of rotary positions; None of a model without such."""
@@ -84,11 +83,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The stream behind the last layer, or behind the last of `numbers`.
 
-        cache: of what was read before, which the batch follows and then belongs to; evaluation
-        only.
+        cache: of what was read before, to which the batch is added; evaluation only.
         """
         starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
-        rows = text_rows(batch)
+        rows = self.transformer.rows(batch)
         mask = None if starts is None else document_mask(starts)
         if cache is not None:
             assert mask is None

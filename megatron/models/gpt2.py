@@ -7,7 +7,6 @@ from torch import Tensor
 from megatron.config.model import TextModelConfig
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.decoder import Decoder
-from megatron.models.transformer import text_rows
 from megatron.parallel.factory import LayerFactory
 
 
@@ -22,4 +21,4 @@ class GPT2(Decoder):
         assert self.word_embedding is not None
         words = self.word_embedding(batch.tokens.flatten())
         positions = self.position_embedding(batch.positions.flatten())
-        return self.embedding_dropout(words + positions, text_rows(batch))
+        return self.embedding_dropout(words + positions, self.transformer.rows(batch))

@@ -79,8 +79,7 @@ def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 def _runner(
     config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
-    """What calls function(*arguments); the backward calls it again if this is the config's
-    granularity."""
+    """Calls function(*arguments), and in the backward again if the config has this granularity."""
     if config.recompute_granularity != granularity:
         return _run
     # A compiled layer is one graph, which the checkpoint of its core is part of.
@@ -195,8 +194,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class Transformer(nn.Module):
-    """The layers of one pipeline rank, of which parameters and dropout are named by the number in
-    the model."""
+    """One pipeline rank's layers; parameters and dropout are named by the number in the model."""
 
     def __init__(
         self,
@@ -207,6 +205,7 @@ class Transformer(nn.Module):
         super().__init__()
         numbers = factory.part.layers(config.num_layers)
         self.hidden_size, self.stream_shape = config.hidden_size, factory.stream_shape
+        self.drops = config.drops
         self.layers = nn.ModuleDict(
             {str(number): make(config, factory, number) for number in numbers}
         )
@@ -216,6 +215,10 @@ class Transformer(nn.Module):
         for name in self.layers if numbers is None else map(str, numbers):
             x = self.layers[name](x, at)
         return x
+
+    def rows(self, batch: TextBatch) -> Tensor | None:
+        """`text_rows`, which dropout alone reads: 60 kernels, for which a GPU waits."""
+        return text_rows(batch) if self.training and self.drops else None
 
     def stream(self, n: int) -> Tensor:
         """What passes between layers of n tokens on this rank, on meta: [n, h] or rows of it."""

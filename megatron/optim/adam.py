@@ -247,9 +247,8 @@ class MasterWeights:
             yield from bucket.slices(bucket.masters)
 
     def weights(self) -> Iterator[TensorSlice]:
-        """What this rank has of every parameter, of those that are not trained, too: key
-        model.NAME. In ZeRO stage 3, and of masters on the host, that is its part of the masters,
-        rounded."""
+        """What this rank has of every parameter, trained or not: key model.NAME. In ZeRO stage 3,
+        and of masters on the host, that is its part of the masters, rounded."""
         is_of_masters = self.gradients.zero_stage == 3 or self.hosts
         own = {each.key: each for each in self.masters()} if is_of_masters else {}
         for name, parameter in self.gradients.model.named_parameters():

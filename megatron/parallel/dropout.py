@@ -29,8 +29,7 @@ PAIR = 0x9E3779B1 - 2**32  # of two columns; any odd number with many bits set
 
 
 def row_keys(numbers: Tensor, places: Tensor) -> Tensor:
-    """int64 [b x s]: keys of the rows of a stream, of samples int64 [b] and places in a sample,
-    int64 [s]."""
+    """Keys of the rows of a stream, int64 [b x s]: of samples [b] and places in a sample [s]."""
     return fold(fold(0, numbers)[:, None], places).flatten()
 
 

@@ -41,12 +41,12 @@ class FusedSoftmax:
 def fused_softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> FusedSoftmax:
     """Arguments: see cross_entropy.vocab_parallel_cross_entropy; logits are not overwritten."""
     start, columns = own_columns(logits, axis, vocab_size)
-    index = labels - start
-    index = index.where((index >= 0) & (index < columns), -1)
-    own, total, picked = _compiled(_statistics)(logits, index, columns)
+    own, total, picked, index = _compiled(_statistics)(logits, labels, start, columns)
+    if axis.size == 1:
+        return FusedSoftmax(logits, columns, own, total, picked, index)
     maximum = all_reduce(own.clone(), axis, ReduceOp.MAX)
     shift = (own - maximum).where(total > 0, 0)  # 0 of a rank without a finite logit
-    picked = (picked - maximum).where(index >= 0, 0)
+    picked = (picked + shift).where(index >= 0, 0)
     total, picked = all_reduce(torch.stack([total * shift.exp(), picked]), axis)
     return FusedSoftmax(logits, columns, maximum, total, picked, index)
 
@@ -62,16 +62,22 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _statistics(logits: Tensor, index: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(this rank's maximum, sum of exponentials relative to it, the logit at index) of each row."""
+def _statistics(
+    logits: Tensor, labels: Tensor, start: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row this rank's maximum, and relative to it the sum of exponentials and the label's
+    logit, 0 on other ranks; the label's column."""
     real = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
+    index = labels - start
+    index = index.where((index >= 0) & (index < columns), -1)
     if not columns:
         nothing = real.sum(dim=1)
-        return nothing - torch.inf, nothing, nothing
+        return nothing - torch.inf, nothing, nothing, index
     maximum = real.amax(dim=1)
     finite = maximum.where(maximum > -torch.inf, 0)
     total = (real - finite[:, None]).exp().sum(dim=1)
-    return maximum, total, real.gather(1, index.clamp(min=0)[:, None])[:, 0]
+    picked = real.gather(1, index.clamp(min=0)[:, None])[:, 0] - finite
+    return maximum, total, picked.where(index >= 0, 0), index
 
 
 def _gradient(

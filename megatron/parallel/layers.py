@@ -472,9 +472,12 @@ class VocabParallelEmbedding(ShardedModule):
 
     def look_up(self, ids: Tensor) -> Tensor:
         """This rank's rows at ids [n]; of others' ids zeros: [n, h]."""
+        view = self.gradient_views.get("weight")
+        if self.own_ids == slice(0, self.specs["weight"].shape[0]):
+            return look_up(ids, self.weight, view)
         is_elsewhere = (ids < self.own_ids.start) | (ids >= self.own_ids.stop)
         index = (ids - self.own_ids.start).masked_fill(is_elsewhere, 0)
-        own = look_up(index, self.weight, self.gradient_views.get("weight"))
+        own = look_up(index, self.weight, view)
         return own.masked_fill(is_elsewhere[:, None], 0)
 
 

@@ -254,8 +254,7 @@ def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Copies of the arrays on the device; the host does not wait for a GPU's, which needs pinned
-    memory."""
+    """Copies on the device; the host does not wait for a GPU's, which needs pinned memory."""
     tensors = map(torch.from_numpy, arrays)
     if device.type == "cuda":
         return [each.pin_memory().to(device, non_blocking=True) for each in tensors]

@@ -178,8 +178,7 @@ def forward_backward(
 
 
 def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
-    """Raises ValueError for a model without `logits`, and for batches without labels [b, s] or of
-    several sizes."""
+    """Raises ValueError for a model without `logits`, and without labels [b, s] of one size."""
     if not hasattr(model, "logits"):
         raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
     shapes = {getattr(each.labels, "shape", None) for each in micro_batches}

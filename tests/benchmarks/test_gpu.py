@@ -62,7 +62,7 @@ def test_contenders_of_a_gpu_train_one_model(
     )
     with torch.compiler.set_stance("force_eager"):  # a compiler takes minutes
         turns = [each.run(Rank(), **each.arguments) for each in found]
-        first, *others = ([(turn() or {})["loss"] for _ in range(3)] for turn in turns)
+        first, *others = ([float((turn() or {})["loss"]) for _ in range(3)] for turn in turns)
     assert len(others) == len(names)
     for losses in others:
         assert losses == pytest.approx(first, rel=1e-5)

@@ -256,7 +256,7 @@ def saved_bytes(x: Shape) -> int:
     embedding += keys // r
     others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
     if x.recompute == "selective":  # what else the core is called with: rows and a mask
-        others += x.stages * (8 * n + n * (1 if x.kind == "bert" else x.s * x.documents))
+        others += x.stages * (keys + n * (1 if x.kind == "bert" else x.s * x.documents))
         others += x.layers * x.is_uneven * 8 * x.a // t
     if x.is_llama and x.recompute != "full":  # cosine and sine of half a head, for all layers
         others += x.stages * n * x.h // x.a * x.wide

@@ -99,7 +99,7 @@ def of_layers(x: Shape, found: Traffic) -> None:
     to.linear(to.entering, n, h, up, times=times, again=again)
     to.linear(to.leaving, n, x.f, h, times=times, again=again)
     if x.mode == "3d":  # keys of dropout, and what else attention knows of samples
-        for width, count in ((1, x.kind == "bert"), (8, 1 + x.documents + x.is_llama)):
+        for width, count in ((1, x.kind == "bert"), (8, x.dropout + x.documents + x.is_llama)):
             to.send(Lane("input", x.t), x.t * n * width, m * x.stages * count)
     if x.has_norm:
         to.norm(n, m)
