@@ -86,6 +86,7 @@ def build(
         compiled=compiled,
         pipeline=pipeline,
         zero_stage=config.parallel.stage_of_zero,
+        cuda_graph=config.training.cuda_graph,
     )
     if fast:
         draw_weights(state)

@@ -42,6 +42,7 @@ VARIANTS = {  # and their flags
     "this project, full recomputation": "--recompute-granularity full",
     "this project, selective recomputation": "--recompute-granularity selective",
     "this project, not compiled": "--no-compile",
+    "this project, CUDA graph": "--cuda-graph",
     DROPOUT: DROPPED,
     f"{DROPOUT}, attention's by coordinates": f"{DROPPED} --attention-dropout-rng coordinates",
     f"{DROPOUT}, attention's by flex": f"{DROPPED} --attention-dropout-rng coordinates-flex",

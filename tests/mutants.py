@@ -335,6 +335,20 @@ stale-receive-buffer
 +             known.setdefault(str(x.shape), torch.empty(x.shape, dtype=x.dtype, device=device))
 +             for x in like
 +         ]
+@ megatron/train/graph.py | train/test_graph
+graph-reads-old-counts
+- held.copy_(counts)
++ pass
+graph-reads-old-batches
+- getattr(batch, name).copy_(*to_device(held.device, array))
++ pass
+graph-of-other-shapes
+- and shapes != self.shapes
++ and not shapes
+@ megatron/models/transformer.py | train/test_graph
+rows-of-an-evaluation-alone
+- if self.training and self.drops
++ if not self.training and self.drops
 @ megatron/train/step.py | train/test_step
 denominator-times-ranks | train/test_step::test_a_rank_may_have
 - return all_reduce(sums, state.mesh.loss)

@@ -271,6 +271,10 @@ class TrainingConfig:
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
     faster steps. If not given: on a GPU whose compiler works."""
 
+    cuda_graph: bool = False
+    """Record forward and backward of a step as one CUDA graph, which the GPU repeats without the
+    host: for models so small that the GPU waits for it. One process alone."""
+
     deterministic: bool = False
     """Give the same bits in every run, by deterministic operators, cuBLAS, NCCL and compiler:
     slower on a GPU. On a CPU it changes nothing."""

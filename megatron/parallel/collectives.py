@@ -100,8 +100,7 @@ def start_sum(
     x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None
 ) -> Callable[[], Tensor]:
     """The sum of `x` over `axis`, of which each rank of the stream gets its own rows: as
-    start_all_reduce. out: where they come to lie; may be those of `x`, whose others are undefined
-    then."""
+    start_all_reduce. out: where they come to lie; if in `x`, its other rows are undefined then."""
     if stream.size == 1:
         return start_all_reduce(x, axis)
     assert stream is axis

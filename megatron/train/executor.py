@@ -44,9 +44,8 @@ SENDS = 2  # messages to one rank that may be under way, and in memory, at a tim
 class Executor:
     """Runs the programs of one rank.
 
-    batches: of arrays, of each micro-batch. loss_scales: fp64 [k]. gradients: are added to; None
-    for an evaluation. before: called before each action. seen: gets what the last layer returns, by
-    micro-batch.
+    batches: of each micro-batch. loss_scales: fp64 [k]. gradients: are added to; None for an
+    evaluation. before: called before each action. seen: gets what leaves the layers, by number.
     """
 
     model: Any
@@ -245,10 +244,11 @@ def run_pipeline(
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """A copy whose fields are tensors on the device."""
+    """A copy whose fields are tensors on the device, of arrays or of such tensors."""
     moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
     for each in fields(batch):
-        if (array := getattr(batch, each.name)) is not None:
+        array = getattr(batch, each.name)
+        if array is not None and not isinstance(array, Tensor):
             object.__setattr__(moved, each.name, to_device(device, array)[0])
     return moved
 

@@ -287,6 +287,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         pipeline=pipeline,
         draws=weights is None,
         zero_stage=config.parallel.stage_of_zero,
+        cuda_graph=config.training.cuda_graph,
     )
     facts = {
         "kind": config.model.kind,

@@ -38,6 +38,7 @@ from megatron.parallel.sharding import (
     sharding_specs,
 )
 from megatron.parallel.zero3 import offload_activations
+from megatron.train.graph import StepGraph, require_graph, use_own_stream
 from megatron.train.guards import keeps
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
@@ -62,6 +63,7 @@ class TrainState:
     compiled: bool = False  # whether layers are, by torch.compile
     kernel_seed: int | None = None  # where attention's kernel draws its dropout
     pipeline: PipelinePlan = UNCUT
+    graph: StepGraph | None = None  # that repeats forward and backward
     # What is computed: a micro-batch, and the place of its stage on the way through all of them,
     # forward and back.
     micro_batch: int = 0
@@ -222,6 +224,7 @@ def build_state(
     pipeline: PipelinePlan = UNCUT,
     draws: bool = True,
     zero_stage: int = 0,
+    cuda_graph: bool = False,
 ) -> TrainState:
     """A run at step 0; dtype is that of weights and activations (by default torch's default, or
     what `precision` says), and float16 scales the loss.
@@ -230,12 +233,16 @@ def build_state(
     AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
     builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
     the model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
+    cuda_graph: see graph.py; raises UsageError where there can be none.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory(gathers=zero_stage == 3)
+    if cuda_graph:
+        require_graph(config, mesh, dtype)
+        use_own_stream(mesh.device)
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     values = getattr(model, "initial_values", None)
     is_lasting = zero_stage < 3  # whether this rank has memory for all of the model
@@ -266,6 +273,7 @@ def build_state(
         compiled=compiled,
         pipeline=pipeline,
         kernel_seed=seed if config.draws_in_kernel(mesh.device.type) else None,
+        graph=StepGraph() if cuda_graph else None,
     )
     if not is_lasting and seed is not None and draws:
         own = {name: TensorSlice(name, *shard) for name, shard in state.shards().items()}

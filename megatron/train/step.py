@@ -85,7 +85,8 @@ def train_step(
         state.model.train()  # visits each module
     counts = count(state, micro_batches)
     seen = dict[int, Tensor]() if return_outputs else None
-    totals = forward_backward(state, micro_batches, counts, seen)
+    run = forward_backward if state.graph is None else partial(state.graph, forward_backward)
+    totals = run(state, micro_batches, counts, seen)
     outputs = None if seen is None else gather_outputs(state, micro_batches, seen)
 
     # All ranks agree by two small all-reduces, of the loss and then within the model, and one copy

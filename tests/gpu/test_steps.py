@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.mesh import serial_mesh
+from megatron.train.graph import StepGraph, use_own_stream
 from megatron.train.state import TrainState, compile_layers
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.llama import llama_section
 from tests.tiny import samples, tiny_section, tiny_state, whole_gradients
+from tests.train.test_graph import again
 
 CPU = torch.device("cpu")
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_dropout_rng": "coordinates"}
@@ -100,6 +104,34 @@ def test_a_step_waits_once(device: torch.device, kind: str) -> None:
         compile_for(state)
     for _ in range(2):
         train_step(state, batch, 1e-3)
+    with waits_are_errors(device) as shapes:
+        train_step(state, batch, 1e-3)
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_repeats_a_step(
+    device: torch.device, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """In bf16, with other samples each time; and the host reads once."""
+    torch._dynamo.reset()
+    section, draw = KINDS[kind]
+    found = []
+    if device.type == "cuda":  # the state of the graph is made on a stream of its own
+        request.addfinalizer(partial(torch.cuda.set_stream, torch.cuda.current_stream()))
+    for graph in (None, StepGraph() if device.type == "cuda" else StepGraph(record=again)):
+        if graph is not None:
+            use_own_stream(device)
+        state = replace(tiny_state(serial_mesh(device), section, dtype=torch.bfloat16), graph=graph)
+        if device.type == "cuda":
+            compile_for(state)
+        found.append(losses := [])
+        for first in range(0, 40, 8):
+            losses.append(train_step(state, [draw(4, first=first + n) for n in (0, 4)], 1e-3).loss)
+    assert graph is not None
+    assert graph.replay is not None
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
+    batch = [draw(4, first=40), draw(4, first=44)]
     with waits_are_errors(device) as shapes:
         train_step(state, batch, 1e-3)
     assert len(shapes) == 1
