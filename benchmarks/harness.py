@@ -181,7 +181,7 @@ class Question:
     failure: Callable[[Any], str] = lambda results: ""
     rounds: int = 5
     turns: int = 1  # of a round, which are timed
-    in_a_row: int = 1  # of a timed turn on a GPU: a run does not wait for it between steps
+    in_a_row: int = 1  # of a timed turn on a GPU, which nothing waits for between them
     warm_up: int = 1  # turns before these
     together: bool = True
     picture: Literal["bars", "lines", "curves", ""] = "bars"

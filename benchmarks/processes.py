@@ -370,7 +370,7 @@ def timed(running: Running, count: int) -> Figures:
     figures = [running.turn() or {} for _ in range(count)][-1]
     running.rank.wait()
     spent = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
-    read = {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
+    read = {name: x.item() if getattr(x, "ndim", None) == 0 else x for name, x in figures.items()}
     return {name: x / count for name, x in spent.items()} | read
 
 

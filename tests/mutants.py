@@ -345,6 +345,9 @@ graph-reads-old-batches
 graph-of-other-shapes
 - and shapes != self.shapes
 + and not shapes
+graph-of-a-shape-that-never-ran
+- self.runs[shapes] < WARM_UP
++ self.runs.total() < WARM_UP
 @ megatron/models/transformer.py | train/test_graph
 rows-of-an-evaluation-alone
 - if self.training and self.drops

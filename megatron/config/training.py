@@ -273,7 +273,8 @@ class TrainingConfig:
 
     cuda_graph: bool = False
     """Record forward and backward of a step as one CUDA graph, which the GPU repeats without the
-    host: for models so small that the GPU waits for it. One process alone."""
+    host: for models so small that the GPU waits for it. One process alone; the graph keeps the
+    memory of a step between steps."""
 
     deterministic: bool = False
     """Give the same bits in every run, by deterministic operators, cuBLAS, NCCL and compiler:

@@ -71,8 +71,8 @@ def known(rows: Tensor | None) -> Tensor:
     """Raises ValueError for the rows of a batch without sample numbers."""
     if rows is None:
         raise ValueError(
-            "dropout is a function of sample numbers, and this batch has none: set Batch.numbers, "
-            "or call eval() on the model"
+            "dropout is a function of sample numbers, and there are none: set Batch.numbers, and a "
+            "dropout of the model's settings, or call eval() on the model"
         )
     return rows
 

@@ -65,8 +65,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _statistics(
     logits: Tensor, labels: Tensor, start: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row this rank's maximum, and relative to it the sum of exponentials and the label's
-    logit, 0 on other ranks; the label's column."""
+    """This rank's maximum of each row; relative to it the sum of exponentials, the label's logit,
+    0 on other ranks; the label's column, -1 on others."""
     real = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
     index = labels - start
     index = index.where((index >= 0) & (index < columns), -1)

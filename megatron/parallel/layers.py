@@ -472,8 +472,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     def look_up(self, ids: Tensor) -> Tensor:
         """This rank's rows at ids [n]; of others' ids zeros: [n, h]."""
-        view = self.gradient_views.get("weight")
-        if self.own_ids == slice(0, self.specs["weight"].shape[0]):
+        every, view = self.specs["weight"].shape[0], self.gradient_views.get("weight")
+        if self.own_ids == slice(0, every) and len(self.weight) == every:  # no padding
             return look_up(ids, self.weight, view)
         is_elsewhere = (ids < self.own_ids.start) | (ids >= self.own_ids.stop)
         index = (ids - self.own_ids.start).masked_fill(is_elsewhere, 0)

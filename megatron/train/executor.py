@@ -44,7 +44,7 @@ SENDS = 2  # messages to one rank that may be under way, and in memory, at a tim
 class Executor:
     """Runs the programs of one rank.
 
-    batches: of each micro-batch. loss_scales: fp64 [k]. gradients: are added to; None for an
+    batches: one a micro-batch. loss_scales: fp64 [k]. gradients: are added to; None for an
     evaluation. before: called before each action. seen: gets what leaves the layers, by number.
     """
 

@@ -56,14 +56,24 @@ def test_a_graph_reads_what_is_new(kind: str) -> None:
     plain, graphed = two_states(kind)
     sizes = [2] * STEPS
     assert steps(graphed, KINDS[kind][1], sizes) == steps(plain, KINDS[kind][1], sizes)
+    assert graphed.graph is not None
+    assert graphed.graph.replay is not None
     for own, wanted in zip(graphed.slices(), plain.slices(), strict=True):
         assert torch.equal(own.local, wanted.local), own.key
 
 
 def test_batches_of_another_shape_run_without_it() -> None:
     plain, graphed = two_states("gpt2")
-    sizes = [2] * STEPS + [4, 2]
+    sizes = [*[4] * WARM_UP, *[2] * STEPS, 4, 2]
     assert steps(graphed, samples, sizes) == steps(plain, samples, sizes)
+
+
+def test_a_shape_that_has_not_run_is_not_recorded() -> None:
+    _, graphed = two_states("gpt2")
+    assert graphed.graph is not None
+    for size in range(1, WARM_UP + 3):
+        steps(graphed, samples, [size])
+        assert graphed.graph.replay is None
 
 
 @pytest.mark.parametrize(
