@@ -1,8 +1,8 @@
-"""The public API: what examples/ import, and the only names that a program of one's own needs.
+"""The public API: the names that examples/ import, and the only ones that a user's program needs.
 
-api.pyi lists them, for type checkers and for this file, which imports a module when one of its
-names is first asked for: importing megatron.api alone loads neither torch nor transformers.
-docs/api.md is made from their docstrings by tools/api_page.py.
+api.pyi lists the names, for type checkers and for this file. A module is imported when one of its
+names is first used: importing megatron.api by itself loads neither torch nor transformers.
+tools/api_page.py makes docs/api.md from their docstrings.
 """
 
 import ast

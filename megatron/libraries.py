@@ -1,4 +1,4 @@
-"""Third-party libraries that one feature needs: imported where it runs, and named where they lack.
+"""Third-party libraries that one feature needs: imported where it runs, named if they are missing.
 
 A library that fails in any way at import counts as absent: a release that does not fit another
 library may raise an AttributeError or an OSError.
@@ -13,7 +13,7 @@ class MissingLibrary(ImportError):  # noqa: N818, it is the library that is miss
     """A library cannot be imported; the message says why, and what works."""
 
 
-PIP = {  # what it calls a module, or its package, if not by the package's name
+PIP = {  # pip's name of a module, or of its package, if not the package's name
     "backports": "backports.zstd",
     "dask": "'dask[distributed]'",
     "dask_jobqueue": "dask-jobqueue",
@@ -24,14 +24,14 @@ PIP = {  # what it calls a module, or its package, if not by the package's name
 
 
 def load(module: str, works: str = "") -> ModuleType:
-    """The module, imported. works: what does without it, such as "--engine numpy". Raises
+    """The module, imported. works: an alternative without it, such as "--engine numpy". Raises
     MissingLibrary."""
     package = module.partition(".")[0]
     name = PIP.get(module, PIP.get(package, package))
     pip = f"pip install {name}"
     try:
         found = import_module(module)
-        if getattr(found, "__file__", "") is None:  # such as wandb/, which a run leaves
+        if getattr(found, "__file__", "") is None:  # such as wandb/, which a run makes
             raise ModuleNotFoundError(f"{found.__name__} is a folder without code")
         return found
     except Exception as error:
@@ -43,7 +43,7 @@ def load(module: str, works: str = "") -> ModuleType:
 
 
 def failure(module: str) -> str:
-    """Why it cannot be imported, in words, or nothing."""
+    """Why the module cannot be imported; an empty string if it can."""
     try:
         load(module)
     except MissingLibrary as error:
@@ -52,7 +52,7 @@ def failure(module: str) -> str:
 
 
 class Library:
-    """A module that is imported when one of its attributes is first asked for.
+    """A module that is imported when one of its attributes is first used.
 
     Its attributes are those of the module. Arguments and errors: see `load`.
     """

@@ -1,17 +1,17 @@
-"""A checkpoint as files: names, manifest, slices, and whether all of it is whole. No torch.
+"""A checkpoint as files: names, manifest, slices, and checks that it is whole. No torch.
 
     SAVE/latest                                  name of the newest one
     SAVE/step_00000100/manifest.json             settings, counters, every tensor and its slices
     SAVE/step_00000100/shard_00000.safetensors   the slices that global rank 0 wrote
     SAVE/step_00000100/vocab.json, merges.txt    the tokenizer, if the run knew it
-    SAVE/step_00000200.abandoned                 whole, of a run that went back to an earlier step
+    SAVE/step_00000200.abandoned                 whole, from a run that went back to an earlier step
     SAVE/.step_00000300.partial                  being written, or its writer was killed
     SAVE/.step_00000050.removed                  being removed
 
-A folder named step_XXXXXXXX is a whole checkpoint at every moment. A manifest holds a checksum of
-itself and those of all other files. A tensor's slices are boxes that tile its true shape, without
-padding, so that a rank of any layout finds its own part. In its file a slice has the tensor's name,
-or its own, "tensor", where a rank has several.
+A folder named step_XXXXXXXX is a whole checkpoint at every moment. A manifest holds checksums of
+itself and of all other files. A tensor's slices are boxes that tile its true shape, without
+padding, so that a rank of any layout finds its own part. In its file a slice has the tensor's name
+or, if a rank has several slices of a tensor, a name of its own: "tensor" in the manifest.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from typing import Any
 from megatron.data.files import sha256
 
 FORMAT = 2
-FORMAT_OF_PARTS = 3  # some slices have names of their own, as in ZeRO, which older programs misread
+FORMAT_OF_PARTS = 3  # some slices have their own names, as in ZeRO; older programs misread them
 STEP_FOLDER = "step_[0-9]{8}"
 
 
@@ -43,7 +43,7 @@ def step_of(path: Path) -> int:
 
 
 def one_step(load: str | Path) -> Path | None:
-    """The checkpoint's folder that `load` names, or that a link of any name leads to; None where
+    """The checkpoint's folder that `load` names, or that it leads to as a link of any name; None if
     it names a directory of checkpoints."""
     paths = Path(load), Path(load).resolve()
     return next((path for path in paths if re.fullmatch(STEP_FOLDER, path.name)), None)
@@ -51,15 +51,15 @@ def one_step(load: str | Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose manifest has been read: by `verify` and `newest_whole`, which have compared
-    every byte with it, or by `newest_readable`, which has compared names and sizes."""
+    """A folder whose manifest has been read. `verify` and `newest_whole` also compare every byte
+    with it, and `newest_readable` compares names and sizes."""
 
     path: Path
     manifest: dict[str, Any]
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with a checksum of all of it, which finds a flipped bit in a counter."""
+    """The manifest with a checksum of all of it, which detects a flipped bit in a counter."""
     plain: dict[str, Any] = json.loads(json.dumps(manifest))
     rest = {key: value for key, value in plain.items() if key != "checksum"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
@@ -69,8 +69,8 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of one checkpoint folder, checked against itself and the sizes of the files.
 
-    Raises FileNotFoundError where it or a file is missing, ValueError where one is damaged. What
-    is in the files is not read: see `damage`.
+    Raises FileNotFoundError if it or a file is missing, ValueError if one is damaged. The content
+    of the files is not read: see `damage`.
     """
     file = path / "manifest.json"
     if not file.is_file():
@@ -97,7 +97,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """As `read_manifest`."""
+    """The checkpoint in a folder, checked as in `read_manifest`."""
     return Checkpoint(path, read_manifest(path))
 
 
@@ -106,10 +106,10 @@ def damage(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
-    """Hash the files of a checkpoint; one line for each that is missing or changed.
+    """Hash the files of a checkpoint; returns one line for each that is missing or changed.
 
-    share: (rank, size), to hash every size-th file only. progress: called with the bytes of each
-    file that was hashed.
+    share: (rank, size), to hash only every size-th file. progress: called with the number of bytes
+    of each hashed file.
     """
     rank, size = share
     found = []
@@ -118,7 +118,7 @@ def damage(
         try:
             if sha256(file) != facts["sha256"]:
                 found.append(f"{file} is damaged: its checksum is not that of the manifest")
-        except OSError as error:  # gone since, or on a disk that cannot read it
+        except OSError as error:  # removed since, or unreadable on its disk
             found.append(f"{file} is damaged: {error.strerror or error}")
         progress(facts["bytes"])
     return found
@@ -126,11 +126,11 @@ def damage(
 
 def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Raise ValueError unless the slices of each tensor lie in these files and cover it exactly
-    once; in time linear in their number.
+    once; takes time linear in their number.
 
-    How many boxes cover each element follows from the sum of their signed corners: a corner counts
-    -1 for each dim in which it is the box's upper end. So boxes tile the whole exactly where their
-    corners sum to those of the whole.
+    The sum of signed corners determines how many boxes cover each element: a corner's sign has a
+    factor -1 for each dim in which it is the box's upper end. So boxes tile the whole exactly if
+    their corners sum to those of the whole.
     """
     for key, tensor in tensors.items():
         slices, whole = tensor["slices"], {"offset": [0] * len(tensor["shape"]), **tensor}

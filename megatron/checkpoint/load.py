@@ -1,4 +1,4 @@
-"""Reading a checkpoint into the tensors of a run, whatever the two layouts are."""
+"""Reads a checkpoint of any layout into the tensors of a run of any layout."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megatron.parallel.zero3 import require_whole
 def model_slices(
     model: nn.Module, prefix: str = "model", specs: Mapping[str, ShardingSpec] | None = None
 ) -> list[TensorSlice]:
-    """What a checkpoint keeps of a model. prefix: another one for a second model of a checkpoint.
-    specs: see GradientBuckets. Raises ValueError for a model in ZeRO stage 3, of which
-    `MasterWeights.slices` has everything."""
+    """Slices of a model for a checkpoint. prefix: another one for a second model in a checkpoint.
+    specs: see GradientBuckets. Raises ValueError for a model in ZeRO stage 3, for which
+    `MasterWeights.slices` has all slices."""
     require_whole(model, "model_slices")
     parameters, table = dict(model.named_parameters()), sharding_specs(model, specs)
     return [
@@ -40,7 +40,7 @@ def model_slices(
     ]
 
 
-ONE = ShardingSpec(shape=(1,))  # of a number that every rank holds
+ONE = ShardingSpec(shape=(1,))  # for a number that every rank holds
 
 
 def optimizer_slices(
@@ -48,9 +48,9 @@ def optimizer_slices(
     optimizer: torch.optim.Optimizer,
     specs: Mapping[str, ShardingSpec] | None = None,
 ) -> list[TensorSlice]:
-    """What a checkpoint keeps of an optimizer of torch over the model's parameters: what it has for
-    each element, such as Adam's moments, and its number of steps; nothing before its first step,
-    and not its settings. specs: see GradientBuckets.
+    """Slices of a torch optimizer over the model's parameters for a checkpoint: its state for each
+    element, such as Adam's moments, and its number of steps; nothing before its first step, and not
+    its settings. specs: see GradientBuckets.
 
     Raises ValueError for a state that is not cut as its parameter is, and for an optimizer of
     another model.
@@ -62,7 +62,7 @@ def optimizer_slices(
             if value.shape == parameter.shape:
                 found.append(TensorSlice(f"{kind}.{name}", table[name], value))
             elif value.numel() == 1:
-                # Of a tied parameter several stages have it: it is saved once.
+                # Several pipeline stages have it for a tied parameter: it is saved once.
                 one = replace(ONE, partial=table[name].partial)
                 found.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
             else:
@@ -79,8 +79,8 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     specs: Mapping[str, ShardingSpec] | None = None,
 ) -> None:
-    """Give an optimizer of torch the state that a checkpoint has of `optimizer_slices`, saved at
-    any layout, in place of what it has."""
+    """Replace a torch optimizer's state by the one that a checkpoint has from `optimizer_slices`,
+    saved at any layout."""
     _require_shared(model, optimizer)
     table, parameters = sharding_specs(model, specs), dict(model.named_parameters())
     description = optimizer.state_dict()
@@ -115,10 +115,10 @@ def _require_shared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
-    """The newest whole checkpoint in the directory, of which every byte is read, or the one
-    checkpoint that it names; None where there is none yet (every rank calls this).
+    """The newest whole checkpoint in the directory, or the one checkpoint that it names; every byte
+    is read. None if there is no checkpoint yet. Every rank calls this.
 
-    Raises ValueError where those that are there are damaged.
+    Raises ValueError if there are checkpoints and all are damaged.
     """
     one = one_step(directory)
     folders = [one] if one is not None else step_folders(directory)
@@ -128,7 +128,7 @@ def newest_checkpoint(directory: str | Path, mesh: Mesh) -> Checkpoint | None:
 
 
 def verify(path: Path, mesh: Mesh) -> Checkpoint:
-    """The checkpoint at `path`, found whole: each of its files is read by one of the ranks.
+    """The checkpoint at `path`, verified to be whole: one of the ranks reads each of its files.
 
     Every rank calls this. Raises ValueError, the same on every rank, naming what is wrong.
     """
@@ -153,9 +153,9 @@ def verify(path: Path, mesh: Mesh) -> Checkpoint:
 def newest_whole(
     folders: Sequence[Path], mesh: Mesh, given: str = "--load", *, any_loop: bool = False
 ) -> tuple[Checkpoint, list[str]]:
-    """As `newest_readable`, but of the first whole one, of which every byte is read.
+    """As `newest_readable`, but for the first whole checkpoint: every byte is read.
 
-    Every rank calls this and gets the same; of `folders` those of the first rank hold for all.
+    Every rank calls this and gets the same result, for the `folders` of the first rank.
     """
     folders = mesh.control.gather(list(folders))[0]
     return newest_readable(folders, given, lambda path: verify(path, mesh), any_loop=any_loop)
@@ -168,11 +168,11 @@ def load_checkpoint(
     partial: bool = False,
     mesh: Mesh | None = None,
 ) -> None:
-    """Fill every slice from a checkpoint that is whole, saved at any layout; padding becomes zero.
+    """Fill every slice from a whole checkpoint, saved at any layout; padding becomes zero.
 
-    partial: whether weights of a model may be left in the checkpoint. mesh: of a model in pipeline
-    stages, each of which fills its own (every rank then calls this). Raises ValueError for a tensor
-    that is missing, of another shape, or left.
+    partial: whether weights of a model in the checkpoint may stay unread. mesh: for a model in
+    pipeline stages, each of which fills its own slices (every rank then calls this). Raises
+    ValueError for a tensor that is missing, of another shape, or left unread.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     slices = list(slices)
@@ -196,7 +196,7 @@ def load_checkpoint(
                 each.local.zero_()
             boxes = list(each.spec.boxes(each.local))
             for (local, own), one in product(boxes, saved[each.key]["slices"]):
-                source, target = [], []  # what both have in common, in the coordinates of each
+                source, target = [], []  # the intersection, in the coordinates of each
                 for offset, size, cut in zip(one["offset"], one["shape"], own, strict=True):
                     start, stop = max(offset, cut.start), min(offset + size, cut.stop)
                     source.append(slice(start - offset, stop - offset))
@@ -229,13 +229,13 @@ def load_weights(
     surplus: Collection[str] = (),
     mesh: Mesh | None = None,
 ) -> None:
-    """Fill weights, keyed by parameter name, from a checkpoint at whatever precision: from its fp32
-    masters where it has them, since the weights were rounded from those.
+    """Fill weights, keyed by parameter name, from a checkpoint of any precision: from its fp32
+    masters if it has them, since the weights were rounded from those.
 
     missing: modules (first components of names) of this model that are left as they are, and that
-    the checkpoint may not have. surplus: modules of the checkpoint that this model may not have.
-    mesh: see load_checkpoint. Raises ValueError, naming the weight, where names or shapes do not
-    match otherwise.
+    the checkpoint may lack. surplus: modules of the checkpoint that this model may lack. mesh: see
+    load_checkpoint. Raises ValueError, naming the weight, for any other mismatch of names or
+    shapes.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
     wanted = {each.key: each for each in weights if each.key.partition(".")[0] not in missing}

@@ -1,4 +1,4 @@
-"""What a run starts from, and whether it may: known before anything slow starts. No torch."""
+"""Where a run starts, and whether that is allowed: checked before anything slow. No torch."""
 
 import hashlib
 import json
@@ -28,10 +28,10 @@ from megatron.data.files import SAMPLE
 from megatron.models.registry import config_of, find_kind
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
-# A resumed run is compared with its checkpoint by the settings of these parts of its config; what
-# the others hold (where files are, how fast it runs, what it logs) changes no result.
+# Parts of the config whose settings are compared when a run resumes. The others (where files are,
+# how fast it runs, what it logs) change no result.
 COMPARED = ("model", "data", "optimizer", "training", "precision")
-# Of the model's, these may change, and it is said; any other makes another model.
+# Model settings that may differ on resume (a message lists them); any other difference is an error.
 FREE = {
     *DROPOUTS,
     "--cpu-offload-activations",
@@ -41,21 +41,21 @@ FREE = {
     "--recompute-granularity",
     "--vocab-size",  # compared as "vocabulary"
     "--hf-model",  # compared as what its config.json says
-    "--plan",  # what it changes of the tensors is compared when the model is there
+    "--plan",  # its effect on tensors is compared once the model is built
     "--random-weights",
 }
-# The fields of a data config that do not: the data set's fingerprint covers them, or they decide
-# nothing that a sample holds.
+# Data settings that may differ on resume: the data set's fingerprint covers them, or they change
+# nothing in a sample.
 WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
 WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
 WHERE |= {"--num-workers", "--too-long"}
-CONFIG_JSON = "config.json: "  # before each of its keys
-# Of these, the ones that say nothing of the model.
+CONFIG_JSON = "config.json: "  # prefix of each of its keys
+# Keys of config.json that say nothing about the model.
 NO_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 NO_MODEL |= {"_name_or_path", "_attn_implementation_autoset"}
 PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
 PRECISIONS |= {"pure-bf16": "--pure-bf16"}
-# What the directories of other programs have, and what makes a checkpoint of them.
+# Files in the directories of other programs, and the tools that make a checkpoint from them.
 FOREIGN = {
     "config.json": "convert_hf.py import",
     "latest_checkpointed_iteration.txt": "import_megatron.py",
@@ -65,19 +65,19 @@ FOREIGN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The checkpoints a run may start from, the furthest first; none for a start from scratch."""
+    """The checkpoints a run may start from, highest step first; none for a start from scratch."""
 
     folders: tuple[Path, ...] = ()
     finetune: bool = False
-    """Take the weights alone and start at step 0."""
+    """Take only the weights and start at step 0."""
 
 
 def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
-    """Where --load, --save and --finetune say to begin.
+    """The start that --load, --save and --finetune ask for.
 
-    --load and --save of the same directory is how a job is queued that restarts itself: its first
-    start finds nothing to load, and that is no error. given: the flag that --load is of, for
-    messages. Raises UsageError where --load holds no checkpoint, --save holds those of another run
+    A job that restarts itself is queued with the same directory as --load and --save: its first
+    start finds nothing to load, and that is no error. given: the flag that set `load`, for
+    messages. Raises UsageError if --load holds no checkpoint, --save holds those of another run
     than --load, or fine-tuning would save into --load.
     """
     saved = step_folders(config.save) if config.save is not None else []
@@ -125,8 +125,8 @@ def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
 
 
 def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
-    """The config of the model of the newest checkpoint that a run may start from; None where it
-    starts from none. Raises UsageError: see find_start."""
+    """Model config of the newest checkpoint that a run may start from; None if it starts from none.
+    Raises UsageError: see find_start."""
     folders = find_start(config).folders
     if not folders:
         return None
@@ -135,7 +135,7 @@ def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
-    """Raise UsageError where the checkpoint at `path` is of another kind of model."""
+    """Raise UsageError if the checkpoint at `path` holds another kind of model."""
     if manifest["kind"] != kind:
         allowed = f"a model of the kind {kind}, not {manifest['kind']}"
         raise UsageError("--load", path, allowed)
@@ -146,7 +146,7 @@ def _nothing_to_load(load: str, given: str) -> UsageError:
     for file, program in FOREIGN.items():
         if Path(load, file).is_file():
             allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
-            if file == "config.json":  # of any architecture
+            if file == "config.json":  # for any architecture
                 allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
     if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
         return UsageError(given, load, "one of its folders", works=(given, f"{load}/{seeds[0]}"))
@@ -167,12 +167,12 @@ def newest_readable(
     *,
     any_loop: bool = False,
 ) -> tuple[Checkpoint, list[str]]:
-    """(the first that `read` finds nothing wrong with, why each one before it was passed over);
-    by default one whose files are all there at their sizes.
+    """(the first checkpoint that `read` accepts, why each previous one was passed over). By default
+    it accepts one whose files are all there at their sizes.
 
-    given: the flag of these folders, for messages. any_loop: take one, too, that a training loop of
-    one's own saved, from which no program can build a model. Raises UsageError for such a one, and
-    with every reason where there is none.
+    given: the flag of these folders, for messages. any_loop: also take a checkpoint of a user's own
+    training loop, from which no program can build a model. Raises UsageError for such a checkpoint
+    otherwise, and, with every reason, if none is accepted.
     """
     reasons: list[str] = []
     for folder in folders:
@@ -193,16 +193,16 @@ def newest_readable(
 
 
 def _lacks_model(manifest: Mapping[str, Any]) -> bool:
-    """Whether facts are missing that the programs save, and need to build the model again."""
+    """Whether facts are missing that the programs save and need to rebuild the model."""
     config = manifest.get("config")
     parts = config if isinstance(config, dict) else {}
     return not isinstance(parts.get("model"), dict) or "vocab_size" not in manifest
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:
-    """Of the run that the checkpoint continues, else a new one: `run` in every manifest.
+    """Id of the run that the checkpoint continues, else a new one: `run` in every manifest.
 
-    A new one is random, so that ranks draw different ones; that of the first rank is saved.
+    A new id is random, and ranks draw different ones; the first rank's is saved.
     """
     return (manifest or {}).get("run") or secrets.token_hex(8)
 
@@ -215,11 +215,11 @@ def check_start(
     identity: Mapping[str, Any],
     finetune: bool = False,
 ) -> None:
-    """Raise UsageError naming both values where the checkpoint's run differs in what may not
-    change: the model, and without --override-data what decides which sample comes when.
+    """Raise UsageError naming both values if the checkpoint's run differs where it must not: in the
+    model or, without --override-data, in settings that decide which sample comes when.
 
-    identity: that of the data sets: "vocab_size", "tokenizer" and "data", one text for each.
-    finetune: the run takes the weights alone; then it may have other data, but not another
+    identity: of the data sets: "vocab_size", "tokenizer" and "data", one text for each data set.
+    finetune: the run takes only the weights; then it may have other data, but not another
     tokenizer.
     """
     require_kind(path, manifest, config.model.kind)
@@ -281,8 +281,8 @@ def check_start(
 def check_forms(
     config: HuggingFaceConfig, forms: Mapping[str, Sequence[int]], checkpoint: Checkpoint
 ) -> None:
-    """Raise UsageError where the plan has a tensor held in another form than the checkpoint's. Of
-    a square matrix no shape says it. forms: see megatron.models.hf_weights.forms_of."""
+    """Raise UsageError if the plan holds a tensor in another form than the checkpoint: the shape of
+    a square matrix does not show it. forms: see megatron.models.hf_weights.forms_of."""
     saved = checkpoint.manifest.get("forms", {})
     for name in sorted(saved.keys() | forms.keys()):
         if list(saved.get(name, ())) != list(forms.get(name, ())):
@@ -293,12 +293,12 @@ def check_forms(
 
 
 def _has_moments(manifest: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint is of a run, of this or of another program."""
+    """Whether the checkpoint comes from a training run, of this or of another program."""
     return any(key.startswith("exp_avg.") for key in manifest.get("tensors", ()))
 
 
 def arguments_of(name: str, value: Any) -> tuple[str, ...]:
-    """A setting as it is given on the command line; () for what is left out, or no setting."""
+    """A setting as it is given on the command line; () if it is left out, or is no setting."""
     if name == "precision":
         return (PRECISIONS[value],)
     if value is None or not name.startswith("--"):
@@ -309,10 +309,10 @@ def arguments_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
-    """A line for each setting and data set that is not what it was when the checkpoint was saved.
+    """A line for each setting and data set that has changed since the checkpoint was saved.
 
-    facts: of this run, as its own manifests have them. data_size: its ranks that read different
-    samples.
+    facts: of this run, as in its own manifests. data_size: the number of its ranks that read
+    different samples.
     """
     layout = manifest["environment"]["layout"]
     sizes = prod(size for axis, size in layout.items() if axis in OF_BATCH), data_size
@@ -331,11 +331,11 @@ def _text(value: Any) -> str:
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], data_sizes: tuple[int, int] = (1, 1)
 ) -> dict[str, tuple[Any, Any]]:
-    """{name: (saved, now)} of the settings that both runs know and that differ; a run is the facts
-    of its manifests and the number of ranks that read different samples."""
+    """{name: (saved, now)} of settings that both runs have and that differ. A run is given by the
+    facts of its manifests and the number of its ranks that read different samples."""
     ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
     for name in ours.keys() | theirs.keys():
-        if name.startswith(CONFIG_JSON):  # what it leaves out is not what it says elsewhere
+        if name.startswith(CONFIG_JSON):  # a key that only one of them has differs, too
             ours.setdefault(name, None)
             theirs.setdefault(name, None)
     return {
@@ -347,17 +347,17 @@ def differences(
 
 def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
     """{"--seed": 1234, ..., "precision": "fp32", "vocabulary": 50257, "tokenizer": its fingerprint,
-    "data sets": their number, "data sets: 1": its SHA-256, ...}, as JSON has them. What was left
-    open is what it comes to."""
+    "data sets": their number, "data sets: 1": its SHA-256, ...}, as in JSON. Unset options are
+    replaced by their effective values."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
-    if "kind" in facts:  # a checkpoint that is older than a setting has its default
+    if "kind" in facts:  # a checkpoint older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
         for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
             defaults = {each.name: each.default for each in fields(config)}
             if parts[part]:
                 parts[part] = {k: v for k, v in defaults.items() if v is not MISSING} | parts[part]
     is_imported = "imported_from" in facts
-    if is_imported:  # of its data the order and form of a run's samples are known, and no more
+    if is_imported:  # only the order and form of a run's samples are known of its data
         known = {"shuffle", "pad"} if _has_moments(facts) else set()
         parts["data"] = {name: value for name, value in parts["data"].items() if name in known}
     found = {flag(name): value for part in parts.values() for name, value in part.items()}
@@ -374,31 +374,31 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         keys = json.loads(text)
         for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
             found[f"{CONFIG_JSON}{name}"] = keys[name]
-    found.pop("--plan-text", None)  # of --plan
-    found.pop("--attention-dropout-rng", None)  # compared by what it comes to
+    found.pop("--plan-text", None)  # the text of --plan
+    found.pop("--attention-dropout-rng", None)  # compared by its effect
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)
     is_pure = found.get("--pure-bf16")
-    for name in ("--bf16", "--fp16", "--pure-bf16"):  # compared by what they come to
+    for name in ("--bf16", "--fp16", "--pure-bf16"):  # compared by their effect
         found.pop(name, None)
     if "precision" in facts:
         found["precision"] = "pure-bf16" if is_pure else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
     found["vocabulary"] = facts["vocab_size"]
-    found.pop("--vocab-size", None)  # the same, or left open
+    found.pop("--vocab-size", None)  # the same, or unset
     if not is_imported:
         found["data sets"] = len(facts["data"])
     for number, text in enumerate(facts["data"], start=1):
         content, _, sample = text.removeprefix("1 of ").partition(SAMPLE)
         found[f"data sets: {number}"] = content
-        if sample:  # apart, as an older checkpoint has none
+        if sample:  # separate, since an older checkpoint has none
             found[f"data sets: {number}, sample"] = sample
     return found
 
 
 def _masks(facts: Mapping[str, Any]) -> str:
-    """Where a run with dropout has its masks from."""
+    """Source of the masks of a run with dropout."""
     if "attention_dropout_rng" not in facts["config"]["model"]:
         return "drawn by each rank"
     device = "cpu" if facts["environment"]["device"] == "cpu" else "cuda"
@@ -408,6 +408,6 @@ def _masks(facts: Mapping[str, Any]) -> str:
 
 
 def data_fingerprint(facts: Mapping[str, Any]) -> str:
-    """Twelve digits for vocabulary, tokenizer and data sets together, as a manifest has them."""
+    """Twelve digits for vocabulary, tokenizer and data sets together, as a manifest lists them."""
     identity = {key: facts[key] for key in ("vocab_size", "tokenizer", "data")}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]

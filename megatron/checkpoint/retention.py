@@ -1,7 +1,7 @@
-"""The folders of a --save directory: who may write there, what is removed, and what is kept.
+"""The folders of a --save directory: which run may write there, what is removed, and what is kept.
 
 One run writes to a directory at a time. The newest checkpoints that can be read back and the best
-one are kept; what may still be wanted is renamed, not removed.
+one are kept; folders that may still be wanted are renamed, not removed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.checkpoint.load import verify
 from megatron.parallel.agree import agree, refuse_alike
 from megatron.parallel.mesh import Mesh
 
-# What a file system says that has no locks, or none for folders.
+# Errors of a file system that has no locks, or none for folders.
 _NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
-# What killed saves leave behind.
+# Leftovers of killed saves.
 _LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
 
 
@@ -34,9 +34,9 @@ _LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
 def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
     """Hold a --save directory for this run: the first rank makes it, locks it and writes there.
 
-    None claims nothing. The lock ends with the process, however it ends. Raises OSError, the same
-    on every rank, where another run holds the directory or nothing can be written to it; then
-    nothing is left of the attempt. Every rank calls this.
+    A `directory` of None claims nothing. The lock ends with the process, however it ends. Raises
+    OSError, the same on every rank, if another run holds the directory or it cannot be written to;
+    then nothing is left of the attempt. Every rank calls this.
     """
     path, held = Path(directory or ""), ExitStack()
     missing = list[Path]()  # the folders to make, the innermost first
@@ -77,7 +77,7 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> tuple[str, ...]:
-    """Remove what killed saves left; a line for each that cannot be removed."""
+    """Remove the leftovers of killed saves; returns a line for each that cannot be removed."""
     failures = []
     for leftover in (path for pattern in _LEFTOVERS for path in directory.glob(pattern)):
         try:
@@ -89,7 +89,7 @@ def remove_leftovers(directory: Path) -> tuple[str, ...]:
 
 def set_aside(final: Path, went_back_to: float) -> tuple[str, ...]:
     """Rename the checkpoints beyond the step that the run went back to, so that no later run
-    resumes from them, and whatever has the name of the new one; a line for each."""
+    resumes from them, and a folder with the new one's name; returns a line for each."""
     folders = step_folders(final.parent) if went_back_to < inf else []
     notes = [
         f"{_abandon(folder)}: this run went on from step {went_back_to}"
@@ -109,7 +109,7 @@ def _abandon(folder: Path) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, which is gone at once for whoever looks for whole ones."""
+    """Remove a checkpoint, after a rename that hides it from searches for whole checkpoints."""
     removed = folder.with_name(f".{folder.name}.removed")
     folder.rename(removed)
     shutil.rmtree(removed)
@@ -117,31 +117,31 @@ def remove(folder: Path) -> None:
 
 class Retention:
     """Keeps the newest `keep` whole checkpoints of `run` and the one with the lowest validation
-    loss; all where `keep` is None.
+    loss; keeps all if `keep` is None.
 
-    Each is read back once before it counts. A damaged one, and one of another run, neither counts
-    nor is removed.
+    Each checkpoint is read back once before it counts. A damaged one and one of another run do not
+    count and are not removed.
     """
 
     def __init__(self, keep: int | None, mesh: Mesh, run: str | None) -> None:
         self._keep = keep
         self._mesh = mesh
         self._run = run
-        # By (folder's name, manifest's checksum): a step that is saved again is read again.
+        # Keys: (folder's name, manifest's checksum), so a step that is saved again is read again.
         self._faults: dict[tuple[str, str | None], str] = {}
 
     def apply(self, directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(names removed, notes for the user), the same on every rank; every rank calls this.
 
-        A failure is a note and ends no run: the checkpoint that was just saved is on disk.
+        A failure is a note and does not end the run: the checkpoint just saved is on disk.
         """
         keep, mesh = self._keep, self._mesh
         if keep is None:
             return (), ()
 
         def look() -> list[tuple[str, str | None, float | None, str]]:
-            """(name, checksum, validation loss, why it does not count), the newest first. The first
-            rank looks: over a network the others may see a folder later."""
+            """(name, checksum, validation loss, why it does not count), newest first. Only the
+            first rank looks: over a network the others may see a folder later."""
             rows = []
             for folder in step_folders(directory) if mesh.is_first else ():
                 manifest: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class Retention:
                     try:
                         if not fault:
                             verify(directory / name, mesh)
-                    except ValueError as error:  # on every rank alike
+                    except ValueError as error:  # the same on every rank
                         fault = str(error)
                     self._faults[key] = fault
                     notes += [f"{fault}; it is kept, and does not count as one"] if fault else []
@@ -183,7 +183,7 @@ class Retention:
             best = min(measured, key=lambda pair: pair[0])[1] if measured else None
             surplus = [name for name, _ in whole[keep:] if name != best]
             failures = agree(mesh, remove_all, "removing")[0]
-        except OSError as error:  # on every rank alike
+        except OSError as error:  # the same on every rank
             return (), (f"no older checkpoint is removed: {error}",)
         removed = tuple(name for name in surplus if name not in failures)
         return removed, (*notes, *failures.values())

@@ -1,11 +1,11 @@
-"""Writing checkpoints, in the loop or beside it.
+"""Writes checkpoints, in the training loop or in a thread beside it.
 
     training    step | copy | step | step | step |
     writer            | write, fsync, rename | read back, remove |
 
-A checkpoint is staged beside its final name and renamed when everything is on disk, the manifest
-last; or it fails on every rank and leaves nothing. With --async-save the loop waits only for a copy
-to host memory: a thread writes it, and talks to the other ranks over a group of its own.
+A checkpoint is staged beside its final name, the manifest last, and renamed when all is on disk. A
+save that fails does so on every rank and leaves nothing. With --async-save the loop waits only for
+a copy to host memory: a thread writes it, and talks to the other ranks over its own group.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ GRACE = 5.0  # seconds that an error in training waits for a save to finish
 class SaveReport:
     """One finished save.
 
-    stall_seconds: that this rank's loop waited. save_seconds: from the call until the checkpoint
-    was on disk under its name. bytes: of all its files but the manifest. removed: names of older
-    checkpoints. notes: what else the user has to know: checkpoints found damaged (and kept), or set
-    aside.
+    stall_seconds: how long this rank's loop waited. save_seconds: from the call until the
+    checkpoint was on disk under its name. bytes: of all its files except the manifest. removed:
+    names of older checkpoints. notes: further lines for the user, about checkpoints found damaged
+    (and kept), or set aside.
     """
 
     step: int
@@ -91,8 +91,8 @@ def save_checkpoint(
     """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
     are attached on the first rank.
 
-    went_back_to: checkpoints beyond this step are set aside. Every rank calls this and has to see
-    one directory. Raises OSError on every rank where one fails; then nothing of this checkpoint is
+    went_back_to: checkpoints beyond this step are set aside. Every rank calls this and must see the
+    same directory. Raises OSError on every rank if one fails; then nothing of this checkpoint is
     left, unless it was already whole.
     """
     start, slices = time.monotonic(), list(slices)
@@ -111,7 +111,7 @@ def save_checkpoint(
         return notes
 
     def commit() -> tuple[int, tuple[str, ...]]:
-        # All that takes room comes before the rename.
+        # Everything that needs disk space comes before the rename.
         files: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
         for rank_files, rank_tensors in shares:
@@ -148,14 +148,14 @@ def save_checkpoint(
 
 
 def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:
-    """What this rank writes: each slice is written once, by its owner."""
+    """The slices that this rank writes: each slice is written once, by its owner."""
     return [s for s in slices if s.spec.is_owner(*mesh.axes) and any(s.spec.boxes(s.local))]
 
 
 def _write_files(
     staging: Path, slices: Sequence[TensorSlice], attached: Mapping[str, bytes], rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the files of this rank; return what the manifest says of them and of their tensors."""
+    """Write this rank's files; returns the manifest's entries for them and for their tensors."""
     files = {}
     for name, content in attached.items():
         write_atomically(staging / name, content)
@@ -171,14 +171,14 @@ def _write_files(
     tensors = {name: part.contiguous() for _, name, part, _ in boxes}
     try:
         save_file(tensors, shard)
-        shard.chmod(0o644)  # like every other file: the library leaves it to its owner
+        shard.chmod(0o644)  # like every other file: safetensors lets only the owner read
         files[shard.name] = {"bytes": shard.stat().st_size, "sha256": sha256(shard)}
         with shard.open("rb") as stream:
             os.fsync(stream.fileno())
-            if hasattr(os, "posix_fadvise"):  # who reads it back reads the disk, not the memory
+            if hasattr(os, "posix_fadvise"):  # a read-back then reads the disk, not memory
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except (OSError, SafetensorError) as error:
-        shard.unlink(missing_ok=True)  # what it took is free again
+        shard.unlink(missing_ok=True)  # frees its disk space
         needed = sum(tensor.nbytes for tensor in tensors.values())
         raise OSError(f"{shard}: {reason(error)}; {disk_space(shard, needed)}") from error
     entries: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def _write_files(
 
 
 def reason(error: OSError | SafetensorError) -> str:
-    """Why the system refused, without what led there."""
+    """The system's reason, without the context that the message puts first."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error).rpartition(": ")[2]
@@ -206,11 +206,11 @@ def reason(error: OSError | SafetensorError) -> str:
 class Saver:
     """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
 
-    config: without its `save` nothing is saved. facts: for every manifest; "run" is the id by which
-    older checkpoints are known to be this run's own, and may be removed. attached: {name: content}
-    of files that every checkpoint holds beside the tensors. start_step: of the checkpoint that this
-    run resumed from; those beyond it are renamed at the first save. A save that failed raises its
-    OSError on every rank, in whichever of save(), reports() and close() comes next.
+    config: if its `save` is None, nothing is saved. facts: for every manifest; the id "run" marks
+    older checkpoints as this run's own, which may be removed. attached: {name: content} of files
+    that every checkpoint holds beside the tensors. start_step: of the checkpoint that this run
+    resumed from; checkpoints beyond it are renamed at the first save. A failed save raises its
+    OSError on every rank, in the next call of save(), reports() or close().
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Saver:
         """Save the tensors as they are now; returns when they may change.
 
         facts: of this step, for its manifest. validation_loss: of these weights, if it was
-        measured. Waits for the save before.
+        measured. Waits for the previous save.
         """
         if self._config.save is None:
             return
@@ -251,7 +251,7 @@ class Saver:
         if self._config.async_save:
             slices = self._copy_to_host(own_slices(slices, self._mesh))
         if validation_loss is not None and not isfinite(validation_loss):
-            validation_loss = None  # JSON has no word for it, and it is not the best
+            validation_loss = None  # JSON cannot express it, and it is not the best
         facts = {**facts, "validation_loss": validation_loss, **self._facts}
         directory, mesh, attached = Path(self._config.save), self._mesh, self._attached
         future: Future[SaveReport] = Future()
@@ -281,7 +281,7 @@ class Saver:
             self.close()
 
     def _copy_to_host(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:
-        """Copies in host memory; those of the save before are overwritten."""
+        """Copies in host memory; those of the previous save are overwritten."""
         for each in slices:
             if each.key not in self._host:
                 self._host[each.key] = torch.empty(
@@ -294,7 +294,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed whose error is still to be raised."""
+        """Whether a save has failed and its error is still to be raised."""
         future = self._pending and self._pending[0]
         return bool(future and future.done() and future.exception())
 

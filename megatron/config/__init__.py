@@ -1,6 +1,6 @@
-"""Settings: one frozen dataclass per component, programs compose them, parse() fills them.
+"""Settings: one frozen dataclass per component; programs compose them and parse() fills them.
 
-The text under a field is its --help; a field that a subclass gives another default keeps it.
+The text below a field is its --help, and stays when a subclass gives the field another default.
 """
 
 from importlib.util import find_spec

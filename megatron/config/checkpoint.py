@@ -1,4 +1,4 @@
-"""Where checkpoints are written and read, and what of them is kept."""
+"""Where checkpoints are written and read, and which of them are kept."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,31 +9,31 @@ from megatron.config.checks import UsageError, flag, positive
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save: str | None = None
-    """Directory for checkpoints, one subdirectory a step."""
+    """Directory for checkpoints, one subdirectory per step."""
 
     load: str | None = None
-    """Directory of checkpoints to resume from, at the newest that is whole; or one of its
-    subdirectories, to resume from that one. A later checkpoint in --save takes precedence. It says
-    the model and the tokenizer where neither a flag nor a preset does. What contradicts it is
-    refused, but for dropout, which may change."""
+    """Directory of checkpoints, to resume from the newest that is whole; or one of its
+    subdirectories, to resume from that one. A later checkpoint in --save takes precedence. Model
+    and tokenizer are those of the checkpoint unless a flag or preset gives them. Settings that
+    contradict the checkpoint are refused, except dropout, which may change."""
 
     save_interval: int | None = None
-    """Steps between checkpoints; only at the end if not given."""
+    """Steps between checkpoints; if not given, one is saved only at the end."""
 
     keep_checkpoints: int | None = None
     """Keep this many of the newest checkpoints, at least 2, and the one with the lowest validation
-    loss; all if not given. None is removed before as many newer ones have been read back."""
+    loss; all if not given. None is removed before this many newer ones have been read back."""
 
     async_save: bool = False
     """Write checkpoints while training continues; the loop waits only for the copy to host
     memory."""
 
     override_data: bool = False
-    """Resume although seed, tokenizer, data or sequence length are not those of the checkpoint."""
+    """Resume even if seed, tokenizer, data or sequence length differ from the checkpoint's."""
 
     finetune: bool = False
-    """Take the weights alone from --load and start at step 0; once --save holds checkpoints, the
-    same command resumes from these."""
+    """Take only the weights from --load and start at step 0; once --save holds checkpoints, the
+    same command resumes from them."""
 
     def __post_init__(self) -> None:
         positive(self, "save_interval")
@@ -56,7 +56,7 @@ class TrainedConfig:
     """A model that has been trained, for programs that evaluate or use it."""
 
     load: str
-    """Directory of checkpoints, of which the newest one is used; or one of its subdirectories."""
+    """Directory of checkpoints, whose newest one is used; or one of its subdirectories."""
 
     tokenizer_type: str | None = None
     """Kind of tokenizer that made the training data; the checkpoint's own if not given."""
@@ -69,4 +69,4 @@ class TrainedConfig:
     """The byte-pair encoding's merges (merges.txt); the checkpoint's own if not given."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Weights and activations are computed in it."""
+    """Dtype of weights and activations."""

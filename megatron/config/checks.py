@@ -16,14 +16,14 @@ class UsageError(ValueError):
                    works=("--seq-length", "1024"))
 
     reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
-    works`. works: arguments that, in place of the flag and its value, are accepted: the tests of
+    works`. works: arguments that are accepted in place of the flag and its value; the tests of
     refusals run them.
     """
 
     def __init__(
         self, flag: str, value: object, allowed: str, *, works: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(flag, value, allowed)  # with which a copy for another rank is made
+        super().__init__(flag, value, allowed)  # a copy for another rank is made from them
         self.flag, self.value, self.allowed, self.works = flag, value, allowed, works
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def flag(field: str) -> str:
-    """The command line's spelling of a field: --seq-length of seq_length."""
+    """The command line's spelling of a field: --seq-length for seq_length."""
     return "--" + field.replace("_", "-")
 
 
@@ -52,8 +52,8 @@ def setting(field: str, value: Any) -> str:
 
 
 def positive(config: Any, *fields: str) -> None:
-    """Refuse 0, negative numbers, infinity and NaN. Here and below None, of a flag that was not
-    given, passes."""
+    """Refuse 0, negative numbers, infinity and NaN. Here and below None passes: the flag was not
+    given."""
     _check(config, fields, "above 0", lambda value: 0 < value < math.inf, 1)
 
 
@@ -63,17 +63,17 @@ def non_negative(config: Any, *fields: str) -> None:
 
 
 def fraction(config: Any, *fields: str) -> None:
-    """Refuse what is not in [0, 1)."""
+    """Refuse numbers outside [0, 1)."""
     _check(config, fields, "in [0, 1)", lambda value: 0 <= value < 1, 0.1)
 
 
 def share(config: Any, *fields: str) -> None:
-    """Refuse what is not in [0, 1]."""
+    """Refuse numbers outside [0, 1]."""
     _check(config, fields, "in [0, 1]", lambda value: 0 <= value <= 1, 0.5)
 
 
 def at_least(config: Any, **least: int) -> None:
-    """Refuse what is below these numbers, by field."""
+    """Refuse values below these numbers, by field."""
     for field, number in least.items():
         _check(config, [field], f"at least {number}", partial(le, number), number)
 
@@ -89,8 +89,8 @@ def _check(
 
 
 def writable(config: object, field: str, ending: str = "") -> None:
-    """The field, a Path or None, names a file that can be written: its folder is there, and its
-    name ends so."""
+    """Refuse a file that cannot be written. The field is a Path or None; the file's folder must
+    exist, and its name must end in `ending`."""
     path: Path | None = getattr(config, field)
     if path is None:
         return

@@ -1,5 +1,5 @@
-"""Models of transformers: which one, what its config.json says of it, and what lies beside that in
-a folder, here or on the HuggingFace hub."""
+"""Models of transformers: the choice of one, the facts in its config.json, and the files beside
+that in a folder, here or on the HuggingFace hub."""
 
 import json
 import re
@@ -17,13 +17,13 @@ from megatron.config.checks import UsageError
 from megatron.config.model import BESIDE, KEPT, KindConfig, RecomputeGranularity, beside
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-# What is fetched of a name on the hub: no pickle, no code, and no weights in other formats.
+# Files that are fetched from the hub: no pickle, no code, and no weights in other formats.
 FETCHED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *BESIDE)
 
 
 def has_weights(name: str, folder: Path) -> bool:
     """Whether the folder of --hf-model `name` has weights that training can start from. Raises
-    UsageError where it has only others."""
+    UsageError if it has only others."""
     if any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
         return True
     others = [each.name for ending in WEIGHTS for each in sorted(folder.glob(ending))]
@@ -39,8 +39,8 @@ def has_weights(name: str, folder: Path) -> bool:
 
 
 def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
-    """The folder of --hf-model `name`; of a name on the hub that with the files of these patterns,
-    which are fetched. Raises UsageError where the hub does not give them."""
+    """The folder of --hf-model `name`. For a name on the hub, files that match these patterns are
+    fetched to it. Raises UsageError if the hub does not give them."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists():
@@ -50,17 +50,17 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # those of its HTTP client are of no kind that it exports
+    except Exception as error:  # the hub's client exports no class for HTTP errors
         lines = str(error).strip().splitlines() or [type(error).__name__]
         allowed = f"a folder, and there is none here, or a name on the hub ({lines[0]})"
         raise UsageError("--hf-model", name, allowed) from error
 
 
-# By which config.json lets layers differ, beside lists with an entry for each.
+# Keys of config.json that let layers differ, besides lists with an entry per layer.
 OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")
 Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
-"""Of a setting that checkpoints keep and no command line has."""
-# What config.json calls the sizes of a model.
+"""Type of a setting that checkpoints keep and that has no flag."""
+# Keys of config.json for the sizes of a model.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -80,26 +80,26 @@ class HuggingFaceConfig(KindConfig):
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 
     hf_model: str
-    """A folder with the model's config.json, and its weights, if training starts from these; or a
+    """A folder with the model's config.json, and its weights if training starts from them; or a
     name on the HuggingFace hub."""
 
     plan: str = "auto"
-    """How the model is cut over tensor-parallel processes: auto, by the plan of the checkpoint that
-    a run goes on from, by transformers' own or one of this project's; or a TOML file of one's own.
-    A small model proves it first."""
+    """How the model is sharded over tensor-parallel processes. auto: by the plan of the checkpoint
+    that is resumed, by transformers' own plan, or by one of this project's. Otherwise: your own
+    TOML file. A small model proves the plan first."""
 
     plan_text: Hidden = None
-    """What the file of --plan says."""
+    """The content of the file of --plan."""
 
     hf_config: Hidden = None
     """The text of a config.json, in place of that of --hf-model."""
 
     random_weights: bool = False
-    """Start from the model's own initialisation, though there are weights at --hf-model."""
+    """Start from the model's own initialisation, even if --hf-model has weights."""
 
     def __post_init__(self) -> None:
         if self.hf_config is None:
-            with suppress(UsageError):  # a checkpoint has it, too, or else `described` raises it
+            with suppress(UsageError):  # a checkpoint may have it; if not, `described` raises
                 object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
         elif not _is_object(self.hf_config):
             raise UsageError("hf_config", None, "the text of a config.json")
@@ -138,7 +138,7 @@ class HuggingFaceConfig(KindConfig):
         return self.hf_model
 
     def check(self) -> None:
-        """Raise UsageError for a model that config.json shows to be none of this kind."""
+        """Raise UsageError if config.json shows that the model is not of this kind."""
         whole = json.loads(self.hf_config or read_hf_config(self.hf_model))
         kind = whole.get("model_type")
         for is_wrong, allowed in (
@@ -155,7 +155,7 @@ class HuggingFaceConfig(KindConfig):
             raise UsageError("--model", self.kind, allowed, works=("--model", right))
 
     def check_cut(self) -> None:
-        """Raise UsageError for what several tensor-parallel processes cannot share."""
+        """Raise UsageError for a model or plan that tensor-parallel processes cannot share."""
         if self.plan_text is not None:
             styles = tomllib.loads(self.plan_text).values()
             if all(each in ("whole", {"style": "whole"}) for each in styles):
@@ -171,12 +171,12 @@ class HuggingFaceConfig(KindConfig):
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The model's config.json, of its text model where it has several."""
+        """The model's config.json; the part of the text model if it describes several models."""
         found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
         return found.get("text_config") or found
 
     def number(self, *names: str) -> int:
-        """What config.json has under the first of these names that it knows."""
+        """The number in config.json under the first of these names that it has."""
         found = next((self.described[each] for each in names if each in self.described), None)
         if not isinstance(found, int):
             raise UsageError("--hf-model", self.hf_model, f"one whose config.json has {names[0]}")
@@ -187,7 +187,7 @@ class HuggingFaceConfig(KindConfig):
         return self.number(*NAMES["layers"])
 
     def of_depth(self, layers: int) -> Self:
-        """Raises UsageError where layers differ, of which a few say nothing of all."""
+        """Raises UsageError if layers differ, because a few of them do not represent all."""
         described, whole = dict(self.described), self.num_layers
         described.update((name, layers) for name in NAMES["layers"] if name in described)
         for name, value in self.described.items() if layers != whole else ():
@@ -207,7 +207,7 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model can read; None where nothing says it."""
+        """The longest sequence that the model can read; None if config.json does not say."""
         names = NAMES["positions"]
         found = next((self.described[each] for each in names if each in self.described), None)
         if found is not None and self.described.get("model_type") in OFFSET:
@@ -256,8 +256,8 @@ class HuggingFaceMaskedConfig(HuggingFaceConfig):
         return self.described.get("type_vocab_size", 0) > 1
 
 
-# Model types of transformers that look at all tokens unless is_decoder is set, and those with an
-# encoder and a decoder: what hand-written config.json files say in no other place.
+# Model types of transformers that attend to all tokens unless is_decoder is set, and those with an
+# encoder and a decoder. Hand-written config.json files say this nowhere else.
 ENCODERS = frozenset(
     (
         *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
@@ -269,19 +269,19 @@ ENCODERS = frozenset(
 ENCODER_DECODERS = frozenset(
     ("bart", "encoder-decoder", "led", "longt5", "m2m_100", "mbart", "mt5", "pegasus", "t5", "umt5")
 )
-# Those whose positions count from pad_token_id + 1.
+# Model types whose positions count from pad_token_id + 1.
 OFFSET = frozenset(
     (
         *("camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm"),
         *("xlm-roberta", "xlm-roberta-xl", "xmod"),
     )
 )
-NATIVE = ("gpt2", "llama")  # which this project has as kinds of its own, too
+NATIVE = ("gpt2", "llama")  # kinds that this project implements itself, too
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def kind_of(whole: Mapping[str, Any]) -> str | None:
-    """Of a model with this config.json; None where it does not say."""
+    """Kind of a model with this config.json; None if that does not say."""
     kinds = " ".join(whole.get("architectures") or ())
     is_encoder = whole["model_type"] in ENCODERS and not whole.get("is_decoder")
     if is_encoder or "MaskedLM" in kinds:
@@ -293,8 +293,8 @@ def kind_of(whole: Mapping[str, Any]) -> str | None:
 
 
 def has_window(described: Mapping[str, Any]) -> bool:
-    """Whether a layer of the model that config.json describes looks at some of the tokens before
-    alone: a mask that a model is given takes the place of its own, of the window too."""
+    """Whether a layer of the model that config.json describes attends only to some of the previous
+    tokens. A mask passed to the model replaces its own mask, and with it the window."""
     if {*(described.get("layer_types") or ())} - {"full_attention"}:
         return True
     sizes = {n: v for n, v in described.items() if "window" in n and type(v) is int and v > 0}
@@ -308,7 +308,7 @@ def is_of_checkpoints(name: str) -> bool:
 
 
 def read_hf_config(name: str) -> str:
-    """The text of a model's config.json, from a folder or the hub. Raises UsageError where there is
+    """The text of a model's config.json, from a folder or the hub. Raises UsageError if there is
     none."""
     is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
     is_name = is_name or Path(name).is_file()  # which fetch refuses

@@ -1,4 +1,4 @@
-"""What a program shares with its launcher: how many processes run, how Ctrl-C and a failure end."""
+"""A program and its launcher: the number of processes, and the end by Ctrl-C or a failure."""
 
 import contextlib
 import json
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from megatron.config.checks import UsageError
 
-# Variables that say how many processes were started: torchrun's own, that of a step of srun (a
-# batch script, which is one process, has it not), that of Open MPI.
+# Variables with the number of processes started: that of torchrun; that of a step of srun, which a
+# batch script, being one process, does not have; that of Open MPI.
 _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Processes of this run: WORLD_SIZE beside torchrun's RANK, 1 without a launcher.
+    """Number of processes of this run: WORLD_SIZE beside torchrun's RANK, 1 without a launcher.
 
-    Raises UsageError where WORLD_SIZE is no number of processes, and where there are several
-    processes without RANK, which would each do the whole work alone.
+    Raises UsageError if WORLD_SIZE is not a number of processes, and for several processes without
+    RANK, each of which would do the whole work alone.
     """
     has_rank = "RANK" in environ
     for variable in ("WORLD_SIZE",) if has_rank else _SIZES:
@@ -40,18 +40,18 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among those of the run, and the store over which they meet."""
+    """The rank of this process in the run, and the store over which the ranks meet."""
 
     rank: int
     size: int
     address: str
     port: int
-    is_host: bool  # rank 0 keeps the store, but for torchrun's agent, which outlives the ranks
+    is_host: bool  # rank 0 hosts the store, unless torchrun's agent does, which outlives the ranks
     restarts: int = 0  # of all ranks by torchrun, within one store
 
     @property
     def keeper(self) -> str:
-        """Who keeps the store, for messages."""
+        """The host of the store, for messages."""
         who = "rank 0" if self.is_host else "the launcher"
         return f"{who} at {self.address}:{self.port}"
 
@@ -59,7 +59,7 @@ class RankInfo:
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     """The launcher's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Raises ValueError where one is missing or wrong; no value is made up for it.
+    Raises ValueError if one is missing or wrong; none has a default.
     """
     size = world_size(environ)
     rank, address, port = (environ.get(x, "") for x in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
@@ -75,16 +75,16 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process, of those that a launcher started, is the one that speaks for all."""
+    """Whether this process prints for all that a launcher started: rank 0, or the only process."""
     return environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
-    """Around the whole of a program: Ctrl-C prints "interrupted" and ends it with status 130.
+    """Wraps a whole program: Ctrl-C prints "interrupted" and ends it with status 130.
 
-    Of several processes rank 0 (RANK in environ) prints it; once they run under launch.launch,
-    that ends them itself, with the same status.
+    With several processes, rank 0 (RANK in environ) prints it; once they run under launch.launch,
+    that function ends them, with the same status.
     """
     try:
         yield
@@ -93,14 +93,14 @@ def interruptible(environ: Mapping[str, str]) -> Iterator[None]:
         if is_first(environ):
             above = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C in its line
             print(f"{above}interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None  # what shells say of Ctrl-C
+        raise SystemExit(130) from None  # the status of Ctrl-C in shells
 
 
 def write_error_file(path: str | None, message: str) -> None:
-    """Write what torchrun's summary of failed processes shows of this one, in torchrun's form.
+    """Write the cause that torchrun's summary of failed processes shows for this one, in its form.
 
     path: TORCHELASTIC_ERROR_FILE, which torchrun sets; None without it. message: one line; the
-    traceback stands above the summary already.
+    traceback is already printed above the summary.
     """
     if path is None:
         return

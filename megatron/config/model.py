@@ -12,8 +12,8 @@ RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
-TOKEN_TYPES = 2  # of the first and of the second segment of a BERT's sample
-# What a folder of transformers has beside the model, and so has one that an export makes.
+TOKEN_TYPES = 2  # of the first and the second segment of a BERT sample
+# Files beside the model in a folder of transformers, and in a folder that an export makes.
 BESIDE = (
     "generation_config.json",
     "tokenizer.json",
@@ -26,98 +26,98 @@ BESIDE = (
     "vocab.txt",
     "merges.txt",
 )
-KEPT = "hf_"  # of names of files in a checkpoint that were in such a folder
+KEPT = "hf_"  # prefix of files in a checkpoint that were in such a folder
 
 
 def beside(folder: Path, prefix: str = "", names: Iterable[str] = BESIDE) -> dict[str, bytes]:
-    """{name: content} of the folder's files of these names, which have this prefix there."""
+    """{name: content} of files with these names, which have this prefix in the folder."""
     files = {name: folder / f"{prefix}{name}" for name in names}
     return {name: file.read_bytes() for name, file in files.items() if file.is_file()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindConfig:
-    """What every kind of model has."""
+    """Settings of every kind of model."""
 
     kind: ClassVar[str]
-    """What checkpoints call such a model."""
+    """Name of such a model in checkpoints."""
     adaptable: ClassVar[frozenset[str]] = frozenset()
     """Fields that no parameter depends on, which fine-tuning may change."""
     has_grids: ClassVar[bool] = True
-    """Whether its layers can be cut in each --tensor-parallel-mode, and not in 1d alone."""
+    """Whether its layers can be sharded in every --tensor-parallel-mode, and not only in 1d."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
-    """Of recomputation, that it has."""
+    """Values of --recompute-granularity that it has."""
 
     attention_dropout_rng: Literal["coordinates", "coordinates-flex", "kernel"] | None = None
-    """Where the dropout of attention comes from: coordinates, a function of sample, head, query and
-    key, the same at every layout; kernel, what torch's kernel draws, which depends on the layout.
-    By default coordinates on CPUs; kernel on GPUs, where the other needs more time and memory.
-    coordinates-flex drops what coordinates does; compiled layers on GPUs compute it by two calls of
-    torch's flex_attention, which keep no probabilities."""
+    """Source of attention's dropout. coordinates: a function of sample, head, query and key, the
+    same at every layout. kernel: drawn by torch's kernel, and dependent on the layout. If not
+    given: coordinates on CPUs; kernel on GPUs, where coordinates needs more time and memory.
+    coordinates-flex: drops the same as coordinates; compiled layers on GPUs compute it by two calls
+    of torch's flex_attention, which keep no probabilities."""
 
     recompute_granularity: RecomputeGranularity = field(
         default="none", metadata={"alias": "checkpoint_activations"}
     )
-    """What the backward pass computes again, to save memory: full, each layer from its input, as in
-    the paper; selective, attention's core alone, which saves its probabilities where its kernel
-    keeps them. Also spelt --checkpoint-activations."""
+    """Activations that the backward recomputes, to save memory. full: each layer from its input, as
+    in the paper. selective: only attention's core, which saves the memory of its probabilities if
+    its kernel keeps them. Also spelt --checkpoint-activations."""
 
     cpu_offload_activations: bool = False
-    """Keep what layers need for their backward in the host's memory until then; with
-    --recompute-granularity full that is the input of each."""
+    """Keep the tensors that layers save for their backward in host memory until then; with
+    --recompute-granularity full, the input of each layer."""
 
     def starts_from(self) -> str | None:
-        """The weights of another program from which a run starts that has no checkpoint; None for
-        random ones. Raises UsageError for those that cannot be read."""
+        """Weights of another program from which a run without a checkpoint starts; None for random
+        ones. Raises UsageError for weights that cannot be read."""
         return None
 
     def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
-        """With what is known of a run's checkpoint alone. saved: reads its config of the model;
-        None where the run has no checkpoint."""
+        """This config with the settings that only a run's checkpoint has. saved: reads the
+        checkpoint's config of the model; None if the run has no checkpoint."""
         return self
 
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
-        """{name: content} of what checkpoints keep beside the model. saved: the checkpoint that
-        the run goes on from, or whose weights it takes."""
+        """{name: content} of files that checkpoints keep beside the model. saved: the checkpoint
+        that the run resumes, or whose weights it takes."""
         found = {} if saved is None else beside(saved, KEPT, ("config.json", *BESIDE))
         return {f"{KEPT}{name}": content for name, content in found.items()}
 
     @property
     def widths(self) -> dict[str, int]:
-        """What tensor parallelism cuts into equal parts, by flag."""
+        """Sizes that tensor parallelism divides into equal parts, by flag."""
         raise NotImplementedError
 
     @property
     def drops_attention(self) -> bool:
-        """Whether probabilities of attention are dropped."""
+        """Whether attention probabilities have dropout."""
         raise NotImplementedError
 
     @property
     def can_compile(self) -> bool:
-        """Whether --compile takes its layers: no compiler sees into apex's kernel."""
+        """Whether --compile supports its layers: no compiler sees into apex's kernel."""
         return self.layernorm_impl == "torch"
 
     def of_depth(self, layers: int) -> Self:
-        """The same model with so many layers."""
+        """The same model with this many layers."""
         changes: Any = {"num_layers": layers}
         return replace(self, **changes)
 
     def draws_in_kernel(self, device: str) -> bool:
-        """Whether a kernel draws attention's dropout; device: torch's name of its kind."""
+        """Whether a kernel draws attention's dropout; device: torch's device type."""
         by_default = "kernel" if device == "cuda" else "coordinates"
         return self.drops_attention and (self.attention_dropout_rng or by_default) == "kernel"
 
     def attends_by_flex(self, device: str) -> bool:
-        """Whether compiled layers drop in flex_attention; device: torch's name of its kind."""
+        """Whether compiled layers use flex_attention for dropout; device: torch's device type."""
         is_asked = self.attention_dropout_rng == "coordinates-flex"
         return self.drops_attention and is_asked and device == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(KindConfig):
-    """What the kinds have that are built from this project's own layers."""
+    """Settings of the kinds that are built from this project's own layers."""
 
     has_biases: ClassVar[bool] = True
     """Whether the matmuls of its layers add a bias."""
@@ -128,16 +128,16 @@ class ModelConfig(KindConfig):
     """Transformer layers."""
 
     hidden_size: int
-    """Width of the stream between layers."""
+    """Width of the hidden states."""
 
     num_attention_heads: int
-    """Attention heads of a layer; divides the hidden size."""
+    """Attention heads of a layer; a divisor of --hidden-size."""
 
     ffn_hidden_size: int | None = None
     """Width of the MLP; 4 x --hidden-size if not given."""
 
     activation: Activation = "gelu"
-    """Between the two matmuls of the MLP; swiglu and geglu are SiLU and GeLU of a gate."""
+    """Activation between the matmuls of the MLP; swiglu and geglu are SiLU and GeLU of a gate."""
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance in LayerNorm, to the mean square in RMSNorm."""
@@ -156,7 +156,7 @@ class ModelConfig(KindConfig):
     """Dropout probability before each residual add."""
 
     embedding_dropout: float | None = None
-    """Dropout probability of the embeddings; that of --hidden-dropout if not given."""
+    """Dropout probability of the embeddings; --hidden-dropout if not given."""
 
     def __post_init__(self) -> None:
         positive(
@@ -211,20 +211,20 @@ class ModelConfig(KindConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TextModelConfig(ModelConfig):
-    """What models of text add."""
+    """Settings that models of text add."""
 
     max_position_embeddings: int
     """Rows of the position embedding: the longest sequence that the model can read."""
 
     vocab_size: int | None = None
-    """Rows of the word embedding, all of which are in the softmax: at least the ids of the data
-    set's tokenizer, and as many if not given."""
+    """Rows of the word embedding, all of which are in the softmax: at least the number of ids of
+    the data set's tokenizer, which is the default."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer a weight of its own; else it is the word embedding's."""
+    """Give the output layer its own weight; else it shares the word embedding's."""
 
     @property
     def has_tied_head(self) -> bool:
@@ -260,16 +260,16 @@ class LlamaConfig(TextModelConfig):
     hidden_dropout: float = 0.0
 
     max_position_embeddings: int = 2048
-    """The longest sequence that the model can read; it may be longer than those of training."""
+    """The longest sequence that the model can read; it may exceed the length in training."""
 
     untie_embeddings_and_output_weights: bool = True
 
     num_query_groups: int | None = None
-    """Heads of keys and values, of which each is shared by as many query heads (grouped-query
-    attention); as many as --num-attention-heads if not given."""
+    """Heads of keys and values, each shared by the same number of query heads (grouped-query
+    attention); --num-attention-heads if not given."""
 
     rotary_base: float = 10_000.0
-    """Base of the rotary frequencies, theta: pair c of a head of size d turns by base^(-2c/d) a
+    """Base of the rotary frequencies, theta: pair c of a head of size d turns by base^(-2c/d) per
     position."""
 
     rope_scaling: tuple[float, float, float, float] | None = None
@@ -322,12 +322,12 @@ class BertConfig(TextModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetunedConfig(BertConfig):
-    """A BERT whose pretraining heads have given way to the head of a task; no program's flags."""
+    """A BERT with the head of a task in place of pretraining heads; no program has these flags."""
 
     kind: ClassVar[str] = "finetuned"
 
     head: Head
-    """Scores of classes, of each option of a question, or of each token as first and last one."""
+    """Scores classes, each option of a question, or each token as first and last of a span."""
 
     labels: tuple[str, ...] = ()
     """Names of a classifier's classes, in the order of their ids."""

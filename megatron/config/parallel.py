@@ -1,4 +1,4 @@
-"""How the processes of a run share out its models, their layers and their samples."""
+"""How the processes of a run divide its models, their layers and their samples."""
 
 import difflib
 import math
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megatron.config.checks import UsageError, flag, positive
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Those of megatron.parallel.schedules, which is not imported here."""
+"""The schedules of megatron.parallel.schedules, which is not imported here."""
 
 SHAPES = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}
 """Dims of the grid of tensor-parallel processes, by mode."""
@@ -25,7 +25,7 @@ OF_STAGES = (
     *("num_layers_per_virtual_pipeline_stage", VIRTUAL),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
-"""Settings that need several stages: of virtual ones, and of the first and the last one."""
+"""Settings that need several pipeline stages: virtual stages, and a first and a last stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,16 @@ class ParallelConfig:
     factor of the world size is data parallelism. Also spelt --model-parallel-size."""
 
     tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
-    """How the tensor-parallel processes cut a layer: 1d, along the columns or rows of its weights,
-    as in the paper; 2d, as q x q processes, the stream between layers, too; 2.5d, as several such
-    squares, which read different samples; 3d, as l x l x l processes."""
+    """How the tensor-parallel processes shard a layer. 1d: along the columns or rows of its
+    weights, as in the paper. 2d: as q x q processes, which shard the hidden states, too. 2.5d: as
+    several such squares, which read different samples. 3d: as l x l x l processes."""
 
     tensor_parallel_depth: int = 1
-    """Squares of --tensor-parallel-mode 2.5d."""
+    """Number of squares in --tensor-parallel-mode 2.5d."""
 
     distributed_timeout_minutes: float = 10.0
-    """Minutes without progress after which a run of several processes stops and says which one is
-    behind; longer than the longest save, evaluation or load."""
+    """Minutes without progress after which a run of several processes stops and names the one that
+    is behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
@@ -68,19 +68,19 @@ class ParallelConfig:
 
     @property
     def side(self) -> int:
-        """Processes along a side: q of a square, l of a cube; of 1d all of them."""
+        """Processes along a side: q of a square, l of a cube; in 1d all of them."""
         power = SHAPES[self.tensor_parallel_mode]
         size = self.tensor_model_parallel_size // self.tensor_parallel_depth
         return max(n for n in range(max(1, size) + 1) if n**power <= size)
 
     @property
     def cuts_stream(self) -> bool:
-        """Whether the tensor-parallel processes share out the rows of the stream, too."""
+        """Whether the tensor-parallel processes shard the rows of the hidden states, too."""
         return False
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis but data, which takes what is left of them."""
+        """Ranks along each axis except data, which has the remaining ones."""
         side, depth = self.side, self.tensor_parallel_depth
         return {
             "1d": {"tensor": side},
@@ -90,8 +90,8 @@ class ParallelConfig:
         }[self.tensor_parallel_mode]
 
     def batch_parallel_size(self, world_size: int) -> int:
-        """Processes that read different samples: data-parallel models, in 2d times the rows of
-        processes, in 2.5d times depth and rows, in 3d times l^2."""
+        """Processes that read different samples: the data-parallel models, times the rows of
+        processes in 2d, times depth and rows in 2.5d, times l^2 in 3d."""
         sizes = self.sizes
         return world_size // (sizes.get("pipeline", 1) * self.side)
 
@@ -100,7 +100,7 @@ class ParallelConfig:
         return world_size // math.prod(self.sizes.values())
 
     def check_kind(self, model: Any, given: str = "--model") -> None:
-        """Raise UsageError where layers of a model with this config cannot be cut in this mode.
+        """Raise UsageError if layers of a model with this config cannot be sharded in this mode.
         given: the flag that names the model."""
         if (mode := self.tensor_parallel_mode) != "1d" and not model.has_grids:
             name = "--tensor-parallel-mode"
@@ -113,8 +113,8 @@ class ParallelConfig:
         widths: Mapping[str, int] | None = None,
         seq_length: int | None = None,
     ) -> None:
-        """Raise UsageError where processes, the widths of a model, `KindConfig.widths`, or under
-        sequence parallelism the tokens of a sample cannot be shared out evenly."""
+        """Raise UsageError if the processes, a model's `KindConfig.widths`, or with sequence
+        parallelism the tokens of a sample cannot be divided evenly."""
         self._check_own(world_size)
         size, widths = self.tensor_model_parallel_size, dict(widths or {})
         if self.tensor_parallel_mode != "1d":
@@ -148,7 +148,7 @@ class ParallelConfig:
             works = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
             raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
         for name, width in widths.items():
-            # In 3D a weight's input dim is cut along two axes; of a head's columns none is cut.
+            # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
             parts = side if "heads" in name or mode != "3d" else side**2
             if width % parts:
                 allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
@@ -163,23 +163,23 @@ class ParallelConfig:
                 raise UsageError(name, width, allowed, works=works)
 
     def _check_own(self, world_size: int) -> None:
-        """What `check` does first: nothing here, of subclasses what their settings need."""
+        """The first part of `check`: nothing here; subclasses check their own settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneParallelConfig(ParallelConfig):
-    """Of programs that fine-tune."""
+    """Parallelism of programs that fine-tune."""
 
     sequence_parallel: bool = False
-    """Share out the tokens between layers over the tensor-parallel processes, too: the same numbers
-    with less memory for activations."""
+    """Shard the hidden states between layers over the tensor-parallel processes, by tokens: the
+    same numbers with less memory for activations."""
 
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """ZeRO: what data-parallel models share out, and do not each hold: 1, the optimizer's state; 2,
-    summed gradients, too; 3, weights, too, but for those of the layers in use."""
+    """ZeRO: state that the data-parallel models shard, and do not each hold. 1: the optimizer's
+    state; 2: summed gradients, too; 3: weights, too, except those of the layers in use."""
 
     use_distributed_optimizer: bool = False
-    """Megatron's name of --zero-stage 1."""
+    """Megatron's name for --zero-stage 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,7 +202,7 @@ class FinetuneParallelConfig(ParallelConfig):
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     def _check_own(self, world_size: int) -> None:
-        """Warn of what nothing shares out."""
+        """Warn of settings that shard nothing."""
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(
                 "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
@@ -219,34 +219,34 @@ class FinetuneParallelConfig(ParallelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParallelConfig(FinetuneParallelConfig):
-    """Of programs that pretrain."""
+    """Parallelism of programs that pretrain."""
 
     pipeline_model_parallel_size: int = 1
     """Pipeline stages: processes that share one model, each holding some of its layers, whole or a
     tensor-parallel slice of them."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Transformer layers of a virtual stage, of which each process then holds several: fewer idle
-    moments, more messages. All virtual stages have as many."""
+    """Transformer layers of every virtual stage. Each process then holds several virtual stages:
+    less idle time, more messages."""
 
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Virtual stages of a process, in place of --num-layers-per-virtual-pipeline-stage: they may
-    differ in layers."""
+    """Virtual stages of a process, in place of --num-layers-per-virtual-pipeline-stage; their
+    numbers of layers may differ."""
 
     pipeline_schedule: str | None = None
-    """In which order each process runs its forwards and backwards: gpipe, 1f1b, interleaved (of
-    virtual stages), zb-h1 (zero bubble), or a JSON file of actions as tools/plan.py schedule writes
-    it. If not given: 1f1b, with virtual stages interleaved."""
+    """Order in which each process runs its forwards and backwards: gpipe, 1f1b, interleaved (for
+    virtual stages), zb-h1 (zero bubble), or a JSON file of actions as written by tools/plan.py
+    schedule. If not given: 1f1b, or with virtual stages interleaved."""
 
     pipeline_partition: Literal["balanced", "uniform"] = "balanced"
-    """Layers of each stage: balanced, such that the slowest stage is as fast as can be, where the
-    head counts as the layers that take its time; uniform, as equal in number as can be."""
+    """Layers of each stage. balanced: the slowest stage is as fast as possible, with the head
+    counted as the layers that take its time. uniform: numbers of layers as equal as possible."""
 
     decoder_first_pipeline_num_layers: int | None = None
-    """Transformer layers of the first stage; --pipeline-partition balanced shares out the rest."""
+    """Transformer layers of the first stage; --pipeline-partition balanced divides the rest."""
 
     decoder_last_pipeline_num_layers: int | None = None
-    """Transformer layers of the last stage; --pipeline-partition balanced shares out the rest."""
+    """Transformer layers of the last stage; --pipeline-partition balanced divides the rest."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -287,13 +287,13 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         return {"pipeline": self.pipeline_model_parallel_size, **super().sizes}
 
     def virtual_stages(self, num_layers: int) -> int:
-        """Virtual stages of a process, 1 of plain stages, for a model of so many layers."""
+        """Virtual stages of a process, for a model of this many layers; 1 with plain stages."""
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
             return num_layers // (each * self.pipeline_model_parallel_size)
         return self.num_virtual_stages_per_pipeline_rank or 1
 
     def _check_own(self, world_size: int) -> None:
-        """Refuse processes that the stages cannot share out, too."""
+        """Refuse also a number of processes that the stages do not divide."""
         super()._check_own(world_size)
         stages, tensor = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
         tensor = 1 if world_size % tensor else tensor  # which is refused below
@@ -309,8 +309,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             )
 
     def check_model(self, model: Any) -> None:
-        """Raise UsageError where the stages of a model with this config, or the schedule, cannot
-        be."""
+        """Raise UsageError if a model with this config cannot have these stages or this
+        schedule."""
         layers, stages = model.num_layers, self.pipeline_model_parallel_size
         of_model = f"--num-layers {layers}"
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
@@ -353,7 +353,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
 
     def _check_ends(self, layers: int) -> None:
-        """Refuse a first and a last stage that leave the others none, or layers to none."""
+        """Refuse a first and a last stage that leave the others no layers, or leave layers over."""
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         stages = self.pipeline_model_parallel_size
         others = max(0, stages - 2)

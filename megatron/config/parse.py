@@ -1,4 +1,4 @@
-"""From the command line to a program's settings, for every program: the one wrapper round tyro.
+"""Parses the command line into a program's settings, for every program: the one wrapper of tyro.
 
 A program looks like this; its modules that need torch are imported after `parse`:
 
@@ -29,8 +29,8 @@ from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
 
-PATIENCE = 3.0  # seconds within which a launcher ends all ranks where the first has failed
-CLOSED = 141  # what shells say of a program whose reader went away: 128 + SIGPIPE
+PATIENCE = 3.0  # seconds within which a launcher ends all ranks after the first failure
+CLOSED = 141  # status in shells of a program whose reader went away: 128 + SIGPIPE
 PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 
 _PRESET_HELP = (
@@ -38,9 +38,9 @@ _PRESET_HELP = (
     "name in scripts/presets; it may be given several times, and the flags on the command line win."
 )
 
-_KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # what tyro calls them
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # by their names in tyro
 
-# Flags of other trainers, and what they are called here (the first that the program has).
+# Flags of other trainers, and their names here (the first that the program has).
 _SYNONYMS = {
     "--batch-size": ("--global-batch-size", "--micro-batch-size"),
     "--block-size": ("--seq-length",),
@@ -74,14 +74,14 @@ def user_errors(
     agreed: bool = False,
     kinds: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> Iterator[None]:
-    """End the program with status 2 and one message where an error of these kinds is raised, or a
+    """End the program with status 2 and one message if an error of these kinds is raised, or a
     library is missing.
 
-    Prints each warning as one line. Where the reader of stdout has gone (`| head`), the program
-    ends without a message and with status 141. Mostly every rank meets the same error, so that
-    rank 0 alone (RANK in environ) prints warnings, and another rank prints its error only after
-    the launcher would have ended it for that of rank 0. agreed: every rank raises the same error,
-    and rank 0 alone prints it.
+    Prints each warning as one line. If the reader of stdout has gone (`| head`), the program ends
+    without a message and with status 141. Most errors are the same on every rank. So only rank 0
+    (RANK in environ) prints warnings, and another rank prints its error only after the launcher
+    would have ended it because of rank 0. agreed: every rank raises the same error, and only rank 0
+    prints it.
     """
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -101,7 +101,7 @@ def user_errors(
             poll = select.poll()
             poll.register(sys.stdout.fileno(), 0)
             if any(events & select.POLLERR for _, events in poll.poll(0)):
-                # What is still buffered goes nowhere.
+                # Output that is still buffered goes nowhere.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
         text = f"error: {error}{_presets_named(error)}"
@@ -120,7 +120,7 @@ _in_force: list[tuple[set[str], Path, str]] = []
 
 
 def _presets_named(error: Exception) -> str:
-    """Where the values stand that the error is about and the command line did not give."""
+    """End of a message: settings of presets that the error is about and that no flag has given."""
     about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
     named = set(re.findall(r"--[a-z][\w-]*", about))
     found: dict[Path, list[str]] = {}
@@ -141,18 +141,18 @@ def parse(
 ) -> Program:
     """The program's settings from its arguments (those after the program's name).
 
-    program: a dataclass of settings and of configs, which are dataclasses too; a field's metadata
+    program: a dataclass of settings and of configs, which are dataclasses too. A field's metadata
     {"alias": name} is a second name; {"replaces": names} are settings of presets that the flag
-    stands in for. prog, description: the program's name and story in --help. saved: {key: value} of
-    what presets and the command line may leave out, from the words of both.
-    Raises UsageError for what a config refuses, and for presets and flags that are missing, unknown
-    or malformed. For --help prints (on rank 0) and raises SystemExit with status 0.
+    replaces. prog, description: the program's name and description in --help. saved: maps the words
+    of presets and command line to {key: value} of settings that both may leave out.
+    Raises UsageError for values that a config refuses, and for missing, unknown or malformed
+    presets and flags. With --help it prints (on rank 0) and raises SystemExit with status 0.
     """
     import tyro
 
     known: dict[str, Any] = {}  # the type of every setting, by each of its names
-    names: dict[str, str] = {}  # the first of its names
-    replaces: dict[str, Collection[str]] = {}  # by a flag of the command line: keys of presets
+    names: dict[str, str] = {}  # its first name, by each of its names
+    replaces: dict[str, Collection[str]] = {}  # keys of presets, by the flag that replaces them
     for name, kind, metadata in _fields(program):
         alias = metadata.get("alias")
         if "replaces" in metadata:
@@ -191,10 +191,10 @@ def parse(
     try:
         return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
     except UsageError:
-        # Where a preset's value is not of its setting's type, the error names file and key.
+        # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
             if isinstance(value, bool) and bool in (known[key], *get_args(known[key])):
-                continue  # which alone would be no flag but a value
+                continue  # alone it would be a value, not a flag
             one = functools.partial(tyro.cli, make_dataclass("one", [(key, known[key])]))
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
@@ -222,7 +222,7 @@ def parse_call(
     *,
     prog: str | None = None,
 ) -> Callable[[], Any]:
-    """The function with the arguments of the command line, to be called; a mapping is of
+    """The function with the arguments of the command line bound, to be called; a mapping has
     subcommands. The parameters are the flags, and the docstring is --help. Raises as `parse`."""
     import tyro
 
@@ -251,7 +251,7 @@ def _run_tyro(
     known: Collection[str],
     prog: str | None = None,
 ) -> Any:
-    """known: the names of all settings, for what an unknown flag may have been meant to be."""
+    """known: the names of all settings, to suggest one for an unknown flag."""
     import tyro
 
     message = io.StringIO()
@@ -278,7 +278,7 @@ def _run_tyro(
 def _refusal(
     box: str, arguments: Sequence[str], known: Collection[str], help_command: str
 ) -> UsageError:
-    """The error that tyro's own message comes to; of an unknown flag, what was meant by it."""
+    """The error for tyro's own message; for an unknown flag it suggests a known one."""
     lines = [line.strip("│| ") for line in box.splitlines()[1:]]
     text = " ".join(line for line in lines if line)
     named = re.findall(r"--[a-z][\w-]*", text)
@@ -310,7 +310,7 @@ def _refusal(
 
 
 def _values(name: str, arguments: Sequence[str]) -> list[str]:
-    """What the last flag of this name is given among the arguments."""
+    """The values of the last flag of this name among the arguments."""
     values: list[str] = []
     is_its = False
     for word in arguments:
@@ -324,7 +324,7 @@ def _values(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """(name, type, metadata) of every setting, those of the configs in it included."""
+    """(name, type, metadata) of every setting, including those of the configs in it."""
     hints = get_type_hints(program)
     for field in fields(program):
         annotation = hints[field.name]
@@ -335,7 +335,7 @@ def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
 
 
 def _arguments(field: str, value: Any) -> list[str]:
-    """A value of a preset on the command line."""
+    """A value of a preset, as words of the command line."""
     if isinstance(value, bool):
         return [switch(field, value)]
     if isinstance(value, list):
@@ -347,8 +347,8 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
     """The file of this path, or the preset of this name in scripts/presets and its folders:
     mnli_336m or finetune/mnli_336m.
 
-    Raises UsageError, naming the nearest presets whose keys are all known (any where known is
-    empty), where there is neither.
+    Raises UsageError if there is neither; it names the nearest presets whose keys are all known
+    (any presets if `known` is empty).
     """
     if Path(name).is_file():
         return Path(name)
@@ -374,7 +374,7 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
 
 
 def _read_preset(file: Path, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """(key, value). Raises UsageError, naming file and key, for what is no setting."""
+    """(key, value). Raises UsageError, naming file and key, for an unknown setting."""
     for key, value in _read_toml(file).items():
         if key not in known or isinstance(value, dict):
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)

@@ -1,4 +1,4 @@
-"""The settings of a pretraining run, and the facts that hold between its configs."""
+"""The settings of a pretraining run, and the checks across its configs."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron.libraries import failure
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """What the programs share; each has its own configs of model and data."""
+    """Settings that the programs share; each has its own configs of model and data."""
 
     model: KindConfig
     parallel: TrainingParallelConfig = field(default_factory=TrainingParallelConfig)
@@ -54,12 +54,12 @@ class PretrainConfig:
         return self.optimizer.lr_decay_iters or self.training.steps
 
     def metrics_file(self) -> str | None:
-        """Where the record of the run is kept; None keeps none."""
+        """File of the record of the run; None keeps none."""
         save = self.checkpoint.save
         return self.logging.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError where two configs, or a config and world_size processes, disagree."""
+        """Raise UsageError if two configs, or a config and world_size processes, disagree."""
         if self.data.mock_data and (epochs := self.training.epochs) is not None:
             allowed = "given without --mock-data, which has no end"
             raise UsageError("--epochs", epochs, allowed, works=("--train-iters", "1000"))
@@ -117,11 +117,11 @@ class PretrainConfig:
         steps_done: int = 0,
         samples_done: int = 0,
     ) -> Self:
-        """With the --train-iters that --epochs comes to: what is left of a global batch at the end
-        is dropped.
+        """This config with --train-iters in place of --epochs; an incomplete global batch at the
+        end is dropped.
 
-        samples_in: samples of so many epochs. steps_done, samples_done: of the checkpoint that is
-        resumed, whose global batch may have been another. Raises UsageError where no batch is
+        samples_in: samples of a number of epochs. steps_done, samples_done: those of the resumed
+        checkpoint, whose global batch may have been another. Raises UsageError if no batch is
         filled, or warm-up does not fit.
         """
         if (epochs := self.training.epochs) is None:
@@ -141,7 +141,7 @@ class PretrainConfig:
         return config
 
     def _check_mode(self, mode: str) -> None:
-        """Refuse settings that no layer has that is cut in this tensor-parallel mode."""
+        """Refuse settings that layers do not have in this tensor-parallel mode."""
         if (norm := self.model.layernorm_impl) != "torch":
             allowed = f"torch with --tensor-parallel-mode {mode}, which cuts what a norm is of"
             raise UsageError("--layernorm-impl", norm, allowed, works=("--layernorm-impl", "torch"))
@@ -158,7 +158,7 @@ class PretrainConfig:
             )
 
     def warnings(self, device: str) -> list[str]:
-        """What is allowed, but rarely meant. device: torch's name of its kind, such as "cpu"."""
+        """Warnings of valid settings, rarely meant. device: torch's device type, such as "cpu"."""
         found: list[str] = []
         steps = self.training.steps
         if self.checkpoint.save is None:
@@ -185,7 +185,7 @@ class PretrainConfig:
 
 
 def epochs_of(samples: int, samples_in: Callable[[int], int]) -> int:
-    """The fewest epochs that have so many samples; samples_in: those of so many epochs."""
+    """The fewest epochs with at least `samples`; samples_in: samples of a number of epochs."""
     return bisect_left(range(samples), samples, key=samples_in)
 
 
@@ -226,7 +226,7 @@ class PretrainBertConfig(PretrainTextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainUnmodifiedConfig(PretrainConfig):
-    """Of models of transformers."""
+    """Settings for unmodified models of transformers."""
 
     model: HuggingFaceConfig
 
@@ -279,7 +279,7 @@ class PretrainHuggingFaceMaskedConfig(PretrainUnmodifiedConfig):
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 
 
-# What each setting takes from NVIDIA's apex: a file of the package, and its kernel's extension.
+# Parts of NVIDIA's apex that each setting needs: a file, and the extension with its kernel.
 _APEX = {
     "optimizer_impl": ("optimizers/fused_adam.py", "amp_C"),
     "layernorm_impl": ("normalization/fused_layer_norm.py", "fused_layer_norm_cuda"),
@@ -287,7 +287,7 @@ _APEX = {
 
 
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
-    """Raise UsageError where an implementation is "apex" and what it needs is not installed."""
+    """Raise UsageError if an implementation is "apex" and its parts are not installed."""
     for name, given in (("optimizer_impl", optimizer_impl), ("layernorm_impl", layernorm_impl)):
         if given != "apex":
             continue
@@ -316,7 +316,7 @@ def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
 
 
 def _origin(package: str) -> Path | None:
-    """The file of a part of apex, found without an import, as its extensions load torch; None where
-    there is none."""
+    """The file of a part of apex, found without an import, because its extensions load torch; None
+    if there is none."""
     spec = find_spec(package)
     return Path(spec.origin) if spec is not None and spec.origin is not None else None

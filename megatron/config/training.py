@@ -1,4 +1,4 @@
-"""The configs of a training run beside its model, in the order in which --help lists them."""
+"""The configs of a training run other than its model, in the order of --help."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -11,12 +11,12 @@ OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
 OF_PADDED |= {"dataset_name", "dataset_config", "dataset_split"}
 OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle", "pad"}
 OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
-"""Fields that decide nothing of mock data."""
+"""Fields that have no effect on mock data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What all pretraining programs read."""
+    """Data settings of all pretraining programs."""
 
     data_path: tuple[str, ...] = field(
         default=(), metadata={"replaces": {"mock_data", "dataset_name"}}
@@ -44,10 +44,10 @@ class DataConfig:
     """The byte-pair encoding's merges (merges.txt)."""
 
     shuffle: bool = True
-    """Take the samples of each epoch in an order of its own; with --no-shuffle in file order."""
+    """Read the samples of each epoch in its own random order; with --no-shuffle in file order."""
 
     num_workers: int = 2
-    """Threads that read ahead, a step each."""
+    """Threads that prefetch, one step each."""
 
     def __post_init__(self) -> None:
         positive(self, "seq_length", "num_workers")
@@ -73,17 +73,17 @@ class GPT2DataConfig(DataConfig):
     """Leave out the loss where the input is an end-of-document mark."""
 
     pad: bool = False
-    """Read documents, one a sample, tokenised on demand and padded on the right. Padding is not
-    scored, and not counted in tokens/s."""
+    """Read documents, one per sample, tokenised on demand and padded on the right. Padding is not
+    in the loss, and not counted in tokens/s."""
 
     dataset_name: str | None = field(
         default=None, metadata={"replaces": {"mock_data", "data_path"}}
     )
     """With --pad, in place of --data-path: a data set on the hub, or a local folder or file of
-    JSON, CSV, parquet or text, as datasets.load_dataset copies it to its cache."""
+    JSON, CSV, parquet or text, which datasets.load_dataset copies to its cache."""
 
     dataset_config: str | None = None
-    """The configuration of --dataset-name, or of a folder of parquet, that has several."""
+    """The configuration, if --dataset-name or a folder of parquet has several."""
 
     dataset_split: str | None = None
     """The split of --dataset-name, or of a folder of --data-path that holds several; train if not
@@ -96,16 +96,16 @@ class GPT2DataConfig(DataConfig):
     """Token of the vocabulary before each --pad document, such as [BOT]; none if not given."""
 
     end_token: str | None = None
-    """Token of the vocabulary after it; the tokenizer's end mark if not given."""
+    """Token of the vocabulary after each --pad document; the tokenizer's end mark if not given."""
 
     too_long: Literal["cut", "refuse"] = "cut"
-    """What happens to a --pad document of more than --seq-length + 1 tokens, begin and end
-    included: it is cut, and counted in the metrics, or refused at the start, for which all
+    """Treatment of a --pad document of more than --seq-length + 1 tokens, begin and end included.
+    cut: it is cut, and counted in the metrics. refuse: an error at the start, for which all
     documents are tokenised."""
 
     cache_tokens: bool = False
-    """Keep the tokens of --pad's JSON lines in a file beside them, whose name has the hash of their
-    content and of the tokenizer: every later run and epoch reads them from there."""
+    """Cache the tokens of --pad's JSON lines in a file beside them, whose name has the hash of
+    their content and of the tokenizer. Every later run and epoch reads this file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,7 @@ class BertDataConfig(DataConfig):
     """Probability of a sample that is shorter than --seq-length would allow."""
 
     max_ngram_size: int = 3
-    """Words that are masked together at most; n of them with probability in proportion to 1/n."""
+    """Most words that are masked together; n words have a probability in proportion to 1/n."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,8 +172,8 @@ class OptimizerConfig:
     """Iterations over which the learning rate rises linearly from 0, or --lr-warmup-init."""
 
     lr_warmup_init: float | None = None
-    """Learning rate of the first update, from which it rises instead; given, warm-up and decay
-    count the updates done, as torch's schedulers and Megatron-LM do, and not the one at hand."""
+    """Learning rate of the first update, from which it rises. If given, warm-up and decay count
+    completed updates, as torch's schedulers and Megatron-LM do, without the current one."""
 
     weight_decay: float = 0.01
     """Weight decay; biases and norms are exempt."""
@@ -198,10 +198,10 @@ class OptimizerConfig:
     """Adam: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
 
     optimizer_cpu_offload: bool = False
-    """Keep masters and Adam's moments in the host's memory and update them there."""
+    """Keep master weights and Adam's moments in host memory and update them there."""
 
     clip_grad: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Largest global norm of the gradient; 0 disables clipping."""
 
     def __post_init__(self) -> None:
         positive(self, "lr", "adam_eps", "lr_decay_iters")
@@ -227,7 +227,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BertOptimizerConfig(OptimizerConfig):
-    """With the defaults of the paper's BERT (section 4.2)."""
+    """Defaults of the paper's BERT (section 4.2)."""
 
     lr: float = 1e-4
     min_lr: float = 0.0
@@ -237,20 +237,20 @@ class BertOptimizerConfig(OptimizerConfig):
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     train_iters: int | None = field(default=None, metadata={"replaces": {"epochs"}})
-    """Optimizer steps to train for, those before a resume included; it or --epochs is needed."""
+    """Optimizer steps to train for, those before a resume included; this or --epochs is needed."""
 
     epochs: int | None = field(default=None, metadata={"replaces": {"train_iters"}})
     """Passes over the training split to train for, in place of --train-iters: the steps of whole
-    global batches in them. Of a blend, until its first data set has been read that often."""
+    global batches in them. A blend ends when one of its data sets has been read this many times."""
 
     micro_batch_size: int = 1
     """Samples of one forward and backward pass on one model; in --tensor-parallel-mode 2d, 2.5d and
-    3d on each process of those of a model that read different samples."""
+    3d, on each of the processes of a model that read different samples."""
 
     global_batch_size: int | None = None
-    """Samples of an optimizer step; if not given --micro-batch-size x the processes that read
-    different samples, which are the data-parallel models but in --tensor-parallel-mode 2d, 2.5d and
-    3d."""
+    """Samples of an optimizer step. If not given: --micro-batch-size x the processes that read
+    different samples, which are the data-parallel models except in --tensor-parallel-mode 2d, 2.5d
+    and 3d."""
 
     seed: int = 1234
     """Seed of initialisation, data order and dropout."""
@@ -259,7 +259,7 @@ class TrainingConfig:
     """Steps between evaluations on the validation split."""
 
     eval_iters: int = 100
-    """Global batches of an evaluation; 0 does not evaluate."""
+    """Global batches of an evaluation; 0 disables evaluation."""
 
     exit_interval: int | None = None
     """Save and exit at the next step that is a multiple of this."""
@@ -269,19 +269,19 @@ class TrainingConfig:
 
     compile: bool | None = None
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
-    faster steps. If not given: on a GPU whose compiler works."""
+    faster steps. If not given, only on a GPU whose compiler works."""
 
     cuda_graph: bool = False
-    """Record forward and backward of a step as one CUDA graph, which the GPU repeats without the
-    host: for models so small that the GPU waits for it. One process alone; the graph keeps the
-    memory of a step between steps."""
+    """Record forward and backward of a step as one CUDA graph, which the GPU replays without the
+    host: for models so small that the GPU waits for the host. Only with one process. The graph
+    keeps the memory of a step between steps."""
 
     deterministic: bool = False
     """Give the same bits in every run, by deterministic operators, cuBLAS, NCCL and compiler:
     slower on a GPU. On a CPU it changes nothing."""
 
     check_replicas_interval: int = 100
-    """Steps between comparisons of what the ranks hold in common; 0 does not compare."""
+    """Steps between comparisons of the state that ranks hold in common; 0 disables them."""
 
     def __post_init__(self) -> None:
         positive(self, "train_iters", "epochs", "micro_batch_size", "global_batch_size")
@@ -301,7 +301,7 @@ class TrainingConfig:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps to train for; with --epochs they are known once the data are open:
+        """Optimizer steps to train for; with --epochs they are known once the data are open, see
         `PretrainConfig.with_steps`."""
         assert self.train_iters is not None
         return self.train_iters
@@ -311,14 +311,14 @@ class TrainingConfig:
 class PrecisionConfig:
     bf16: bool | None = field(default=None, metadata={"replaces": {"fp16"}})
     """Compute in bfloat16, with fp32 master weights and gradient accumulation. If neither this nor
-    --fp16 is given: as the checkpoint that is resumed, else on where the device has it."""
+    --fp16 is given: as in the resumed checkpoint, else on if the device has it."""
 
     fp16: bool = field(default=False, metadata={"replaces": {"bf16", "pure_bf16"}})
     """Compute in float16 with loss scaling and fp32 master weights."""
 
     pure_bf16: bool = field(default=False, metadata={"replaces": {"fp16"}})
-    """Keep everything in bfloat16: weights, gradients and Adam's moments, without masters. A weight
-    takes 8 bytes in place of 18; updates below its rounding, one part in 256, are lost."""
+    """Keep everything in bfloat16: weights, gradients and Adam's moments, without master weights. A
+    weight takes 8 bytes in place of 18; updates below its rounding, one part in 256, are lost."""
 
     loss_scale: float | None = None
     """Loss scale that never changes; dynamic if not given."""
@@ -330,13 +330,13 @@ class PrecisionConfig:
     """Steps without overflow after which the loss scale is doubled."""
 
     hysteresis: int = 2
-    """Overflows within a window that it takes to halve the loss scale."""
+    """Overflows within a window after which the loss scale is halved."""
 
     min_loss_scale: float = 1.0
     """Lowest loss scale; an overflow there ends the run."""
 
     max_consecutive_skips: int = 50
-    """Steps skipped in a row for overflow that end the run."""
+    """Steps skipped in a row for overflow after which the run ends."""
 
     def __post_init__(self) -> None:
         positive(self, "loss_scale", "loss_scale_window", "hysteresis")
@@ -372,7 +372,7 @@ class PrecisionConfig:
 
     @property
     def name(self) -> str | None:
-        """What is computed in: "fp16", "bf16" or "fp32", or None where the command line leaves it
+        """Dtype of the computation: "fp16", "bf16" or "fp32", or None if the command line leaves it
         open."""
         if self.fp16:
             return "fp16"
@@ -398,7 +398,7 @@ class LoggingConfig:
     """Steps between lines of metrics."""
 
     log_ranks: bool = False
-    """Log a line for each rank at the start: its place along each axis, its host and its device."""
+    """Log a line for each rank at the start: its coordinate on each axis, host and device."""
 
     metrics_file: str | None = None
     """JSON lines of metrics, the record of a run; metrics.jsonl in --save if not given."""

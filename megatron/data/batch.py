@@ -1,4 +1,4 @@
-"""What a data set gives: samples of given numbers, as arrays; and which numbers a rank reads."""
+"""Batches of a data set: samples as arrays, and the sample numbers that each rank reads."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -6,48 +6,47 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar, Protocol, Self
 
-Array = Any  # of numpy as a data set makes it, of torch on a device
+Array = Any  # a numpy array from a data set, a torch tensor on a device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some samples. Each kind of model has fields of its own: arrays whose first dim is the sample.
+    """Some samples. Each kind of model adds its own fields: arrays whose first dim is the sample.
 
-    b: samples, s: tokens of each. per_token: the fields whose last dim is a token of a sample.
+    b: samples, s: tokens of each. per_token: fields whose last dim is the token of a sample.
     """
 
     per_token: ClassVar[tuple[str, ...]] = ()
 
     numbers: Array = None
-    """int64 [b]: of the samples in the whole training, which dropout is a function of; None in
+    """int64 [b]: sample numbers, counted over the whole training; dropout depends on them. None in
     evaluation."""
     places: Array = None
-    """int64 [tokens]: where in its sample each token is; None where all of them are there."""
+    """int64 [tokens]: position of each token in its sample; None where all tokens are there."""
 
     @property
     def num_samples(self) -> int:
-        first_own = fields(self)[len(fields(Batch))]  # of the kind of model
+        first_own = fields(self)[len(fields(Batch))]  # the first that the kind of model adds
         return len(getattr(self, first_own.name))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, padding aside; of what has none, the samples."""
+        """Tokens that are read, without padding; the number of samples if they have no tokens."""
         return self.num_samples
 
     @property
     def num_cut(self) -> int | None:
-        """Samples that lost a part, since they are longer than what is read; None where nothing can
-        be."""
+        """Samples that are cut because they are longer than what is read; None if none can be."""
         return None
 
     @property
     def num_empty(self) -> int | None:
-        """Samples of which nothing is learned, since no token of them is to be predicted; None
-        where that cannot be."""
+        """Samples without a token to be predicted, from which nothing is learned; None if there can
+        be none."""
         return None
 
     def trimmed(self) -> Self:
-        """Without what only fills it up to the sizes that kernels like."""
+        """The batch without entries that only fill it up to sizes that kernels like."""
         return self
 
     def numbered(self, numbers: Array) -> Self:
@@ -57,8 +56,9 @@ class Batch:
         return batch
 
     def take(self, order: Array) -> Self:
-        """The tokens at these places of each sample, int64 [at most s], in this order; attention's
-        mask and its dropout, which know no places, are of the new order."""
+        """The batch with only the tokens at positions `order`, int64 [at most s], of each sample,
+        in that order. Attention's mask and dropout do not know positions and follow the new
+        order."""
         arrays = {name: getattr(self, name) for name in self.per_token}
         cut = {n: None if each is None else each[..., order] for n, each in arrays.items()}
         places = order if self.places is None else self.places[order]
@@ -81,13 +81,13 @@ class TextBatch(Batch):
 class ExampleBatch(TextBatch):
     """Labelled examples to fine-tune BERT on, padded to the longest sequence among them.
 
-    With several options tokens, token_types and is_real have three dims, [b, options, s].
+    With several options, tokens, token_types and is_real have three dims, [b, options, s].
     """
 
     token_types: Array  # int64 [b, s]
     is_real: Array  # bool [b, s], False where there is padding
-    labels: Array  # int64 [b, 1], [b, 2] of spans, [b, 0] where they are not known
-    counted: Array  # float32 [b], 0 of an example that only fills the batch
+    labels: Array  # int64 [b, 1]; [b, 2] for spans, [b, 0] where they are not known
+    counted: Array  # float32 [b], 0 for an example that only fills the batch
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +98,7 @@ class Samples(Protocol):
     """A series of samples, each a pure function of its number."""
 
     samples_per_epoch: int
-    """Numbers below it are of different samples."""
+    """Numbers below it belong to different samples."""
 
     def batch(self, numbers: Sequence[int], /) -> Batch:
         """The samples of these numbers, in their order; called from several threads."""
@@ -108,7 +108,7 @@ class Samples(Protocol):
 def micro_batch_numbers(
     consumed: int, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> list[range]:
-    """Sample numbers of this rank's micro-batches of the step that starts at sample `consumed`.
+    """Sample numbers of this rank's micro-batches in the step that starts at sample `consumed`.
 
     All ranks together read [consumed, consumed + global_batch_size), each number once, whatever
     the micro-batch and data-parallel sizes.

@@ -1,19 +1,18 @@
 """BERT's samples (paper, section 5.2): a pure function of (seed, sample number), masks included.
 
-A sample is two segments of one document, whose order BERT predicts (pairs.py), and in which it
-predicts words (Masking, below); padding fills it up:
+A sample is two segments of one document, filled up with padding. BERT predicts the order of the
+segments (pairs.py) and some of their words (Masking, below):
 
     tokens       [CLS] first  [SEP] second [SEP] [PAD] ...     some of them masked
     token_types    0     0      0     1      1     0
     is_real      True                       True  False
 
-An epoch takes the blocks of sentences in an order of its own, a blend takes them from several data
-sets (order.py). In place of a spare number another block is drawn, so in an epoch, or in a whole
-validation split, every block comes at least once and some come again, with another cut and other
-masks; all with the same probability, so that a mean over the split is a fair one. What is drawn for
-a sample number is drawn from a generator of its own: each epoch draws anew, while each evaluation
-reads the same samples. Only the generator's uniform numbers are used: what else numpy draws may
-differ between its versions.
+Each epoch reads the blocks of sentences in its own order; a blend reads them from several data sets
+(order.py). A spare number is replaced by another block, drawn at random. So an epoch, or a whole
+validation split, has every block at least once and some blocks again, with another cut and other
+masks. All blocks are drawn with the same probability, so that a mean over the split is fair. Each
+sample number has its own generator: every epoch draws anew, while every evaluation reads the same
+samples. Only uniform numbers are drawn: numpy's other draws may differ between its versions.
 
 b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are marks.
 """
@@ -35,9 +34,9 @@ from megatron.data.pairs import SPECIAL, Blocks, Pair, draw_pair
 from megatron.data.sources import Corpus
 from megatron.data.tokenizer import BertTokenizer
 
-MASKED_MULTIPLE = 16  # of the rows whose tokens are predicted, so that kernels meet few sizes
+MASKED_MULTIPLE = 16  # rows to be predicted are padded to it, so that kernels meet few sizes
 
-# Shares of the tokens to be predicted that are replaced; the others are read as they are.
+# Shares of the tokens to be predicted that become [MASK], or a random id; the others stay.
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
@@ -56,8 +55,8 @@ class BertBatch(TextBatch):
     is_swapped: Array = None
     """int64 [b]: 1 where the second segment comes before the first in the document, else 0."""
 
-    # Of the k masked tokens: which they are of all b x s, and their labels. They are filled up with
-    # places that do not count, so that the sizes of matmuls come again.
+    # The k masked tokens: index of each among all b x s, and labels. Entries that do not count pad
+    # k, so that the same sizes of matmuls recur.
     masked: Array = field(init=False, default=None)
     """int64 [k]"""
     masked_labels: Array = field(init=False, default=None)
@@ -86,7 +85,7 @@ class BertBatch(TextBatch):
 class RandomPairs:
     """Random tokens in two segments without padding, each sample a function of seed and number.
 
-    Of the first n samples mask_prob of all tokens are to be predicted, rounded, whatever n.
+    For every n, mask_prob of all tokens in the first n samples are to be predicted, rounded.
     """
 
     vocabulary: int
@@ -117,29 +116,30 @@ class RandomPairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Whole-word n-gram masking: which tokens are to be predicted, and what is read in their place.
+    """Whole-word n-gram masking: chooses the tokens to be predicted and replaces them.
 
-    A word is a piece and the continuations after it. A sample of W words gets k n-grams, where k is
-    mask_prob W / mean, rounded up or down at random so that this is its mean; n is between 1 and
-    max_ngram_size with probability in proportion to 1/n, and its mean is max_ngram_size / (1 + 1/2
-    + ... + 1/max_ngram_size). So the expected shares are simple, however long the words are:
+    A word is a piece and the continuations after it. An n-gram has 1 to max_ngram_size words, n of
+    them with probability in proportion to 1/n; the mean of n is max_ngram_size / (1 + 1/2 + ... +
+    1/max_ngram_size). A sample of W words gets k n-grams: mask_prob W / mean, rounded up or down at
+    random so that this is the mean of k. So the expected shares are simple, for words of any
+    length:
 
-        tokens to be predicted         mask_prob of all, marks not among them
+        tokens to be predicted         mask_prob of all but the marks
         n-grams of 1, 2, 3, ... words  as 1 : 1/2 : 1/3 ...
-        a token to be predicted        0.8 [MASK], 0.1 a random id, 0.1 itself, each drawn by itself
+        a token to be predicted        0.8 [MASK], 0.1 a random id, 0.1 itself, drawn independently
 
-    The n-grams lie anywhere in a segment with the same probability but do not touch, so that a run
-    of words to be predicted is one n-gram. Samples of few words get one n-gram all the same, which
-    makes their share larger: those of fewer than 11 words, for the usual settings. An n-gram is
-    shorter where its segment has not so many words.
+    All positions of the n-grams in a segment are equally probable, but n-grams do not touch: a run
+    of words to be predicted is one n-gram. A sample of few words (under 11 with the usual settings)
+    still gets one n-gram, so its share is larger. An n-gram is shorter if its segment has fewer
+    words.
     """
 
     mask: int
     """Id of [MASK]."""
     ordinary: NDArray[np.int64]
-    """The ids that may replace another."""
+    """Ids that may replace a token."""
     is_continuation: NDArray[np.bool_]
-    """[vocabulary]: whether a piece goes on with the word before it."""
+    """[vocabulary]: whether a piece continues the word before it."""
     mask_prob: float
     max_ngram_size: int
 
@@ -160,20 +160,20 @@ class Masking:
     def choose(
         self, segments: Sequence[NDArray[np.int64]], rng: np.random.Generator
     ) -> list[NDArray[np.bool_]]:
-        """Which tokens of each segment are to be predicted."""
-        words = []  # of each piece, its word, from 0 on
+        """Whether each token is to be predicted, by segment."""
+        words = []  # word number of each piece, from 0
         for segment in segments:
             begins = ~self.is_continuation[segment]
             begins[0] = True  # even where the segment was cut within a word
             words.append(np.cumsum(begins) - 1)
         num_words = [int(word[-1]) + 1 for word in words]
-        # N-grams of each segment; one offset rounds them all, so that their sum is rounded too.
+        # N-grams per segment. One offset rounds all counts, so that their sum is rounded, too.
         mean = float(1 + (1 - self._shares).sum())
         expected = np.array(num_words) * self.mask_prob / mean
         expected *= max(1.0, 1 / expected.sum())
         ends = np.floor(np.cumsum(expected) + rng.random()).astype(int)
-        # Words of each n-gram, in random order; each length as often as its share says, but for 1.
-        # Drawn one by one they would be as often on average, but vary more from sample to sample.
+        # Words of each n-gram, in random order. Each length occurs count x its share times, within
+        # 1. Independent draws would have the same mean, but vary more from sample to sample.
         count = int(ends[-1])
         levels = (np.argsort(rng.random(count), kind="stable") + rng.random()) / count
         lengths = np.split(np.searchsorted(self._shares, levels, "right") + 1, ends[:-1])
@@ -196,11 +196,11 @@ class Masking:
 
 
 def _spread(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """bool [words]: n-grams of these lengths at random, none touching, all ways as likely."""
+    """bool [words]: n-grams of these lengths, none touching; all placements are equally likely."""
     lengths = np.minimum(lengths, words)
     lengths = lengths[np.cumsum(lengths) + np.arange(len(lengths)) <= words]
     free = words - int(lengths.sum())
-    # Other words before each n-gram: all different, so that no two n-grams touch.
+    # Number of other words before each n-gram: all different, so that no two n-grams touch.
     before = np.sort(np.argsort(rng.random(free + 1), kind="stable")[: len(lengths)])
     ends = before + np.cumsum(lengths)
     steps = np.zeros(words + 1, np.int64)
@@ -211,24 +211,24 @@ def _spread(lengths: NDArray[np.int64], words: int, rng: np.random.Generator) ->
 
 @dataclass(frozen=True, kw_only=True)
 class BertSample:
-    """A sample before it is put into a batch. Each list holds an array [n] of each segment."""
+    """A sample before it is put into a batch. Each list holds one array [n] per segment."""
 
     pair: Pair
     is_spare: bool
-    """Whether the sample number belongs to no block, so that one was drawn."""
+    """Whether the sample number has no block of its own, so that one was drawn."""
     labels: list[NDArray[np.int64]]
-    """The tokens in the document."""
+    """Tokens as they are in the document."""
     is_masked: list[NDArray[np.bool_]]
-    """Which of them are to be predicted."""
+    """Whether each of them is to be predicted."""
     tokens: list[NDArray[np.int64]]
-    """What the model reads."""
+    """Tokens that the model reads."""
 
 
 class BertDataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
-    until it has been read n times.
+    samples_per_epoch: samples until one data set of the blend starts its second epoch.
+    samples_in(n): until one has been read n times.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class BertDataset:
         )
 
     def samples(self, numbers: Sequence[int]) -> list[BertSample]:
-        """As batch(), with how each was drawn."""
+        """The samples of batch(), each with how it was drawn."""
         samples: dict[int, BertSample] = {}
         for blocks, rows, block_numbers in self._series.locate(numbers):
             for row, block_number in zip(rows.tolist(), block_numbers.tolist(), strict=True):
@@ -323,9 +323,9 @@ def open_bert_splits(
 ) -> tuple[BertDataset | None, BertDataset | None, BertDataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
-    Raises ValueError, naming the flag, for a split without documents or without any of two
-    sentences, for documents that are not cut into sentences, for ones with end marks, and where
-    there is no room for two segments.
+    Raises ValueError, naming the flag, for a split without documents, or without one of two
+    sentences; for documents that are not split into sentences, or have end marks; and if seq_length
+    has no room for two segments.
     """
     if seq_length < SPECIAL + 2:
         raise ValueError(

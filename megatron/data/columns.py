@@ -1,4 +1,4 @@
-"""Documents from a column of text: of a map-style `datasets.Dataset`, or of parquet files.
+"""Documents from a column of text, of a map-style `datasets.Dataset` or of parquet files.
 
 | what is read | how | text of a random row |
 |---|---|---|
@@ -7,17 +7,17 @@
 | other parquet | a row group is decoded for each row | 1 to 200 ms |
 | `load_dataset(name or path)` | memory-mapped Arrow, which it copies to its cache once | 10 us |
 
-Parquet has no access by row: a row costs its whole row group, and in a shuffled order every sample
-is in another one. That takes 1 ms for a group of 0.3 MB of text, 2 ms for 3 MB, 30 ms for 28 MB and
-200 ms for the 100 MB that `datasets` writes by default (one core, snappy, 110 MB in all). The
-groups decoded last are kept, up to 256 MiB. Where the column is larger, `--dataset-name` on the
-same files, which copies them to Arrow once, is the faster way.
+Parquet has no access by row: reading a row decodes its whole row group, and in shuffled order every
+sample is in another group. That takes 1 ms for a group of 0.3 MB of text, 2 ms for 3 MB, 30 ms for
+28 MB and 200 ms for the 100 MB that `datasets` writes by default (one core, snappy, 110 MB in all).
+The groups used last are kept, up to 256 MiB. If the column is larger, `--dataset-name` on the same
+files is faster: it copies them to Arrow once.
 
-Each source is read once as a whole, which takes some 0.5 s per GB where the disk is as fast, to
-leave out the rows without text and to identify the rest. What was found is kept beside the data
-and holds while sizes and modification times of its files stay. The identity is of the texts in
-their order, not of files: `save_to_disk` writes equal texts into other files whenever its version,
-shards, or an index mapping differ.
+Each source is read once as a whole (some 0.5 s per GB if the disk is as fast), to find the rows
+without text and to hash the others. The result is kept beside the data and is valid while sizes and
+modification times of the files stay the same. The hash is of the texts in their order, not of the
+files: `save_to_disk` writes equal texts to different files whenever its version, shards, or an
+index mapping differ.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from megatron.libraries import Library
 datasets, pa = Library("datasets"), Library("pyarrow")
 pc, pq = Library("pyarrow.compute"), Library("pyarrow.parquet")
 
-BATCH_ROWS = 1000  # of the one pass
+BATCH_ROWS = 1000  # rows read together in the one pass
 CACHED_BYTES = 256 << 20  # of decoded row groups
-LARGE_GROUP = 4 << 20  # bytes of text, from which on decoding one for each sample is slow
+LARGE_GROUP = 4 << 20  # bytes of text; decoding a larger group for each sample is slow
 
 
 class TextColumn(Protocol):
@@ -55,32 +55,32 @@ class TextColumn(Protocol):
         ...
 
     def __getitem__(self, row: int) -> str | None:
-        """The text of a row that has one; any thread may ask."""
+        """The text of a row that has one; safe in any thread."""
         ...
 
     def batches(self) -> Iterator[Any]:
-        """pyarrow arrays of text, of all rows in their order."""
+        """pyarrow arrays of the texts of all rows, in their order."""
         ...
 
 
 class ColumnDocuments:
-    """The rows of a column that hold text, in their order, by number.
+    """The rows of a column that hold text, numbered in their order.
 
-    Meets megatron.data.documents.Documents. A row without text (null, empty, blank, no UTF-8) is
-    left out.
+    Implements megatron.data.documents.Documents. Rows without text (null, empty, blank, not UTF-8)
+    are left out.
     """
 
     def __init__(self, name: str, column: TextColumn, *, cache: ScanCache | None = None) -> None:
         """name: flag and value, for messages. cache: where the result of the pass is kept.
 
-        Warns of rows without text; raises ValueError where there is no other.
+        Warns of rows without text; raises ValueError if no row has text.
         """
         self.name, self._column = name, column
         found = _scan(column) if cache is None else cache.find(partial(_scan, column))
         digest, without = str(found["digest"]), found["without"]
         self.content = f"SHA-256 {digest} of texts"
         self.num_documents = len(column) - len(without)
-        # Of each row that is left out: how many documents are before it.
+        # Number of documents before each row that is left out.
         self._before = without - np.arange(len(without))
         if not self.num_documents:
             raise ValueError(
@@ -95,14 +95,14 @@ class ColumnDocuments:
             )
 
     def row(self, number: int) -> int:
-        """Of the document of this number, counted from 0."""
+        """Row of the document of this number, counted from 0."""
         return number + int(np.searchsorted(self._before, number, side="right"))
 
     def place(self, number: int) -> str:
         return f"{self.name}, row {self.row(number)}"
 
     def text(self, number: int) -> str:
-        """Raises DataError where the column is not what it was."""
+        """Raises DataError if the column has changed."""
         if (text := self._column[self.row(number)]) is None:
             raise DataError(
                 f"{self.place(number)} holds no text: it has changed since the whole was read; "
@@ -112,10 +112,10 @@ class ColumnDocuments:
 
 
 def _scan(column: TextColumn) -> dict[str, NDArray[Any]]:
-    """digest: SHA-256, in hex, of the texts; without: int64 rows without text. From one pass over
-    the column.
+    """One pass over the column. digest: SHA-256, in hex, of the texts; without: int64, rows without
+    text.
 
-    Lengths and bytes go to a hash each, so that the result does not depend on batches.
+    Lengths and bytes have separate hashes, so that the result does not depend on batches.
     """
     sizes, content = hashlib.sha256(), hashlib.sha256()
     without, row = [np.empty(0, np.int64)], 0
@@ -136,7 +136,7 @@ def _scan(column: TextColumn) -> dict[str, NDArray[Any]]:
 
 
 def _has_text(texts: Any) -> NDArray[np.bool_]:
-    """Of each: whether it is there, is UTF-8, and holds more than white space."""
+    """Whether each text is not null, is UTF-8, and holds more than white space."""
     try:
         blank = pc.or_kleene(pc.utf8_is_space(texts), pc.equal(pc.binary_length(texts), 0))
     except pa.ArrowInvalid:  # not UTF-8 somewhere in the batch
@@ -148,11 +148,11 @@ def _has_text(texts: Any) -> NDArray[np.bool_]:
 
 
 class DatasetColumn:
-    """A column of a map-style `datasets.Dataset`, also of one that was shuffled or selected."""
+    """A column of a map-style `datasets.Dataset`, which may be shuffled or selected."""
 
     def __init__(self, dataset: Any, column: str, name: str) -> None:
-        """Raises ValueError, naming the flag, where the dataset is not map-style or the column is
-        not one of text."""
+        """Raises ValueError, naming the flag, if the dataset is not map-style or the column does
+        not hold text."""
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
@@ -175,14 +175,14 @@ class DatasetColumn:
 
 
 class ParquetColumn:
-    """A column of parquet files, one after another; decoded row groups are kept, the last used."""
+    """A column of parquet files, one after another; keeps the row groups used last decoded."""
 
     def __init__(
         self, files: Sequence[Path], column: str, name: str, cached_bytes: int = CACHED_BYTES
     ) -> None:
-        """cached_bytes: of decoded text that is kept; the row group read last always is.
+        """cached_bytes: most bytes of decoded text kept; the row group read last always is.
 
-        Warns where most samples will decode a large row group.
+        Warns if most samples will decode a large row group.
         """
         self._files, self._column, self._cached_bytes = files, column, cached_bytes
         self._names = [name if len(files) == 1 else f"{name} ({file.name})" for file in files]
@@ -231,7 +231,7 @@ class ParquetColumn:
     def _decode(self, number: int) -> Any:
         """The texts of a row group.
 
-        Decoding is outside of the lock: two threads that want the same group at the same time both
+        Decoding runs outside the lock: two threads that need the same group at the same time both
         decode it.
         """
         with self._lock:
@@ -252,7 +252,7 @@ class ParquetColumn:
 
     @contextmanager
     def _open(self, file: int) -> Iterator[Any]:
-        """A reader of its own, as one is not safe in several threads; the footer is not read again.
+        """A new reader, because readers are not thread-safe; the footer is not read again.
 
         Memory-mapped: only the text column's pages are read.
         """
@@ -265,7 +265,7 @@ class ParquetColumn:
 
     @contextmanager
     def _named_errors(self, file: int) -> Iterator[None]:
-        """What cannot be read as DataError, naming the flag and the file."""
+        """Turns read errors into DataError, which names the flag and the file."""
         try:
             yield
         except (OSError, pa.ArrowException) as error:
@@ -284,7 +284,7 @@ class ParquetColumn:
 
 
 def check_column(column: str, schema: Any, name: str) -> None:
-    """ValueError, naming those that would do, where the Arrow schema has no such column of text."""
+    """ValueError, naming the text columns, if the Arrow schema has no such column of text."""
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind

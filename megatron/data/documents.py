@@ -1,8 +1,8 @@
-"""Documents that are read one by one: what a padded sample is made of.
+"""Documents that are read one by one, for padded samples of one document each.
 
-A source of documents meets the protocol `Documents`; `open_documents` says which one a path of
---data-path names. JSON lines are found once, by offset, and are read and parsed when they are asked
-for.
+A source of documents implements the protocol `Documents`; `open_documents` opens the source that a
+path of --data-path names. Offsets of JSON lines are found once; a line is read and parsed when it
+is asked for.
 """
 
 import os
@@ -30,25 +30,25 @@ ENDINGS = (".jsonl", ".json")
 
 
 class Documents(Protocol):
-    """Texts by their numbers."""
+    """Texts by number."""
 
     name: str
-    """For messages: the file."""
+    """Name of the file, for messages."""
     num_documents: int
     content: str
-    """What is in it: "SHA-256 ...". A resumed run has to find the same again."""
+    """Identity of the texts, "SHA-256 ..."; a resumed run must find the same."""
 
     def text(self, number: int) -> str:
-        """Of the document of this number, in range(num_documents); any thread may ask."""
+        """Text of the document of this number, in range(num_documents); safe in any thread."""
         ...
 
     def place(self, number: int) -> str:
-        """For messages: where the document of this number is."""
+        """Location of the document of this number, for messages."""
         ...
 
 
 def names_documents(path: str) -> bool:
-    """Whether a path of --data-path is of documents, not the prefix of a .bin and .idx pair."""
+    """Whether a path of --data-path names documents, not the prefix of a .bin and .idx pair."""
     if names_map_style(path):
         return not with_suffix(path, ".idx").is_file()
     stem = path.removesuffix(Path(path).suffix) if Path(path).suffix in OPENERS else path
@@ -60,9 +60,9 @@ def open_documents(
 ) -> Documents:
     """The documents at a path of --data-path.
 
-    key: where the text of a JSON line is, or the column of it. split: the one to take of a folder
-    that holds several, by default "train"; config: likewise the configuration. Raises ValueError,
-    naming the flag, for what holds none.
+    key: key of the text in a JSON line, or its column. split: the split of a folder that holds
+    several, by default "train"; config: likewise its configuration. Raises ValueError, naming the
+    flag, for a path without documents.
     """
     if names_map_style(path):
         return open_map_style(path, column=key, split=split, config=config)
@@ -86,13 +86,13 @@ def open_documents(
 
 
 class JsonLines:
-    """The texts of a file of JSON lines, in its order; lines without one are left out.
+    """The texts of a file of JSON lines, in its order; lines without text are left out.
 
-    The file is read once, in which its lines are found, checked and identified.
+    One pass over the file finds and checks its lines, and hashes the file.
     """
 
     def __init__(self, path: str, key: str) -> None:
-        """Warns of lines that hold no text; raises ValueError, naming --data-path, if none does."""
+        """Warns of lines without text; raises ValueError, naming --data-path, if none has text."""
         self.name, self._key = path, key
         cache = ScanCache(Path(path), [Path(path)], key)
         found = cache.find(partial(_read_lines, path, key))
@@ -123,7 +123,7 @@ class JsonLines:
             )
 
     def text(self, number: int) -> str:
-        """Raises DataError where the file is not what it was when it was opened."""
+        """Raises DataError if the file has changed since it was opened."""
         size, start = int(self._sizes[number]), int(self._starts[number])
         content = os.pread(self._descriptor, size, start)
         try:
@@ -140,9 +140,9 @@ class JsonLines:
 
 
 def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
-    """starts: int64 [documents], the byte at which the line of each starts. sizes: int32
-    [documents], bytes of each line without its end. digest: SHA-256, in hex, of the whole file.
-    bad: lines that hold no document; first_bad: the first of them, and why."""
+    """starts: int64 [documents], byte at which each line starts. sizes: int32 [documents], bytes of
+    each line without its end. digest: SHA-256, in hex, of the whole file. bad: number of lines
+    without a document; first_bad: the first of them, and why."""
     starts, sizes, bad, first_bad = array("q"), array("i"), 0, ""
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(sha256, Path(path))
@@ -170,7 +170,7 @@ def _is_array(path: str) -> bool:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Of the line that starts at this byte, counted from 1."""
+    """Number, from 1, of the line that starts at this byte."""
     number = 1
     with Path(path).open("rb") as stream:
         while offset and (piece := stream.read(min(offset, 1 << 20))):

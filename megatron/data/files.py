@@ -1,4 +1,4 @@
-"""The files of a data set: their names, writing that survives a crash, what is kept beside them."""
+"""Files of a data set: names, writing that survives a crash, and files kept beside them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# What is read of a file to tell it from another: 128 KiB, and few enough seeks for a slow disk.
+# Pieces of a file that are read to identify it: 128 KiB, and few enough seeks for a slow disk.
 PIECES, PIECE = 8, 16 << 10
-SAMPLE = "; sample "  # in the content of a data set, before what older programs did not record
+SAMPLE = "; sample "  # in `content` of a data set, before the part that older programs lack
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
-    """P and .bin to P.bin, dots in P or not."""
+    """P.bin for P and .bin, even if P contains dots."""
     return Path(prefix + suffix)
 
 
 def tokenizer_folder(prefix: str) -> Path:
-    """Where the files of the tokenizer that made the data set are kept, beside it."""
+    """Folder beside the data set with the files of the tokenizer that made it."""
     return with_suffix(prefix, ".tokenizer")
 
 
 def temporary(file: Path) -> Path:
-    """A name beside that of the file, this process's own, to write under and then rename."""
+    """This process's temporary name in the file's folder, to write under and then rename."""
     return file.with_name(f"{file.name}.tmp{os.getpid()}")
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Put the file in place with all of the content, on disk, or leave what was there.
+    """Put the file with its whole content on disk, or leave what was there.
 
-    Where the disk is full, the OSError says how many bytes are needed and how many are free.
+    If the disk is full, the OSError says how many bytes are needed and how many are free.
     """
     staged = temporary(file)
     try:
@@ -58,7 +58,7 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def disk_space(file: Path, needed: int) -> str:
-    """For a message: the bytes that a file needs, and those that are free where it would lie."""
+    """For messages: the bytes that a file needs, and those that are free in its folder."""
     free = shutil.disk_usage(file.parent).free
     return f"it needs {needed:,} bytes, {free:,} are free there"
 
@@ -69,21 +69,21 @@ def flush_to_disk(stream: BinaryIO) -> None:
 
 
 def flush_directory(directory: Path) -> None:
-    """Make the renames in a directory last."""
+    """Make the renames in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def sha256(file: Path) -> str:
-    """In hex, as sha256sum prints it."""
+    """SHA-256 of the file in hex, as sha256sum prints it."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sampled_sha256(file: Path) -> str:
-    """In hex, of the file's length and of pieces of it at places that the length decides: in
-    milliseconds, another file is told from this one. A short file is read whole."""
+    """SHA-256, in hex, of the file's length and of pieces at offsets that depend on the length. It
+    tells files apart in milliseconds. A short file is read whole."""
     with file.open("rb", buffering=0) as stream:
         length = os.fstat(stream.fileno()).st_size
         digest, last = hashlib.sha256(str(length).encode()), max(0, length - PIECE)
@@ -99,7 +99,7 @@ def sampled_sha256(file: Path) -> str:
 
 @contextmanager
 def alone(file: Path) -> Iterator[None]:
-    """One process of a host at a time makes this file, but for folders that allow no locks."""
+    """Lets one process of a host at a time make this file, unless the folder allows no locks."""
     from filelock import FileLock
 
     lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
@@ -117,19 +117,19 @@ def alone(file: Path) -> Iterator[None]:
 
 
 class DataError(ValueError):
-    """Data of a run that cannot be read, are no longer what they were, or teach nothing: the user
-    is told of it in one line, naming the flag or the file."""
+    """Data of a run that cannot be read, have changed, or teach nothing. The user gets one line
+    that names the flag or the file."""
 
 
 class ScanCache:
-    """What one pass over files has found, kept beside them for as long as they do not change.
+    """Result of one pass over files, kept beside them and valid while they do not change.
 
-    It is a hidden file: `datasets` takes every other file of a folder for data. Where it cannot be
-    written, every process makes the pass.
+    It is a hidden file, because `datasets` takes every other file of a folder for data. If it
+    cannot be written, every process makes the pass.
     """
 
     def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
-        """files: all that are read; selection: what of them is taken."""
+        """files: all files that are read; selection: the part of them that is used."""
         beside = beside.resolve()
         self._file = beside.with_name(f".{beside.name}.kept.npz")
         self._files, self._selection = files, selection
@@ -142,13 +142,13 @@ class ScanCache:
 
     @property
     def holds(self) -> bool:
-        """Whether the files are still what they were when this was made."""
+        """Whether the files are unchanged since this object was made."""
         return self._stamp() == self._key
 
     def find(self, scan: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The arrays that are kept, by name, or else those that `scan` returns, which are kept.
+        """The cached arrays, by name; without a cache those of `scan`, which are then cached.
 
-        One process of a host scans, and the others wait for what it keeps.
+        One process of a host scans; the others wait for its cache.
         """
         if (found := self._read()) is not None:
             return found
@@ -159,7 +159,7 @@ class ScanCache:
         return found
 
     def _read(self) -> dict[str, NDArray[Any]] | None:
-        """None where there is none, or of other files."""
+        """The cached arrays; None without a cache, or if it is of other files."""
         import numpy as np  # not above: checkpoint/format.py needs this file, but no numpy
 
         damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile

@@ -1,9 +1,8 @@
-"""GPT-2's samples: sample number to arrays, a pure function of (seed, sample number).
+"""GPT-2's samples: arrays that are a pure function of (seed, sample number).
 
-A split's documents stand one after another; sample k of an epoch is its tokens [k s, k s + s], in
-file order, so that neighbours share one token and every token but the first is a label once. An
-epoch takes the samples in an order of its own, a blend takes them from several data sets
-(order.py).
+The documents of a split are concatenated in file order. Sample k is their tokens [k s, k s + s]:
+neighbours share one token, and every token but the first is a label once. Each epoch reads the
+samples in its own order; a blend reads them from several data sets (order.py).
 
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
@@ -32,14 +31,14 @@ class GPT2Batch(TextBatch):
     positions: Array
     """int64 [b, s]"""
     labels: Array = None
-    """int64 [b, s]: the token after each token; None where there is no loss."""
+    """int64 [b, s]: the token after each token; None if there is no loss."""
     loss_mask: Array = None
     """float32 [b, s]: 1 where the loss counts, else 0."""
     document_starts: Array = None
-    """int64 [b, s]: where in its sample the document of each token starts, and with it what the
-    token may attend to; None where attention crosses documents."""
+    """int64 [b, s]: position in its sample at which the document of each token starts, which is the
+    first that the token may attend to; None where attention crosses documents."""
     is_cut: Array = None
-    """bool [b]: of a document of more than s + 1 tokens; None where documents are packed."""
+    """bool [b]: whether the document has more than s + 1 tokens; None if documents are packed."""
 
     @property
     def num_cut(self) -> int | None:
@@ -52,10 +51,10 @@ class GPT2Batch(TextBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
-    """What happens at the boundaries between documents."""
+    """Treatment of the boundaries between documents."""
 
     eod: int | None
-    """The id that each document ends with; None where the documents have none."""
+    """Id of the end mark of each document; None if documents have none."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -70,7 +69,7 @@ class Boundaries:
             )
 
     def batch(self, window: NDArray[np.int32]) -> GPT2Batch:
-        """Of the samples [b, s + 1]: each label is the token after, also across documents."""
+        """The batch of samples [b, s + 1]. Each label is the next token, also across documents."""
         tokens, labels = (each.astype(np.int64) for each in (window[:, :-1], window[:, 1:]))
         is_mark = tokens == self.eod
         # A document starts at the sample's first token and after each mark.
@@ -91,7 +90,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens that one data set gives to one split."""
+    """The tokens of one data set in one split."""
 
     data: IndexedDataset
     tokens: range
@@ -102,7 +101,7 @@ class TokenRange:
         return max(0, len(self.tokens) - 1) // self.seq_length
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
-        """[samples, s + 1], of the type in the file."""
+        """Tokens [samples, s + 1], in the file's dtype."""
         starts = [self.tokens.start + sample * self.seq_length for sample in samples]
         for start in starts:
             self.data.will_read(start, start + self.seq_length + 1)
@@ -127,8 +126,8 @@ class RandomText:
 class GPT2Dataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
-    until it has been read n times.
+    samples_per_epoch: samples until one data set of the blend starts its second epoch.
+    samples_in(n): until one has been read n times.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ def open_splits(
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
     Raises ValueError, naming the flag, for a split without documents or with fewer than
-    seq_length + 1 tokens, and where boundaries are asked for that the data does not mark.
+    seq_length + 1 tokens, and if boundaries are asked for that the data does not mark.
     """
     boundaries = Boundaries(
         eod=corpus.eod,

@@ -12,14 +12,14 @@ padding:
     pointers    int64 [n]          byte of P.bin at which each sequence starts
     documents   int64 [d + 1]      sequence at which each document starts, and n
 
-A sequence is a document, or in a data set for BERT a sentence of one. P.json, which other programs
-neither write nor read, is a Description of the two.
+A sequence is a document; in a data set for BERT, it is a sentence of a document. P.json, a
+Description of both files, is neither written nor read by other programs.
 
 The pointers decide what is read: an index may select, repeat or reorder sequences of P.bin. Tokens
-are numbered in the order of the index, and everything but IndexedShard counts in these numbers.
+are numbered in the order of the index, and all code outside IndexedShard uses these numbers.
 
-A large data set is several such pairs, P_00000, P_00001 and so on, each of which is whole by
-itself; P.json then lists them, and they are read as one.
+A large data set is several such pairs, P_00000, P_00001 and so on, each complete by itself; P.json
+then lists them, and they are read as one data set.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<i4")}
 
-CHUNK = 1 << 16  # sequences whose pointers are looked at together
-OPTIONAL_COUNTS = ("sentences", "one_sentence", "unknown_tokens")  # of a Description
+CHUNK = 1 << 16  # sequences whose pointers are checked together
+OPTIONAL_COUNTS = ("sentences", "one_sentence", "unknown_tokens")  # fields of a Description
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -58,7 +58,7 @@ class ShardFacts:
     """One of several pairs that are read as one data set."""
 
     name: str
-    """What follows the prefix of the data set in the names of its .bin and .idx."""
+    """Part after the data set's prefix in the names of its .bin and .idx."""
     documents: int
     tokens: int
     bin_sha256: str
@@ -72,7 +72,7 @@ class ShardFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The sidecar P.json: what made the data set, and what it holds."""
+    """The sidecar P.json: how the data set was made, and its contents."""
 
     tokenizer_type: str
     tokenizer_fingerprint: str
@@ -82,32 +82,32 @@ class Description:
     documents: int
     tokens: int
     bin_sha256: str
-    """Of a data set of several shards: of their checksums, one a line; so is idx_sha256."""
+    """With several shards: SHA-256 of their checksums, one per line; so is idx_sha256."""
     idx_sha256: str
     bin_sample_sha256: str | None = None
-    """See sampled_sha256(); every opening compares it. None in an older file."""
+    """See sampled_sha256(); compared at every opening. None in an older file."""
     idx_sample_sha256: str | None = None
     shards: tuple[ShardFacts, ...] = ()
-    """In order; none where the data set is one pair of its own name."""
+    """In order; empty if the data set is one pair with its own name."""
     shuffled: bool | None = None
-    """Whether the documents are in random order; None where it is not known."""
+    """Whether the documents are in random order; None if that is not known."""
     sentences: int | None = None
-    """How many there are, a sequence each, as BERT reads them; None where a sequence is a whole
+    """Number of sentences, each one sequence, as BERT reads them; None if a sequence is a whole
     document, as GPT-2 reads it."""
     one_sentence: int | None = None
-    """Documents of one sentence, which BERT skips; None where not split, or not counted."""
+    """Documents of one sentence, which BERT skips; None if not split, or not counted."""
     unknown_tokens: int | None = None
-    """Tokens that are [UNK]; None where the tokenizer has none, or they were not counted."""
+    """Tokens that are [UNK]; None if the tokenizer has none, or they were not counted."""
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Of asdict(), or of a file; TypeError for what is neither."""
+        """From the result of asdict() or the content of a file; TypeError for anything else."""
         shards = tuple(ShardFacts(**each) for each in content.get("shards", ()))
         return cls(**{**content, "shards": shards})
 
     @classmethod
     def read(cls, prefix: str) -> Self | None:
-        """That of the data set, None where it has none; ValueError for a damaged one."""
+        """Description of the data set, None if it has none; ValueError for a damaged one."""
         file = with_suffix(prefix, ".json")
         if not file.exists():
             return None
@@ -127,7 +127,7 @@ class Description:
 
     @property
     def pairs(self) -> Mapping[str, "Description | ShardFacts"]:
-        """{what follows the prefix: facts} of each .bin and .idx, in order."""
+        """{name after the prefix: facts} of each .bin and .idx, in order."""
         return {shard.name: shard for shard in self.shards} or {"": self}
 
 
@@ -155,21 +155,21 @@ class IndexedShard:
     [documents + 1], in sequences. All three are memory-mapped and read-only. samples:
     sampled_sha256() of the .bin and of the .idx.
 
-    The tokens are runs of sequences that lie one after another in the .bin: a single run where
-    nothing was selected or reordered.
+    The sequences form runs, each contiguous in the .bin: a single run if nothing was selected or
+    reordered.
     """
 
     def __init__(self, prefix: str, *, in_order: bool = False) -> None:
-        """in_order: the pointers are known to make one run, and are not looked at.
+        """in_order: the pointers are known to form one run, and are not checked.
 
-        Raises FileNotFoundError, or ValueError where the files are damaged or cut short.
+        Raises FileNotFoundError, or ValueError if the files are damaged or cut short.
         """
         self.prefix = prefix
         index, binary = _existing(prefix, ".idx"), _existing(prefix, ".bin")
         self.dtype, sequences, documents = _read_header(index)
         ends = list(accumulate([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents]))
         _check_length(index, ends[-1])
-        # An array and not a memmap, whose every slice takes ten times as long.
+        # A plain array: each slice of a memmap takes ten times as long.
         whole = np.asarray(np.memmap(index, np.uint8, "r"))
         self.sizes = whole[ends[0] : ends[1]].view("<i4")
         self.pointers = whole[ends[1] : ends[2]].view("<i8")
@@ -182,8 +182,8 @@ class IndexedShard:
         starts = self.pointers[firsts] // size
         stops = self.pointers[lasts] // size + self.sizes[lasts]
         tokens = np.concatenate([[0], np.cumsum(stops - starts)])
-        # Of each run: its first sequence, its first token, and how far that is from its place in
-        # the .bin. As memoryviews, whose elements are ints, and read faster than an array's.
+        # Each run's first sequence, first token, and shift from its position in the .bin to that
+        # token. Memoryviews, because their elements are ints and are read faster than an array's.
         self._sequences, self._tokens, self._shifts = (
             each.data for each in (firsts, tokens, tokens[:-1] - starts)
         )
@@ -196,13 +196,13 @@ class IndexedShard:
             self._stream.close()
 
     def find_runs(self) -> NDArray[np.int64]:
-        """The first sequence of each: int64 [runs]; ValueError where one is not in the .bin."""
+        """First sequence of each run: int64 [runs]; ValueError if a sequence is not in the .bin."""
         binary, size = with_suffix(self.prefix, ".bin"), self.dtype.itemsize
         length, firsts = binary.stat().st_size, [np.zeros(1, np.int64)]
         for start in range(0, len(self.sizes), CHUNK):
             sizes, pointers = (each[start : start + CHUNK] for each in (self.sizes, self.pointers))
             ends = pointers + np.multiply(sizes, size, dtype=np.int64)
-            bits = int(np.bitwise_or.reduce(pointers))  # of all, for one pass in place of three
+            bits = int(np.bitwise_or.reduce(pointers))  # of all: one pass in place of three
             is_far = not 0 <= bits < 2**62 or ends.max() > length
             if is_far or bits % size or sizes.min() < 0:
                 inside = (pointers >= 0) & (ends <= length) & (ends >= 0)
@@ -217,14 +217,14 @@ class IndexedShard:
         return np.concatenate(firsts)
 
     def first_token(self, sequence: int) -> int:
-        """Offset of its first token; num_tokens for the end of the last sequence."""
+        """Offset of the sequence's first token; num_tokens for the end of the last sequence."""
         if sequence >= len(self.sizes):
             return self.num_tokens
         shift = self._shifts[bisect_right(self._sequences, sequence) - 1]
         return int(self.pointers[sequence]) // self.dtype.itemsize + shift
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) in the .bin of the parts of tokens [start, stop)."""
+        """(first byte, number of bytes) in the .bin of each part of tokens [start, stop)."""
         size = self.dtype.itemsize
         while start < stop:
             run = bisect_right(self._tokens, start) - 1
@@ -233,13 +233,13 @@ class IndexedShard:
             start = end
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop), uint16 or int32, the caller's own; safe in any thread.
+        """Tokens [start, stop), uint16 or int32, in a new array; safe in any thread.
 
-        Raises DataError, naming the file, where it has become shorter.
+        Raises DataError, naming the file, if it has become shorter.
 
         Not mapped: the first touch of a mapped page makes the kernel read up to a hundred times as
-        much around it, in vain where samples lie in random order; the pages count as this process's
-        memory; and a disk that fails ends the process by a signal where reading raises OSError.
+        much, in vain for samples in random order; the pages count as memory of this process; and a
+        failing disk ends the process by a signal, where reading raises OSError.
         """
         tokens = np.empty(stop - start, self.dtype)
         left = tokens.view(np.uint8).data
@@ -256,7 +256,7 @@ class IndexedShard:
         return tokens
 
     def will_read(self, start: int, stop: int) -> None:
-        """Announces a read: a disk finds many together sooner than in turn."""
+        """Announces a read: a disk serves many reads together faster than in turn."""
         if sys.platform == "linux":
             for where in self._pieces(start, stop):
                 os.posix_fadvise(self._stream.fileno(), *where, os.POSIX_FADV_WILLNEED)
@@ -273,7 +273,7 @@ def _existing(prefix: str, suffix: str) -> Path:
 
 
 def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype of the tokens, sequences, entries of `documents`)."""
+    """(dtype of the tokens, number of sequences, entries of `documents`)."""
     with index.open("rb") as stream:
         header = stream.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -299,16 +299,16 @@ def _check_length(file: Path, expected: int) -> None:
 class IndexedDataset:
     """A data set of one shard or of several.
 
-    Documents, sequences and tokens are numbered through all shards. Opening reads headers, the
-    sidecar and a sample of each file; where the sidecar has no sample of the index, or there is no
-    sidecar, all sizes and pointers, too.
+    Documents, sequences and tokens are numbered across all shards. Opening reads headers, the
+    sidecar and a sample of each file; without a sidecar, or if it has no sample of the index,
+    opening reads all sizes and pointers, too.
     """
 
     def __init__(self, prefix: str) -> None:
-        """FileNotFoundError, or ValueError where files are damaged or do not belong together."""
+        """FileNotFoundError, or ValueError if files are damaged or do not belong together."""
         self.prefix = prefix
         self.description = Description.read(prefix)
-        """None for a data set without sidecar: one that Megatron's own tools wrote."""
+        """None for a data set without sidecar, as Megatron's own tools write it."""
         pairs = self.description.pairs if self.description is not None else {"": None}
         self.shards = tuple(
             IndexedShard(
@@ -331,8 +331,8 @@ class IndexedDataset:
 
     @property
     def content(self) -> str:
-        """What is in the data set, as its sidecar says; where the index says where sentences end,
-        that too. Behind it a digest of the samples of all files, which are read anew."""
+        """Identity of the content: the SHA-256 of the .bin in the sidecar, and of the index if that
+        says where sentences end; then a digest of the samples of all files, which are read anew."""
         if self.description is None:
             said = f"{self.num_tokens * self.dtype.itemsize} bytes"
         else:
@@ -349,14 +349,14 @@ class IndexedDataset:
         return self.num_sequences > self.num_documents
 
     def token_range(self, documents: range) -> range:
-        """The tokens of some consecutive documents."""
+        """The tokens of these consecutive documents."""
         start, stop = self.first_token(documents.start), self.first_token(documents.stop)
         if start > stop:
             raise DataError(f"{self.prefix}.idx is damaged: its documents are not in order")
         return range(start, stop)
 
     def first_token(self, document: int) -> int:
-        """Offset of its first token; num_tokens for document num_documents."""
+        """Offset of the document's first token; num_tokens for document num_documents."""
         shard, first_token, number = self._find_document(document)
         start = shard.first_token(int(shard.documents[number]))
         if not 0 <= start <= shard.num_tokens:
@@ -370,23 +370,23 @@ class IndexedDataset:
         return shard.sizes[first:last]
 
     def _find_document(self, document: int) -> tuple[IndexedShard, int, int]:
-        """(its shard, the shard's first token, its number in the shard)."""
+        """(the document's shard, the shard's first token, the document's number in the shard)."""
         number = min(bisect_right(self._first_documents, document), len(self.shards)) - 1
         first = self._first_documents[number]
         return self.shards[number], self._first_tokens[number], document - first
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop), uint16 or int32, the caller's own; safe in any thread."""
+        """Tokens [start, stop), uint16 or int32, in a new array; safe in any thread."""
         tokens = [shard.read(first, last) for shard, first, last in self._slices(start, stop)]
         return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
 
     def will_read(self, start: int, stop: int) -> None:
-        """Announces a read: a disk finds many together sooner than in turn."""
+        """Announces a read: a disk serves many reads together faster than in turn."""
         for shard, first, last in self._slices(start, stop):
             shard.will_read(first, last)
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[IndexedShard, int, int]]:
-        """(shard, start, stop) for each shard that holds some of these tokens; one if none."""
+        """(shard, start, stop) of each shard with some of these tokens; of one shard if none."""
         number = min(bisect_right(self._first_tokens, start), len(self.shards)) - 1
         for shard, offset in zip(self.shards[number:], self._first_tokens[number:], strict=False):
             yield shard, max(0, start - offset), min(stop - offset, shard.num_tokens)
@@ -414,7 +414,7 @@ def _check_facts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: 
 
 
 def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:
-    """ValueError where a file is not what its sidecar says."""
+    """Raises ValueError if a file is not what its sidecar says."""
     if found != expected:
         raise ValueError(
             f"{file} has changed: {what} is {found}, and was {expected}; tools/preprocess_data.py "
@@ -423,7 +423,7 @@ def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -
 
 
 def check_highest_id(prefix: str, highest: int, vocab_size: int) -> None:
-    """DataError where the highest id found is outside the vocabulary."""
+    """Raises DataError if the highest id found is outside the vocabulary."""
     if highest >= vocab_size:
         raise DataError(
             f"{prefix} holds the id {highest}, outside a vocabulary of {vocab_size}; the "

@@ -39,7 +39,7 @@ OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-DAMAGED = "damaged or cut short"  # of the fault, for the books to tell it from a bad line
+DAMAGED = "damaged or cut short"  # part of a fault: counted apart from bad lines
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
 DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
@@ -55,7 +55,7 @@ class Line(NamedTuple):
 
 
 def damage() -> tuple[type[Exception], ...]:
-    """Errors of a damaged compressed file; zstd's own once it is imported."""
+    """Errors of a damaged compressed file; zstd's own only once it is imported."""
     module = sys.modules.get("backports.zstd")
     return DAMAGE if module is None else (*DAMAGE, module.ZstdError)
 
@@ -63,9 +63,9 @@ def damage() -> tuple[type[Exception], ...]:
 def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) -> list[Path]:
     """The files among `paths` and the shards in the folders among them, in order.
 
-    endings: what a shard in a folder is called, before .gz or .zst.  Warns of what else a folder
-    holds, as it is not read.  Raises ValueError, naming --input, where there is nothing, and for
-    the output of a step that has not finished.
+    endings: endings of the names of shards in a folder, before .gz or .zst. Warns of other files in
+    a folder, because they are not read. Raises ValueError, naming --input, if there is nothing to
+    read, and for the output of a step that has not finished.
     """
     shards: list[Path] = []
     for path in paths:
@@ -102,7 +102,7 @@ def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
 
 
 def warn_not_read(where: str, names: Iterable[str], works: str) -> None:
-    """A warning that names the first of the files that `where` holds and nothing reads, if any."""
+    """Warns of files that `where` holds and that are not read, if any; names the first of them."""
     names = iter(names)
     named = list(itertools.islice(names, NAMED))
     more = sum(1 for _ in names)
@@ -112,12 +112,12 @@ def warn_not_read(where: str, names: Iterable[str], works: str) -> None:
 
 @functools.cache
 def _warn(message: str) -> None:
-    """Once in a process, which may look for its input several times."""
+    """Warns once per process, which may look for its input several times."""
     warnings.warn(message, stacklevel=4)
 
 
 def _below(folder: Path, names: tuple[str, ...]) -> str:
-    """Which folder in the folder has shards, if one does."""
+    """End of a message that names the first subfolder with shards; empty if there is none."""
     for below in sorted(path for path in folder.iterdir() if path.is_dir()):
         if any(path.name.endswith(names) for path in below.iterdir()):
             return f"; {below} does, and --input {below} would work"
@@ -137,13 +137,13 @@ def read_lines(
 ) -> Iterator[Line]:
     """The lines that are not blank, in bounded memory.
 
-    start, stop: of a plain file, only the lines that begin at bytes `start` to `stop` - 1. A line
-    longer than `longest`, and what cannot be decompressed, come as one line with a fault.
+    start, stop: only the lines of a plain file that begin at bytes `start` to `stop` - 1. A line
+    longer than `longest`, or content that cannot be decompressed, is one line with a fault.
     """
     compressed = Path(file).suffix in OPENERS
     with open_shard(file) as stream:
         offset = start
-        if start:  # the line that goes over the boundary belongs to the range before
+        if start:  # a line across the boundary belongs to the previous range
             stream.seek(start - 1)
             offset += _skip_line(stream, stop - start + 1) - 1
         try:
@@ -167,25 +167,25 @@ def read_lines(
 
 
 def bare_name(file: Path | str) -> str:
-    """The name without the ending of a compression."""
+    """The name without the ending of its compression."""
     name = Path(file).name
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in OPENERS else name
 
 
 def is_text(file: Path | str) -> bool:
-    """Whether the file is one document and no lines of them."""
+    """Whether the file is one document, not one per line."""
     return bare_name(file).endswith(TEXT)
 
 
 def is_whole(file: Path | str) -> bool:
-    """Whether the file is read from its start to its end alone: compressed, or a document."""
+    """Whether the file can only be read from start to end: compressed, or one document."""
     return Path(file).suffix in OPENERS or is_text(file)
 
 
 def read_shard(
     file: Path | str, start: int = 0, stop: int = sys.maxsize, *, key: str = "text"
 ) -> Iterator[Line]:
-    """As read_lines; of a text file one line, of a record that has its text under `key` and its
+    """Lines as in read_lines; a text file is one line, a record with its text under `key` and its
     name as "id"."""
     if not is_text(file):
         yield from read_lines(file, start, stop)
@@ -209,7 +209,7 @@ def read_shard(
 
 
 def _skip_line(stream: IO[bytes], enough: int = sys.maxsize) -> int:
-    """Read on to the end of the line, or until `enough` bytes are read; how many were."""
+    """Reads to the end of the line, or until `enough` bytes are read; returns the bytes read."""
     skipped = 0
     while skipped < enough and (piece := stream.readline(1 << 20)):
         skipped += len(piece)
@@ -219,14 +219,14 @@ def _skip_line(stream: IO[bytes], enough: int = sys.maxsize) -> int:
 
 
 def parse_line(line: Line, key: str = "text") -> Record:
-    """The record of a line of read_lines.  ValueError with the reason if it holds no text."""
+    """The record of a line of read_lines. Raises ValueError with the reason if it has no text."""
     if line.fault:
         raise ValueError(line.fault)
     return parse_record(line.content, key)
 
 
 def parse_record(line: bytes, key: str = "text") -> Record:
-    """The record of one line.  ValueError with the reason if it holds no text."""
+    """The record of one line. Raises ValueError with the reason if it has no text."""
     record = parse_json(line)
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -241,18 +241,18 @@ def no_text_reason(key: str) -> str:
 
 
 def parse_json(line: bytes) -> Any:
-    """Any JSON, in which nothing is rounded or changed.  ValueError with the reason otherwise."""
+    """Any JSON, with nothing rounded or changed. Raises ValueError with the reason otherwise."""
     try:
         value = orjson.loads(line)
         if not _has_large_number(value):  # orjson rounds integers past 64 bits
             return value
-    except ValueError:  # json also knows what JSON does not, such as NaN
+    except ValueError:  # json also accepts what JSON does not allow, such as NaN
         pass
     return _parse_leniently(line)
 
 
 def _has_large_number(value: Any, depth: int = 0) -> bool:
-    """ValueError where lists and objects are nested too deep to be written again."""
+    """Whether a float is at least 2^63 in size; ValueError if nested too deep to be written."""
     if depth > DEEPEST:
         raise ValueError(f"nested deeper than {DEEPEST}")
     if isinstance(value, float):
@@ -268,7 +268,7 @@ def _has_large_number(value: Any, depth: int = 0) -> bool:
 def _parse_leniently(line: bytes) -> Any:
     try:
         record = json.loads(line.decode())
-    except RecursionError:  # how deep this is depends on who calls
+    except RecursionError:  # the depth at which it happens depends on the caller
         raise ValueError(f"nested deeper than {DEEPEST}") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from None

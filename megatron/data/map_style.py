@@ -1,8 +1,8 @@
-"""What of `datasets` is opened by the flags: saved folders, parquet, `load_dataset`.
+"""Opens data of `datasets` by the flags: saved folders, parquet, `load_dataset`.
 
---data-path names a folder of `save_to_disk` or parquet files, of which nothing is copied;
---dataset-name is what `datasets.load_dataset` takes, and copies to Arrow in its cache once.
-`datasets` is imported where one of these is opened, which takes half a second.
+--data-path names a folder of `save_to_disk` or parquet files, which are not copied; --dataset-name
+is the argument of `datasets.load_dataset`, which copies the data to Arrow in its cache once.
+`datasets` is imported only where one of these is opened, which takes half a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.libraries import Library
 datasets, pa = Library("datasets"), Library("pyarrow")
 
 DEFAULT_SPLIT = "train"
-ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of texts
+ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of files with texts
 
 
 def names_map_style(path: str) -> bool:
@@ -34,9 +34,9 @@ def open_map_style(
 ) -> ColumnDocuments:
     """The documents of a folder of `save_to_disk`, of a parquet file, or of a folder of these.
 
-    split: of a folder that holds several, by default "train". config: of a folder of parquet whose
-    README.md names several. Which files these are is told as `datasets.load_dataset` does. Raises
-    ValueError, naming the flag, for anything else.
+    split: the split of a folder that holds several, by default "train". config: the configuration
+    of a folder of parquet whose README.md names several. Files are found as by
+    `datasets.load_dataset`. Raises ValueError, naming the flag, for anything else.
     """
     folder, name = Path(path), f"--data-path {path}"
     if folder.is_file():
@@ -56,7 +56,7 @@ def open_map_style(
 
 
 def _find_files(folder: Path, config: str | None, name: str) -> dict[str, list[Path]]:
-    """The files of each split of a configuration, which nothing copies."""
+    """The files of each split of a configuration; nothing is copied."""
     with TemporaryDirectory() as cache, one_line_errors(name, config):
         try:
             builder = datasets.load_dataset_builder(
@@ -71,7 +71,7 @@ def _find_files(folder: Path, config: str | None, name: str) -> dict[str, list[P
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote it."""
+    """Whether `save_to_disk` wrote the folder."""
     return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
@@ -99,7 +99,7 @@ def _open_saved(folder: Path, column: str, split: str | None, name: str) -> Colu
 def _open_dataset(
     dataset: Any, beside: Path | None, column: str, selection: str, name: str
 ) -> ColumnDocuments:
-    """beside: what the result of the pass is kept next to; None for the first Arrow file."""
+    """beside: path next to which the result of the pass is kept; None for the first Arrow file."""
     texts = DatasetColumn(dataset, column, name)
     files = [Path(each["filename"]) for each in dataset.cache_files]
     place = beside or next(iter(files), None)
@@ -108,7 +108,7 @@ def _open_dataset(
 
 
 def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
-    """ValueError, naming those that are there, for another."""
+    """The split, by default "train"; ValueError, naming the known ones, if it is not known."""
     chosen = split or DEFAULT_SPLIT
     if chosen not in known:
         raise ValueError(
@@ -119,14 +119,14 @@ def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
 
 
 def check_only_split(split: str | None, only: object, name: str) -> None:
-    """ValueError where a split is asked for and the data are another one, or of none."""
+    """ValueError if a split is asked for and the data are another split, or have none."""
     if split is not None and split != str(only):
         found = "not divided into splits" if only is None else f"the split {only}"
         raise ValueError(f"--dataset-split {split}: {name} is {found}; leave out --dataset-split")
 
 
 def check_no_config(config: str | None, name: str) -> None:
-    """ValueError where a configuration is asked for of data that have none."""
+    """ValueError if a configuration is asked for and the data have none."""
     if config is not None:
         raise ValueError(
             f"--dataset-config {config}: {name} has no configurations; leave out --dataset-config"
@@ -136,7 +136,7 @@ def check_no_config(config: str | None, name: str) -> None:
 def open_named(
     name: str, *, config: str | None = None, split: str | None = None, column: str = "text"
 ) -> ColumnDocuments:
-    """The documents of `datasets.load_dataset`: as load_named, by row."""
+    """The documents of `datasets.load_dataset`, by row; arguments as in load_named."""
     dataset = load_named(name, config=config, split=split)
     selection = f"{config or ''} {split or DEFAULT_SPLIT}"
     return _open_dataset(dataset, None, column, selection, f"--dataset-name {name}")
@@ -175,7 +175,7 @@ def load_named(
 
 
 def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str) -> None:
-    """Files of texts that `datasets` leaves out, as it reads one kind of a folder alone."""
+    """Warns of text files that `datasets` leaves out, because it reads one kind per folder."""
     read = {Path(file) for files in splits.values() for file in files}
     found = (file for file in sorted(folder.rglob("*")) if file.suffix in ENDINGS)
     no_texts = {*NOT_SHARDS, "dataset_infos.json"}  # of corpus steps, and of `datasets`
@@ -186,7 +186,7 @@ def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str
 
 @contextmanager
 def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
-    """What `datasets` raises while it looks for data or copies them, as ValueError of the flag."""
+    """Turns errors of `datasets`, while it finds or copies data, into ValueError of the flag."""
     try:
         yield
     except ConnectionError as error:
@@ -194,7 +194,7 @@ def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
             f"{flag} is no local folder, and the hub cannot be reached ({one_line(error)}); the "
             "path of a local copy works"
         ) from error
-    except RuntimeError as error:  # of a folder with a script
+    except RuntimeError as error:  # a folder with a script
         raise ValueError(f"{flag}: {one_line(error)}; a folder of data files works") from error
     except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
         raise ValueError(f"{flag}: {one_line(error.__cause__ or error)}") from error

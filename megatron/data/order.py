@@ -1,7 +1,7 @@
-"""From a sample number to a sample of one data set: split, blend, and the order of an epoch.
+"""Maps a sample number to a sample of one data set: split, blend, and the order of an epoch.
 
-Nothing is built when a data set is opened: the order of an epoch is computed, number by number, and
-of a blend one period is kept.
+Nothing is built when a data set is opened but one period of a blend: the order of an epoch is
+computed number by number.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.sources import Corpus, Data
 
 SPLITS = ("training", "validation", "test")
-LONGEST_PERIOD = 100_000  # samples after which the order of a blend repeats
+LONGEST_PERIOD = 100_000  # most samples after which the order of a blend repeats
 ROUNDS = 8
 WORD = 2**64 - 1
 
@@ -54,14 +54,14 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
 def permute(
     numbers: NDArray[np.int64], size: int, *, seed: int, epochs: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The sample at each of these positions, in range(size), of its epoch: int64 [n].
+    """The sample at each of these positions in an epoch, in range(size): int64 [n].
 
-    epochs: int64 [n], the epoch of each position. For one epoch a bijection of range(size); a pure
-    function of (number, size, seed, epoch).
+    epochs: int64 [n], the epoch of each position. Each epoch is a bijection of range(size); the
+    result is a pure function of (number, size, seed, epoch).
 
-    A Feistel network is a bijection of 2^(2h) numbers whatever its round function. A number that it
-    maps beyond `size` goes through it again until it lands inside (cycle walking), which leaves a
-    bijection of range(size); 2^(2h) is at most 4 size, so that takes at most 4 turns on average.
+    A Feistel network is a bijection of 2^(2h) numbers for any round function. A number that it maps
+    to `size` or above goes through it again until it lands below (cycle walking), which gives a
+    bijection of range(size). 2^(2h) is at most 4 size, so this takes at most 4 passes on average.
     """
     assert numbers.shape == epochs.shape
     assert np.all((numbers >= 0) & (numbers < size))
@@ -89,24 +89,24 @@ def _mix(value: NDArray[Any]) -> NDArray[Any]:
 
 
 class Blend:
-    """Which data set a sample of a blend is from, and its number there.
+    """Maps sample numbers of a blend to a data set and a sample number in it.
 
-    After every sample each data set is within 1 of its share: its j-th sample comes no later than
-    its share is j, and not before its share passes j - 1. Taking, of the data sets that may give
-    one, that whose sample is due first always meets these deadlines (Baruah et al., Proportionate
-    Progress, 1996).
+    After every sample, each data set is within 1 of its share: its j-th sample comes after its
+    share passes j - 1, and at the latest when its share is j. Among the data sets that may give the
+    next sample, the one with the earliest deadline is taken, which always meets these deadlines
+    (Baruah et al., Proportionate Progress, 1996).
 
-    With whole-number weights of sum D the order repeats after D samples with every data set exactly
-    at its share. So one period is kept, and any sample number, however large, is looked up in it.
-    Weights of which D would be too large, such as sizes in bytes, are rounded first: the shares
-    used then differ from those given by less than n / LONGEST_PERIOD for n data sets.
+    With whole-number weights of sum D, the order repeats after D samples, with every data set
+    exactly at its share. So one period is kept, and any sample number, however large, is looked up
+    in it. Weights whose D would be too large, such as sizes in bytes, are rounded first: the shares
+    used differ from the shares given by less than n / LONGEST_PERIOD for n data sets.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
-        """Weights above 0, of any sum; a warning where they are too fine and so are rounded.
+        """weights: above 0, of any sum; if they are too fine, they are rounded with a warning.
 
-        For the longest period it takes 0.2 s with 2 data sets, 0.8 s with 60; common weights such
-        as 0.3 and 0.7 repeat after 10.
+        The longest period takes 0.2 s with 2 data sets, 0.8 s with 60; common weights such as 0.3
+        and 0.7 repeat after 10.
         """
         shares = _whole_numbers(weights)
         if (total := sum(shares)) > LONGEST_PERIOD:
@@ -127,13 +127,13 @@ class Blend:
             self._local[positions] = np.arange(len(positions))
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(data set, number of the sample among those of that data set) of each number, int64."""
+        """(data set, sample number in that data set) of each number, int64."""
         periods, position = np.divmod(numbers, self.period)
         sources = self._sources[position]
         return sources, periods * self._shares[sources] + self._local[position]
 
     def samples_before_repeat(self, samples: Sequence[int]) -> int:
-        """How many samples can be taken until a data set of samples[i] samples has no further."""
+        """Samples that can be taken before a data set, of samples[i] samples, has none left."""
         firsts = []
         for size, share, positions in zip(
             samples, self._shares.tolist(), self._positions, strict=True
@@ -164,12 +164,12 @@ def _earliest_deadline_first(shares: Sequence[int]) -> Iterator[int]:
 
 
 class Series(Generic[SplitOfOne]):
-    """Sample numbers of a split: an epoch of each data set in an order of its own.
+    """Sample numbers of a split; each epoch of each data set has its own order.
 
-    That of training never ends: each data set goes on with its next epoch, in another order.
-    samples_per_epoch: samples until the first data set of the blend begins anew. splits: what each
-    data set gives to the split, of as many samples as its length. shuffle: False takes every epoch
-    in file order.
+    The training series never ends: each data set goes on with its next epoch, in another order.
+    samples_per_epoch: samples until one data set of the blend starts its second epoch. splits: the
+    part of each data set in the split; its length is its number of samples. shuffle: False takes
+    every epoch in file order.
     """
 
     def __init__(
@@ -189,15 +189,15 @@ class Series(Generic[SplitOfOne]):
         self.samples_per_epoch = self.samples_in(1)
 
     def samples_in(self, epochs: int) -> int:
-        """Samples until the first data set of the blend has been read so often."""
+        """Samples until one data set of the blend has been read `epochs` times."""
         return self._blend.samples_before_repeat([epochs * len(each) for each in self.splits])
 
     def locate(
         self, numbers: Sequence[int]
     ) -> Iterator[tuple[SplitOfOne, NDArray[np.int64], NDArray[np.int64]]]:
-        """(split, rows, samples): which of its samples, in file order, are in these rows.
+        """(split, rows, samples): numbers[rows] are these samples of the split, in file order.
 
-        ValueError past the end of a split that is not endless.
+        Raises ValueError past the end of a split that is not endless.
         """
         if self._name != "training" and max(numbers) >= self.samples_per_epoch:
             raise ValueError(
@@ -224,7 +224,7 @@ def open_series(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
-    cut: the split of this name of these documents. make: a data set of a series.
+    cut: makes the split of this name from these documents. make: a data set from a series.
     Raises ValueError, naming the flag, for a split without documents.
     """
     blend = Blend([source.weight for source in corpus.sources])

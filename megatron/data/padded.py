@@ -1,8 +1,8 @@
 """Samples of one document each, padded on the right: a pure function of (seed, sample number).
 
-A sample is [begin] ids [end] and padding up to s + 1 tokens; what is longer is cut. Padding has no
-part in the loss and is not counted as read. In a causal model no token attends to what is on its
-right, so that attention needs no mask.
+A sample is [begin] ids [end] and padding up to s + 1 tokens; longer documents are cut. Padding is
+not in the loss and is not counted as read. In a causal model no token attends to its right, so
+attention needs no mask.
 
     tokens      [BOT] a     b     [EOT] [PAD]
     labels      a     b     [EOT] [PAD] [PAD]
@@ -28,7 +28,7 @@ from megatron.data.tokenizer_base import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """From texts to samples of one size."""
+    """Makes samples of one size from texts."""
 
     tokenizer: Tokenizer
     begin: tuple[int, ...]
@@ -42,7 +42,7 @@ class Padding:
         return [*self.begin, *ids, *self.end]
 
     def batch(self, texts: Sequence[Sequence[int]]) -> GPT2Batch:
-        """texts: the ids of each."""
+        """texts: the ids of each text."""
         encoded, size = [self.mark(ids) for ids in texts], self.seq_length + 1
         pad = self.tokenizer.pad_id
         window = np.full((len(texts), size), self.tokenizer.eod if pad is None else pad, np.int64)
@@ -62,7 +62,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """The documents that one data set gives to one split."""
+    """The documents of one data set in one split."""
 
     encode: Encode
     documents: range
@@ -75,8 +75,8 @@ class DocumentRange:
 class PaddedDataset:
     """A split of a data set or of a blend, as a series of samples.
 
-    samples_per_epoch: samples until the first data set of the blend begins anew. samples_in(n):
-    until it has been read n times.
+    samples_per_epoch: samples until one data set of the blend starts its second epoch.
+    samples_in(n): until one has been read n times.
     """
 
     def __init__(self, series: Series[DocumentRange], *, padding: Padding) -> None:
@@ -86,9 +86,9 @@ class PaddedDataset:
         self._padding = padding
 
     def batch(self, numbers: Sequence[int]) -> GPT2Batch:
-        """The samples of these numbers, in their order; any thread may ask.
+        """The samples of these numbers, in their order; safe in any thread.
 
-        Raises ValueError past the end of a split that is not endless, and where a file has changed.
+        Raises ValueError past the end of a split that is not endless, and if a file has changed.
         """
         texts: list[list[int]] = [[]] * len(numbers)
         for split, rows, samples in self._series.locate(numbers):
@@ -113,12 +113,12 @@ def open_padded_splits(
 ) -> tuple[PaddedDataset | None, PaddedDataset | None, PaddedDataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
-    begin_token, end_token: tokens of the vocabulary, as they are spelt; without end_token the
+    begin_token, end_token: tokens of the vocabulary, as they are spelt; end_token is by default the
     tokenizer's end mark. refuse_too_long: tokenises all documents. cache_tokens: reads ids from a
-    file beside the JSON lines, which is made where it is not there; else a document is tokenised
+    file beside the JSON lines, which is made if it does not exist; else a document is tokenised
     whenever it is read. Raises ValueError, naming the flag, for a split without documents, for
-    tokens that the vocabulary lacks, for documents of more than seq_length + 1 tokens where these
-    are refused, and for a cache of what is no file of JSON lines.
+    tokens that the vocabulary lacks, with refuse_too_long for documents of more than seq_length + 1
+    tokens, and with cache_tokens for documents that are not a file of JSON lines.
     """
     padding = Padding(
         tokenizer=tokenizer,
@@ -146,7 +146,7 @@ def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
 
 
 def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Padding) -> None:
-    """ValueError, naming the longest document, where one has more tokens than a sample."""
+    """ValueError, naming the longest document, if one has more tokens than a sample."""
     room = padding.seq_length + 1
     too_long, longest = 0, 0
     for documents, encode in sources:

@@ -1,15 +1,15 @@
-"""From a number to two segments of one document, as BERT reads them: [CLS] a [SEP] b [SEP].
+"""Two segments of one document by number, as BERT reads them: [CLS] a [SEP] b [SEP].
 
-Blocks of sentences are found by their number, with no table. L: tokens that a sample has room for.
+A block of sentences is found by its number, without a table. L: tokens that a sample has room for.
 Two sorted series of token offsets are merged: the starts of the documents, and the multiples of L.
-How many elements of the two stand before a document is known from its number and its first token
-alone, so a search in the .idx tells which document an element belongs to, and which of its elements
-it is. A document of n tokens has ceil(n / L) elements, or one more.
+The number of elements before a document follows from its number and its first token alone. So a
+search in the .idx finds the document of an element, and the element's index in it. A document of n
+tokens has ceil(n / L) elements, or one more.
 
-A document is cut into ceil(n / L) blocks of about equally many tokens, and fewer where there are
-not two sentences for each. Its first elements number its blocks, so that every sentence is in
-exactly one. Elements that are left are spare: at most one of a document with sentences enough, so
-few where documents are long. A document of one sentence has no block and is skipped, as BERT learns
+A document is cut into ceil(n / L) blocks of about equally many tokens, or fewer if there are not
+two sentences for each. Its first elements number its blocks, so that every sentence is in exactly
+one block. The remaining elements are spare: at most one in a document with enough sentences, so few
+if documents are long. A document of one sentence has no block and is skipped, because BERT learns
 from pairs.
 """
 
@@ -24,11 +24,11 @@ from megatron.data.indexed import IndexedDataset
 
 SPECIAL = 3  # [CLS] and two [SEP]
 SAMPLED_DOCUMENTS = 256  # documents of a split that are checked when it is opened
-MAX_DRAWS = 64  # in place of a spare number, before its neighbours are taken
+MAX_DRAWS = 64  # for a spare number, before its neighbours are tried
 
 
 class Blocks:
-    """Those of some documents of a data set; len() is the length of the merged series."""
+    """Blocks of some documents of a data set; len() is the length of the merged series."""
 
     def __init__(self, data: IndexedDataset, documents: range, length: int) -> None:
         self.data = data
@@ -41,10 +41,10 @@ class Blocks:
         return self._size
 
     def block(self, number: int) -> NDArray[np.int64] | None:
-        """First tokens of its sentences, and its end: int64 [sentences + 1]; None for a spare one.
+        """First tokens of the block's sentences, and its end: int64 [sentences + 1]; None if spare.
 
-        Rising, of 2 sentences or more; a sentence without tokens does not count. Reads the sizes of
-        all sentences of the document.
+        They rise. A block has 2 sentences or more; a sentence without tokens does not count. Reads
+        the sizes of all sentences of the document.
         """
         document = self.documents[bisect_right(self.documents, number, key=self._before) - 1]
         index = number - self._before(document)
@@ -63,7 +63,7 @@ class Blocks:
         return start + np.concatenate([[0], np.cumsum(sizes[sizes > 0])])
 
     def draw(self, number: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], bool]:
-        """(the block of this number, or of one drawn in its place if it is spare; whether it is).
+        """(the block of this number, or a drawn one if the number is spare; whether it is spare).
 
         All blocks are drawn with the same probability. There must be one; see check().
         """
@@ -80,13 +80,13 @@ class Blocks:
         return block, is_spare
 
     def one_sentence(self, limit: int) -> tuple[int, int]:
-        """(documents of one sentence, documents checked): some spread evenly, or all if few."""
+        """(documents of one sentence, documents checked): all, or `limit` spread evenly."""
         count = min(limit, len(self.documents))
         checked = [self.documents[i * len(self.documents) // count] for i in range(count)]
         return sum(len(self.sentences(document)) < 3 for document in checked), count
 
     def check(self, split: str) -> None:
-        """ValueError where no document checked has two sentences, a warning where few have."""
+        """ValueError if no checked document has two sentences, a warning if few have."""
         single, count = self.one_sentence(SAMPLED_DOCUMENTS)
         of = f"--data-path: of {count} documents of the {split} split of {self.data.prefix}"
         if single == count:
@@ -104,7 +104,7 @@ class Blocks:
 
 
 def _cuts(bounds: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
-    """The sentences at which each block begins, and their number: int64 [blocks + 1].
+    """Sentence at which each block begins, and the number of sentences: int64 [blocks + 1].
 
     bounds: where the sentences start, from 0 on, and where the last one ends. Each cut is the start
     nearest to an equal share of the tokens, if that leaves every block two sentences.
@@ -127,7 +127,7 @@ class Pair:
     is_swapped: bool
     """Whether `second` comes before `first` in the document."""
     is_short: bool
-    """Whether a target below the room there is was drawn."""
+    """Whether a target length was drawn, which makes the sample shorter."""
     truncated: int
     """Tokens of the sentences that did not fit."""
 
@@ -135,17 +135,17 @@ class Pair:
 def draw_pair(
     block: NDArray[np.int64], length: int, short_seq_prob: float, rng: np.random.Generator
 ) -> Pair:
-    """Draw where a block is cut in two, as the original BERT does.
+    """Draw where a block is cut in two, as in the original BERT.
 
-    block: int64 [sentences + 1], where its sentences start, and its end. With probability
-    short_seq_prob only a run of its sentences is taken, of a target drawn from 2 to `length` tokens
-    or the least number above it that two sentences have. Each start of a sentence but the first is
-    as likely to be the cut; half of the pairs are swapped. A pair of more than `length` tokens
-    loses tokens of the longer segment, each at the front or at the end.
+    block: int64 [sentences + 1], the starts of its sentences, and its end. With probability
+    short_seq_prob only a run of its sentences is used: as many as fit in a target drawn from 2 to
+    `length` tokens, but at least two. Each start of a sentence but the first is equally likely to
+    be the cut; half of the pairs are swapped. A pair of more than `length` tokens loses tokens of
+    the longer segment, each at its front or its end.
     """
     is_short = rng.random() < short_seq_prob
     if is_short:
-        # At least two sentences, from a drawn one on and then before it as far as the target goes.
+        # At least two sentences: from a drawn one on, then backwards, as far as the target allows.
         target = 2 + int(rng.random() * (length - 1))
         start = int(rng.random() * (len(block) - 2))
         stop = int(np.searchsorted(block, block[start] + target, "right")) - 1
@@ -169,7 +169,7 @@ def draw_pair(
 
 
 def lengths_kept(first: int, second: int, room: int) -> tuple[int, int]:
-    """What is left of two lengths: until they fit, the longer loses one, of equals the second."""
+    """The two lengths, shortened: until they fit, the longer (the second if equal) loses one."""
     first = min(first, max(room - second, room - room // 2))
     return first, min(second, room - first)
 

@@ -16,21 +16,21 @@ from megatron.data.indexed import IndexedDataset, check_highest_id
 from megatron.data.tokenizer import file_flags, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 
-# Of a data set without sidecar some 64 chunks of 2^16 ids are checked beforehand: 8 to 16 MB, and
+# Some 64 chunks of 2^16 ids of a data set without sidecar are checked beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
 SAMPLED_CHUNKS = 64
 SAMPLED_CHUNK = 1 << 16
 
 
 class DataSet(Protocol):
-    """Of a blend: an IndexedDataset of tokens, or Documents."""
+    """A data set of a blend: an IndexedDataset of tokens, or Documents."""
 
     @property
     def num_documents(self) -> int: ...
 
     @property
     def content(self) -> str:
-        """What is in it, which a resumed run has to find again."""
+        """Identity of the content, which a resumed run must find again."""
         ...
 
 
@@ -45,20 +45,20 @@ class Source(Generic[Data]):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Generic[Data]):
-    """The data sets of a run, of one tokenizer."""
+    """The data sets of a run, with one tokenizer."""
 
     sources: tuple[Source[Data], ...]
     vocab_size: int
-    """Rows of the model's word embedding, at least the ids of the tokenizer; what is padded for the
-    layout comes on top."""
+    """Rows of the model's word embedding, at least the tokenizer's number of ids; padding for the
+    layout is added to it."""
     eod: int | None
-    """The id that documents end with; None where it is not in the data, or not known."""
+    """The id that documents end with; None if it is not in the data, or not known."""
     fingerprint: str
-    """Of the tokenizer; empty where neither tokenizer nor sidecar says it."""
+    """Fingerprint of the tokenizer; empty if neither tokenizer nor sidecar gives it."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run has to find again, for JSON; where the files are does not count."""
+        """Facts that a resumed run must find again, for JSON; paths of files do not count."""
         total = sum(source.weight for source in self.sources)
         return {
             "vocab_size": self.vocab_size,
@@ -77,12 +77,12 @@ def open_corpus(
 ) -> Corpus[IndexedDataset]:
     """Open the data sets of --data-path: one prefix, or weights and prefixes in turn.
 
-    tokenizer: None where no tokenizer file was given; the sidecars then say what is needed, and
+    tokenizer: None if no tokenizer file was given; the facts are then in the sidecars, and
     `undescribed` finds a tokenizer for data without them.
-    vocab_size: what --vocab-size says, at least the ids of the tokenizer; as many if None. Raises
-    ValueError, naming the flag and both values, where they do not fit together. Warns of data sets
-    that were not shuffled, and of those without sidecar, of whose ids some 2^22, spread over them,
-    are checked.
+    vocab_size: that of --vocab-size, at least the tokenizer's number of ids, which is the default.
+    Raises ValueError, naming the flag and both values, if they contradict each other. Warns of data
+    sets that were not shuffled, and of those without sidecar; some 2^22 ids of the latter, spread
+    over the data, are checked.
     """
     sources = []
     for weight, prefix in _parse(data_path):
@@ -103,7 +103,7 @@ def open_corpus(
             raise ValueError(f"--data-path: {error}") from error
     if tokenizer is None and not any(source.data.description for source in sources):
         tokenizer = undescribed()
-    # {where it is said: (kind, vocabulary, fingerprint)} of the tokenizer
+    # {source of the facts: (kind, vocabulary, fingerprint) of the tokenizer}
     tokenizers: dict[str, tuple[str, int, str]] = {}
     if tokenizer is not None:
         facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
@@ -129,7 +129,7 @@ def open_document_corpus(
     vocab_size: int | None = None,
     read: Callable[[str], Documents] = open_documents,
 ) -> Corpus[Documents]:
-    """As open_corpus, of documents that are still text; read: what opens one path."""
+    """As open_corpus, for documents that are still text; read: opens one path."""
     sources = [Source(weight=weight, data=read(path)) for weight, path in _parse(data_path)]
     facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
     size, fingerprint = _agreed_tokenizer({"--vocab-file": facts}, vocab_size)
@@ -202,7 +202,8 @@ def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:
 
 
 def _warn_unless_shuffled(sources: Sequence[Source[IndexedDataset]]) -> None:
-    """Of whole documents: a sample packs neighbours, while one of sentences is of one document."""
+    """Only for whole documents: neighbours share a sample. A sample of sentences has one
+    document."""
     unshuffled = [
         source.data.prefix
         for source in sources
@@ -219,7 +220,7 @@ def _warn_unless_shuffled(sources: Sequence[Source[IndexedDataset]]) -> None:
 
 
 def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> None:
-    """ValueError where a data set is not of sentences, as BERT reads them, or not of documents."""
+    """ValueError unless all data sets hold sentences, as BERT reads them; if False, documents."""
     for source in corpus.sources:
         if source.data.has_sentences != sentences:
             found, how = ("whole documents", "with") if sentences else ("sentences", "without")
@@ -230,10 +231,9 @@ def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> Non
 
 
 def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:
-    """That of the corpus, from the folder beside the first data set that has one; None if none has.
+    """The corpus's tokenizer, from the folder beside the first data set that has one; else None.
 
-    Raises ValueError, naming the folder, where what it holds did not make the data set, or is
-    damaged.
+    Raises ValueError, naming the folder, if its tokenizer did not make the data set, or is damaged.
     """
     for source in corpus.sources:
         folder, known = tokenizer_folder(source.data.prefix), source.data.description

@@ -1,6 +1,6 @@
-"""Whether texts fit a WordPiece's vocabulary: their casing, and how much of them is [UNK].
+"""Checks whether texts fit a WordPiece's vocabulary: their casing, and their share of [UNK].
 
-The checks return a warning, if any; what is worse raises ValueError.
+The checks return a warning, if any; worse cases raise ValueError.
 """
 
 import math
@@ -11,13 +11,13 @@ from typing import NamedTuple
 from megatron.data.tokenizer import BertTokenizer
 from megatron.data.tokenizer_base import UNKNOWN
 
-# Of the tokens of a text. English has next to none with BERT's own vocabulary (RACE: 0 of 15
-# million; QQP: 34 of 250,157), sentences of Chinese 60 %, of Korean 16 %, of Hindi 7 %. Russian or
-# Arabic, whose letters it has, has none either.
+# Shares of [UNK] among the tokens of a text. English has next to none with BERT's own vocabulary
+# (RACE: 0 of 15 million; QQP: 34 of 250,157); Chinese sentences have 60 %, Korean 16 %, Hindi 7 %.
+# Russian and Arabic, whose letters are in the vocabulary, have none either.
 WARN_UNKNOWN = 0.01
 MAX_UNKNOWN = 0.05  # unless --max-unknown says another share
-# Texts with capitals: of RACE's articles all, of QQP's questions 99.96 %, of MNLI's sentences, a
-# fifth of which are telephone calls written down in lower case, 90 %; of lower-cased data none.
+# Shares of texts with capitals: all of RACE's articles, 99.96 % of QQP's questions, 90 % of MNLI's
+# sentences, a fifth of which are phone calls written in lower case; none of lower-cased data.
 WARN_CAPITALS = 0.5
 LEAST_CAPITALS = 0.01
 ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
@@ -25,9 +25,9 @@ ENOUGH_TEXTS = 20  # fewer tell nothing about their casing
 
 class Casing(NamedTuple):
     texts: int
-    """Of which the casing can be told."""
+    """Texts whose casing can be told."""
     with_capitals: int
-    """Of these, those that have a capital letter."""
+    """Those of them that have a capital letter."""
 
 
 def count_casing(texts: Iterable[str]) -> Casing:
@@ -43,10 +43,10 @@ def count_casing(texts: Iterable[str]) -> Casing:
 def judge_casing(
     name: str, casing: Casing, tokenizer: BertTokenizer, *, allow: bool, works: str
 ) -> str | None:
-    """A warning where text for a vocabulary with capitals has few of them, else None.
+    """A warning if text for a vocabulary with capitals has few of them, else None.
 
-    ValueError where it has next to none, unless `allow`: --allow-lower-case. A vocabulary without
-    capitals takes any text. name: of the texts; works: what else would take text in lower case.
+    Raises ValueError if it has next to none, unless `allow`: --allow-lower-case. A vocabulary
+    without capitals takes any text. name: name of the texts; works: settings that take lower case.
     """
     if tokenizer.is_lower_case or casing.texts < ENOUGH_TEXTS:
         return None
@@ -61,10 +61,10 @@ def judge_casing(
 
 
 def judge_unknown(name: str, count: int, tokens: int, most: float, works: str) -> str | None:
-    """A warning where more than WARN_UNKNOWN of the tokens are [UNK], else None.
+    """A warning if more than WARN_UNKNOWN of the tokens are [UNK], else None.
 
-    ValueError where more than `most`, --max-unknown, are. name: of the tokens' texts; works: what
-    else would take them.
+    Raises ValueError if more than `most`, --max-unknown, are. name: name of the texts; works:
+    settings that would take them.
     """
     share = count / max(1, tokens)
     message = f"{name}: {count} of {tokens} tokens ({share:.1%}) are {UNKNOWN}; {works}"
@@ -75,10 +75,10 @@ def judge_unknown(name: str, count: int, tokens: int, most: float, works: str) -
 
 
 def _could_have_capitals(text: str) -> bool:
-    """Whether most letters of a text without capitals could be some.
+    """Whether most letters of a text without capitals have a capital form.
 
-    Not those of Chinese that names an address of the web, nor of Georgian, whose capitals begin no
-    word, so that title() leaves its letters as they are.
+    They do not in Chinese that names a web address, nor in Georgian, whose capitals begin no word,
+    so that title() leaves its letters as they are.
     """
     if text.isascii():  # takes a hundredth of the time
         return text != text.upper()

@@ -1,8 +1,8 @@
 """Token ids of a file of JSON lines, kept beside it: tokenised once, read by every later run.
 
 The name of the cache, `.FILE.HASH.tokens`, has a hash of the file's content, the key of its texts
-and the tokenizer. So a file that changes, or another tokenizer, has a cache of its own, and none is
-stale. Ids have no begin and end marks and are not cut: one cache serves every --seq-length.
+and the tokenizer. So a changed file, or another tokenizer, has its own cache, and none is stale.
+Ids are without begin and end marks and are not cut: one cache serves every --seq-length.
 
     ids     uint16 or int32    of all documents, one after another
     ends    int64 [documents]  where in ids each document ends
@@ -28,15 +28,15 @@ CHUNK = 256  # documents that are tokenised together
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Encode = Callable[[Sequence[int]], list[list[int]]]
-"""From the numbers of documents to the ids of each; any thread may call it."""
+"""Maps numbers of documents to the ids of each; safe in any thread."""
 
 
 def encoder(documents: Documents, tokenizer: Tokenizer, *, cached: bool) -> Encode:
-    """Tokenises when asked, or with `cached` reads what is kept beside the data, which is made
-    first where it is not there.
+    """Tokenises on demand, or with `cached` reads the cache beside the data, which is made first if
+    it does not exist.
 
-    Raises ValueError, naming --cache-tokens, where the documents are no file of JSON lines. Warns
-    where the folder takes no cache: then tokenises when asked.
+    Raises ValueError, naming --cache-tokens, if the documents are not a file of JSON lines. Warns
+    if no cache can be written to the folder, and then tokenises on demand.
     """
 
     def on_demand(numbers: Sequence[int]) -> list[list[int]]:
@@ -53,7 +53,7 @@ def encoder(documents: Documents, tokenizer: Tokenizer, *, cached: bool) -> Enco
     source, dtype = Path(documents.name).resolve(), token_dtype(tokenizer.vocab_size)
     file = source.with_name(f".{source.name}.{name}.tokens")
     try:
-        with alone(file):  # one process of a host tokenises, and the others wait for what it keeps
+        with alone(file):  # one process of a host tokenises; the others wait for its cache
             if not file.is_file():
                 _write(file, on_demand, documents.num_documents, dtype)
     except OSError as error:
@@ -68,7 +68,7 @@ def encoder(documents: Documents, tokenizer: Tokenizer, *, cached: bool) -> Enco
 
 
 def _write(file: Path, encode: Encode, documents: int, dtype: np.dtype[Any]) -> None:
-    """In bounded memory; the file is in place whole, or not at all."""
+    """Writes the cache in bounded memory; the file is in place whole, or not at all."""
     staged, ends = temporary(file), np.empty(documents, np.int64)
     end = 0
     try:
@@ -86,10 +86,10 @@ def _write(file: Path, encode: Encode, documents: int, dtype: np.dtype[Any]) -> 
 
 
 class TokenCache:
-    """A cache that is whole, opened."""
+    """A whole cache, open for reading."""
 
     def __init__(self, file: Path, documents: int, dtype: np.dtype[Any]) -> None:
-        """Raises DataError, naming the file, where it is damaged."""
+        """Raises DataError, naming the file, if it is damaged."""
         self._file, self._dtype = file, dtype
         self._stream: BinaryIO = file.open("rb", buffering=0)
         weakref.finalize(self, self._stream.close)

@@ -1,5 +1,5 @@
-"""The tokenizers that --tokenizer-type knows: GPT-2's byte-pair encoding, BERT's WordPiece, and
-whatever a tokenizer.json describes."""
+"""The tokenizers of --tokenizer-type: GPT-2's byte-pair encoding, BERT's WordPiece, and any that a
+tokenizer.json describes."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ from megatron.data.tokenizer_json import HuggingFaceTokenizer
 
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
-# Of the tokens with letters, the share with upper-case ones: none in BERT's own lower-case
-# vocabulary, "<S>" and "<T>" in its Chinese one, 31 % in one of 30,000 trained on cased text.
+# Largest share with capitals, of a lower-case vocabulary's tokens with letters: none in BERT's own,
+# "<S>" and "<T>" in its Chinese one; 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
 
 
@@ -56,7 +56,7 @@ class GPT2BPETokenizer(Tokenizer):
         self.files = dict(zip(self.names.values(), (vocab_content, merge_content), strict=True))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[END_OF_DOCUMENT]
-        # Of the content: how the files are formatted does not count.
+        # A hash of the content: the formatting of the files does not count.
         content = json.dumps([sorted(vocabulary, key=vocabulary.__getitem__), merges])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
@@ -105,13 +105,13 @@ def _parse_merges(
 class BertTokenizer(Tokenizer):
     """BERT's WordPiece.
 
-    Text that spells a mark such as [SEP] is encoded as the ordinary characters it is made of, and
-    text without any character of a word, such as "\\u200b", as no token at all.
+    Text that spells a mark such as [SEP] is encoded as the ordinary characters it is made of. Text
+    without any character of a word, such as "\\u200b", becomes no token.
     """
 
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.txt"}
     is_lower_case: ClassVar[bool]
-    """Whether text is put into lower case, and its accents taken away, before it is encoded."""
+    """Whether text is lower-cased, and its accents removed, before it is encoded."""
 
     def __init__(self, vocab_file: str | None) -> None:
         """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
@@ -128,10 +128,10 @@ class BertTokenizer(Tokenizer):
         self.is_continuation: NDArray[np.bool_] = np.array(
             [token.startswith(CONTINUATION) for token in tokens]
         )
-        """[vocabulary]: whether a piece goes on with the word of the piece before it."""
+        """[vocabulary]: whether a piece continues the word of the piece before it."""
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """(ids, where in the text each begins and ends, in characters)."""
+        """(ids, start and end of each in the text, in characters)."""
         encoding = self.library.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -147,7 +147,7 @@ class BertWordPieceCase(BertTokenizer):
 
 
 def build_wordpiece(tokens: Sequence[str], *, is_lower_case: bool) -> Any:
-    """A tokenizers.Tokenizer, as transformers makes it; ids are places in `tokens`."""
+    """A tokenizers.Tokenizer, as transformers makes it; ids are indices of `tokens`."""
     import tokenizers
 
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -163,7 +163,7 @@ def build_wordpiece(tokens: Sequence[str], *, is_lower_case: bool) -> Any:
 
 
 def _parse_tokens(content: bytes, given: str) -> list[str]:
-    """A token a line, their ids 0, 1, 2, ...; given: flag and file."""
+    """Tokens, one per line, with ids 0, 1, 2, ...; given: flag and file."""
     try:
         lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -183,7 +183,7 @@ def _parse_tokens(content: bytes, given: str) -> list[str]:
 
 
 def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> None:
-    """ValueError where the vocabulary was made for text of the other kind."""
+    """ValueError if the vocabulary was made for text of the other casing."""
     cased = [token for token in tokens if token not in MARKS and token.lower() != token.upper()]
     upper = [token for token in cased if token != token.lower()]
     if not cased or (len(upper) <= CASED * len(cased)) == is_lower_case:
@@ -207,7 +207,7 @@ TOKENIZERS: dict[str, Maker] = {
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    """The tokenizer of this kind; ValueError or OSError, naming the flag, where it cannot be."""
+    """The tokenizer of this kind; ValueError or OSError, naming the flag, if it cannot be built."""
     maker = _maker(kind)
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     for parameter, file in given.items():
@@ -220,7 +220,7 @@ def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -
 
 
 def file_names(kind: str) -> tuple[str, ...]:
-    """What the files of a tokenizer of this kind are called in a folder, ValueError for none."""
+    """Names of such a tokenizer's files in a folder; ValueError for an unknown kind."""
     return tuple(_maker(kind).names.values())
 
 
@@ -232,7 +232,7 @@ def file_flags(kind: str) -> str:
 def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
     """The tokenizer of this kind whose files are in the folder, as Tokenizer.files names them.
 
-    Raises ValueError, naming the folder and the file, where one is missing or damaged.
+    Raises ValueError, naming the folder and the file, if one is missing or damaged.
     """
     maker = _maker(kind)
     files: dict[str, str | None] = {

@@ -1,4 +1,4 @@
-"""What all tokenizers have in common."""
+"""The parts that all tokenizers have in common."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ EncodedTexts = tuple[NDArray[np.uint32], NDArray[np.int32]]
 
 
 class Tokenizer:
-    """Text to ids and back, with a tokenizers.Tokenizer.
+    """Converts text to ids and back, with a tokenizers.Tokenizer.
 
     It knows no special tokens: text that spells a mark is ordinary text.
     """
 
     kind: str
-    """Name that --tokenizer-type knows it by."""
+    """Its value of --tokenizer-type."""
     names: ClassVar[Mapping[str, str]]
-    """What each file is called in a folder of a tokenizer: {parameter: name}."""
+    """Name of each file in a tokenizer's folder: {parameter: name}."""
     vocab_size: int
     """Number of ids, the end mark's included; every id is below it."""
     eod: int
     """Id of the mark that ends a document; no text is encoded as it."""
     bos_id: int | None = None
-    """Id of the mark that begins a document, for others' programs: none is put before a text here.
-    None where the tokenizer names none."""
+    """Id of the mark that begins a document, for other programs: here no text starts with it. None
+    if the tokenizer names none."""
     pad_id: int | None = None
-    """Id of the mark that pads a sample; None where the tokenizer has none."""
+    """Id of the mark that pads a sample; None if the tokenizer has none."""
     more_ends: tuple[int, ...] = ()
-    """Other ids that end a text where a model writes one, by the files beside its weights."""
+    """Other ids that end a generated text, by the files beside the model's weights."""
     fingerprint: str
-    """SHA-256, in hex, of what decides the ids: equal ids for every text."""
+    """SHA-256, in hex, of all that decides the ids: if equal, so are the ids of every text."""
     files: Mapping[str, bytes]
     """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
     library: Any
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Every id that ends a text where a model writes one, eod first."""
+        """Every id that ends a generated text, eod first."""
         return (self.eod, *self.more_ends)
 
     def encode(self, text: str) -> list[int]:
@@ -59,17 +59,17 @@ class Tokenizer:
         return encode_arrays(self.library, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, its marks spelt out."""
+        """The text, with marks spelt out."""
         return str(self.library.decode(list(ids), skip_special_tokens=False))
 
     def decode_after(self, ids: Sequence[int]) -> str:
-        """The text of ids that follow a text. Decoded alone they would lack the blank that many
-        tokenizers take off the start of a text."""
+        """The text of ids that follow other ids. Decoded alone, they would lack the blank that many
+        tokenizers remove from the start of a text."""
         before = self.encode("a")
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     def token_id(self, text: str) -> int:
-        """The id of the token that is spelt so; ValueError, naming near ones, where there is none.
+        """The id of the token spelt `text`; ValueError, naming similar ones, if there is none.
 
         A byte-level token is spelt in the characters that stand for its bytes.
         """
@@ -92,7 +92,7 @@ def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
 
 
 def read_given(flag: str, file: str | None) -> bytes:
-    """The file that the flag names; ValueError without one, FileNotFoundError where it is not."""
+    """Content of the flag's file; ValueError without one, FileNotFoundError if it is missing."""
     if file is None:
         raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
     if Path(file).is_dir():

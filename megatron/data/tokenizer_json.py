@@ -1,4 +1,4 @@
-"""HuggingFace's tokenizers: whatever a tokenizer.json describes."""
+"""HuggingFace's tokenizers: any that a tokenizer.json describes."""
 
 import hashlib
 import json
@@ -8,33 +8,33 @@ from typing import Any, ClassVar
 
 from megatron.data.tokenizer_base import END_OF_DOCUMENT, PAD, SEP, Tokenizer, read_given
 
-# What ends a document, and what pads one, where no file beside a tokenizer.json names it.
+# Marks that end or pad a document, if no file beside a tokenizer.json names one.
 END_MARKS = (END_OF_DOCUMENT, "</s>", "[EOT]", SEP, "<eos>", "<|end_of_text|>")
 PAD_MARKS = (PAD, "<pad>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """What a tokenizer.json describes.
+    """The tokenizer that a tokenizer.json describes.
 
     Text that spells a special token is encoded as the ordinary characters it is made of; no special
     token is added to a text; truncation and padding of the file are off. Other added tokens are
     found in texts. eod is the eos_token of the files beside tokenizer.json, else the first of
-    END_MARKS among its added tokens, else in its vocabulary; pad_id likewise of the pad_token and
-    PAD_MARKS, or None; bos_id is that of their bos_token, or None.
+    END_MARKS among its added tokens, else in its vocabulary. pad_id is found likewise from
+    pad_token and PAD_MARKS, or is None; bos_id is that of their bos_token, or None.
     """
 
     kind = "HuggingFaceTokenizer"
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "tokenizer.json"}
     beside: ClassVar = ("tokenizer_config.json", "special_tokens_map.json")
-    """Files that name the marks, the first that does so; they are in `files` where they exist."""
+    """Files that name the marks; the first that does counts. `files` has them if they exist."""
     marks: tuple[str, ...]
     """The special tokens."""
 
     def __init__(self, vocab_file: str | None) -> None:
         """vocab_file: a tokenizer.json, or a model folder that holds one.
 
-        Raises ValueError or OSError, naming the flag, for what is none, has no end mark, or would
-        not give the same ids each time.
+        Raises ValueError or OSError, naming the flag, for a file that is no tokenizer.json, has no
+        end mark, or would not give the same ids each time.
         """
         path = _find_json(vocab_file, self.names["vocab_file"])
         content, given = read_given("--vocab-file", path), f"--vocab-file {path}"
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _find_json(vocab_file: str | None, name: str) -> str | None:
-    """The tokenizer.json of the flag, which may name its folder; ValueError for one without."""
+    """The tokenizer.json of the flag, which may name its folder; ValueError for one without it."""
     if vocab_file is None or not (folder := Path(vocab_file)).is_dir():
         return vocab_file
     if (folder / name).is_file():
@@ -95,7 +95,7 @@ def _find_json(vocab_file: str | None, name: str) -> str | None:
 
 
 def _parse_object(content: bytes, given: str) -> dict[str, Any]:
-    """given: flag or file, for the ValueError where the content is no JSON object."""
+    """given: flag or file, for the ValueError if the content is not a JSON object."""
     try:
         found: Any = json.loads(content)
     except ValueError as error:
@@ -106,7 +106,7 @@ def _parse_object(content: bytes, given: str) -> dict[str, Any]:
 
 
 def _build_described(description: Mapping[str, Any], given: str) -> Any:
-    """The tokenizers.Tokenizer that a tokenizer.json describes, which neither cuts nor pads."""
+    """The tokenizers.Tokenizer of a tokenizer.json, which neither truncates nor pads."""
     import tokenizers
 
     try:
@@ -134,7 +134,7 @@ def _find_mark(
     """
     for name, content in named.items():
         mark = content.get(key)
-        if isinstance(mark, dict):  # with its blanks, as older versions wrote it
+        if isinstance(mark, dict):  # with its treatment of blanks, as older versions wrote it
             mark = mark.get("content")
         if mark is not None:
             if str(mark) not in vocabulary:
@@ -149,8 +149,8 @@ def _find_mark(
 def _fingerprint(library: Any, eod: int) -> str:
     """SHA-256 of normalizer, pre-tokenizer, model, added tokens and end mark.
 
-    As the library writes them, which is one form whatever that of the file was; without what is
-    null or false, so that options of its later versions change nothing.
+    The library writes them in one form, for any form of the file. Null and false values are left
+    out, so that options of its later versions change nothing.
     """
 
     def without_empty(value: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Keys and values of the tokens read so far, so that a token that follows is read alone.
+"""Keys and values of the tokens read so far, so that each step reads only the next token.
 
     b rows   a heads   t tensor-parallel size, read off the tensors   d head size
 
-Where query heads share keys and values, a/t stands for the heads that have them on this rank.
+Where query heads share keys and values, a/t stands for the number of key/value heads on this rank.
 
 Texts of unequal length end in the same column, so that each step appends one column to all rows:
 
     column       0  1  2  3  4
     first = 0    t  h  e     i     row 0 is full
-    first = 2    -  -  i  n  n     row 1 begins at column 2; what stands before is never looked at
+    first = 2    -  -  i  n  n     row 1 begins at column 2; no token attends to earlier columns
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """One pair of [b, a/t, capacity, d] a layer, filled from the left; made at its first use."""
+    """One pair [b, a/t, capacity, d] per layer, allocated at first use and filled from the left."""
 
     def __init__(self, capacity: int, first: Tensor | None = None) -> None:
         """capacity: columns at most. first: [b] each row's first column; None where all are 0."""
@@ -29,10 +29,10 @@ class KeyValueCache:
         self.length = 0  # columns that all layers hold
         self._entries: dict[str, tuple[Tensor, Tensor]] = {}
         self.other: Any = None
-        """A cache of transformers, in which a model of it has its keys and values instead."""
+        """A cache of transformers, which holds the keys and values of its models instead."""
 
     def append(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of the layer `name`, of which k, v [b, a/t, s, d] are the last.
+        """Append k and v [b, a/t, s, d]; returns all keys and values of the layer `name`.
 
         The columns count as read once every layer has them: see `advance`.
         """
@@ -50,10 +50,10 @@ class KeyValueCache:
         self.length += columns
 
     def mask(self, columns: int, device: torch.device) -> Tensor | None:
-        """Where the next `columns` queries may look: bool [b or 1, 1, columns, all columns].
+        """Where the next `columns` queries may attend: bool [b or 1, 1, columns, all columns].
 
-        None where the attention core needs none: all queries at once, or one that sees all.
-        A query before its row's first column sees itself alone: attention over nothing is NaN.
+        None if the attention core needs no mask: all queries at once, or one that sees all keys.
+        A query before its row's first column sees only itself: attention over nothing is NaN.
         """
         if self.first is None and (self.length == 0 or columns == 1):
             return None
@@ -65,7 +65,7 @@ class KeyValueCache:
         return ((keys <= queries) & is_real | (keys == queries))[:, None]
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone, int64 [m]."""
+        """Keep only these rows, int64 [m]."""
         self.first = None if self.first is None else self.first[rows]
         if self.other is not None:
             self.other.batch_select_indices(rows)

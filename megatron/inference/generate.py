@@ -1,10 +1,10 @@
-"""Generation: texts continued token by token, greedily or by draws, at any layout.
+"""Text generation, token by token, greedy or by sampling, at any layout.
 
     b rows   v vocabulary   t tensor-parallel size
 
-A prompt is read once; from then on each step reads one new token a row (cache.py).
-What is drawn does not depend on the batch or on the layout: every prompt has a source of random
-numbers of its own, and each new token takes one of them.
+A prompt is read once; from then on each step reads one new token per row (cache.py).
+Draws do not depend on the batch or on the layout: every prompt has its own source of random
+numbers, and each new token takes one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.train.loader import shard
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and how many at most.
+    """How the next token is chosen, and the largest number of new tokens.
 
     temperature: divides the logits; 0 always takes the most probable token.
     top_k: only the k most probable tokens are drawn; 0 for all.
@@ -44,7 +44,7 @@ class Sampling:
 
 
 class DivergedError(ValueError):
-    """The model's logits are not numbers: raised with where that is so."""
+    """The model's logits are not numbers; the message says where."""
 
     def __str__(self) -> str:
         return (
@@ -54,13 +54,13 @@ class DivergedError(ValueError):
 
 
 class BatchReader:
-    """A batch of texts of unequal length, read by a model once and then token by token.
+    """Feeds a batch of texts of unequal length to a model: once whole, then token by token.
 
-    A shorter text is padded on the left, which no token attends to; positions count from its start.
+    Shorter texts are padded on the left. No token attends to padding; positions start after it.
     """
 
     def __init__(self, model: Decoder, texts: Sequence[Sequence[int]], new: int) -> None:
-        """texts: token ids, none empty. new: tokens that follow at most."""
+        """texts: token ids, none empty. new: the largest number of tokens that follow."""
         self.model = model
         device = next(model.parameters()).device
         longest = max(len(text) for text in texts)
@@ -81,7 +81,7 @@ class BatchReader:
         self._cache.keep(index)
 
     def logits(self) -> Tensor:
-        """Logits [b, v/t] of what follows each row; reads what has not been read."""
+        """Logits [b, v/t] of each row's next token; reads all unread tokens."""
         tokens, done = self._unread, self._cache.length
         columns = torch.arange(done, done + tokens.shape[1], device=tokens.device)
         positions = (columns - self._first[:, None]).clamp_(min=0)
@@ -103,12 +103,12 @@ def generate(
 ) -> list[list[int]]:
     """The new tokens of each prompt, one batch; the same on every rank of the tensor axis.
 
-    A row ends at one of the ids of `ends`, which is left out, after max_new_tokens, or where
-    is_done(its new tokens so far). An empty prompt begins with the first of `ends`. numbers: of
-    the prompts, which with the seed say what they draw; 0, 1, 2, ... if not given. The model is in
-    evaluation mode; prompt and new tokens fit its positions. Raises DivergedError where logits are
-    not numbers, and ValueError for a model in ZeRO stage 3, whose ranks would have to read as many
-    tokens.
+    A row ends at one of the ids `ends`, which is left out, after max_new_tokens, or when
+    is_done(its new tokens so far) is true. An empty prompt begins with the first of `ends`.
+    numbers: a number for each prompt, which together with the seed determines its draws; default
+    0, 1, 2, ... The model is in evaluation mode; prompt and new tokens fit its positions. Raises
+    DivergedError if logits are not numbers, and ValueError for a model in ZeRO stage 3, whose ranks
+    would all have to read the same number of tokens.
     """
     require_whole(model, "generate")
     assert sampling.max_new_tokens > 0, f"max_new_tokens {sampling.max_new_tokens}"
@@ -135,7 +135,7 @@ def generate(
             whole = gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
             shares = [sources[row].random() for row in running]
             ids = draw(whole.cpu(), sampling, shares).to(logits.device)
-        # Ranks that compute the same texts may round sums in another order.
+        # Ranks that compute the same texts may add in another order, and round differently.
         ids = start_broadcast(ids, mesh.tokens, 0)()
         for row, token in zip(running, ids.tolist(), strict=True):
             if token == model.vocab_size:  # no token: a logit is NaN
@@ -163,10 +163,10 @@ def generate_all(
     name: str,
     is_done: Callable[[Sequence[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, on every rank; the data-parallel ranks share out the work.
+    """The new tokens of each prompt, on every rank; the data-parallel ranks divide the work.
 
-    name: of the progress bar; the rest as for `generate`. Raises DivergedError on every rank where
-    one of them does.
+    name: title of the progress bar; the rest as for `generate`. Raises DivergedError on every rank
+    if one of them does.
     """
     found: dict[int, list[int]] = {}
     failure = None
@@ -187,11 +187,11 @@ def generate_all(
 
 
 def draw(logits: Tensor, sampling: Sampling, shares: Sequence[float]) -> Tensor:
-    """Ids [b] from logits [b, v] on the CPU: the first below which lies that share [0, 1) of the
-    probability; v where there is none.
+    """Ids [b] from logits [b, v] on the CPU: the first id whose cumulative probability exceeds the
+    row's share, in [0, 1), of the total; v where there is none.
 
-    Tokens stay in the order of their ids, so that a rounding which exchanges two equally probable
-    ones changes no draw.
+    Tokens stay in the order of their ids, so that rounding that swaps two equally probable ones
+    changes no draw.
     """
     probability = probabilities(logits, sampling)
     below = probability.cumsum(-1)
@@ -200,7 +200,7 @@ def draw(logits: Tensor, sampling: Sampling, shares: Sequence[float]) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[b, v] fp64, what the tokens are drawn with; a row's sum is 1 only without top-p."""
+    """Probabilities [b, v] in fp64 of drawing each token; a row's sum is 1 only without top-p."""
     scaled = logits.double() / sampling.temperature
     is_cut = 0 < sampling.top_k < scaled.shape[1]
     if not is_cut and sampling.top_p == 1:

@@ -1,10 +1,9 @@
-"""BERT: an encoder that sees both ways, the heads it is pretrained with, and those of tasks (paper,
-section 5.2).
+"""BERT: a bidirectional encoder, its pretraining heads, and heads of tasks (paper, section 5.2).
 
-b sequences   s tokens of each   n = b s   h hidden   v padded vocabulary   k picked positions
+b sequences   s tokens in each   n = b s   h hidden   v padded vocabulary   k picked positions
 
 pre-LN:  transformer(sum of embeddings), then a final norm
-post-LN: transformer(norm(sum of embeddings)); its layers end in norms of their own
+post-LN: transformer(norm(sum of embeddings)); each layer ends in its own norm
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ RESIDUAL_ORDERS: dict[str, type[TransformerLayer]] = {
     "pre-ln": TransformerLayer,
     "post-ln": PostNormLayer,
 }
-SPAN_ENDS = 2  # scores of a token as the first and as the last one of a span
+SPAN_ENDS = 2  # scores of a token: as the first and as the last token of a span
 
 
 class BertEncoder(nn.Module):
-    """Token ids and types [b, s] to [n, h]."""
+    """Maps token ids and types [b, s] to [n, h]."""
 
     def __init__(
         self, config: BertConfig, factory: LayerFactory, vocab_size: int, *, is_tied: bool = False
     ) -> None:
-        """vocab_size: the true one; the factory pads it. is_tied: whether a head uses the word
-        embedding, too."""
+        """vocab_size: the true one; the factory pads it. is_tied: whether a head also uses the word
+        embedding."""
         super().__init__()
         h, std, part = config.hidden_size, config.init_method_std, factory.part
         is_pre = config.residual_order == "pre-ln"
@@ -69,7 +68,7 @@ class BertEncoder(nn.Module):
             self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
-        """The stream [n, h] that enters the first layer."""
+        """Hidden states [n, h], the input of the first layer."""
         tokens, token_types = (
             each.view(-1, each.shape[-1]) for each in (batch.tokens, batch.token_types)
         )
@@ -83,14 +82,14 @@ class BertEncoder(nn.Module):
         return self.embedding_dropout(self.embedding_norm(x), self.transformer.rows(batch))
 
     def stream(self, batch: BertBatch | ExampleBatch, number: int) -> Tensor:
-        """What enters layer `number` of a batch of arrays, on meta."""
+        """Input of layer `number` for a batch of arrays, as a tensor on meta."""
         return self.transformer.stream(batch.tokens.size)
 
     def layers(
         self, x: Tensor, batch: BertBatch | ExampleBatch, numbers: Iterable[int] | None = None
     ) -> Tensor:
-        """The stream behind the last layer, or behind the last of `numbers`. No token attends to
-        padding; what comes out at padding means nothing."""
+        """Hidden states after the last layer, or after the last of `numbers`. No token attends to
+        padding; the output at padding positions has no meaning."""
         is_real = self.exchange(batch.is_real).view(-1, 1, 1, batch.is_real.shape[-1])
         rows = self.transformer.rows(batch)
         at = Sequences(
@@ -103,12 +102,12 @@ class BertEncoder(nn.Module):
         return self.transformer(x, at, numbers)
 
     def output(self, x: Tensor) -> Tensor:
-        """What the heads read, of what `layers` returns: [n, h] of all tokens, on every rank."""
+        """Input of the heads, from the output x of `layers`: [n, h] of all tokens on every rank."""
         return self.gather(self.final_norm(x))
 
 
 class Pooler(nn.Module):
-    """What is seen at the first token of each sequence: [n, h] of b sequences to [b, h]."""
+    """Dense layer and tanh on the first token of each sequence: [n, h] of b sequences to [b, h]."""
 
     def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class Pooler(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-    """Logits or losses of tokens that the input hides; tied to the word embedding."""
+    """Logits or losses of masked tokens; tied to the word embedding."""
 
     def __init__(self, config: BertConfig, factory: LayerFactory, vocab_size: int) -> None:
         super().__init__()
@@ -142,7 +141,7 @@ class MaskedTokenHead(nn.Module):
         labels: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """x [k, h]: logits [k, v/t], the loss of labels [k], or the sum of scales [k] x loss."""
+        """Maps x [k, h] to logits [k, v/t], losses of labels [k], or sum of scales [k] x loss."""
         return self.head(self.norm(F.gelu(self.dense(x))), embedding, labels, scales)
 
 
@@ -175,12 +174,11 @@ class BERT(nn.Module):
         return self.encoder.layers(x, batch, numbers)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of all tokens [n, v/t], this rank's columns, of what `layers` returns."""
+        """This rank's columns [n, v/t] of the logits of all tokens, from the output of `layers`."""
         return self.mlm(self.encoder.output(x), self.encoder.word_embedding)
 
     def loss(self, x: Tensor, batch: BertBatch, loss_scales: Tensor) -> Tensor:
-        """Cross-entropy of each masked token, and of the order of the segments of a sample: see
-        Objective."""
+        """Cross-entropy of each masked token, and of each sample's segment order: see Objective."""
         x = self.encoder.output(x)
         scales = batch.is_counted * loss_scales[0]
         words = self.encoder.word_embedding
@@ -193,8 +191,8 @@ class BERT(nn.Module):
     def forward(
         self, batch: BertBatch, loss_scales: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The stages in order: see `loss`, without scales logits of all tokens [n, v/t], this
-        rank's columns, and [b, 2] of segments in order and swapped."""
+        """Runs all stages. With loss_scales see `loss`; without, this rank's columns [n, v/t] of
+        the logits of all tokens, and scores [b, 2] of segments in order and swapped."""
         x = self.layers(self.embed(batch), batch)
         if loss_scales is not None:
             return self.loss(x, batch, loss_scales)
@@ -203,10 +201,10 @@ class BERT(nn.Module):
 
 
 class FinetunedBert(nn.Module):
-    """A pretrained BERT with the head of a task: a linear layer, after dropout, on the encoder.
+    """A pretrained BERT with the head of a task: dropout and a linear layer on the encoder.
 
-    A classifier scores its classes and a choice one option at a time, both at the first token; a
-    span is found by scores of every token, and has no pooler.
+    A classifier scores its classes, a choice one option at a time; both read the first token. A
+    span head scores every token and has no pooler.
     """
 
     terms: ClassVar = ("loss",)
@@ -231,16 +229,16 @@ class FinetunedBert(nn.Module):
         return self.encoder.layers(x, batch)
 
     def loss(self, x: Tensor, batch: ExampleBatch, loss_scales: Tensor) -> Tensor:
-        """Cross-entropy of each example's label; of a span the mean of those of its first and its
-        last token, each over the tokens of the sequence alone: see Objective."""
+        """Cross-entropy of each example's label; for a span the mean of two, of its first and its
+        last token, each over the tokens of its sequence only: see Objective."""
         scores = self.scores(x, batch)
         losses = F.cross_entropy(scores, batch.labels, reduction="none").mean(1)
         return (losses * batch.counted).sum() * loss_scales.to(scores.dtype)
 
     def scores(self, x: Tensor, batch: ExampleBatch) -> Tensor:
-        """Of each example's k labels, [b, candidates, k] in fp32 or wider: of its classes or
-        options, k = 1, or of its tokens as first and last of a span, k = 2; minus infinity at
-        padding."""
+        """Scores for each example's k labels, [b, candidates, k] in fp32 or wider. Candidates are
+        classes or options, with k = 1, or tokens as the first and last one of a span, with k = 2;
+        padding scores minus infinity."""
         x = self.encoder.output(x)
         rows = text_rows(batch)
         if self.pooler is None:
@@ -251,13 +249,13 @@ class FinetunedBert(nn.Module):
         return self._score(self.pooler(x, sequences), rows).view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
-        """The stages in order: see `loss`, without scales see `scores`."""
+        """Runs all stages. With loss_scales see `loss`; without, see `scores`."""
         x = self.layers(self.embed(batch), batch)
         return self.scores(x, batch) if loss_scales is None else self.loss(x, batch, loss_scales)
 
     def _score(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """x [n, h] to scores [n, k], fp32: in bf16 scores that differ by less than one part in 256
-        would be equal, and the first of them the answer."""
+        """Maps x [n, h] to scores [n, k] in fp32. In bf16, scores that differ by less than one part
+        in 256 would be equal, and the first of them would be the answer."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = {name: each.to(wide) for name, each in self.head.named_parameters()}
         scores: Tensor = functional_call(self.head, weights, (self.dropout(x, rows).to(wide),))

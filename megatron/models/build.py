@@ -1,4 +1,4 @@
-"""A model of any kind, from its config."""
+"""Builds a model of any kind from its config."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def build_on_meta(
     seed: int | None = None,
     pipeline: PipelinePlan = UNCUT,
 ) -> Any:
-    """A model of the config's kind without memory, or this rank's part of it, for its names, shapes
-    and sharding specs. Raises ValueError for a kind that builds no parts."""
+    """A model of the config's kind, or this rank's part of it, without memory: for its names,
+    shapes and sharding specs. Raises ValueError for a kind that cannot be cut into stages."""
     make = resolve_name(find_kind(config.kind, "kind").model)
     if pipeline.stages > 1 and not hasattr(make, "stream"):
         raise ValueError(
@@ -59,9 +59,9 @@ def build_model(
 ) -> Any:
     """A model of the config's kind on this rank's device, with its initial weights.
 
-    seed: of these and of dropout; None for a model that is loaded next and drops nothing.
-    pipeline: of which this rank builds its stages. draws: False leaves its weights undefined, of a
-    model that is loaded next and drops.
+    seed: of initial weights and dropout; None for a model that is loaded next and has no dropout.
+    pipeline: this rank builds its own stages of this plan. draws: False leaves the weights
+    undefined, for a model that is loaded next and has dropout.
     """
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     given, values = seed if draws else None, getattr(model, "initial_values", None)

@@ -1,8 +1,8 @@
-"""What models that predict the next token have in common: word embedding, transformer, final norm,
-head, tied to the word embedding or not.
+"""Common base of models that predict the next token: word embedding, transformer, final norm, and a
+head that may be tied to the word embedding.
 
 The stages of such a model are `embed`, `layers` and `loss`; a batch holds tensors on the model's
-device. A pipeline rank builds its part of it, under the names of the whole model.
+device. A pipeline rank builds its part of the model, with the names of the whole model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         self.positions = config.max_position_embeddings
         h, std, part = config.hidden_size, config.init_method_std, factory.part
         rows, is_tied = config.make_vocab_size_divisible_by, config.has_tied_head
-        self.word_embedding: nn.Module | None = None  # that of a tied head, too
+        self.word_embedding: nn.Module | None = None  # also the weight of a tied head
         if part.is_first or (part.is_last and is_tied):
             self.word_embedding = factory.word_embedding(
                 vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
@@ -54,23 +54,23 @@ class Decoder(nn.Module):
             )
 
     def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
-        """What the first stage adds to the embedding of words; nothing here."""
+        """Create what the first stage adds to the word embedding; nothing here."""
 
     def denominators(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
     def embed(self, batch: GPT2Batch) -> Tensor:
-        """The stream [n, h] that enters the first layer."""
+        """Hidden states [n, h], the input of the first layer."""
         assert self.word_embedding is not None
         words = self.word_embedding(batch.tokens.flatten())
         return self.embedding_dropout(words, self.transformer.rows(batch))
 
     def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor] | None:
-        """The turns of rotary positions; None of a model without such."""
+        """Cosines and sines of rotary positions; None for a model without rotary positions."""
         return None
 
     def stream(self, batch: GPT2Batch, number: int) -> Tensor:
-        """What enters layer `number` of a batch of arrays, on meta."""
+        """Input of layer `number` for a batch of arrays, as a tensor on meta."""
         return self.transformer.stream(batch.tokens.size)
 
     def layers(
@@ -81,9 +81,9 @@ class Decoder(nn.Module):
         *,
         numbers: Iterable[int] | None = None,
     ) -> Tensor:
-        """The stream behind the last layer, or behind the last of `numbers`.
+        """Hidden states after the last layer, or after the last of `numbers`.
 
-        cache: of what was read before, to which the batch is added; evaluation only.
+        cache: keys and values of the tokens read so far; the batch's are added. Evaluation only.
         """
         starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
         rows = self.transformer.rows(batch)
@@ -107,11 +107,11 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [m, v/t] of this rank's columns, of rows [m, h] of what `layers` returns."""
+        """This rank's columns [m, v/t] of the logits, from rows [m, h] of the `layers` output."""
         return self.head(self.final_norm(x), self.word_embedding)
 
     def losses(self, x: Tensor, batch: GPT2Batch, scales: Tensor | None = None) -> Tensor:
-        """The loss of each label [n]; with scales [b, s], floating, the sum of scale x loss."""
+        """Loss of each label [n]; with floating-point scales [b, s], the sum of scale x loss."""
         labels = batch.labels.flatten()
         scales = None if scales is None else scales.flatten()
         return self.head(self.final_norm(x), self.word_embedding, labels, scales)
@@ -121,13 +121,13 @@ class Decoder(nn.Module):
         return self.losses(x, batch, batch.loss_mask.double() * loss_scales)[None]
 
     def forward(self, batch: GPT2Batch, loss_scales: Tensor | None = None) -> Tensor:
-        """The stages in order: see `loss`; without scales this rank's columns of the logits,
-        [n, v/t]."""
+        """Runs all stages. With loss_scales see `loss`; without, this rank's columns [n, v/t] of
+        the logits."""
         x = self.layers(self.embed(batch), batch)
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
 
 def document_mask(document_starts: Tensor) -> Tensor:
-    """[b, s] document starts to the bool mask [b, 1, s, s]: causal, within one document."""
+    """Maps document starts [b, s] to the bool mask [b, 1, s, s]: causal, within one document."""
     same_document = document_starts[:, :, None] == document_starts[:, None, :]
     return torch.tril(same_document)[:, None]

@@ -1,5 +1,5 @@
-"""What a model of transformers runs on here: attention and norms on our kernels, dropout by
-coordinates, fp64 that stays so."""
+"""Replacements inside a model of transformers: attention and norms on our kernels, dropout by
+coordinates, and fp64 arithmetic that is never narrowed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron.parallel.layers import AttentionCore
 
 
 class Wide(TorchFunctionMode):
-    """Under it no tensor of fp64 is narrowed to fp32, as transformers' models do in an RMSNorm, of
-    rotary positions, in a softmax: of models that are equal results would differ by 1e-7."""
+    """Keeps fp64 tensors in fp64. Models of transformers narrow them to fp32 in RMSNorm, rotary
+    positions and softmax, and the results of equal models would differ by 1e-7."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -40,14 +40,14 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-SMALL = 1 << 18  # elements of a parameter that is kept as its constructor makes it
+SMALL = 1 << 18  # elements; up to this size a parameter's value from its constructor is kept whole
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built inside have parameters on meta, without memory, until `materialize`
-    gives it; their buffers have values, which nothing else would give them: those of rotary
-    positions are in no state_dict, and torch.device("meta") would lose them."""
+    """Modules built inside have parameters on meta, without memory until `materialize`. Their
+    buffers keep their values, since nothing else would restore them: those of rotary positions are
+    in no state_dict, and torch.device("meta") would lose them."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -67,16 +67,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 @dataclass
 class BatchRows:
-    """What layers of ours inside such a model know of the batch: keys of its rows, for dropout."""
+    """Dropout keys of the batch's rows, for our layers inside a model of transformers."""
 
     keys: Tensor | None = None
 
 
 class PlannedDropout(nn.Module):
-    """In the place of torch's Dropout: by coordinates, the same at every layout."""
+    """Replaces torch's Dropout: a function of coordinates, the same at every layout."""
 
     def __init__(self, dropout: Any, rows: BatchRows, widths: Collection[int], ranks: int) -> None:
-        """widths: of what is whole on each of so many ranks."""
+        """widths: last dims of activations that are whole on each rank. ranks: their number."""
         super().__init__()
         self.dropout, self.p, self.rows = dropout, dropout.p, rows
         self.widths, self.ranks = widths, ranks
@@ -99,7 +99,7 @@ class KernelLayerNorm(nn.LayerNorm):
 
 
 class KernelRMSNorm(nn.Module):
-    """Of transformers' classes that are RMSNorm as Llama has it, which compose it of seven
+    """RMSNorm on our kernel, for classes of transformers that compute Llama's RMSNorm in seven
     operations."""
 
     weight: nn.Parameter
@@ -112,14 +112,14 @@ class KernelRMSNorm(nn.Module):
 
 
 class KernelGELU(nn.Module):
-    """GELU by tanh, of which transformers' NewGELUActivation keeps five tensors."""
+    """GELU by tanh; transformers' NewGELUActivation keeps five tensors for it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
 
 
 def use_own_kernels(model: nn.Module) -> None:
-    """Let norms and activations of classes that are known compute the same in one operation."""
+    """Make norms and activations of known classes compute the same result in one operation."""
     from transformers.activations import NewGELUActivation
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -151,8 +151,8 @@ def run_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it, on our kernels: q [b, a, s, d], k and v
-    [b, g, m, d], mask bool or added to the scores, to [b, s, a, d]."""
+    """Attention on our kernels, as models of transformers call it: q [b, a, s, d], k and v
+    [b, g, m, d], mask bool or added to the scores; returns [b, s, a, d]."""
     if others.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__}: attention with position_bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -196,8 +196,8 @@ def attention_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[b, a, s, d], with scores c tanh(scores / c) of softcap c: what no fused kernel computes.
-    mask: bool, or added to the scores. sinks: [a], a score more of each head, of no value."""
+    """Attention [b, a, s, d] that no fused kernel computes: softcap c makes scores c tanh(scores /
+    c). mask: bool, or added to the scores. sinks: [a], one more score per head, without a value."""
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
@@ -215,15 +215,15 @@ def attention_by_scores(
     return shares.to(query.dtype) @ value
 
 
-# What the attention of a model calls the probability that it gives to run_attention.
+# Attributes of attention modules with the dropout probability that they pass to run_attention.
 OF_ATTENTION = ("attention_dropout", "attn_dropout", "attn_pdrop", "dropout", "dropout_prob")
 
 DROPPING = ("dropout", "layerdrop", "drop_path", "drop_prob")
 
 
 def other_dropout(model: nn.Module) -> list[str]:
-    """What drops at random and is neither torch's Dropout nor of attention's probabilities, once
-    for each class of module: "decoder.layers.0.dropout = 0.1"."""
+    """Dropout that is neither torch's Dropout nor on attention's probabilities, listed once for
+    each class of module: "decoder.layers.0.dropout = 0.1"."""
     found: dict[tuple[str, str], str] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -238,7 +238,7 @@ def other_dropout(model: nn.Module) -> list[str]:
 
 
 def register_attention() -> None:
-    """Make `run_attention` known to transformers as "megatron"."""
+    """Register `run_attention` with transformers as "megatron"."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

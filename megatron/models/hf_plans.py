@@ -1,4 +1,4 @@
-"""Plans of models of transformers: its own, with what they leave out, and those it lacks."""
+"""Plans for models of transformers: its own, completed, and plans for models it has none for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_BERT: Plan = {
     "*.intermediate.dense": Column(),
     "*.layer.*.output.dense": Row(),
 }
-# Of models that transformers has no plan of.
+# Plans for models that transformers has none for.
 PLANS: Mapping[str, Plan] = {
     "gpt2": {
         "*.attn": Local("num_heads", "split_size"),
@@ -54,16 +54,16 @@ PLANS: Mapping[str, Plan] = {
         "*.fc2": Row(),
     },
 }
-# Where transformers' own plan of an architecture is wrong.
-_WHOLE_GATES: Mapping[str, Style] = {  # whose mean and deviation decide which ones stay
+# Corrections of architectures for which transformers' own plan is wrong.
+_WHOLE_GATES: Mapping[str, Style] = {  # the gates' mean and deviation decide which ones stay
     "*.language_model.layers.*.mlp.gate_proj": Column(gather=True),
     "*.language_model.layers.*.mlp.up_proj": Column(gather=True),
 }
 MENDED: Mapping[str, Mapping[str, Style]] = {
-    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation of cut columns
-    # Masks of all heads, which are computed of all values.
+    "apertus": {"*.mlp.act_fn": Summed()},  # parameters of an activation on cut columns
+    # Masks of all heads are computed from all values.
     "doge": {"*.self_attn.*_proj": Whole()},
-    # It reads a row of the embedding, to which the output layer is tied.
+    # The model reads a row of the embedding, and the output layer is tied to it.
     "gemma4": {"*.embed_tokens": Whole(), "lm_head": Whole()},
     "neomme": {"*.self_attn.*_proj": Whole()},  # numbers of heads from the config
     "gemma3n": _WHOLE_GATES,
@@ -71,12 +71,12 @@ MENDED: Mapping[str, Mapping[str, Style]] = {
         each.replace("*.language_model", "model"): style for each, style in _WHOLE_GATES.items()
     },
 }
-NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # of queries and keys
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # norms of queries and keys
 
 
 def plan_of(model: nn.Module, text: str = "auto") -> Plan:
-    """The plan of a model of transformers; text: "auto", or a plan in TOML. Raises PlanError for a
-    model without one, and for what the plan does not say right."""
+    """The plan for a model of transformers. text: "auto", or a plan in TOML. Raises PlanError for a
+    model without a plan, and for errors in the plan."""
     if text != "auto":
         return read_plan(text)
     config: Any = getattr(model, "config", None)
@@ -99,7 +99,7 @@ def plan_of(model: nn.Module, text: str = "auto") -> Plan:
 
 
 def plan_at(model: nn.Module, text: str, ranks: int) -> Plan:
-    """As plan_of; one rank holds all of a model that there is no plan for."""
+    """As plan_of, but a single rank also holds a model that there is no plan for."""
     try:
         return plan_of(model, text)
     except PlanError:
@@ -113,8 +113,8 @@ def _fits(pattern: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _of_norms(plan: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Of norms of queries and keys that the plan does not name: each rank has its heads of one that
-    is alike for all, and all heads of another one."""
+    """Styles for norms of queries and keys that the plan does not name. A norm with the same
+    parameters for all heads runs on each rank's heads; for any other, each rank has all heads."""
     found: dict[str, Style] = {}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
@@ -134,7 +134,7 @@ def _style_of(name: str, plan: Mapping[str, Any]) -> Any:
 
 
 def _of_ends(model: Any, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
-    """Of the word embedding and the output layer."""
+    """Styles of the word embedding and the output layer."""
     names = {id(module): name for name, module in modules.items()}
     words, output = model.get_input_embeddings(), model.get_output_embeddings()
     found: dict[str, Style] = {names[id(words)]: Vocabulary()}

@@ -1,9 +1,9 @@
-"""Weights in a folder of transformers: which there are, and each rank's slices of them.
+"""Weights in a folder of transformers: their names in the model, and each rank's slices of them.
 
 Names in files are not always those of a model's parameters: transformers adds and drops the name of
-the base model, renames what older versions wrote, and makes some weights of others. Its own tables
-say how (transformers.conversion_mapping); a folder that it loads is read alike here. What it warns
-of, weights that are left over or missing, is an error here, but for heads of other classes.
+the base model, renames weights of older versions, and computes some weights from others. Its own
+tables say how (transformers.conversion_mapping), and folders are read the same here. Weights that
+are left over or missing are a warning there and an error here, except for heads of other classes.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from megatron.parallel.sharding import ShardingSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
+FLOATS = ("F64", "F32", "BF16", "F16")  # names in safetensors
 LISTED = 5  # names in a message
 
 
 def form_of(model: nn.Module, name: str) -> Form:
-    """How the planned model holds its parameter of this name."""
+    """Form in which the planned model holds the parameter `name`."""
     module_name, _, own_name = name.rpartition(".")
     module = model.get_submodule(module_name)
     return module.forms.get(own_name, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
 
 
 def forms_of(model: nn.Module) -> dict[str, list[int]]:
-    """{name of a parameter: the numbers of its Form} of those that the planned model holds in
-    another form than transformers writes them."""
+    """{name of a parameter: the numbers of its Form} for parameters that the planned model holds in
+    another form than transformers writes."""
     found = {name: form_of(model, name) for name, _ in model.named_parameters()}
     return {name: [*map(int, astuple(form))] for name, form in found.items() if form != AS_IT_IS}
 
 
 @dataclass(frozen=True)
 class Bare:
-    """A model as transformers builds it, on meta, and the names that it knows.
+    """A model as transformers builds it, on meta, with its names.
 
-    first: of each name of a parameter the first that it has: those of tied ones share it.
+    first: {name of a parameter: its first name}; the names of a tied parameter share one.
     """
 
     model: Any
@@ -70,10 +70,10 @@ class Bare:
 
 @dataclass(frozen=True)
 class Files:
-    """The tensors of a folder, by the keys that they have in its files."""
+    """The tensors of a folder, by their keys in its files."""
 
     folder: Path
-    places: Mapping[str, Any]  # the opened file that has it
+    places: Mapping[str, Any]  # key: the open file that has it
 
     def get(self, key: str) -> Tensor:
         found: Tensor = self.places[key].get_tensor(key)
@@ -84,8 +84,8 @@ class Files:
 
 
 def open_files(folder: Path, stack: ExitStack) -> Files:
-    """The stack closes them. Raises ValueError or OSError, naming the file, for one that is missing
-    or damaged."""
+    """Open the folder's files, which `stack` closes. Raises ValueError or OSError, naming the file,
+    if one is missing or damaged."""
     names = [SINGLE]
     if not (folder / SINGLE).is_file():
         index = json.loads((folder / INDEX).read_bytes())
@@ -104,11 +104,11 @@ def open_files(folder: Path, stack: ExitStack) -> Files:
 
 @dataclass(frozen=True)
 class Matches:
-    """What the tensors of a folder are in a model.
+    """Names in a model for the tensors of a folder.
 
-    of: {first name of a parameter, or name of a buffer: keys of tensors that are it}. made: a
-    converter of transformers, the name that it is called with, and its (pattern, key)s, of what is
-    computed of several tensors. unknown: keys by the name that the model would have for them.
+    of: {first name of a parameter, or name of a buffer: keys of its tensors}. made: for weights
+    computed from several tensors, (converter of transformers, name that it is called with, its
+    (pattern, key) pairs). unknown: {name that the model would have: key} of other tensors.
     """
 
     of: dict[str, list[str]]
@@ -117,7 +117,7 @@ class Matches:
 
 
 def match(bare: Bare, keys: Iterable[str]) -> Matches:
-    """As transformers' from_pretrained has it."""
+    """Match keys to names as transformers' from_pretrained does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -149,7 +149,7 @@ def match(bare: Bare, keys: Iterable[str]) -> Matches:
 
 
 def convert(bare: Bare, files: Files, group: Any) -> Iterator[tuple[str, Tensor]]:
-    """(first name, whole tensor as the model writes it) of what a converter makes."""
+    """Yield (first name, whole tensor as the model writes it) for all that a converter makes."""
     converter, name, parts = group
     for pattern, key in parts:
         converter.add_tensor(name, key, pattern, lambda key=key: files.get(key))
@@ -164,10 +164,10 @@ def read_weights(
 ) -> list[str]:
     """Fill this rank's shards of a model's parameters from a folder; padding becomes zero.
 
-    model: a HuggingFace of megatron.models.huggingface. shards: (spec, local) by the names of its
-    parameters, of any dtype. Returns the keys of what the model has no part for and another class
-    of transformers has: heads. Raises ValueError, naming the folder and the tensors, for what is
-    missing, unknown, or of another shape.
+    model: a HuggingFace of megatron.models.huggingface. shards: {name of its parameter: (spec,
+    local of any dtype)}. Returns the keys of tensors that only another class of transformers has a
+    part for: heads. Raises ValueError, naming the folder and the tensors, for tensors that are
+    missing, unknown or of another shape.
     """
     bare = Bare.of(model.config, model.auto_class)
     missing = {bare.first[name] for name in bare.first}
@@ -177,7 +177,7 @@ def read_weights(
         left_out = _left_out(bare, found.unknown, folder)
 
         def fill(name: str, part: Any) -> None:
-            """part: the tensor as it is written, or a slice of a file."""
+            """part: the whole tensor as the model writes it, or a slice of a file."""
             shape, wanted = list(_shape(part)), list(bare.state[name].shape)
             if shape != wanted:
                 raise ValueError(f"{folder}: {name} is {shape}, and {wanted} by config.json")
@@ -218,18 +218,18 @@ def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
     local.zero_()
     if form == AS_IT_IS:
         for own, where in spec.boxes(local):
-            own.copy_(part[where or ...])  # or a single number
+            own.copy_(part[where or ...])  # ... for a single number
         return
-    if spec.flat is not None:  # of a shard in another form
+    if spec.flat is not None:  # a flat range of a shard in another form
         if spec.flat.start < spec.flat.stop:
             shard = local.new_empty(spec.of_shard.local_shape)
             _copy(part, shard, spec.of_shard, form)
             local.copy_(shard.flatten()[spec.flat.start : spec.flat.stop])
         return
     box = spec.local_slices
-    if any(cut.start == cut.stop for cut in box):  # padding alone
+    if any(cut.start == cut.stop for cut in box):  # only padding
         return
-    # The matrices of a parameter lie one behind another.
+    # The matrices of a parameter lie one after another.
     rows, *others = box[1:] if form.parts > 1 else box
     step = spec.shape[1] if form.parts > 1 else 0
     pieces = []
@@ -241,8 +241,8 @@ def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
 
 
 def _require_buffer(bare: Bare, name: str, part: Any, folder: Path) -> None:
-    """Of a tensor that is no parameter: it is what config.json makes of it, since no checkpoint
-    keeps another."""
+    """Raise ValueError for a buffer whose value is not the one that config.json makes: no
+    checkpoint would keep it."""
     value = part if isinstance(part, Tensor) else part[...]
     own = bare.state[name]
     if not torch.equal(own.to(value.dtype), value):
@@ -253,9 +253,9 @@ def _require_buffer(bare: Bare, name: str, part: Any, folder: Path) -> None:
 
 
 def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]:
-    """Of unknown names the keys of those that other classes have, without those that transformers
-    passes over. Raises ValueError for the rest."""
-    patterns = list(bare.model._keys_to_ignore_on_load_unexpected or ())  # of transformers 5.23
+    """Keys of unknown names that other classes have, without names that transformers ignores.
+    Raises ValueError for the rest."""
+    patterns = list(bare.model._keys_to_ignore_on_load_unexpected or ())  # in transformers 5.23
     # Buffers that are no longer saved.
     patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$"]
     rest = {
@@ -274,8 +274,8 @@ def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]
 
 
 def _relatives(bare: Bare) -> set[str]:
-    """The names that the model's other classes have: a folder of BERT for pretraining has the head
-    of the second task, too."""
+    """Names in the model's other classes: a folder of BERT for pretraining also has the head of the
+    second task."""
     import transformers
 
     found: set[str] = set()

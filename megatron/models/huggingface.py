@@ -1,11 +1,11 @@
-"""Models of transformers, unmodified, cut by a plan (megatron/parallel/parallelize.py).
+"""Unmodified models of transformers, cut by a plan (megatron/parallel/parallelize.py).
 
-The plan is transformers' own or one of hf_plans.py. What comes on top: the word embedding and the
-output layer are cut by vocabulary and the loss is computed of cut logits; attention runs on our
-kernels, and drops by coordinates.
+The plan is transformers' own or one of hf_plans.py. In addition, the word embedding and the output
+layer are cut by vocabulary, the loss is computed from cut logits, and attention runs on our kernels
+with dropout by coordinates.
 
-A model's own code computes in fp32 here and there, whatever its dtype; of a model in fp64 it
-computes in fp64 (`Wide`), so that what is equal can be seen to be.
+A model's own code computes some results in fp32 whatever its dtype. For a model in fp64 it computes
+them in fp64 (`Wide`), so that equal results can be recognised as equal.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ from megatron.parallel.regions import split_with_gradient
 
 
 def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
-    """The model as transformers builds it, its parameters on meta."""
+    """The model as transformers builds it, with its parameters on meta."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     register_attention()
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    described.use_cache, described.dtype = False, "float32"  # in which initial values are drawn
+    described.use_cache, described.dtype = False, "float32"  # initial values are drawn in fp32
     maker = getattr(transformers, auto_class)
     with torch.device("cpu"), parameters_on_meta():
         model = maker.from_config(described, attn_implementation="eager")
-    model.set_attn_implementation("megatron")  # but for models with attention of their own code
+    model.set_attn_implementation("megatron")  # except models with their own attention code
     return model
 
 
 @contextmanager
 def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
-    """What does not go is of --hf-model, or of the user's plan."""
+    """Raise errors of the block as a UsageError about --hf-model, or about the user's plan."""
     try:
         yield
     except UsageError:
         raise
     except (ValueError, ImportError) as error:
         (reason, *_) = str(error).strip().splitlines() or [type(error).__name__]
-        reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all that it knows
+        reason = shorten(reason.partition(". ")[0], 300)  # transformers lists all models it knows
         if isinstance(error, PlanError) and config.plan != "auto":
             allowed = f"a plan that fits --hf-model {config.hf_model}: {reason}"
             raise UsageError("--plan", None, allowed, works=("--plan", "auto")) from error
@@ -80,7 +80,7 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
 
 
 class KeyValueCache(Protocol):
-    """What such a model asks of megatron/inference/cache.py."""
+    """Interface of megatron/inference/cache.py that such a model uses."""
 
     first: Tensor | None
     length: int
@@ -90,15 +90,15 @@ class KeyValueCache(Protocol):
 
 
 class HuggingFace(nn.Module):
-    """A model of transformers that predicts the next token, as this project trains one."""
+    """A model of transformers that predicts the next token, with the methods of our own models."""
 
     terms: ClassVar = ("loss",)
     auto_class: ClassVar = "AutoModelForCausalLM"
 
     def __init__(self, config: Any, factory: LayerFactory, vocab_size: int) -> None:
         """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
-        Raises UsageError for a model that transformers does not know so, and for a plan that does
-        not fit it."""
+        Raises UsageError for a model that `auto_class` of transformers cannot build, and for a plan
+        that does not fit the model."""
         super().__init__()
         self.config, self.rows = config, BatchRows()
         self.buffers_on: torch.device | None = None
@@ -142,7 +142,7 @@ class HuggingFace(nn.Module):
         for name, module in [*model.named_modules()]:
             if "Attention" in type(module).__name__:
                 if not is_ours:
-                    continue  # some of its dropout is of probabilities, as its own code has them
+                    continue  # its own code may apply a Dropout to probabilities
                 core: Any = factory.attention_core(0.0, f"{name}.core")
                 core.rows, module.megatron_core = self.rows, core
                 if factory.tensor.size > 1:
@@ -160,14 +160,14 @@ class HuggingFace(nn.Module):
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
     def arguments(self, batch: GPT2Batch) -> dict[str, Any]:
-        """What the model is called with. Of a batch that is padded at its end no token looks at
-        padding."""
+        """Arguments of the model's forward. In a batch that is padded at its end no token attends
+        to padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
         if self.has_window:
             raise NotImplementedError("a mask of documents would take the place of its window")
         mask = document_mask(batch.document_starts)
-        if self.model.config._attn_implementation != "megatron":  # it adds masks to scores
+        if self.model.config._attn_implementation != "megatron":  # its code adds masks to scores
             dtype = next(self.model.parameters()).dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return {
@@ -177,20 +177,20 @@ class HuggingFace(nn.Module):
         }
 
     def embed(self, batch: Any) -> Any:
-        """Such a model is one stage: what goes into its layers are its arguments."""
+        """Arguments of the model's forward: such a model is a single stage."""
         return self.arguments(batch)
 
     def layers(
         self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
     ) -> Tensor:
-        """What the output layer reads, [n, h]; where the model goes on with its logits, these:
-        [n, v/t] of this rank's columns, or [n, v] where the plan leaves the output layer whole.
-        cache: see Decoder; keys and values are in the model's own."""
+        """Input of the output layer, [n, h]; if the model scales or caps its logits, the logits:
+        this rank's columns [n, v/t], or [n, v] if the plan leaves the output layer whole.
+        cache: see Decoder; keys and values are in the model's own cache."""
         self.rows.keys = text_rows(batch)
         with self.arithmetic():
             if cache is not None:
                 if not self.has_run:
-                    self._call(x)  # whose second try would read the tokens twice
+                    self._call(x)  # its second try would read the tokens into the cache twice
                 x = x | self._following(cache, batch)
             output = self._call(x)
         if cache is not None:
@@ -198,7 +198,7 @@ class HuggingFace(nn.Module):
         return output.flatten(0, 1)
 
     def _following(self, cache: KeyValueCache, batch: GPT2Batch) -> dict[str, Any]:
-        """The arguments of tokens that follow those of the cache."""
+        """Further arguments of forward for tokens that follow those of the cache."""
         from transformers import DynamicCache
 
         if cache.other is None:
@@ -212,7 +212,7 @@ class HuggingFace(nn.Module):
         return found
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """Under which the model's code runs, and what is recomputed of it."""
+        """Context in which the model's code runs, and in which its layers are recomputed."""
         if next(self.model.parameters()).dtype != torch.float64:
             return nullcontext()
         self.model.set_experts_implementation("eager")  # the grouped matmul knows no fp64
@@ -221,7 +221,7 @@ class HuggingFace(nn.Module):
     def _call(self, arguments: Any) -> Tensor:
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
         if self.drawn and self.training:
-            # Alike on the ranks that hold one model; layers that are recomputed draw the same.
+            # The same seed on the ranks that hold one model; recomputed layers draw the same.
             torch.manual_seed(int(fold(self.drawn_key, known(self.rows.keys)).sum()))
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
@@ -237,14 +237,14 @@ class HuggingFace(nn.Module):
             if isinstance(head, ColumnLinear):
                 head.mode, head.seen = "output", None
         if self.reads == "input" and not is_input:
-            # The model scales or caps its logits, which it can do with those of a rank, too.
+            # The model scales or caps its logits, which also works on one rank's columns.
             self.reads = "own columns"
             return self._call(arguments)
         self.has_run = True
         return logits
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [n, v/t] of this rank's columns, of what `layers` returns."""
+        """This rank's columns [n, v/t] of the logits, from the output x of `layers`."""
         if self.reads == "own columns":
             return x
         head = self.model.get_output_embeddings()
@@ -274,8 +274,8 @@ class HuggingFace(nn.Module):
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor as it is held) of the model's own initialisation, unit after unit:
-        a layer's, so that no more of the model is whole at a time. A function of the seed alone."""
+        """Yield (name, whole tensor as it is held) from the model's own initialisation, one layer
+        at a time, so that no more of it is whole at once. A function of the seed alone."""
         planned = dict(self.named_modules())
         for name, whole in initial_values(unmodified(self.config, self.auto_class), seed):
             module_name, _, own_name = f"model.{name}".rpartition(".")
@@ -285,7 +285,7 @@ class HuggingFace(nn.Module):
 
 
 class HuggingFaceMasked(HuggingFace):
-    """One that predicts masked tokens."""
+    """A model of transformers that predicts masked tokens."""
 
     terms: ClassVar = ("mlm_loss",)
     auto_class: ClassVar = "AutoModelForMaskedLM"
@@ -307,7 +307,7 @@ class HuggingFaceMasked(HuggingFace):
 
 @torch.no_grad()
 def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of the parameters of a model of transformers that is on meta."""
+    """Yield (name, values) for the parameters of a model of transformers that is on meta."""
     from transformers import PreTrainedModel
     from transformers.initialization import guard_torch_init_functions
 
@@ -329,7 +329,7 @@ def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
                 torch.manual_seed(derive_seed(seed, "initialise", name))
                 initialise(module, own) if is_unit else own(module)
             for own_name, parameter in module.named_parameters(name, recurse=is_unit):
-                if (unset := parameter.isnan()).any():  # what the constructor makes stays
+                if (unset := parameter.isnan()).any():  # the constructor's value stays
                     parameter.copy_(torch.where(unset, made[own_name], parameter))
                 yield own_name, parameter.detach()
             module.to("meta")

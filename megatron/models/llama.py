@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023, arXiv:2302.13971; 3: Grattafiori et al., 2024, arXiv:2407.21783).
 
-What is unlike GPT-2: RMSNorm, rotary positions in place of learned ones, heads of keys and values
-that several query heads share, an MLP gated by SiLU, no biases, a head with a weight of its own.
+Differences from GPT-2: RMSNorm, rotary positions in place of learned ones, heads of keys and values
+that several query heads share, an MLP gated by SiLU, no biases, a head with its own weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.parallel.layers_llama import rotate
 
 
 class LlamaAttention(Attention):
-    """Queries and keys are turned by their positions; a/g query heads share one of keys, values."""
+    """Queries and keys are rotated by their positions; a/g query heads share a key/value head."""
 
     def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> nn.Module:
         assert isinstance(config, LlamaConfig)
@@ -35,12 +35,12 @@ class LlamaAttention(Attention):
         return cast(nn.Module, qkv)
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that these need."""
+        """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that they use."""
         assert at.turns is not None
         if self.of_query is not None and not x.is_meta:
             self.of_query = self.of_query.to(x.device)  # once: a GPU does not wait for it again
         q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x))
-        # A copy of v, beside which the memory of what k was turned from is not kept.
+        # v is copied, so that it does not keep the memory of k before its rotation.
         return rotate(q, *at.turns), rotate(k, *at.turns), v.contiguous()
 
 

@@ -1,10 +1,10 @@
-"""The proof of a plan: a tiny model of an architecture, cut as the plan says, computes what the
-unmodified one of transformers computes.
+"""Proof of a plan: a tiny model of the architecture, cut by the plan, computes the same as the
+unmodified model of transformers.
 
-One forward and backward in fp64, where only the order of additions tells equal models apart: by
+One forward and backward run in fp64, where equal models differ only by the order of additions: by
 1e-14. A plan that is wrong without an error (a fused projection cut through its parts, a norm of
-heads whose gradient nobody adds up) differs by 1e-3 and more. Where config.json has dropout, one
-more of each with it is compared with one process: the unmodified model draws another.
+heads whose gradient is never summed) differs by 1e-3 or more. If config.json has dropout, one more
+of each with dropout is compared with one process: the unmodified model draws other masks.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
 from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
 from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
 
-TOLERANCE = 1e-9  # of the norm of what is compared
-# Of the model's gradient: what is smaller, such as that of a key's bias, which is zero, is mostly
-# rounding, and its difference relative to this.
+TOLERANCE = 1e-9  # relative to the norm of the compared tensor
+# Relative to the norm of the model's gradient. A smaller gradient, such as that of a key's bias,
+# which is zero, is mostly rounding, and its difference is taken relative to this limit.
 SMALL = 1e-3
-SAMPLES, LENGTH = 3, 12  # of the batch; sequences of 12, 9 and 5 tokens and padding behind them
+SAMPLES, LENGTH = 3, 12  # the batch: sequences of 12, 9 and 5 tokens, then padding
 LAYERS, HEADS, HEAD, VOCABULARY, WINDOW = 2, 8, 16, 101, 5
 
-# In a pattern the part of a name that says a number: 17, 1[01], ?, and not [qkv]_proj or fc1.
+# The part of a pattern that stands for a number: 17, 1[01], ?, and not [qkv]_proj or fc1.
 NUMBERED = re.compile(r"(^|\.)[]\d?*[!-]*[\d?[][]\d?*[!-]*(\.|$)|\.\d")
 
 
 def tiny(described: Mapping[str, Any], plan: str, tensor: int) -> dict[str, Any]:
     """A config.json of the same architecture that is proved in seconds: 2 layers or one of each
-    kind, 8 query heads or what so many ranks can share, as many key/value heads, or few, a small
-    vocabulary. What decides which modules there are and what they compute stays; so do all layers
-    where the plan has numbers of them, and whether ranks share key/value heads or divide them and,
-    where the plan is the user's, the vocabulary."""
+    kind, 8 query heads or as many as the ranks can share, as many key/value heads or few, a small
+    vocabulary. Settings that decide which modules exist and what they compute stay. All layers stay
+    if the plan has layer numbers. Ranks share or divide key/value heads as in the whole model and,
+    if the plan is the user's, the vocabulary."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**described)
@@ -95,7 +95,7 @@ def _shrunk(
     places = sorted({kinds.index(each) for each in kinds})
     if keeps_layers:
         places = [*range(layers)]
-    elif given.get("num_kv_shared_layers"):  # the last ones use keys and values of others
+    elif given.get("num_kv_shared_layers"):  # the last layers use keys and values of others
         put(len(places), "num_kv_shared_layers")
         places *= 2
     places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
@@ -114,7 +114,7 @@ def _shrunk(
     put(query_heads, *NAMES["heads"])
     put(query_heads if shared == heads else few, *NAMES["key_value_heads"])
     size = given.get("head_dim")
-    if "qk_rope_head_dim" in given:  # latent attention's
+    if "qk_rope_head_dim" in given:  # latent attention
         put(8, "head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim")
         size = 8
     elif isinstance(size, int) and hidden and heads and size * heads != hidden:
@@ -126,7 +126,7 @@ def _shrunk(
     if isinstance(widths := found.get("intermediate_size"), list):
         found["intermediate_size"] = [mlp for _ in widths]
     put(2 * HEAD, "global_head_dim")
-    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layers, as in Gemma 4
+    if isinstance(own := given.get("per_layer_config"), Mapping):  # by layer, as in Gemma 4
         by_layer = {int(key): value for key, value in own.items()}
         found["per_layer_config"] = {
             str(new): {
@@ -149,7 +149,7 @@ def _shrunk(
 
 
 def _shrunk_rope(given: Mapping[str, Any], head_size: int) -> dict[str, Any]:
-    """Of rotary positions: so that their scaling is felt in few of them."""
+    """Settings of rotary positions, shrunk so that scaling has an effect at few positions."""
     found = dict(given)
     for name, value in given.items():
         if isinstance(value, Mapping):
@@ -164,24 +164,24 @@ def _shrunk_rope(given: Mapping[str, Any], head_size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """Differences are relative, of norms, the largest of all ranks; infinite where there are
-    values that are not finite."""
+    """Result of a proof. Differences are relative, of norms, the largest of all ranks; infinite
+    where values are not finite."""
 
     tensor: int
     """Ranks of the tensor axis."""
     failure: str | None = None
-    """With which the cut model ended in its forward or backward, in place of all that follows."""
+    """Error that ended the cut model's forward or backward; then nothing below is measured."""
     loss: float = 0.0
     logits: float = 0.0
     gradients: Mapping[str, float]
-    """Of each parameter."""
+    """Difference for each parameter."""
     outputs: Mapping[str, float]
-    """Of each module whose output can be compared, in the order in which they end."""
+    """Difference for each module whose output can be compared, in the order in which they end."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """With dropout, of the loss and of each parameter's gradient, from those of one process; empty
-    where nothing drops, or torch draws it."""
+    """Differences with dropout from one process, for the loss and for each parameter's gradient;
+    empty if nothing drops, or torch draws the masks."""
     flops: tuple[int, int] = (0, 0)
-    """Of the matmuls of the step: of the busiest rank, and of the unmodified model."""
+    """Matmul FLOPs of the step: on the busiest rank, and in the unmodified model."""
 
     @property
     def first(self) -> str | None:
@@ -191,7 +191,7 @@ class Proof:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, in sentences; empty where the plan is right."""
+        """Sentences that say what is wrong; empty if the plan is right."""
         if self.failure is not None:
             return [self.failure]
         found = []
@@ -206,7 +206,7 @@ class Proof:
         for name in ("logits", "loss"):
             if not (value := getattr(self, name)) <= TOLERANCE:
                 found.append(f"the {name} {'is' if name == 'loss' else 'are'} off by {value:.2g}")
-        if found and self.first is not None:  # alone it may be of padding, of which nothing comes
+        if found and self.first is not None:  # by itself it may be padding, without effect
             by = self.outputs[self.first]
             found.insert(0, f"{self.first} is the first module whose output is off, by {by:.2g}")
         return found
@@ -232,12 +232,12 @@ class NoProofError(ValueError):
 
 
 def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
-    """Prove a plan before a training, and say so; every rank calls this. Raises UsageError, on
-    every rank alike, for a plan that does not fit the model or is wrong."""
-    build_on_meta(config, mesh, 1)  # what does not fit it is said of its own sizes
+    """Prove a plan before training; returns a line for the log. Every rank calls this. Raises
+    UsageError, the same on every rank, for a plan that does not fit the model or is wrong."""
+    build_on_meta(config, mesh, 1)  # an error here names the sizes of the whole model
     try:
         proof = prove(config, mesh)
-    except (NoProofError, PlanError) as error:  # of the tiny one, since it fits the whole one
+    except (NoProofError, PlanError) as error:  # about the tiny model: the whole one fits
         return f"warning: the plan is not proved by a tiny model: {error}"
     if proof.wrong:
         allowed = f"a plan that computes what the model does; for a tiny model, {proof}"
@@ -248,8 +248,8 @@ def require_proof(config: HuggingFaceConfig, mesh: Mesh) -> str:
 
 def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     """Prove the plan of the config for a tiny model of its architecture, over the tensor axis of
-    the mesh (every rank calls this, and gets the same). Raises PlanError for a plan that does not
-    fit the tiny model, before any weight is made, and NoProofError."""
+    the mesh (every rank calls this and gets the same result). Raises PlanError for a plan that does
+    not fit the tiny model, before any weight is made, and NoProofError."""
     try:
         if config.plan != "auto" and any(
             isinstance(each, Local) and each.values
@@ -262,7 +262,7 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
             config,
             hf_config=json.dumps(described),
             recompute_granularity="none",
-            attention_dropout_rng="coordinates",  # what a kernel draws depends on the layout
+            attention_dropout_rng="coordinates",  # a kernel's draws depend on the layout
         )
         ours = build_on_meta(config, mesh, VOCABULARY).eval()
         alone = None
@@ -273,15 +273,15 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         wanted = _Computed.of_theirs(theirs, batch, arguments)
     except (PlanError, NoProofError):
         raise
-    except Exception as error:  # of transformers' code of any model
-        if isinstance(error.__cause__, PlanError):  # which the model tells the user of as a flag's
+    except Exception as error:  # from transformers' code of any model
+        if isinstance(error.__cause__, PlanError):  # the model made a UsageError of it
             raise error.__cause__ from None
         reason = " ".join(str(error).split())[:200]
         reason = f"its tiny model ends with {type(error).__name__}: {reason}"
     else:
         missing = wanted.unseen(ours, mesh)
         reason = f"it shows nothing of {' and '.join(missing)}" if missing else ""
-    if reasons := [*filter(None, mesh.control.gather(reason))]:  # memory may end on one rank alone
+    if reasons := [*filter(None, mesh.control.gather(reason))]:  # one rank may run out of memory
         raise NoProofError(reasons[0])
     forms = {name: form_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
@@ -295,7 +295,7 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
     found: dict[str, Any]
     try:
         found = _compare(ours, alone, batch, wanted, forms, mesh)
-    except Exception as error:  # of the code of the model, which the plan breaks
+    except Exception as error:  # from the model's code, which the plan breaks
         found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if (place := wanted.place) is not None:
             found["failure"] = f"{place}: {found['failure']}"
@@ -319,8 +319,8 @@ def _of_all_ranks(own: dict[str, Any], mesh: Mesh) -> Proof:
 
 @torch.no_grad()
 def _unmodified(described: Mapping[str, Any], auto_class: str, device: torch.device) -> Any:
-    """The model as transformers builds and runs it; no parameter is a constant, so that each is
-    felt. Buffers keep their dtype, as they do in the model that is cut."""
+    """The model as transformers builds and runs it. No parameter is a constant, so that each has an
+    effect. Buffers keep their dtype, as in the model that is cut."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**described)
@@ -345,8 +345,8 @@ def _has_dropout(described: Mapping[str, Any]) -> bool:
 
 
 def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """(the batch that the model is trained on, what the unmodified one is called with). Sequences
-    are padded at their end."""
+    """(batch for our model, arguments for the unmodified model). Sequences are padded at their
+    end."""
     draw = np.random.default_rng(0)
     tokens, labels = draw.integers(3, VOCABULARY - 1, (2, SAMPLES, LENGTH))
     lengths = np.array([[LENGTH], [LENGTH - 3], [LENGTH - 7]])
@@ -378,14 +378,14 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 @dataclass
 class _Computed:
-    """By the unmodified model."""
+    """Results of the unmodified model."""
 
     loss: Tensor
     logits: Tensor
     gradients: dict[str, Tensor]
     outputs: dict[str, Tensor]
     flops: int
-    place: str | None = None  # the module in which the cut one is at work
+    place: str | None = None  # the module that the cut model is running
 
     @classmethod
     def of_theirs(cls, model: Any, batch: Any, arguments: Mapping[str, Any]) -> _Computed:
@@ -400,7 +400,7 @@ class _Computed:
             for name, each in model.named_parameters()
             if each.requires_grad
         }
-        # Of a causal model no token looks at padding, with or without the mask.
+        # In a causal model no token attends to padding, with or without the mask.
         same, outputs = dict(arguments), dict[str, Tensor]()
         if isinstance(batch, GPT2Batch):
             del same["attention_mask"]
@@ -409,8 +409,8 @@ class _Computed:
         return cls(loss.detach(), logits.detach(), gradients, outputs, counter.get_total_flops())
 
     def unseen(self, ours: nn.Module, mesh: Mesh) -> list[str]:
-        """See compare.unseen, for what the plan cuts or sums. What it leaves whole may serve
-        pictures, which no text reaches."""
+        """See compare.unseen; only for parameters that the plan cuts or sums. Others may process
+        images, and no text reaches them."""
         specs = sharding_specs(ours)
         largest = {
             name: float(each.abs().max())
@@ -425,7 +425,7 @@ def _counter() -> FlopCounterMode:
     def of_addmm(_: Any, a: Any, b: Any, **__: Any) -> int:
         return 2 * int(a[0]) * int(a[1]) * int(b[1])
 
-    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: of_addmm}  # which it does not know
+    in_place: dict[Any, Any] = {torch.ops.aten.addmm_: of_addmm}  # FlopCounterMode lacks it
     return FlopCounterMode(display=False, custom_mapping=in_place)
 
 
@@ -433,8 +433,8 @@ def _counter() -> FlopCounterMode:
 def _watched(
     model: nn.Module, outputs: dict[str, Tensor], enter: Callable[[str | None], None] | None = None
 ) -> Iterator[None]:
-    """Inside, the first output of each module is kept, of its first call, as modules end; `enter`
-    is told the innermost module at work."""
+    """Inside, `outputs` collects the first output of each module's first call, in the order in
+    which modules end; `enter` is called with the innermost running module."""
     inside: list[str] = []
     hooks = []
 
@@ -468,18 +468,18 @@ def _watched(
 def _compare(
     ours: Any, alone: Any, batch: Any, wanted: _Computed, forms: Mapping[str, Form], mesh: Mesh
 ) -> dict[str, Any]:
-    """On this rank. alone: the same model in one process, where there is dropout to compare."""
+    """Differences on this rank. alone: the same model in one process, if dropout is compared."""
 
     def enter(name: str | None) -> None:
         wanted.place = name
 
     with torch.no_grad(), _watched(ours.model, {}, enter):
-        # In this it finds what the model does with its logits, and moves buffers to the device.
+        # Here `ours` finds what the model does with its logits, and moves buffers to the device.
         ours.layers(ours.embed(batch), batch)
     outputs: dict[str, Tensor] = {}
     with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
         logits = ours.model(**ours.arguments(batch), use_cache=False).logits
-    if logits.shape != wanted.logits.shape:  # of an output layer that stays cut
+    if logits.shape != wanted.logits.shape:  # the output layer stays cut
         logits = gather_from(logits, -1, mesh.tensor)
     modules = dict(ours.model.named_modules())
     differences = {}
@@ -487,7 +487,7 @@ def _compare(
         expected = wanted.outputs.get(name)
         whole = None if expected is None else _whole(found, expected, modules[name], mesh)
         if expected is not None and whole is not None:
-            if whole.shape[:2] == batch.is_real.shape:  # of padding nothing is said
+            if whole.shape[:2] == batch.is_real.shape:  # padding is not compared
                 whole, expected = whole[batch.is_real], expected[batch.is_real]
             differences[name] = _difference(whole, expected)
     buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
@@ -520,9 +520,9 @@ def _compare(
 
 
 def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """(mean loss, gradients, whole, as they are held)."""
+    """(mean loss, {name: whole gradient in the form that is held})."""
     mesh, buckets.checks_reach = buckets.mesh, False  # the user's model is another one
-    # Ranks of `replicas` read the same samples here, and their gradients are added up.
+    # Ranks of `replicas` read the same samples here, and their gradients are summed.
     count = float((batch.loss_mask != 0).sum()) * mesh.replicas.size
     scales = torch.full((1,), 1 / count, dtype=torch.float64, device=mesh.device)
     with buckets.accumulate(is_last=True):
@@ -533,7 +533,7 @@ def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dic
 
 
 def _whole(found: Tensor, expected: Tensor, module: nn.Module, mesh: Mesh) -> Tensor | None:
-    """A module's output as the unmodified model has it; None where that cannot be said."""
+    """A module's output, whole as in the unmodified model; None where it cannot be compared."""
     if isinstance(module, SharedHeads) or found.dim() != expected.dim():
         return None
     t = mesh.tensor.size
@@ -554,7 +554,7 @@ def _norm(tensors: Any) -> float:
 
 
 def _difference(found: Tensor, wanted: Tensor, model_norm: float = 0.0) -> float:
-    """Relative to the norm of what is wanted; model_norm: of all gradients, where it is one."""
+    """Difference relative to the norm of `wanted`. model_norm: of all gradients, to compare one."""
     norm = max(float(wanted.norm()), SMALL * model_norm)
     off = float((found - wanted).norm())
     if not isfinite(off):

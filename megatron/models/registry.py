@@ -1,8 +1,8 @@
-"""The kinds of model, an entry each. Needs no torch.
+"""Registry of the kinds of model, one entry for each. Needs no torch.
 
-An entry names its parts as "module:name", so that knowing the kinds needs neither torch nor the
-parts of other kinds. A kind of one's own is a `ModelKind` too: `register` gives it a name, or
-"module:name" of the entry is its name.
+An entry names its parts as "module:name", so that listing the kinds needs neither torch nor the
+parts of other kinds. A user's own kind is a `ModelKind`, too: `register` gives it a name, or
+"module:name" of the entry serves as its name.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from megatron.config.huggingface import HuggingFaceConfig
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
     config: str
-    """A ModelConfig, whose `kind` is the name of the entry."""
+    """A ModelConfig class whose `kind` is the name of the entry."""
     model: str
     """The class, built from (config, factory, vocabulary size); it is its own objective."""
     program: str | None = None
-    """The settings of a pretraining run, a PretrainConfig; None for what is not pretrained."""
+    """The config of a pretraining run, a PretrainConfig; None for a kind without pretraining."""
     inputs: str | None = None
-    """Opens the data of a run, without torch: settings to Inputs."""
+    """Function from a run's config to its Inputs: opens the data, without torch."""
     samples: str = "megatron.train.inputs:random_text"
-    """What a run could read: settings to Samples, which need no data. A plan is of them, and
-    compare_layouts trains on them."""
+    """Function from a run's config to Samples that it could read, which need no data. Plans are
+    made for them, and compare_layouts trains on them."""
     data: str
-    """The DataConfig of checkpoints that were imported, and of a kind without a program."""
+    """The DataConfig of imported checkpoints, and of a kind without a program."""
     writes_text: bool = False
-    """Whether it goes on with a text, as a megatron.models.decoder.Decoder does: what generates and
-    the tasks that need no fine-tuning take it."""
+    """Whether it continues a text, as a megatron.models.decoder.Decoder does. Text generation and
+    the tasks without fine-tuning accept such kinds."""
     conversion: str | None = None
-    """Tables of the conversion from and to HuggingFace: several Family."""
+    """Tables for the conversion from and to HuggingFace: a sequence of Family."""
 
     @property
     def data_config(self) -> Any:
-        """The DataConfig of its checkpoints, whose defaults those have that are older than a
-        setting: of the program's field `data`, else `data`."""
+        """The DataConfig of its checkpoints: type of the program's field `data`, else `data`. Its
+        defaults apply to checkpoints that are older than a setting."""
         if self.program is None:
             return resolve_name(self.data)
         return get_type_hints(resolve_name(self.program))["data"]
 
 
-NO_END = 1 << 20  # positions of a model of transformers whose config.json names no end
+NO_END = 1 << 20  # positions of a model of transformers whose config.json has no limit
 
 KINDS = {
     "gpt2": ModelKind(
@@ -102,7 +102,7 @@ KINDS = {
 
 
 def register(name: str, kind: ModelKind) -> None:
-    """Add a kind. Raises ValueError where the name is taken."""
+    """Add a kind. Raises ValueError if the name is taken."""
     if name in KINDS:
         raise ValueError(f"a kind of model called {name!r} is registered already")
     KINDS[name] = kind
@@ -110,7 +110,7 @@ def register(name: str, kind: ModelKind) -> None:
 
 def find_kind(name: str, given: str = "--model") -> ModelKind:
     """The entry of this name, or at "module:name". given: the flag, for messages. Raises
-    UsageError where there is none."""
+    UsageError if there is none."""
     if name in KINDS:
         return KINDS[name]
     kind, reason = None, ""
@@ -139,7 +139,7 @@ def positions_of(manifest: Mapping[str, Any]) -> int:
 
 
 def is_unmodified(kind: str) -> bool:
-    """Whether it is a model of transformers as transformers has it."""
+    """Whether it is the kind of an unmodified model of transformers."""
     return issubclass(resolve_name(find_kind(kind, "kind").config), HuggingFaceConfig)
 
 
@@ -150,12 +150,12 @@ def config_of(manifest: Mapping[str, Any]) -> Any:
         name: tuple(value) if isinstance(value, list) else value
         for name, value in manifest["config"]["model"].items()
     }
-    # What the first checkpoints called the full granularity.
+    # Name of the full granularity in the first checkpoints.
     if settings.pop("checkpoint_activations", False):
         settings["recompute_granularity"] = "full"
     try:
         return config(**settings)
-    except TypeError as error:  # of a setting that is not known here, or one that is missing
+    except TypeError as error:  # a setting is unknown here, or missing
         raise ValueError(
             f"the checkpoint's model is of another version of {config.kind}: {error}"
         ) from error

@@ -1,17 +1,17 @@
 """The transformer of section 3 of the paper, in either order of norm and residual (section 5.2).
 
     b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size   f MLP's width
-    t tensor-parallel size, which this file never reads: what is cut is left to the factory
+    t tensor-parallel size, which this file never reads: the factory decides what is cut
 
     pre-LN, the paper's (figure 7, b)            post-LN, the original BERT's (figure 7, a)
         x = x + dropout(Attention(LayerNorm(x)))     x = LayerNorm(x + dropout(Attention(x)))
         x = x + dropout(MLP(LayerNorm(x)))           x = LayerNorm(x + dropout(MLP(x)))
 
-The stream between layers is [n, h]; only attention unfolds it to [b, ...].
+Hidden states between layers are [n, h]; only attention unfolds them to [b, ...].
 
-What the backward computes again (`recompute_granularity`) runs through the factory's `checkpoint`:
-a layer, of which its input alone is kept, [n, h]; or attention's core, of which q, k and v are kept
-and not the probabilities, [b, a/t, s, s]: much memory for little arithmetic.
+Recomputed parts (`recompute_granularity`) run through the factory's `checkpoint`. A whole layer
+keeps only its input, [n, h]. The attention core keeps q, k and v but not the probabilities,
+[b, a/t, s, s], which saves much memory for little arithmetic.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megatron.parallel.layers_llama import gated
 
 
 class KeyValueCache(Protocol):
-    """What attention asks of megatron/inference/cache.py."""
+    """Interface of megatron/inference/cache.py that attention uses."""
 
     def append(self, name: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of the layer `name`, of which k, v [b, a/t, s, d] are the last."""
+        """Append k and v [b, a/t, s, d]; returns all keys and values of the layer `name`."""
         ...
 
     def mask(self, columns: int, device: torch.device) -> Tensor | None: ...
@@ -47,21 +47,21 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """What the layers know of the sequences whose tokens are the rows of the stream [n, h]."""
+    """Facts about the sequences whose tokens are the rows of the hidden states [n, h]."""
 
     count: int  # b; each has n / b tokens
-    mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may look
-    is_causal: bool  # query i looks at the keys up to i, and there is no mask
+    mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may attend
+    is_causal: bool  # query i attends to the keys up to i, without a mask
     rows: Tensor | None = None  # int64 [n], see `text_rows`
-    core_rows: Tensor | None = None  # the same of the samples that attention holds
-    cache: KeyValueCache | None = None  # of what was read before; evaluation only
-    turns: tuple[Tensor, Tensor] | None = None  # of rotary positions, see RotaryEmbedding
+    core_rows: Tensor | None = None  # the same for the samples that attention holds
+    cache: KeyValueCache | None = None  # keys and values read so far; evaluation only
+    turns: tuple[Tensor, Tensor] | None = None  # cos and sin: see RotaryEmbedding
 
 
 def text_rows(batch: TextBatch) -> Tensor | None:
-    """int64 [n]: keys of the tokens, which dropout is a function of; None without sample numbers.
+    """Dropout keys of the tokens, int64 [n]: masks depend on them. None without sample numbers.
 
-    Each sequence of a sample has a number of its own.
+    Each sequence of a sample has its own number.
     """
     if batch.numbers is None:
         return None
@@ -79,10 +79,10 @@ def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 def _runner(
     config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
-    """Calls function(*arguments), and in the backward again if the config has this granularity."""
+    """Calls function(*arguments), and again in the backward if the config has this granularity."""
     if config.recompute_granularity != granularity:
         return _run
-    # A compiled layer is one graph, which the checkpoint of its core is part of.
+    # A compiled layer is one graph, and the checkpoint of its core is part of this graph.
     is_inside = granularity == "selective"
     return factory.checkpoint if is_inside else torch.compiler.disable(factory.checkpoint)
 
@@ -93,7 +93,7 @@ def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
 
 
 def in_heads(x: Tensor, count: int, size: int) -> Tensor:
-    """[n, a d] of `count` sequences, as heads of this size: [b, a, s, d]."""
+    """Splits x [n, a d] of `count` sequences into heads of this size: [b, a, s, d]."""
     return x.view(count, -1, x.shape[1] // size, size).transpose(1, 2)
 
 
@@ -103,7 +103,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
         super().__init__()
         self.name = name
-        self.of_query: Tensor | None = None  # see AttentionCore; of fewer heads of keys
+        self.of_query: Tensor | None = None  # see AttentionCore; set for fewer key/value heads
         h, std = config.hidden_size, config.init_method_std
         self.head_size = config.head_size
         self.qkv = self.make_qkv(config, factory)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [b, a/t, s, d]."""
-        # Not unbound from one tensor: the compiler's kernel for the backward of that is slow.
+        # No unbind of one tensor: the compiler's kernel for its backward is slow.
         q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x).chunk(3, dim=1))
         return q, k, v
 
@@ -137,7 +137,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-# Of twice as many columns.
+# Gated activations read twice as many columns.
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": partial(gated, by=F.silu),
     "geglu": partial(gated, by=F.gelu),
@@ -145,7 +145,7 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """[n, h] to [n, f/t] to [n, h]; the activation acts on each rank's columns alone."""
+    """Maps [n, h] to [n, f/t] to [n, h]; the activation acts on each rank's columns only."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-LN: nothing but additions on the path of the residuals."""
+    """Pre-LN: the residual path has only additions."""
 
     make_attention: ClassVar[type[Attention]] = Attention
 
@@ -194,7 +194,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class Transformer(nn.Module):
-    """One pipeline rank's layers; parameters and dropout are named by the number in the model."""
+    """One pipeline rank's layers; names of parameters and dropout use the number in the model."""
 
     def __init__(
         self,
@@ -211,17 +211,17 @@ class Transformer(nn.Module):
         )
 
     def forward(self, x: Tensor, at: Sequences, numbers: Iterable[int] | None = None) -> Tensor:
-        """numbers: of the layers, in the model; None for all that are here."""
+        """numbers: numbers in the model of the layers to run; None for all layers of this rank."""
         for name in self.layers if numbers is None else map(str, numbers):
             x = self.layers[name](x, at)
         return x
 
     def rows(self, batch: TextBatch) -> Tensor | None:
-        """`text_rows`, which dropout alone reads: 60 kernels, for which a GPU waits."""
+        """`text_rows`, or None if no dropout reads it: it takes 60 kernels that a GPU waits for."""
         return text_rows(batch) if self.training and self.drops else None
 
     def stream(self, n: int) -> Tensor:
-        """What passes between layers of n tokens on this rank, on meta: [n, h] or rows of it."""
+        """Hidden states of n tokens between layers on this rank, on meta: [n, h] or rows of it."""
         dtype = next(self.parameters()).dtype
         shape = self.stream_shape(n, self.hidden_size)
         return torch.empty(shape, dtype=dtype, device="meta")

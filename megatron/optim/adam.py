@@ -1,9 +1,9 @@
 """Adam on flat fp32 master weights, one flat tensor for each bucket of gradients.
 
-The masters lie in memory exactly as the gradients do, so that scaling, norm and Adam are a few
-passes over a few long tensors. Parameters that have the masters' dtype are views of them; those of
-a narrower dtype are rounded from them after each step. Masters and moments have the dtype of the
-gradients: where these are narrow, too (--pure-bf16), there are no masters.
+The masters have the same layout in memory as the gradients, so that scaling, norm and Adam are a
+few passes over a few long tensors. Parameters of the masters' dtype are views of them; parameters
+of a narrower dtype are rounded from them after each step. Masters and moments have the dtype of the
+gradients: if that is narrow, too (--pure-bf16), there are no masters.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ COUNTERS = ("scale", "good_steps", "overflows", "skips")
 
 @dataclass
 class LossScaler:
-    """What the loss is multiplied by before the backward, and what an overflow does to it.
+    """Loss scale: the factor on the loss before the backward, and how overflows change it.
 
-    A dynamic scale is doubled after `window` steps without overflow. Until then it bears
-    `hysteresis` overflows: the last of these and every further one halve it. A static scale has
-    window None. fp32 and bf16 need no scaling and skip nothing: most_skips is 0.
+    A dynamic scale is doubled after `window` steps without overflow. Until then, overflow number
+    `hysteresis` and every further one halve it. A static scale has window None. fp32 and bf16 need
+    no scaling and skip no steps: most_skips is 0.
     """
 
     scale: float = 1.0
     window: int | None = None
     hysteresis: int = 1
-    smallest: float = 0.0  # an overflow there ends the run
+    smallest: float = 0.0  # an overflow at this scale ends the run
     most_skips: int = 0  # steps skipped in a row that end the run
-    good_steps: int = 0  # in a row, since the scale last changed upwards
-    overflows: int = 0  # since the scale last changed upwards
+    good_steps: int = 0  # in a row, since the scale was last doubled
+    overflows: int = 0  # since the scale was last doubled
     skips: int = 0  # in a row
 
     @classmethod
     def of(cls, config: PrecisionConfig, dtype: torch.dtype) -> LossScaler:
-        """That of a run whose weights and activations are of `dtype`."""
+        """The scaler of a run whose weights and activations have `dtype`."""
         if dtype != torch.float16:
             return cls()
         if config.loss_scale is not None:
@@ -82,11 +82,11 @@ class LossScaler:
             self.good_steps = self.overflows = 0
 
     def counters(self) -> dict[str, float]:
-        """What changes, for a checkpoint; the rest comes from the command line."""
+        """Fields that change, for a checkpoint; the rest comes from the command line."""
         return {name: getattr(self, name) for name in COUNTERS}
 
     def load(self, counters: dict[str, float]) -> None:
-        """Go on from a checkpoint's counters; a static scale stays what it was set to."""
+        """Continue from a checkpoint's counters; a static scale keeps its setting."""
         for name in COUNTERS[1:]:
             setattr(self, name, int(counters[name]))
         if self.window is not None:
@@ -95,7 +95,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class FlatWeights:
-    """The tensors that Adam updates as one: neighbours in a bucket that decay alike, or do not."""
+    """Tensors that Adam updates as one: neighbours in a bucket with the same weight decay."""
 
     decay: float
     weight: Tensor
@@ -105,23 +105,23 @@ class FlatWeights:
 
 
 class TorchAdam:
-    """AdamW by torch's fused kernel, or Adam, whose weight decay is a part of the gradient.
+    """AdamW, or Adam with weight decay as a part of the gradient, by torch's fused kernel.
 
     The kernel is called as a function: torch's optimizer object imports a compiler's front end in
-    the first step, for 1.8 s, and takes a factor only from its own GradScaler.
+    the first step, which takes 1.8 s, and accepts a factor only from its own GradScaler.
     """
 
     def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
         self.config = config
         self.groups = defaultdict[tuple[float, torch.dtype], list[FlatWeights]](list)
-        """Each is updated by one call."""
+        """Each group is updated by one call."""
         for each in flats:
             self.groups[each.decay, each.weight.dtype].append(each)
         self.set_updates(0)
 
     def set_updates(self, updates: int) -> None:
-        """Set how many updates the moments have behind them."""
-        # The function takes a counter of each tensor: here elements of one, counted in one call.
+        """Set the number of updates that the moments have had."""
+        # The function takes a counter per tensor: here elements of one, incremented in one call.
         self.updates = [
             torch.full((len(group),), float(updates), device=group[0].weight.device)
             for group in self.groups.values()
@@ -129,7 +129,7 @@ class TorchAdam:
 
     @torch.no_grad()
     def step(self, lr: float, factor: float) -> None:
-        """Update by the gradients x factor; what is left in the gradients is undefined."""
+        """Update by the gradients x factor; the gradients are undefined afterwards."""
         config = self.config
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients, divisor = [each.gradient for each in group], None
@@ -158,7 +158,7 @@ class TorchAdam:
 
 
 def adam_class(impl: str) -> Any:
-    """The class that --optimizer-impl names; apex is imported only where it is asked for."""
+    """The class that --optimizer-impl names; apex is imported only if it is asked for."""
     if impl == "torch":
         return TorchAdam
     from megatron.optim.apex import ApexAdam
@@ -167,15 +167,15 @@ def adam_class(impl: str) -> Any:
 
 
 class MasterWeights:
-    """The optimizer of a model that has its weights, or whose weights are set next."""
+    """The optimizer of a model whose weights are set already, or are set next."""
 
     def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
-        """gradients: with sets_grad=False. Each rank updates what it has of a bucket (ZeRO)."""
+        """gradients: with sets_grad=False. Each rank updates its own part of a bucket (ZeRO)."""
         self.config, self.gradients = config, gradients
         self.buckets = gradients.buckets
         self.moments: list[tuple[Tensor, Tensor]] = []
         flats: list[FlatWeights] = []
-        # Of --optimizer-cpu-offload, an optimizer for each bucket.
+        # With --optimizer-cpu-offload, an optimizer for each bucket.
         self.hosts: list[tuple[Bucket, HostPart, TorchAdam]] = []
         self.adams: Sequence[Any]
         for bucket in self.buckets:
@@ -204,8 +204,8 @@ class MasterWeights:
         """Clip by the global norm and update.
 
         unscale: scalar that turns the buckets' sums into gradients of the mean loss.
-        norm: finite, of all the model's gradients x `unscale`; left out, nothing is clipped here,
-            as behind clip_grad_norm.
+        norm: finite, of all the model's gradients x `unscale`; if left out, nothing is clipped
+            here, as after clip_grad_norm.
         """
         self.gradients.name_unreached()
         limit = self.config.clip_grad
@@ -214,8 +214,8 @@ class MasterWeights:
             self.adams[0].step(lr, unscale * clip)
             self.publish()
             return
-        # While one bucket is updated, gradients of the next ones and weights of those before cross.
-        # They do not cross before: clip_grad_norm scales the sums on the device.
+        # While one bucket is updated, gradients of the next and weights of the previous ones are
+        # copied. Copies do not start earlier: clip_grad_norm scales the sums on the device.
         arrivals = [host.start(bucket.own) for bucket, host, _ in self.hosts]
         for (bucket, host, adam_of), arrive in zip(self.hosts, arrivals, strict=True):
             arrive()
@@ -229,8 +229,8 @@ class MasterWeights:
                 bucket.gather()
 
     def publish(self) -> None:
-        """Round the masters to the parameters, and give those of each rank to all; in ZeRO stage 3
-        that is done when they are used."""
+        """Round the masters to the parameters, and gather each rank's part on all ranks; in ZeRO
+        stage 3 parameters are gathered when they are used."""
         for bucket in self.buckets:
             bucket.round_masters()
             bucket.release()
@@ -241,14 +241,14 @@ class MasterWeights:
             bucket.gather()
 
     def masters(self) -> Iterator[TensorSlice]:
-        """What this rank has of the master of every parameter that is trained, by its name."""
+        """This rank's part of the master of every trained parameter: key NAME."""
         for bucket in self.buckets:
             assert bucket.masters is not None
             yield from bucket.slices(bucket.masters)
 
     def weights(self) -> Iterator[TensorSlice]:
-        """What this rank has of every parameter, trained or not: key model.NAME. In ZeRO stage 3,
-        and of masters on the host, that is its part of the masters, rounded."""
+        """This rank's part of every parameter, trained or not: key model.NAME. In ZeRO stage 3,
+        and with masters on the host, that is its part of the masters, rounded."""
         is_of_masters = self.gradients.zero_stage == 3 or self.hosts
         own = {each.key: each for each in self.masters()} if is_of_masters else {}
         for name, parameter in self.gradients.model.named_parameters():
@@ -259,15 +259,15 @@ class MasterWeights:
 
     def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint, to save or to load: parameters, Adam's moments, masters of
-        narrow weights. Behind load_checkpoint call `loaded`."""
+        narrow weights. After load_checkpoint call `loaded`."""
         yield from self.weights()
         yield from self.tensors()
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Set weights to (name, whole tensor), of which as many are in memory as the iterable has
-        there: those of a model that no rank has room for, one by one. Every rank calls this with
-        the same. Raises ValueError for a name that the model does not have."""
+        """Set weights from (name, whole tensor) pairs; memory holds only as many as the iterable
+        does: a model that no rank has room for comes one tensor at a time. Every rank calls this
+        with the same values. Raises ValueError for a name that the model does not have."""
         found = {each.key.removeprefix("model."): each for each in self.weights()}
         dtypes = {name: each.local.dtype for name, each in found.items()}
         found |= {each.key: each for each in self.masters()}
@@ -279,7 +279,7 @@ class MasterWeights:
         self.publish()
 
     def tensors(self) -> Iterator[TensorSlice]:
-        """What this rank has of all that a checkpoint keeps of the optimizer: key KIND.NAME."""
+        """This rank's part of the optimizer's state in a checkpoint: key KIND.NAME."""
         for bucket, (exp_avg, exp_avg_sq) in zip(self.buckets, self.moments, strict=True):
             yield from bucket.slices(exp_avg, "exp_avg.")
             yield from bucket.slices(exp_avg_sq, "exp_avg_sq.")
@@ -288,7 +288,7 @@ class MasterWeights:
                 yield from bucket.slices(bucket.masters, "master.")
 
     def loaded(self, updates: int) -> None:
-        """`slices()` were filled from a checkpoint behind so many updates: go on from there."""
+        """Continue from a checkpoint that filled `slices()`. updates: number made before it."""
         for each in self.adams:
             each.set_updates(updates)
         self.publish()

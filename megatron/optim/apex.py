@@ -1,4 +1,4 @@
-"""Adam by a kernel of NVIDIA's apex, which has to be installed."""
+"""Adam by a kernel of NVIDIA's apex, which must be installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.libraries import load
 
 
 class ApexAdam:
-    """As TorchAdam, by apex's FusedAdam. flats: FlatWeights of adam.py."""
+    """Like TorchAdam, but by apex's FusedAdam. flats: FlatWeights of adam.py."""
 
     def __init__(self, flats: Sequence[Any], config: OptimizerConfig) -> None:
         self.flats = flats

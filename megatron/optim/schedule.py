@@ -14,11 +14,11 @@ DECAY = {
 
 
 def learning_rate(config: OptimizerConfig, update: int, decay_iters: int) -> float:
-    """Rate of an update of the weights, counted from 1: linear warm-up, then decay to a floor,
-    which holds from update `decay_iters` on.
+    """Learning rate of an update of the weights, counted from 1: linear warm-up, then decay to a
+    floor, which holds from update `decay_iters` on.
 
-    With lr_warmup_init the first update has that rate, and every other one, the floor too, comes an
-    update later: the rates are those of torch's SequentialLR of LinearLR and CosineAnnealingLR,
+    With lr_warmup_init the first update has that rate, and every other rate, the floor too, comes
+    one update later. These are the rates of torch's SequentialLR of LinearLR and CosineAnnealingLR,
     stepped after each update, and of Megatron-LM's scheduler.
     """
     warmup, first = config.lr_warmup_iters, config.lr_warmup_init

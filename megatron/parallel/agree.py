@@ -1,4 +1,4 @@
-"""If any rank raises, every rank raises: none goes on alone or waits for one that left."""
+"""If any rank raises, every rank raises: none goes on alone or waits for a rank that left."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
-    """What `action` returned on each rank; where it failed on one, an OSError on all of them that
-    names the first such rank, and `what` failed there."""
+    """Run `action` and return its results on all ranks. If it fails on any, every rank raises an
+    OSError that names the first failing rank and says that `what` failed."""
     value, failure, cause = None, None, None
     try:
         value = action()
@@ -29,10 +29,10 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
 
 
 def refuse_alike(mesh: Mesh, action: Callable[[], object]) -> None:
-    """Raise the ValueError or OSError of `action` on every rank, as the first rank has it that has
-    one, with all its attributes: bad input, which the user is told of without a rank's name.
+    """If `action` raises ValueError or OSError on any rank, every rank raises the first such error,
+    with all its attributes. For bad input, which is reported to the user without a rank's name.
 
-    Anything else is an error of the program, and is raised where it is.
+    Any other error is a bug in the program and is raised only on the rank where it occurs.
     """
     own: Exception | None = None
     try:

@@ -7,9 +7,9 @@
 Each parameter starts at a multiple of ALIGNMENT elements, and the end is padded so that the ranks
 that hold the bucket have equal parts of it. Padding is zero and stays zero.
 
-ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) is how a bucket is stored and reduced: a rank has
-masters and moments of its own part alone (stage 1), the summed gradients too (2), and the weights
-but for those of the layers in use (3, see zero3.py). Below stage 1 the own part is all of it.
+ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) is how a bucket is stored and reduced. A rank has
+only its own part of masters and moments (stage 1), of summed gradients too (2), and of weights too,
+but for the layers in use (3, see zero3.py). In stage 0 its own part is the whole bucket.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _kind(named: Named) -> tuple[bool, list[str]]:
-    """What parameters of one segment have in common: weight decay and the axes that cut them."""
+    """Parameters of one segment have this in common: weight decay and the axes that cut them."""
     *_, spec = named
     return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
 
 
 def gradient_dtype(parameter: nn.Parameter, wide: bool) -> torch.dtype:
-    """That its gradient is added up in."""
+    """The dtype in which gradients of the parameter are accumulated."""
     return torch.promote_types(parameter.dtype, torch.float32) if wide else parameter.dtype
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbours in a bucket that decay alike and are cut along the same axes: [start, stop)."""
+    """Adjacent parameters of a bucket with equal decay and shard axes: elements [start, stop)."""
 
     start: int
     stop: int
-    spec: ShardingSpec  # of one of them
+    spec: ShardingSpec  # of one of its parameters
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients are summed over the same axes, at once.
+    """Parameters of one dtype whose gradients are summed over the same axes, together.
 
-    flat: gradients of all elements. own: those of the own part, summed. weights: of all elements,
-    in the parameters' dtype, which are views of them. masters: weights of the own part in the
-    gradients' dtype, or the same memory.
+    flat: gradients of all elements. own: summed gradients of the own part. weights: weights of all
+    elements, in the parameters' dtype; the parameters are views of it. masters: weights of the own
+    part in the gradients' dtype, or a view of `weights`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Bucket:
         zero_stage: int,
         shared: Axis,
     ) -> None:
-        """shared: whose ranks share the bucket out, if its gradients are partial over it."""
+        """shared: the axis whose ranks divide the bucket, if its gradients are partial over it."""
         _, first, spec = named[0]
         axes = [axis for axis in spec.partial if axis.size > 1]
         self.shared = shared if shared in axes else ALONE
@@ -117,26 +117,26 @@ class Bucket:
             self.gradients, self.own = None, self.zeros(share)
         self.weights: Tensor | None = None
         self.masters: Tensor | None = None
-        self.is_apart = True  # masters, from weights
+        self.is_apart = True  # whether masters are no view of the weights
         self.host: HostPart | None = None  # where masters are, if not on the device
         self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
         self.missing = len(self.views)
-        self.pending: Callable[[], object] = nothing  # of gradients
-        self.coming: Callable[[], object] | None = None  # weights
+        self.pending: Callable[[], object] = nothing  # waits for sums of gradients
+        self.coming: Callable[[], object] | None = None  # waits for the weights of all parts
 
     def zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     @property
     def flat(self) -> Tensor:
-        """From ZeRO stage 2 on its memory comes with the first gradient, and goes with `reduce`."""
+        """From ZeRO stage 2 on, allocated for the first gradient and freed by `reduce`."""
         if self.gradients is None:
             self.gradients = self.zeros(self.size)
         return self.gradients
 
     def reduce(self) -> None:
-        """Start the sum of this rank's gradients over the ranks that share the bucket out; below
-        ZeRO stage 2 over the first of the axes."""
+        """Start to sum the gradients over the ranks that divide the bucket; below ZeRO stage 2,
+        over the axis `summed`."""
         self.wait()
         flat = self.flat
         for view in self.views:
@@ -155,7 +155,7 @@ class Bucket:
         self.pending = partial(self._add, arrived)
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:
-        """The sum of one micro-batch, of the own part."""
+        """Add the own part of one micro-batch's sum to `own`."""
         if self.has_sum:
             self.own.add_(arrived())
         else:
@@ -163,7 +163,7 @@ class Bucket:
         self.has_sum = True
 
     def add_up(self, *, is_of_stages: bool) -> None:
-        """Start the sums over the other axes: those that join pipeline stages, or the others."""
+        """Start the sums over the other axes: those between pipeline stages, or all but those."""
         first = self.summed if self.zero_stage < 2 else self.shared
         for axis in self.axes:
             if axis is not first and axis.is_of_stages == is_of_stages:
@@ -171,12 +171,12 @@ class Bucket:
                 self.pending = start_all_reduce(self.own, axis)
 
     def wait(self) -> None:
-        """For the sums that were started."""
+        """Wait for the sums that were started."""
         pending, self.pending = self.pending, nothing
         pending()
 
     def own_segments(self) -> Iterator[tuple[slice, Segment]]:
-        """(where it is in the own part, segment) of those that are there."""
+        """Yield (its range in the own part, segment) of each segment that the own part overlaps."""
         first = self.part.start
         for each in self.segments:
             start, stop = max(each.start, first), min(each.stop, self.part.stop)
@@ -184,8 +184,8 @@ class Bucket:
                 yield slice(start - first, stop - first), each
 
     def slices(self, part: Tensor, prefix: str = "") -> Iterator[TensorSlice]:
-        """What this rank has of each parameter, by its name behind the prefix, of a tensor that is
-        laid out like the own part."""
+        """This rank's slice of each parameter, named prefix + its name, from `part`, a tensor laid
+        out like the own part."""
         first = self.part.start
         for view in self.views:
             key = prefix + view.name
@@ -201,9 +201,9 @@ class Bucket:
 
     @torch.no_grad()
     def hold_weights(self, *, on_host: bool = False) -> Tensor:
-        """From now on the parameters are views of `weights`; in ZeRO stage 3, while these are
-        there. Returns the masters. on_host: these lie on the host, apart; whoever changes them
-        calls `round_masters`."""
+        """Make the parameters views of `weights`; in ZeRO stage 3, only while these are gathered.
+        Returns the masters. on_host: masters are separate tensors on the host; after changing them,
+        call `round_masters`."""
         share = self.part.stop - self.part.start
         if on_host:
             self.host = HostPart(share, self.dtype, self.weight_dtype, self.device)
@@ -233,13 +233,13 @@ class Bucket:
         return self.masters
 
     def round_masters(self) -> None:
-        """Masters on the host were changed: what is copied to the device follows."""
+        """After a change of masters on the host: update their rounded copy for the device."""
         if self.host is not None:
             self.host.round()
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Round the masters to the own part of the weights, and start to gather those of all."""
+        """Round the masters into the own part of the weights, and start to gather all parts."""
         if self.coming is not None or self.masters is None:
             return
         if self.zero_stage == 3:
@@ -255,7 +255,7 @@ class Bucket:
         self.coming = start_gather(own, self.shared, out=self.weights)
 
     def gather(self) -> None:
-        """Wait until the weights of all are there."""
+        """Gather the weights of all parts and wait for them."""
         self.start_gather()
         if self.coming is None:
             return
@@ -267,7 +267,7 @@ class Bucket:
                 view.parameter.data = view.view(self.weights)
 
     def release(self) -> None:
-        """In ZeRO stage 3 the weights go; who reads a parameter sees NaN."""
+        """In ZeRO stage 3, free the weights; reading a parameter then gives NaN."""
         if self.zero_stage < 3:
             return
         if self.coming is not None:

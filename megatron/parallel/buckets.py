@@ -1,11 +1,11 @@
-"""Gradients and weights in buckets: flat tensors of fp32 (or the parameters' wider dtype; of their
-own dtype where that is asked for).
+"""Gradients and weights in buckets: flat tensors of fp32, or of the parameters' dtype if it is
+wider or is asked for.
 
 Our layers add the gradients of large weights to the buckets themselves (layers.py); a hook adds the
-`.grad` of all other parameters and sets it to None. So all accumulate in fp32, whatever the
-parameters' dtype, a tied weight's two uses too. In the last micro-batch a bucket that has all its
-gradients starts its reduction while the backward goes on. The same buckets serve accumulation,
-reduction, the norm and the optimizer: our own, or one of torch's, which reads `.grad`.
+`.grad` of all other parameters and sets it to None. So all gradients, also those of a tied weight's
+two uses, accumulate in fp32 for any dtype of parameters. In the last micro-batch a bucket that has
+all its gradients starts its reduction while the backward continues. The same buckets serve
+accumulation, reduction, the norm and the optimizer: ours, or one of torch's that reads `.grad`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from megatron.parallel.sharding import (
 from megatron.parallel.zero3 import Units, is_gathered
 
 BUCKET_BYTES = 64 * 2**20
-SMALL = 2**16  # elements: a gradient of at most so many waits, to be added with others
-IN_FLIGHT = 2  # reductions from ZeRO stage 2 on, whose buckets are in memory
+SMALL = 2**16  # elements; gradients up to this size wait and are added together
+IN_FLIGHT = 2  # reductions at a time from ZeRO stage 2 on; their buckets are in memory
 
 Deferred = tuple[GradientView, Callable[[], object]]
 
@@ -50,8 +50,8 @@ Deferred = tuple[GradientView, Callable[[], object]]
 def untrained_memory(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Of a parameter that is on meta, for ZeRO stage 3: none of what is trained, as weights are
-    gathered from the masters."""
+    """Memory for a parameter on meta, for ZeRO stage 3. A trained parameter gets none, as its
+    weights are gathered from the masters."""
     make = absent if parameter.requires_grad else torch.empty
     return make(parameter.shape, dtype=dtype or parameter.dtype, device=device)
 
@@ -64,9 +64,9 @@ def _assemble(
     unit_of: Mapping[str, int],
     **settings: Any,
 ) -> list[Bucket]:
-    """Buckets of at most `most` bytes, or one parameter where it is larger, in the order in which
-    the backward fills them: it reaches the last layers first. unit_of: parameters whose numbers
-    differ share no bucket."""
+    """Buckets of at most `most` bytes, or of one larger parameter, in the order in which the
+    backward fills them: last layers first. unit_of: numbers of units; parameters with different
+    numbers share no bucket."""
     found: list[list[Named]] = []
     open_buckets: dict[object, list[Named]] = {}
     free: dict[object, int] = defaultdict(int)
@@ -84,13 +84,13 @@ def _assemble(
 
 
 class GradientBuckets:
-    """All gradients of a model. One step:
+    """All gradients of a model.
 
-    forward and backward of each micro-batch inside accumulate(), or after start() the backward
-    alone; then every bucket's `flat` holds the sum over micro-batches and partial axes, and so does
-    `.grad` of each parameter, in its dtype, for an optimizer of torch: zeros where no micro-batch
-    reached it. Nothing is divided: a loss that is a mean over the global batch has to be the sum
-    over this rank's samples / the number of all.
+    In one step, forward and backward of each micro-batch run inside accumulate(); after start(),
+    only the backward has to. Then every bucket's `flat` holds the sum over micro-batches and
+    partial axes. For torch's optimizers, `.grad` holds it too, in the parameter's dtype: zeros if
+    no micro-batch reached the parameter. Nothing is divided: for a mean over the global batch, the
+    loss has to be the sum over this rank's samples / the number of all samples.
     """
 
     def __init__(
@@ -107,28 +107,28 @@ class GradientBuckets:
         units: Sequence[nn.Module] | None = None,
         compares_weights: bool = True,
     ) -> None:
-        """specs: of parameters that no layer of ours owns, as `others` of sharding_specs. mesh: by
-        default that of our layers in the model; a model without them needs it.
+        """specs: specs of parameters that no layer of ours owns, see `others` of sharding_specs.
+        mesh: by default the mesh of our layers in the model; required if it has none of them.
 
-        direct: True: our layers add the gradients of their weights to the buckets, as soon as they
+        direct: True: our layers add the gradients of their weights to the buckets as soon as they
         have them. False: all gradients go through autograd and `.grad`, in the parameters' dtype.
-        In fp32 or wider the numbers are the same. In a narrow dtype on a CPU both round the
-        gradient of a micro-batch to it, the head's by its chunks.
+        In fp32 or wider the results are the same. In half dtypes on a CPU both round the gradient
+        of a micro-batch to that dtype; the head's is rounded chunk by chunk.
 
-        sets_grad: False for an optimizer that reads the buckets themselves, as MasterWeights: there
-        is no `.grad`, and gradients that ranks hold in common are not compared here.
+        sets_grad: False for an optimizer that reads the buckets itself, such as MasterWeights:
+        there is no `.grad`, and gradients that several ranks hold are not compared here.
 
-        wide: False adds gradients of micro-batches and ranks up in the parameters' own dtype: in
-        bf16 half the memory and traffic, and a sum of 8 bits.
+        wide: False accumulates gradients of micro-batches and ranks in the parameters' own dtype:
+        bf16 takes half the memory and traffic, but sums have only 8 bits.
 
-        zero_stage: of ZeRO; from 1 on there is no `.grad`, and MasterWeights is the optimizer.
-        units: the modules whose weights are gathered together in stage 3; by default the elements
-        of the outermost lists in which two are of one class. With them buckets hold one unit each.
-        A model on meta, for which no rank has room, takes stage 3, and MasterWeights.fill.
+        zero_stage: the ZeRO stage; from 1 on there is no `.grad`, and MasterWeights is the
+        optimizer. units: modules, each of which stage 3 gathers as a whole; by default the elements
+        of the outermost lists with two elements of one class. No bucket then holds two units. A
+        model on meta, too large for any rank, takes stage 3 and MasterWeights.fill.
 
-        compares_weights: initial weights that several ranks hold have to be equal on them; False
-        for weights that are set next. With sets_grad=False they are compared here, or else before
-        the first step. Raises RuntimeError, naming those that differ.
+        compares_weights: check that initial weights that several ranks hold are equal on them;
+        False if weights are set later. With sets_grad=False the check runs here, otherwise before
+        the first step. Raises RuntimeError, naming the weights that differ.
         """
         mesh = mesh or mesh_of(model)
         if mesh is None:
@@ -172,35 +172,35 @@ class GradientBuckets:
                     "weights would always be whole; units= names the modules to gather them for"
                 )
             self.units.take(self.buckets)
-        # Every rank of a tie adds up its copies in one order.
+        # All ranks of a tie sum its copies in the same order.
         tied = [each for each in self.buckets if any(axis.is_of_stages for axis in each.axes)]
         self.tied = sorted(tied, key=lambda each: min(view.name for view in each.views))
         self.is_last: bool | None = None  # None: outside of a backward
-        self.stage: int | None = None  # of the backward, where this rank has several
-        self.lowest: dict[str, int] = {}  # stage that a parameter had a gradient of, in this step
+        self.stage: int | None = None  # stage of the current backward, if this rank has several
+        self.lowest: dict[str, int] = {}  # per step: lowest stage that gave a parameter a gradient
         self.in_step = self.is_complete = False
         self.next = 0  # the first bucket whose reduction has not started
         self.arrived: dict[int, tuple[GradientView, Tensor]] = {}
         """Gradients that wait to be added, by the id of their view."""
-        self.reducing = deque[Bucket]()  # from ZeRO stage 2 on
+        self.reducing = deque[Bucket]()  # buckets in reduction, from ZeRO stage 2 on
         self.sets_grad = sets_grad
-        self.on_gradient: Callable[[GradientView], object] = nothing  # after one was added to
+        self.on_gradient: Callable[[GradientView], object] = nothing  # called after each addition
         views = {id(view.parameter): view for view in self.views if view.parameter.dim() > 1}
         for module in model.modules():
             if isinstance(module, ShardedModule):
                 own = {name: views.get(id(module.shard_of(name))) for name in module.specs}
                 known = {name: view for name, view in own.items() if direct and view is not None}
                 module.gradient_views = GradientViews(known)
-        self.to_compare = list(self.views)  # those whose gradient was zero so far
+        self.to_compare = list(self.views)  # views whose gradients were zero so far
         self.checks_reach = True  # in the first step
         self.checks_weights = compares_weights and not is_on_meta
-        if self.checks_weights and not sets_grad:  # then parts of them become masters
+        if self.checks_weights and not sets_grad:  # next, parts of them become masters
             check_weights(list(self.views), mesh)
-        self.nodes: list[Node] = []  # kept alive, since hooks go with the nodes that they hang on
+        self.nodes: list[Node] = []  # kept alive, since the hooks of a node are freed with it
         for bucket in self.buckets:
             for view in bucket.views:
-                # A hook of the node runs also where a layer returned None, as its gradient is in
-                # the bucket already; one of the parameter would not.
+                # A node's hook also runs if a layer returned None because its gradient is already
+                # in the bucket; a parameter's hook would not.
                 node = get_gradient_edge(view.parameter).node
                 node.register_hook(partial(self._collect, bucket, view))
                 self.nodes.append(node)
@@ -210,18 +210,18 @@ class GradientBuckets:
         return (view for bucket in self.buckets for view in bucket.views)
 
     def start(self) -> None:
-        """Begin a step before its first forward: gradients so far are forgotten."""
+        """Start a step, before its first forward; discards all gradients so far."""
         if self.sets_grad:
             if self.checks_weights:
                 self.checks_weights = False
                 check_weights(list(self.views), self.mesh)
             for view in self.views:
-                view.parameter.grad = None  # of the step before
+                view.parameter.grad = None  # of the previous step
         self.in_step, self.is_complete, self.next = True, False, 0
         if self.zero_stage == 3 and self.units is not None:
-            self.units.end_backward()  # of a step that was given up
+            self.units.end_backward()  # of an aborted step
         for bucket in self.buckets:
-            bucket.wait()  # of a step that was given up
+            bucket.wait()  # of an aborted step
             bucket.missing, bucket.has_sum = len(bucket.views), False
             for view in bucket.views:
                 view.is_filled = False
@@ -231,7 +231,7 @@ class GradientBuckets:
         if self.is_last is None:
             if not self.in_step:
                 for each in self.views:
-                    each.is_filled = False  # what was added outside of a step is forgotten
+                    each.is_filled = False  # discards what was added outside of a step
             raise RuntimeError(
                 "backward() outside of accumulate(), or after other GradientBuckets were made of "
                 "this model: no rank would see the gradients of the others"
@@ -243,7 +243,7 @@ class GradientBuckets:
             )
         if (gradient := view.parameter.grad) is not None:
             view.parameter.grad = None
-            if id(view) in self.arrived:  # of another backward in one accumulate()
+            if id(view) in self.arrived:  # from another backward in the same accumulate()
                 self._add_arrived()
             self.arrived[id(view)] = view, gradient
             if gradient.numel() > SMALL or self.on_gradient is not nothing:
@@ -257,20 +257,20 @@ class GradientBuckets:
 
     @property
     def completes(self) -> bool:
-        """Whether the backward at hand is the last before a reduction: from ZeRO stage 2 on, where
-        no rank keeps whole gradients, each one."""
+        """Whether the current backward is the last before a reduction. From ZeRO stage 2 on each
+        one is, as no rank keeps whole gradients."""
         return bool(self.is_last) or self.zero_stage >= 2
 
     def _complete(self, found: Iterable[tuple[Bucket, GradientView]]) -> None:
-        """These have their gradient of all micro-batches: reduce the buckets that are full."""
+        """Count these gradients as complete, and reduce the buckets that are full."""
         for bucket, _ in found:
             bucket.missing -= 1
-        # In one order on all ranks, whichever layers their samples take.
+        # The order is the same on all ranks, whichever layers their samples take.
         while self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self._reduce_next()
 
     def _add_arrived(self) -> None:
-        """Add what came through autograd to the buckets: small gradients of all layers at once."""
+        """Add the gradients from autograd to the buckets: small ones of all layers at once."""
         arrived, self.arrived = [*self.arrived.values()], {}
         add_gradients(arrived)
         for view, _ in arrived:
@@ -279,7 +279,7 @@ class GradientBuckets:
     def _reduce_next(self) -> None:
         bucket = self.buckets[self.next]
         if self.zero_stage >= 2:
-            if len(self.reducing) == IN_FLIGHT:  # before what arrives of one more has memory
+            if len(self.reducing) == IN_FLIGHT:  # before memory for one more sum is allocated
                 self.reducing.popleft().wait()
             self.reducing.append(bucket)
         self._add_arrived()
@@ -288,9 +288,9 @@ class GradientBuckets:
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
-        """The backward of one micro-batch runs inside, and without start() its forward too, in
-        which the output layer with its loss adds its gradient; with is_last each bucket is reduced
-        as it fills, and on leaving the gradients are complete."""
+        """Context for the backward of one micro-batch. Without start(), its forward runs inside,
+        too, as the output layer with its loss adds its gradient there. With is_last each bucket is
+        reduced as it fills, and gradients are complete on exit."""
         if not self.in_step:
             if any(view.is_filled for view in self.views):
                 raise RuntimeError(
@@ -307,11 +307,11 @@ class GradientBuckets:
     def backward(
         self, *, is_last: bool, stage: int | None = None, is_deferred: bool = False
     ) -> Iterator[list[Deferred]]:
-        """One backward runs inside, between start() and finish().
+        """Context for one backward, between start() and finish(). Yields its deferred gradients.
 
-        is_last: it is the last one, or the last of its stage. stage: the number of the virtual
-        pipeline stage, where this rank has several. is_deferred: our layers leave the gradients of
-        their weights to `add_deferred`, which gets what this returns, once the `with` has ended.
+        is_last: whether it is the last one, or the last of its stage. stage: number of the virtual
+        pipeline stage, if this rank has several. is_deferred: our layers leave the gradients of
+        their weights to `add_deferred`, which takes the yielded list after the `with` has ended.
         """
         if self.zero_stage >= 2 and (stage is not None or is_deferred):
             raise ValueError("from ZeRO stage 2 on a micro-batch has one backward, and no halves")
@@ -340,23 +340,23 @@ class GradientBuckets:
         for view, work in deferred:
             work()
             self.on_gradient(view)
-        # Of several stages, any may be the last to add to what they share: `finish` reduces it.
+        # Any of several stages may be the last to add to what they share: `finish` reduces it.
         if is_last and stage is None:
             self._complete((bucket, view) for bucket in self.buckets for view in bucket.views)
 
     def _reduce_all(self) -> None:
-        """What is left: a backward may not have reached every parameter."""
+        """Reduce the remaining buckets: a backward may not have reached every parameter."""
         while self.next < len(self.buckets):
             self._reduce_next()
 
     def finish(self) -> None:
-        """End a step: reduce what is left and wait for all reductions."""
+        """End a step: reduce the remaining buckets and wait for all reductions."""
         if self.zero_stage < 2:
             self._reduce_all()
         self.reducing.clear()
         for bucket in self.buckets:
             bucket.add_up(is_of_stages=False)
-        for bucket in self.tied:  # behind all messages between stages
+        for bucket in self.tied:  # after all messages between stages
             bucket.add_up(is_of_stages=True)
         for bucket in self.buckets:
             bucket.wait()
@@ -388,9 +388,9 @@ class GradientBuckets:
     def squares(self) -> Tensor:
         """This rank's term of the squared global L2 norm, an fp64 scalar.
 
-        The terms add up over the mesh's `model_parallel`; what several of its ranks hold counts on
-        the owner. On the others its weight is 0, which still makes the sum NaN where it is not
-        finite. Under ZeRO every rank calls this: parts are added up here.
+        The squared norm is the sum of the terms over the mesh's `model_parallel`; an element that
+        several ranks hold counts on its owner. The others multiply it by 0, so that the sum is NaN
+        if it is not finite. Under ZeRO every rank calls this, as the sum over parts is done here.
         """
         device = self.buckets[0].device if self.buckets else self.mesh.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -407,20 +407,20 @@ class GradientBuckets:
         return all_reduce(total, shared)
 
     def slices(self) -> Iterator[TensorSlice]:
-        """What this rank has of each gradient behind a step, by the parameter's name."""
+        """This rank's slice of each gradient after a step, by the parameter's name."""
         return (each for bucket in self.buckets for each in bucket.slices(bucket.own))
 
 
 @torch.no_grad()
 def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
-    """Scale all gradients such that their global L2 norm is at most `max_norm`; returns the norm
-    before, an fp64 scalar, the same on every rank (every rank calls this).
+    """Scale all gradients so that their global L2 norm is at most `max_norm`. Returns the norm
+    before scaling, an fp64 scalar, the same on every rank (every rank calls this).
 
-    The buckets are scaled, of which `.grad` is a view, or in a narrower dtype set anew: change
-    `.grad` after this, not before.
+    This scales the buckets. `.grad` is a view of them, or is set again if its dtype is narrower:
+    change `.grad` after this call, not before.
 
-    torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards alone, which is another one
-    on every rank.
+    torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards only, which differs between
+    ranks.
     """
     if not isinstance(gradients, GradientBuckets) or not gradients.is_complete:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Collectives over an axis of the mesh; on an axis of size 1 each leaves its argument as it is.
+"""Collectives over an axis of the mesh; on an axis of size 1 each returns its argument unchanged.
 
-Section 3 of the paper has a conjugate pair: one does backward what the other does forward.
+Section 3 of the paper has a conjugate pair: each does backward what the other does forward.
 
            forward                   backward                  where
     f      x                         sum over ranks of dx      layers.multiply, beside its dW;
@@ -8,13 +8,13 @@ Section 3 of the paper has a conjugate pair: one does backward what the other do
     g      sum over ranks of x       dx                        sum_terms
 
 Under sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each rank holds its own rows
-of the stream, and at the same places the pair is
+of the stream, and in the same places the pair is
 
     f      the rows of all ranks     own rows of the sum of dx
     g      own rows of the sum of x  the rows of all ranks of dx
 
-`stream` is the axis that the rows are cut over; of size 1, the first pair holds. The law of both:
-<f(x), y> = <x, g(y)>, inner products taken over all ranks. Strides may differ by rank.
+`stream` is the axis that cuts the rows; if its size is 1, the first pair applies. Both pairs
+satisfy <f(x), y> = <x, g(y)>, with inner products over all ranks. Strides may differ between ranks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from torch.distributed import ReduceOp
 from megatron.parallel.mesh import ALONE, Axis, Calls
 
 OfTensor = Callable[[Tensor], Tensor]
-# Their names since torch 2.13, and before.
+# The names since torch 2.13, and the earlier ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 THROUGH_HOST = {("gloo", "cuda")}
-"""Backends and devices whose messages are copied to the host and from it; collectives need not."""
+"""Backends and devices whose messages are copied through the host; collectives need no copy."""
 
 
 def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) -> None:
-    """Run a collective that blocks, noted for the failure watch where no compiler traces it."""
+    """Run a blocking collective, recorded for the failure watch unless a compiler traces it."""
     if torch.compiler.is_compiling():
         collective()
         return
@@ -48,13 +48,13 @@ def _call(name: str, x: Tensor, axis: Axis, collective: Callable[[], object]) ->
 
 
 def _block(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy: backends read as many elements as it has from its address on."""
+    """`x`, or a contiguous copy: backends read x.numel() consecutive elements from its address."""
     needs_copy = x.layout == torch.strided and not x.is_contiguous()
     return x.detach().contiguous() if needs_copy else x
 
 
 def _stored(block: Tensor, x: Tensor) -> Tensor:
-    """Copies the block to `x` and returns `x`; where elements of `x` share memory, the block."""
+    """Copy the block to `x` and return `x`; if elements of `x` share memory, return the block."""
     if block is x:
         return x
     once = tuple(slice(0, None if stride else 1) for stride in x.stride())
@@ -66,8 +66,8 @@ def _stored(block: Tensor, x: Tensor) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
-    """Reduce `x` in place over `axis` and return it; no gradient is recorded. Where elements of `x`
-    share memory (expand), the result is a new tensor, and `x` holds it only if theirs are equal."""
+    """Reduce `x` in place over `axis` and return it; no gradient is recorded. If elements of `x`
+    share memory (expand), the result is a new tensor; `x` has it only if theirs are equal."""
     if axis.size == 1:
         return x
     block = _block(x)
@@ -76,8 +76,8 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Sum `x` over `axis` while other work goes on; what is returned waits, and returns the sum.
-    Except under torch.compile the sum is also in `x`, as after all_reduce."""
+    """Start to sum `x` over `axis`; the returned function waits and returns the sum. Except under
+    torch.compile the sum is also in `x`, as after all_reduce."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
@@ -86,8 +86,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[], Tensor]:
-    """The rows [m, ..] of all ranks of `axis`, in their order: as start_all_reduce. out: where they
-    come to lie, of which `x` may be this rank's own."""
+    """Start to gather the rows [m, ..] of all ranks of `axis`, in rank order; see start_all_reduce.
+    out: a tensor for the rows; `x` may be this rank's slice of it."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
@@ -99,8 +99,8 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[
 def start_sum(
     x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None
 ) -> Callable[[], Tensor]:
-    """The sum of `x` over `axis`, of which each rank of the stream gets its own rows: as
-    start_all_reduce. out: where they come to lie; if in `x`, its other rows are undefined then."""
+    """Start to sum `x` over `axis`; each rank of the stream gets its own rows. See
+    start_all_reduce. out: a tensor for them; if it is part of `x`, the rest of `x` is undefined."""
     if stream.size == 1:
         return start_all_reduce(x, axis)
     assert stream is axis
@@ -112,21 +112,21 @@ def start_sum(
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix of a product is divided."""
+    """How a matrix of a matmul is divided."""
 
-    dim: int = 0  # of which each rank of `over` holds a part
+    dim: int = 0  # each rank of `over` holds a part of this dim
     over: Axis = ALONE
-    terms: Axis = ALONE  # whose ranks have a term each of y, or of the matrix's gradient
+    terms: Axis = ALONE  # its ranks have one term each of y, or of the matrix's gradient
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """The matrix of this rank's part `x`: as start_gather."""
+        """Start to gather the matrix from each rank's part `x`; see the function start_gather."""
         wait, ranks = start_gather(x, self.over), self.over.size
         if ranks == 1 or self.dim == 0:
             return wait
         return lambda: wait().view(ranks, *x.shape).transpose(0, 1).flatten(1)
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """This rank's part of the sum of the terms `x`: as start_sum."""
+        """Start to sum the terms `x`; each rank gets its part. See the function start_sum."""
         if (ranks := self.over.size) > 1 and self.dim == 1:
             x = x.view(len(x), ranks, x.shape[1] // ranks).transpose(0, 1).flatten(0, 1)
         return start_sum(x, self.terms, self.over)
@@ -136,24 +136,24 @@ UNCUT = Cut()
 
 
 def cut(dim: int, axis: Axis) -> Cut:
-    """Cut over an axis whose ranks have a term each, too."""
+    """Cut over an axis whose ranks also have one term each."""
     return Cut(dim, axis, axis)
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
-    """The source's x, for ranks whose x has the same shape and dtype: as start_all_reduce."""
+    """Start to broadcast the source's x, of the same shape and dtype; see start_all_reduce."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
         return _traced("broadcast", x, source, axis=axis)
-    # .data: gloo writes a GPU's x back at the source, too, which autograd would take for a change.
+    # .data: gloo also writes a GPU's x back at the source, which autograd would take for a change.
     own = x.contiguous().data if axis.rank == source else x.new_empty(x.shape)
     return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), own)
 
 
 def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
-    """The sum of `x` over `axis`, in place, which the rank `receiver` alone gets; what is in the
-    others' x then is undefined: as start_all_reduce."""
+    """Start to sum `x` over `axis`, in place and only for the rank `receiver`; `x` of the other
+    ranks becomes undefined. See start_all_reduce."""
     if axis.size == 1:
         return lambda: x
     return _started("reduce", x, axis, partial(dist.reduce, group_dst=receiver), x)
@@ -173,7 +173,7 @@ def _wait(calls: Calls, call: Any, work: Any, block: Tensor, x: Tensor) -> Tenso
 
 
 def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
-    """For a compiler: torch has no public function that it keeps asynchronous (2.11 to 2.13)."""
+    """For torch.compile, which has no public function that stays asynchronous (2.11 to 2.13)."""
     functional = torch.ops._c10d_functional
     result = getattr(functional, name)(x.contiguous(), *arguments, axis.group.group_name)
     return lambda: functional.wait_tensor(result)
@@ -184,8 +184,8 @@ def _goes_through_host(x: Tensor, axis: Axis) -> bool:
 
 
 def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], Tensor]:
-    """Send `x` to a rank of `axis`; what is returned waits until it may change, and has to be
-    called. what: the message, for the failure watch."""
+    """Start to send `x` to a rank of `axis`. The returned function has to be called: it waits until
+    `x` may change. what: name of the message, for the failure watch."""
     own, calls = x.contiguous(), axis.channels[axis.rank, receiver]
     own = own.to("cpu", copy=True) if _goes_through_host(x, axis) else own
     call = calls.start(f"send of {what}", x.shape)
@@ -194,8 +194,8 @@ def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], 
 
 
 def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[], Tensor]:
-    """Receive a message of the shape and dtype of `x` into it, from a rank of `axis`; what is
-    returned waits, and returns `x`."""
+    """Start to receive a message with the shape and dtype of `x` into it, from a rank of `axis`.
+    The returned function waits and returns `x`."""
     block, calls = _block(x), axis.channels[sender, axis.rank]
     block = torch.empty_like(block, device="cpu") if _goes_through_host(x, axis) else block
     call = calls.start(f"receive of {what}", x.shape)
@@ -204,21 +204,21 @@ def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[],
 
 
 def own_rows(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's rows of x [n, ..], which is whole on every rank of `axis`. Raises ValueError for
-    rows that cannot be shared out evenly."""
+    """This rank's rows of x [n, ..], which is whole on every rank of `axis`. Raises ValueError if
+    the ranks cannot have equally many rows."""
     if len(x) % axis.size:
         raise ValueError(f"{len(x)} rows of the stream are no multiple of {axis.size} ranks")
     return x.chunk(axis.size)[axis.rank]
 
 
 def own_columns(logits: Tensor, axis: Axis, vocab_size: int) -> tuple[int, int]:
-    """(first token of this rank, its tokens); the columns of `logits` past these are padding."""
+    """(first token of this rank, number of its tokens); later columns of `logits` are padding."""
     start = axis.rank * logits.shape[1]
     return start, min(max(vocab_size - start, 0), logits.shape[1])
 
 
 def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """The ranks' shards `x` side by side along `dim`; no gradient is recorded."""
+    """Concatenate the ranks' shards `x` along `dim`; no gradient is recorded."""
     if axis.size == 1:
         return x
     shards = [x.new_empty(x.shape) for _ in range(axis.size)]
@@ -228,7 +228,7 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 class Pair(torch.autograd.Function):
-    """there(x) forward, which may be x itself, changed; back(dy) backward."""
+    """there(x) forward, which may change x in place and return it; back(dy) backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: OfTensor, back: OfTensor) -> Tensor:
@@ -243,7 +243,7 @@ class Pair(torch.autograd.Function):
 
 
 def sum_terms(x: Tensor, by: Cut) -> Tensor:
-    """This rank's part of the sum of the terms `x` of a matrix."""
+    """Sum the terms `x` of a matrix over ranks; returns this rank's part of the sum."""
     if by.terms.size == 1:
         return x
     x = x.contiguous()

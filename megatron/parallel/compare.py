@@ -1,5 +1,5 @@
-"""Whether weights and gradients are equal on the ranks that hold them in common: mistakes of models
-and loops of one's own are found before they train. And what equal numbers say nothing of: two
+"""Checks that weights and gradients are equal on all ranks that hold them, so that mistakes in
+custom models and loops are found before they train. Also finds comparisons that prove nothing: two
 gradients that are zero agree, whatever computes them."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import GradientView, ShardingSpec
 
-NAMED = 5  # tensors or ranks that a message names; of more it gives the number
-SEEN = 1e-12  # of the gradient's norm: elements below it are zero or rounding
+NAMED = 5  # tensors or ranks that a message names; it counts the others
+SEEN = 1e-12  # times the gradient's norm: elements below this are zero or rounding
 
 
 def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -> list[str]:
-    """What a comparison with this reference cannot see, in phrases; empty where it sees all.
+    """Phrases that name what a comparison with this reference cannot see; empty if it sees all.
 
-    largest: of each parameter's gradient the largest magnitude, but for those that are zero in
-    theory (ShardingSpec.zero_gradient). norm: of all of the gradient. losses: of the steps; not
-    finite in one that is skipped.
+    largest: largest magnitude in each parameter's gradient, except those that are zero in theory
+    (ShardingSpec.zero_gradient). norm: norm of the whole gradient. losses: losses of the steps; not
+    finite for a skipped step.
     """
     found, still = [], [name for name, each in largest.items() if not SEEN * norm < each < inf]
     if len({each for each in losses if isfinite(each)}) < min(2, len(losses)):
@@ -38,8 +38,8 @@ def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -
 
 
 def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
-    """Before the first step: weights that several ranks hold are equal on them. Raises RuntimeError
-    naming the others."""
+    """Before the first step: check that weights that several ranks hold are equal on them. Raises
+    RuntimeError, naming those that differ."""
     weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
     axes = [axis for axis in mesh.axes if not axis.is_of_stages]
     numbers, *_ = _compare(weights, specs, axes, mesh)
@@ -51,10 +51,10 @@ def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
 
 
 def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientView]:
-    """After a step: gradients that the ranks of one model hold in common are equal on them, unless
-    these read other samples, draw other numbers, or a layer stands where its input is cut. Raises
-    RuntimeError naming the others; returns those that are zero, of which nothing is known, and the
-    largest one, beside which the next step tells them from noise."""
+    """After a step: check that gradients that several ranks of one model hold are equal on them.
+    They differ if these ranks read other samples, draw other numbers, or hold a whole layer whose
+    input is cut. Raises RuntimeError, naming those that differ. Returns the gradients that are
+    zero, which prove nothing, and the largest one, by which the next step tells them from noise."""
     axes = [axis for axis in mesh.model_parallel.parts if not axis.is_of_stages]
     gradients, specs = [each.gradient for each in views], [each.spec for each in views]
     numbers, zero, largest = _compare(gradients, specs, axes, mesh)
@@ -69,8 +69,8 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
 
 
 def name_unreached(views: Sequence[GradientView], mesh: Mesh) -> None:
-    """The first rank prints which parameters no micro-batch of any rank has given a gradient so far
-    (every rank calls this)."""
+    """The first rank prints which parameters have no gradient so far from any micro-batch of any
+    rank (every rank calls this)."""
     own = {each.name: each.is_reached for each in views if each.parameter.requires_grad}
     found = mesh.control.gather(own)
     reached = {name for each in found for name in each if each[name]}
@@ -93,14 +93,14 @@ def listed(words: Sequence[str]) -> str:
 def _compare(
     tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis], mesh: Mesh
 ) -> tuple[list[int], list[int], int]:
-    """(those that differ on ranks that hold the same shard along these axes, those that are zero
-    or on no rank finite, the largest), by number, the same on every rank. What is noise beside the
-    largest may differ."""
-    if not tensors:  # of a pipeline stage without parameters
+    """Numbers of (tensors that differ between ranks with the same shard along these axes, tensors
+    that are zero or finite on no rank, the largest tensor), the same on every rank. Noise, relative
+    to the largest tensor, is no difference."""
+    if not tensors:  # a pipeline stage without parameters
         return [], [], 0
     wide = (each.double() for each in tensors)  # one at a time
     own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
-    own = own.nan_to_num(0, 0, 0)  # a maximum of what is no number says nothing
+    own = own.nan_to_num(0, 0, 0)  # a maximum over non-finite values says nothing
     differs, norm = torch.zeros_like(own[0]), own[1].clone()
     for axis in (axis for axis in axes if axis.size > 1):
         highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)

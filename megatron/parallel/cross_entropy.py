@@ -5,12 +5,12 @@ With z the logits of one token, m their maximum and y its label,
     loss = log(sum_v exp(z_v - m)) - (z_y - m)
     d loss / d z_v = softmax_v - [v = y]
 
-Each rank holds v/t columns. Ranks exchange [n] for m and [2, n] for the sum of exponentials
-and the label's logit together: of size b x s, never b x s x v.
+Each rank holds v/t columns. Ranks exchange [n] for m, and [2, n] for the sum of exponentials and
+the label's logit together: the size is b x s, never b x s x v.
 
-`linear_cross_entropy` is the output layer and its loss in one. Logits z = x W' + b and their
-gradient exist for a chunk of the tokens at a time, so that memory does not grow with b s v. For
-that the gradient is computed with the loss, for which each token's scale has to be known ahead:
+`linear_cross_entropy` computes the output layer and its loss together. Logits z = x W' + b and
+their gradient exist for one chunk of tokens at a time, so memory does not grow with b s v. The
+gradient is computed with the loss, so each token's scale has to be known in advance:
 
     dz = scale (softmax(z) - [v = y])        dx = sum over ranks of dz W
     dW = dz' x                               db = sum of dz
@@ -38,20 +38,20 @@ from megatron.parallel.sharding import GradientView
 
 @dataclass(frozen=True)
 class Softmax:
-    """This rank's exponentials of the logits of n tokens, and what holds over all ranks."""
+    """This rank's exponentials of the logits of n tokens, and sums over all ranks."""
 
     exponentials: Tensor  # [n, v/t]
-    total: Tensor  # [n], their sum
-    picked: Tensor  # [n], the label's logit less the largest
+    total: Tensor  # [n], their sum over all ranks
+    picked: Tensor  # [n], the label's logit minus the largest logit
     index: Tensor  # [n], the label's column, or 0
-    is_here: Tensor  # [n], whether this rank holds it
+    is_here: Tensor  # [n], whether this rank holds the label's column
 
     @property
     def losses(self) -> Tensor:
         return self.total.log() - self.picked
 
     def gradient(self, d_loss: Tensor) -> Tensor:
-        """That of the logits, [n, v/t], in the memory of the exponentials. d_loss: [n]."""
+        """Gradient of the logits, [n, v/t], in the memory of the exponentials. d_loss: [n]."""
         gradient = self.exponentials.mul_((d_loss / self.total)[:, None])
         rows = torch.arange(len(self.index), device=self.index.device)
         gradient[rows, self.index] -= d_loss * self.is_here
@@ -68,7 +68,7 @@ def softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Soft
         maximum = logits[:, :columns].amax(dim=1).to(wide)
     all_reduce(maximum, axis, ReduceOp.MAX)
 
-    exponentials = logits.to(wide)  # no copy where they are wide enough
+    exponentials = logits.to(wide)  # no copy if they are in fp32 or wider
     exponentials[:, columns:] = 0
     real = exponentials[:, :columns]
     real.sub_(maximum[:, None])
@@ -76,7 +76,7 @@ def softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Soft
     is_here = (index >= 0) & (index < columns)
     index = index.where(is_here, 0)
     rows = torch.arange(len(labels), device=labels.device)
-    picked = exponentials[rows, index].where(is_here, 0)  # where it is not, maybe infinite
+    picked = exponentials[rows, index].where(is_here, 0)  # on other ranks it may be infinite
     real.exp_()
     total, picked = all_reduce(torch.stack([real.sum(dim=1), picked]), axis)
     return Softmax(exponentials, total, picked, index, is_here)
@@ -103,18 +103,18 @@ def vocab_parallel_cross_entropy(
     logits: [n, padded v / t], this rank's columns; padded columns are left out of the sum.
     labels: [n] int64 in [0, vocab_size), the same on every rank of `axis`.
     Logits in fp32 or wider are overwritten, and the gradient is computed in the same memory, since
-    they are the largest tensor of a step: read them before, and run backward once only.
+    they are the largest tensor of a step: read them before that, and run backward only once.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, axis, vocab_size)
 
 
 CHUNK_BYTES = 2**27  # of a chunk's logits in fp32
-GPU_CHUNKS = 8  # times as many: on an H200 128 MiB take 1.5 x the time of all logits at once
+GPU_CHUNKS = 8  # times CHUNK_BYTES: on an H200, 128 MiB take 1.5 x the time of all logits at once
 
 
 def chunks(tokens: int, most: int, rounded: Callable[[int], int]) -> Iterator[slice]:
-    """Slices of one length, about `most` tokens or fewer; the last may end behind the tokens.
-    rounded: the length that is used for another."""
+    """Slices of equal length, about `most` tokens or fewer; the last may end after the last token.
+    rounded: maps a length to the one that is used."""
     count = max(1, -(-tokens // max(1, most)))
     length = rounded(max(1, -(-tokens // count)))
     for start in range(0, tokens, length):
@@ -133,11 +133,11 @@ def _loss_and_gradients(
     weight_cut: Cut,
     is_fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(total, dx, dw or None where it is added to `view`, db), the last two in the scales' dtype;
-    arguments: see linear_cross_entropy."""
+    """(total, dx, dw or None if it is added to `view`, db); dw and db are in the scales' dtype.
+    Arguments: see linear_cross_entropy."""
     wide = scales.dtype
     total, dx = scales.new_zeros(()), torch.empty_like(x)
-    finish: Callable[[], object] | None = None  # of the chunk before
+    finish: Callable[[], object] | None = None  # of the previous chunk
     weight, is_gathered = weight_cut.start_gather(weight)(), weight_cut.over.size > 1
     dw = torch.zeros_like(weight, dtype=wide) if view is None or is_gathered else None
     db = None if bias is None else torch.zeros_like(bias, dtype=wide)
@@ -146,7 +146,7 @@ def _loss_and_gradients(
         parts = of_logits(matmul(part, weight, bias), its_labels, x_cut.terms, vocab_size)
         total += (parts.losses * its_scales).sum()
         dz = parts.gradient(its_scales).to(x.dtype)
-        del parts  # or the wide dz would stay beside the narrow one during its matmuls
+        del parts  # else dz in fp32 would stay in memory during the matmuls of dz in x's dtype
         if finish is not None:
             finish()
         finish = partial(_finish, dx[rows], x_cut.start_sum(matmul(dz, weight.T)))
@@ -156,7 +156,7 @@ def _loss_and_gradients(
             view.add_matmul(dz, part)
         if db is not None:
             db += dz.sum(0, dtype=wide)
-        del dz  # or the logits of two chunks would be there at once
+        del dz  # else the logits of two chunks would be in memory at once
     if finish is not None:
         finish()
     if dw is not None and is_gathered:
@@ -174,8 +174,8 @@ def _finish(dx: Tensor, wait: Callable[[], Tensor]) -> None:
 def _parts(
     x: Tensor, weight: Tensor, labels: Tensor, scales: Tensor, x_cut: Cut, is_fused: bool
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows of x, the same of all ranks of the stream, their labels, their scales), a chunk at a
-    time; is_fused: the last is filled up with zeros, as functions are compiled for each length."""
+    """Yield, by chunk, (rows of x, these rows of all ranks of the stream, their labels, their
+    scales). is_fused: zeros pad the last chunk, as functions are compiled for each length."""
     ranks = x_cut.over.size if x_cut.dim == 0 else 1
     labels, scales = (each.view(ranks, -1) for each in (labels, scales))
     size, row = CHUNK_BYTES * (1 if is_on_cpu(x) else GPU_CHUNKS), ranks * len(weight)
@@ -205,8 +205,8 @@ class _FromOne(torch.autograd.Function):
 
 
 def from_one(loss: Tensor) -> Tensor:
-    """The scalar that training calls backward() of: its gradient is 1, which linear_cross_entropy
-    knows by its memory. To compare it the host would wait until a GPU has finished the forward."""
+    """The scalar whose backward() training calls. Its gradient is 1, which linear_cross_entropy
+    knows by its memory: to compare values, the host would wait for a GPU's forward."""
     result: Tensor = _FromOne.apply(loss)
     return result
 
@@ -233,8 +233,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db, *inputs = ctx.saved_tensors
-        # The view already holds dW for a d_total of 1; for another one the difference is computed
-        # in a second pass over the logits.
+        # The view already holds dW for a d_total of 1; for another d_total the difference is
+        # computed in a second pass over the logits.
         if ctx.is_in_view and not _is_one(d_total):
             x, weight, bias, labels, scales = inputs
             scales = scales * (d_total - 1)
@@ -258,13 +258,12 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The sum over tokens of scale x loss: a scalar in fp32, or x's wider dtype.
 
-    x [n, h], of which a chunk at a time is gathered; the vocabulary is cut over x_cut.terms.
-    weight [padded v / t, h] and bias [padded v / t], this rank's; a weight that is cut further is
-    gathered whole.
-    labels [n] int64 and scales [n], the same on every rank. view: of the weight's gradient, which
-    is added there in the forward, if it is wide enough to add up chunks: run backward once for each
-    forward. A result that is multiplied before its backward costs a second pass; put constants into
-    the scales. is_fused: the softmax is that of fused_softmax.py, for GPUs.
+    x: [n, h], gathered one chunk at a time; x_cut.terms cuts the vocabulary. weight, bias: [padded
+    v / t, h] and [padded v / t] of this rank; a weight that is cut further is gathered whole.
+    labels, scales: [n] int64 and [n], the same on every rank. view: view of the weight's gradient;
+    the forward adds the gradient to it if it is wide enough to add up chunks, so run backward once
+    for each forward. Multiplying the result before its backward costs a second pass; put constants
+    into the scales. is_fused: use the softmax of fused_softmax.py, for GPUs.
     """
     scales = scales.to(torch.promote_types(x.dtype, torch.float32))
     if torch.is_grad_enabled():

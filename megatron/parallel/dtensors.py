@@ -19,10 +19,10 @@ def to_dtensors(
     """{name: the parameter as a DTensor of its whole shape}, for torch's own tools, such as
     torch.distributed.checkpoint (every rank calls this).
 
-    On one rank they are plain tensors. They share the parameters' memory but where there are
-    padding rows, of which DTensor knows nothing: see `from_dtensors`. Raises ValueError for a dim
-    that is cut by axes in another order than the mesh's, which DTensor cannot say, and for a model
-    in ZeRO stage 3. specs: see GradientBuckets.
+    On one rank they are plain tensors. They share the parameters' memory, except for parameters
+    with padding rows, which DTensor does not have: see `from_dtensors`. Raises ValueError for a dim
+    that axes cut in another order than the mesh's, which DTensor cannot express, and for a model in
+    ZeRO stage 3. specs: see GradientBuckets.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -53,9 +53,9 @@ def from_dtensors(
     tensors: Mapping[str, Tensor],
     specs: Mapping[str, ShardingSpec] | None = None,
 ) -> None:
-    """Copy into the parameters what was read into the tensors of `to_dtensors` (every rank calls
-    this), before an optimizer is built: its masters are copies of their own. Raises ValueError for
-    a model in ZeRO stage 3."""
+    """Copy the tensors of `to_dtensors`, with values that were read into them, to the parameters
+    (every rank calls this). Call it before an optimizer is built, as its masters are copies. Raises
+    ValueError for a model in ZeRO stage 3."""
     require_whole(model, "from_dtensors")
     parameters = dict(model.named_parameters())
     with torch.no_grad():

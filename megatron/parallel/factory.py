@@ -25,8 +25,8 @@ Maker = Callable[..., nn.Module]
 class ModelPart:
     """The part of a model that one pipeline rank builds; by default all of it.
 
-    numbers: of its layers, in the whole model. is_first: whether it has what comes before the first
-    layer; is_last: what comes behind the last one.
+    numbers: numbers of its layers in the whole model. is_first: whether it has the modules before
+    the first layer. is_last: whether it has the modules after the last layer.
     """
 
     numbers: tuple[int, ...] | None = None
@@ -34,7 +34,7 @@ class ModelPart:
     is_last: bool = True
 
     def layers(self, count: int) -> Sequence[int]:
-        """The numbers of this rank's layers, of a model of so many."""
+        """Numbers of this rank's layers, in a model of `count` layers."""
         return range(count) if self.numbers is None else self.numbers
 
 
@@ -49,12 +49,12 @@ class LayerFactory:
     grouped_query: Maker  # (hidden, heads=, key_value_heads=, head_size=, bias=True, std=)
     row: Maker  # (in, out, bias=True, std=): from the parallel region to x
     linear: Maker  # (in, out, bias=True, std=): x to x, outside the parallel region
-    gather: Maker  # (): x to the same whole on every rank, where the layers of `whole` go on
-    input: Maker  # (in, out, bias=True, std=): [n, in] that is whole on every rank, to x
+    gather: Maker  # (): x to x whole on every rank, for the layers of `whole`
+    input: Maker  # (in, out, bias=True, std=): [n, in], whole on every rank, to x
     output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
     word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=, is_tied=False)
     position_embedding: Maker  # (positions, hidden, std=)
-    rotary: Maker  # (head_size, base=, scaling=None): positions to turns of heads
+    rotary: Maker  # (head_size, base=, scaling=None): positions to cosines and sines
     layer_norm: Maker  # (hidden, epsilon=)
     rms_norm: Maker  # (hidden, epsilon=)
     inner_layer_norm: Maker  # (hidden, epsilon=): inside the parallel region
@@ -62,16 +62,16 @@ class LayerFactory:
     attention_core: Maker  # (dropout, name): inside the parallel region
     head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
     checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
-    whole: Callable[[], LayerFactory]  # whose x is whole on every rank, behind `gather`
-    stream_shape: Callable[[int, int], tuple[int, int]]  # (n, h): of x what this rank holds
+    whole: Callable[[], LayerFactory]  # factory for layers after `gather`: their x is whole
+    stream_shape: Callable[[int, int], tuple[int, int]]  # (n, h): shape of this rank's part of x
     exchange: Callable[[Any], Any]
-    """(x [b, ..]): what is known of the samples that a rank reads, to the same of those that it
-    holds in the parallel region."""
-    part: ModelPart = WHOLE  # of the model, that this rank builds
-    tensor: Axis = ALONE  # that layers are cut over
+    """(x [b, ..]): sends per-sample data, such as masks and positions, to the ranks that hold these
+    samples in the parallel region; returns x unchanged except in 3D."""
+    part: ModelPart = WHOLE  # the part of the model that this rank builds
+    tensor: Axis = ALONE  # axis that cuts the layers
     parallelize: Callable[..., Any] | None = None
     """(model, plan): cuts a model that was not built from these layers, in place, and returns it,
-    as the function of this name; None where this way of cutting cannot."""
+    see the function of this name; None if this factory cannot cut such models."""
 
 
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
@@ -87,12 +87,12 @@ def factory_1d(
     by_flex: bool = False,
     part: ModelPart = WHOLE,
 ) -> LayerFactory:
-    """The paper's: layers cut along the one tensor axis of the mesh; the rows of x, too, where the
-    mesh's stream has several ranks (sequence parallelism).
+    """The paper's: the mesh's one tensor axis cuts the layers, and also the rows of x if the mesh's
+    stream has several ranks (sequence parallelism).
 
-    seed: of dropout. norm: whose kernel LayerNorm runs on, a key of LAYER_NORMS. draws_in_kernel:
-    whether attention's kernel draws its dropout. by_flex: whether compiled layers drop by
-    coordinates in torch's flex_attention.
+    seed: seed of dropout. norm: kernel of LayerNorm, a key of LAYER_NORMS. draws_in_kernel: whether
+    attention's kernel draws its dropout. by_flex: whether compiled layers drop by coordinates in
+    torch's flex_attention.
     """
     return LayerFactory(
         column=partial(layers.ColumnParallelLinear, mesh),
@@ -137,8 +137,8 @@ def factory_2d(
     by_flex: bool = False,
     part: ModelPart = WHOLE,
 ) -> LayerFactory:
-    """2D and 2.5D: tokens cut along rows, hidden columns along columns. Arguments: see factory_1d;
-    torch's are the only norms."""
+    """2D and 2.5D: tokens are cut over the mesh's rows, hidden columns over its columns. Arguments:
+    see factory_1d; the only norms are torch's."""
     assert norm == "torch"
     factory = LayerFactory(
         column=partial(layers_2d.Linear2D, mesh),
@@ -168,7 +168,7 @@ def factory_2d(
 
 
 def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
-    """3D: as 2D outside the parallel region. Arguments: see factory_2d."""
+    """3D: the same as 2D outside the parallel region. Arguments: see factory_2d."""
     return replace(
         factory_2d(mesh, seed, **settings),
         column=partial(layers_3d.Linear3D, mesh),
@@ -179,9 +179,9 @@ def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
 
 
 FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": factory_3d}
-"""By the name that --tensor-parallel-mode gives them."""
+"""Factories by value of --tensor-parallel-mode."""
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
-    """That of the mesh's tensor-parallel mode. Arguments: see factory_1d."""
+    """The factory of the mesh's tensor-parallel mode. Arguments: see factory_1d."""
     return FACTORIES[mesh.tensor_parallel_mode](mesh, seed, **settings)

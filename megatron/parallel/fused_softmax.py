@@ -1,5 +1,5 @@
-"""The softmax of logits by two compiled functions, which read the logits once each and keep nothing
-of their size in fp32: for GPUs. cross_entropy.py has the formulas, and a softmax in place for CPUs.
+"""Softmax of logits by two compiled functions, for GPUs. Each reads the logits once; no tensor of
+their size is kept in fp32. cross_entropy.py has the formulas and an in-place softmax for CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class FusedSoftmax:
-    """As cross_entropy.Softmax. logits: [n, v/t], whose first `columns` are no padding."""
+    """See cross_entropy.Softmax. logits: [n, v/t]; after the first `columns` comes padding."""
 
     logits: Tensor
     columns: int
@@ -33,7 +33,7 @@ class FusedSoftmax:
         return self.total.log() - self.picked
 
     def gradient(self, d_loss: Tensor) -> Tensor:
-        """That of the logits, in their dtype. d_loss: [n]."""
+        """Gradient of the logits, in their dtype. d_loss: [n]."""
         factor, rest = d_loss / self.total, (self.index, d_loss, self.columns)
         return _compiled(_gradient)(self.logits, self.maximum, factor, *rest)
 
@@ -45,14 +45,14 @@ def fused_softmax(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -
     if axis.size == 1:
         return FusedSoftmax(logits, columns, own, total, picked, index)
     maximum = all_reduce(own.clone(), axis, ReduceOp.MAX)
-    shift = (own - maximum).where(total > 0, 0)  # 0 of a rank without a finite logit
+    shift = (own - maximum).where(total > 0, 0)  # 0 on a rank without a finite logit
     picked = (picked + shift).where(index >= 0, 0)
     total, picked = all_reduce(torch.stack([total * shift.exp(), picked]), axis)
     return FusedSoftmax(logits, columns, maximum, total, picked, index)
 
 
 def few_sizes(length: int) -> int:
-    """At least this many rows, and at most an eighth more: functions are compiled for each."""
+    """`length` rounded up, from 64 on by at most an eighth: functions are compiled per length."""
     step = max(8, 1 << max(length.bit_length() - 4, 0))
     return -(-length // step) * step
 
@@ -65,8 +65,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _statistics(
     logits: Tensor, labels: Tensor, start: int, columns: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's maximum of each row; relative to it the sum of exponentials, the label's logit,
-    0 on other ranks; the label's column, -1 on others."""
+    """(this rank's maximum of each row; relative to it, the sum of exponentials and the label's
+    logit, 0 on other ranks; the label's column, -1 on other ranks)."""
     real = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
     index = labels - start
     index = index.where((index >= 0) & (index < columns), -1)
@@ -88,7 +88,7 @@ def _gradient(
     d_loss: Tensor,
     columns: int,
 ) -> Tensor:
-    """factor x exp(logits - maximum), less d_loss at index; 0 of padding."""
+    """factor x exp(logits - maximum), minus d_loss at index; 0 for padding."""
     column = torch.arange(logits.shape[1], device=logits.device)
     gradient = (logits.to(maximum.dtype) - maximum[:, None]).exp() * factor[:, None]
     gradient = gradient - d_loss[:, None].where(column == index[:, None], 0)

@@ -1,7 +1,7 @@
 """The kernels that the layers run on: torch's, and on CPUs those of parallel/cpu/.
 
-The latter are faster, and exact where torch adds up many numbers in bf16 or fp16. They are used
-where the folder is there and `use_cpu_kernels` is True; otherwise all is plain torch, whose results
+The latter are faster, and exact where torch adds up many numbers in bf16 or fp16. They are used if
+the folder exists and `use_cpu_kernels` is True. Otherwise all kernels are torch's, whose results
 differ by rounding.
 """
 
@@ -31,8 +31,8 @@ _meta_is_cpu = True
 
 @contextmanager
 def meta_as(device: str) -> Iterator[None]:
-    """Inside, tensors on meta take the kernels of such a device, "cpu" or "cuda"; else those of a
-    CPU."""
+    """Inside this context, tensors on meta take the kernels of `device`, "cpu" or "cuda"; outside,
+    those of a CPU."""
     global _meta_is_cpu
     before, _meta_is_cpu = _meta_is_cpu, device == "cpu"
     try:
@@ -42,7 +42,7 @@ def meta_as(device: str) -> Iterator[None]:
 
 
 def is_on_cpu(x: Tensor) -> bool:
-    """Whether x is on a CPU, or on meta and stands for what is."""
+    """Whether x is on a CPU, or on meta in place of a tensor on a CPU."""
     return _meta_is_cpu if x.is_meta else not x.is_cuda
 
 
@@ -51,12 +51,12 @@ def _by_cpu_kernels(x: Tensor) -> bool:
 
 
 def padded_rows(rows: int) -> int:
-    """To how many rows a matrix of varying height is padded, so that kernels meet few sizes."""
+    """Rows that a matrix of varying height is padded to, so that kernels see few sizes."""
     return onednn.padded_rows(rows) if use_cpu_kernels else rows
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear of two matrices [n, in] and [out, in], in any strides; not differentiable."""
+    """F.linear of two matrices [n, in] and [out, in] with any strides; not differentiable."""
     if _by_cpu_kernels(x):
         if x.dtype in onednn.EMULATED:
             return onednn.matmul_widened(x, weight, bias)
@@ -68,8 +68,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
-    """Add dy' x to `out` [out, in], or overwrite it; dy [n, out] and x [n, in] are of one dtype."""
-    if out.dtype != x.dtype and x.is_cuda:  # the product is not rounded to the dtype of x
+    """Add dy' x to `out` [out, in], or overwrite it; dy [n, out] and x [n, in] have one dtype."""
+    if out.dtype != x.dtype and x.is_cuda:  # the result is not rounded to the dtype of x
         into: Any = {"out_dtype": out.dtype, "out": out}
         torch.addmm(out, dy.T, x, **into) if accumulate else torch.mm(dy.T, x, **into)
     elif out.dtype != x.dtype:
@@ -87,11 +87,11 @@ def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None
 
 
 def squares(pieces: list[Tensor]) -> Tensor:
-    """The sum of all squares, an fp64 scalar; pieces: flat, multiples of 64 elements."""
+    """The sum of all squares, an fp64 scalar. pieces: flat, with multiples of 64 elements."""
     if pieces[0].is_cuda:
         return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum()
-    # A CPU adds squares one by one in fp32, so that the norm of 10^5 elements is wrong by 1e-6, of
-    # 10^8 by 1e-2: few are added at a time.
+    # A CPU adds squares one by one in fp32: the norm of 10^5 elements is off by 1e-6, that of 10^8
+    # by 1e-2. So only a few are added at a time.
     norms = (
         vector_norm(each.view(-1, 64), dim=1, dtype=torch.promote_types(each.dtype, torch.float32))
         for each in pieces
@@ -100,9 +100,9 @@ def squares(pieces: list[Tensor]) -> Tensor:
 
 
 def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """Add rows [n, h] to those of `table` at `index` [n], in an order that is always the same."""
+    """Add rows [n, h] to the rows of `table` at `index` [n], always in the same order."""
     rows = rows.to(table.dtype)
-    # torch has two ways, and each is deterministic on one kind of device only.
+    # torch has two functions, each deterministic on one kind of device only.
     if table.is_cuda:
         return table.index_put_((index,), rows, accumulate=True)
     return table.index_add_(0, index, rows)
@@ -111,16 +111,16 @@ def add_rows_(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
 ) -> Tensor:
-    """As F.scaled_dot_product_attention, on q [b, a, s, d] and k, v [b, g, m, d]; a/g heads of q
-    share one of k and v.
+    """F.scaled_dot_product_attention of q [b, a, s, d] and k, v [b, g, m, d]; a/g heads of q share
+    a head of k and v.
 
-    mask: bool [b or 1, 1, 1 or s, m], True where a query may look. dropout: drawn by torch.
+    mask: bool [b or 1, 1, 1 or s, m], True where a query may look. dropout: rate; torch draws it.
     """
     pays = _by_cpu_kernels(q) and q.shape[2] == k.shape[2] and pays_in_blocks(q, is_causal)
     if pays and not dropout:
         return block_attention(q, k, v, mask, is_causal)
     shared = q.shape[1] // k.shape[1]
-    # Of torch's kernels that keep no scores flash attention alone takes shared heads.
+    # Among torch's kernels that keep no scores, only flash attention takes shared heads.
     if shared > 1 and q.is_cuda and (mask is not None or q.itemsize > 2):
         k, v, shared = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1), 1
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=shared > 1)
@@ -136,8 +136,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tenso
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, *, rounds_before_weight: bool = False
 ) -> Tensor:
-    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype, or as
-    transformers does before the weight, too."""
+    """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype.
+    rounds_before_weight: also rounded before multiplying by the weight, as in transformers."""
     if _by_cpu_kernels(x) and not torch.compiler.is_compiling():
         return norms.rms_norm(x, weight, epsilon, rounds_before_weight)
     if rounds_before_weight:

@@ -2,20 +2,20 @@
 
     n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
 
-In 2D, 2.5D and 3D c ranks share the columns of the stream, too: it is [n, h/c]. Where the stream is
-not cut by rows, layers take [b, s, h] as well, and token ids [b, s].
+In 2D, 2.5D and 3D, c ranks cut the columns of the stream, too: it is [n, h/c]. If the stream is not
+cut by rows, layers also take [b, s, h], and token ids [b, s].
 
         Y = GeLU(X A) B:    X --f--> X A_i --GeLU--> Y_i --Y_i B_i--g--> sum over ranks
                                 A cut by columns         B cut by rows
 
 A weight is stored as torch stores it, [out, in], so columns of A are rows of the stored tensor.
-Every linear layer is one product, y = x W' + b, whose three matrices may be cut:
+Every linear layer is one matmul, y = x W' + b, whose three matrices may be cut:
 
     y = sum(gather(x) gather(W)')     dx = sum(gather(dy) gather(W))
                                       dW = sum(gather(dy)' gather(x))
 
-A partition says what is cut: `column` and `row` are those of section 3 of the paper, layers_2d.py
-and layers_3d.py have those of grids. factory.py is what models make layers by.
+A partition says what is cut. `column` and `row` are those of section 3 of the paper; layers_2d.py
+and layers_3d.py have those of grids. Models make their layers by factory.py.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ WeightGradients = Callable[[Sequence[Tensor], Views], list[Tensor | None]]
 
 @dataclass(frozen=True)
 class Gathered:
-    """One matmul, y = x W', of x [n, in], W [out, in] and y [n, out] that are cut: x and W are
-    gathered before it, and y is summed after it. start_dys, start_dx and start_dws begin to gather
-    for the backward and return a function that computes: all is on its way before any is used."""
+    """One matmul, y = x W', with x [n, in], W [out, in] and y [n, out] cut: x and W are gathered
+    before it, and y is summed after it. start_dys, start_dx and start_dws start the gathers for the
+    backward and return a function that computes: all gathers start before any result is used."""
 
     x: Cut = UNCUT
     weight: Cut = UNCUT
@@ -77,12 +77,12 @@ class Gathered:
         return [*map(add_bias, ys, biases)] if is_sum else ys
 
     def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """The dys that gradients are computed from, gathered."""
+        """Start to gather the dys that gradients are computed from."""
         gathered = [self.y.start_gather(dy) for dy in dys]
         return lambda: [wait() for wait in gathered]
 
     def start_dx(self, weights: Sequence[Tensor]) -> InputGradient:
-        """This rank's part of dx, the sum of each dy W and of other terms."""
+        """This rank's part of dx, the sum of all dy W and of other terms."""
         gathered = [self.weight.start_gather(weight) for weight in weights]
 
         def compute(dys: Sequence[Tensor], others: Sequence[Tensor]) -> Callable[[], Tensor]:
@@ -94,7 +94,7 @@ class Gathered:
         return compute
 
     def start_dws(self, x: Tensor) -> WeightGradients:
-        """This rank's part of each dW = dy' x of these dys; None where it is added to the view."""
+        """This rank's part of dW = dy' x for each dy; None if it is added to the view."""
         gathered = [self.x.start_gather(x)]
 
         def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
@@ -107,7 +107,7 @@ class Gathered:
         return compute
 
 
-# Not in place while compiling: torch 2.11 traces a forward that ends so as one without gradient.
+# Not in place while compiling: torch 2.11 traces a forward that ends in place without gradient.
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return y
@@ -123,7 +123,7 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def input_term(dys: Sequence[Tensor], weights: Iterable[Tensor]) -> Tensor:
-    """The sum of each dy W [n, in]."""
+    """The sum of all dy W, [n, in]."""
     dx: Tensor | None = None
     for dy, weight in zip(dys, weights, strict=True):
         dx = kernels.matmul(dy, weight.T) if dx is None else add_product(dx, dy, weight.T)
@@ -139,7 +139,7 @@ def weight_terms(dys: Sequence[Tensor], x: Tensor, views: Views) -> list[Tensor]
 
 
 def weight_gradient(dy: Tensor, x: Tensor, view: View | None) -> Tensor | None:
-    """dy' x; None where it is added to the view."""
+    """dy' x; None if it is added to the view."""
     if view is None:
         return kernels.matmul(dy.T, x.T)
     view.add_matmul(dy, x)
@@ -147,8 +147,8 @@ def weight_gradient(dy: Tensor, x: Tensor, view: View | None) -> Tensor | None:
 
 
 class _Multiply(torch.autograd.Function):
-    """y = x W' + b of each weight, divided in some way; dx is the sum of theirs, and crosses the
-    ranks once. Where x is returned to further readers, what they send back is part of that sum."""
+    """y = x W' + b for each weight, with any division. dx is summed over weights and ranks, once.
+    With return_input, x is also an output; gradients of its later uses are part of that sum."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ class _Multiply(torch.autograd.Function):
         now = [number for number in range(count) if needed[4 + number]]
         views = [its_views[number] for number in now]
         is_deferred = all(view is not None and view.deferral.is_on for view in views)
-        # In the order in which they are used: what is last comes beside the matmuls of dx.
+        # In the order of use: the last gather overlaps with the matmuls of dx.
         gathered_dys = division.start_dys(own)
         compute_dx = division.start_dx(weights) if needed[0] else None
         compute_dws = division.start_dws(x) if now and not is_deferred else None
@@ -210,7 +210,7 @@ class _Multiply(torch.autograd.Function):
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
         tokens = [None if view is None else view.token for view in its_views if handles]
-        # torch 2.11 traces no `summed and summed()`.
+        # torch 2.11 cannot trace `summed and summed()`.
         return None if summed is None else summed(), None, None, None, *dws, *dbs, *tokens
 
 
@@ -239,13 +239,13 @@ def multiply(
     *,
     return_input: bool = False,
 ) -> tuple[Tensor, ...]:
-    """x [n, in] of this rank, weights [..., out, in] and biases [..., out], their leading dims
-    flattened, to a y [n, out] of each.
+    """A y [n, out] for each weight, from this rank's x [n, in], weights [..., out, in] and biases
+    [..., out], whose leading dims are flattened.
 
-    views: where each weight's gradient is added. Autograd then gets none: it is not copied, and of
-        a tied weight's two uses there is no sum in a narrow dtype.
-    return_input: return x, too, after the others, for further matmuls that read it: they need no
-        sum of dx, as their gradients cross the ranks with that of this one.
+    views: where each weight's gradient is added. Autograd then gets none: it is not copied, and the
+        two uses of a tied weight are not summed in a half dtype.
+    return_input: also return x, after the others, for further matmuls that read it: they need no
+        sum of dx, as their gradients are part of the sum over ranks here.
     """
     assert not return_input or division.x.over.size == 1
     check_autocast(x)
@@ -290,24 +290,24 @@ class _LookUp(torch.autograd.Function):
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """The rows of `weight` [v, h] at `index` [n], [n, h]; view: see `linear`, if it is wide. Their
-    gradients are added up in fp32 or wider: in bf16, torch's embedding on a CPU keeps a quarter of
+    """Rows [n, h] of `weight` [v, h] at `index` [n]. view: see `linear`; used only if it is wide.
+    Gradients are summed in fp32 or wider: in bf16, torch's embedding on a CPU keeps a quarter of
     the sum of 4096 equal ones."""
     rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
     return rows
 
 
 STD = 0.02  # of initial weights, as in GPT-2
-DIVISIBLE_BY = 128  # what the rows of a vocabulary are padded to, on each rank
+DIVISIBLE_BY = 128  # the rows of a vocabulary are padded to a multiple of it on each rank
 
 
 def over(dim: int, *axes: Axis) -> tuple[tuple[int, Axis], ...]:
-    """Shards of this dim, see ShardingSpec, over those of the axes that have several ranks."""
+    """Shards of this dim, see ShardingSpec, over those of these axes that have several ranks."""
     return tuple((dim, axis) for axis in axes if axis.size > 1)
 
 
 def own_width(width: int, axis: Axis) -> int:
-    """The columns of each rank. Raises ValueError where they cannot be shared out."""
+    """Number of columns of each rank. Raises ValueError if the ranks cannot have equally many."""
     if width % axis.size:
         raise ValueError(f"width {width} is no multiple of the {axis.size} {axis.name} ranks")
     return width // axis.size
@@ -315,7 +315,7 @@ def own_width(width: int, axis: Axis) -> int:
 
 def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
     """x [..., width] as [n, width], or ids [...] as [n]. Raises ValueError for another width, and
-    for [b, s, ..] where the stream is cut by rows, which are then in another order."""
+    for [b, s, ..] if the stream is cut by rows, as its rows would be in another order."""
     dims = 1 + len(width)
     tail = x.shape[x.dim() - len(width) :]
     if x.dim() < dims or tail != width or (x.dim() > dims and layer.mesh.stream.size > 1):
@@ -326,25 +326,25 @@ def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
 
 
 def as_before(y: Tensor, leading: torch.Size) -> Tensor:
-    """y [n, ..] with the leading dims of what its rows were made of."""
+    """y [n, ..] with its rows unflattened to the leading dims of the input."""
     return y if len(leading) == 1 else y.unflatten(0, leading)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a linear layer is divided: its product, and its parameters."""
+    """How a linear layer is divided: its matmul and its parameters."""
 
     division: Gathered = WHOLE
-    inputs: tuple[Axis, ...] = ()  # over which dim `in` of the weight is cut, the major one first
-    outputs: Axis = ALONE  # over which dim `out` is cut, and so the columns of y
-    x_columns: Axis = ALONE  # over which the columns of x are cut
-    y_rows: tuple[Axis, ...] = ()  # whose ranks hold y of different tokens
-    x_rows: tuple[Axis, ...] = ()  # the same of x, where the product does not sum dW over them
-    after: Cut | None = None  # sums y after the product: a layer computed again stops before it
+    inputs: tuple[Axis, ...] = ()  # axes that cut dim `in` of the weight, the major one first
+    outputs: Axis = ALONE  # axis that cuts dim `out`, and so the columns of y
+    x_columns: Axis = ALONE  # axis that cuts the columns of x
+    y_rows: tuple[Axis, ...] = ()  # axes whose ranks hold y of different tokens
+    x_rows: tuple[Axis, ...] = ()  # the same for x, if the matmul does not sum dW over them
+    after: Cut | None = None  # sums y after the matmul; recomputation stops before it
 
 
 def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
-    """Raises ValueError for several ranks of another tensor-parallel mode."""
+    """Raises ValueError if the mesh has several ranks of another tensor-parallel mode."""
     if mesh.tensor.size > 1 and mesh.tensor_parallel_mode not in modes:
         raise ValueError(
             f"partition {partition} is of tensor-parallel mode {' or '.join(modes)}, the mesh of "
@@ -355,7 +355,7 @@ def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
 def column(mesh: Mesh) -> Partition:
     """Columns of A: f, then the matmul with this rank's columns."""
     require_mode(mesh, "column", "1d")
-    if mesh.tensor.size == 1:  # parts that all layers share: a compiled one checks them once
+    if mesh.tensor.size == 1:  # all layers share these parts, so compiled ones check them once
         return Partition()
     return Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
 
@@ -370,7 +370,7 @@ def row(mesh: Mesh) -> Partition:
 
 
 class ParallelLinear(ShardedModule):
-    """x [n, in] to [n, parts x out], each divided as the partition says.
+    """x [n, in] to [n, parts x out], both divided as the partition says.
 
     With parts > 1 several matmuls share one weight [parts, out, in] and are cut alike: with
     parts = 3 and out = heads x head size, a head's query, key and value live on one rank, and the
@@ -424,19 +424,19 @@ class RowParallelLinear(ParallelLinear):
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
-    """Rows of the vocabulary with the padding that lets it be cut over the ranks of a layer."""
+    """Number of rows of the vocabulary, padded so that the ranks of a layer can divide them."""
     multiple = divisible_by * mesh.vocabulary.size * mesh.tokens.size
     return -(-vocab_size // multiple) * multiple
 
 
 def stream_cut(mesh: Mesh) -> Cut:
-    """The stream beside the vocabulary: y of the embedding, x of the head."""
+    """Cut of the stream next to the vocabulary: y of the embedding, x of the head."""
     return cut(1, mesh.hidden) if mesh.hidden.size > 1 else Cut(0, mesh.stream, mesh.vocabulary)
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Token ids [n] to [n, h]: each rank looks up its own rows, g adds them up. An id outside of
-    the vocabulary gives zeros: no rank has its row.
+    """Token ids [n] to [n, h]: each rank looks up its own rows, and g sums the results. An id
+    outside the vocabulary gives zeros, as no rank has its row.
 
     The vocabulary is padded to a multiple of `divisible_by` x the ranks. Padding rows are zero, get
     no gradient and are not part of the whole shape.
@@ -454,7 +454,7 @@ class VocabParallelEmbedding(ShardedModule):
         std: float = STD,
         is_tied: bool = False,
     ) -> None:
-        """is_tied: whether the head uses the weight, too, of which the first and the last pipeline
+        """is_tied: whether the head uses the weight, too; then the first and the last pipeline
         stage have a copy each."""
         super().__init__(mesh)
         self.width = own_width(hidden_size, mesh.hidden)
@@ -463,15 +463,15 @@ class VocabParallelEmbedding(ShardedModule):
         partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
         shape, of_rows = (vocab_size, hidden_size), {"padded_rows": padded_rows, "std": std}
         self.add_parameter("weight", shape, shards, partial=partial, **of_rows)
-        self.own_ids = self.specs["weight"].local_slices[0]  # without those of padding rows
+        self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ranks = self.mesh.tokens  # each looks up the ids of all of them
+        ranks = self.mesh.tokens  # each rank looks up the ids of all
         y = sum_terms(self.look_up(gather_from(as_rows(self, tokens), 0, ranks)), cut(0, ranks))
         return as_before(sum_terms(y, stream_cut(self.mesh)), tokens.shape)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """This rank's rows at ids [n]; of others' ids zeros: [n, h]."""
+        """[n, h]: this rank's rows at ids [n], and zeros for ids of other ranks."""
         every, view = self.specs["weight"].shape[0], self.gradient_views.get("weight")
         if self.own_ids == slice(0, every) and len(self.weight) == every:  # no padding
             return look_up(ids, self.weight, view)
@@ -482,7 +482,7 @@ class VocabParallelEmbedding(ShardedModule):
 
 
 class PositionEmbedding(ShardedModule):
-    """Learned positions [n], whole on every rank, to the stream [n, h]."""
+    """Learned embedding of positions [n], whole on every rank, to the stream [n, h]."""
 
     weight: nn.Parameter
 
@@ -500,8 +500,8 @@ class PositionEmbedding(ShardedModule):
 class VocabParallelHead(ShardedModule):
     """Output layer and its loss, tied to the word embedding or with a weight of its own.
 
-    Tied, it owns no weight and is given the embedding, so that the tie needs no care: nothing that
-    copies, casts or shards the model can undo it.
+    A tied head owns no weight and gets the embedding as an argument. So nothing that copies, casts
+    or shards the model can undo the tie.
     """
 
     is_fused = False  # see linear_cross_entropy
@@ -518,8 +518,8 @@ class VocabParallelHead(ShardedModule):
         bias: bool = False,
         untied_std: float | None = None,
     ) -> None:
-        """divisible_by: see the embedding. bias: of each token. untied_std: standard deviation of
-        the weight of an untied head; None for a tied one."""
+        """divisible_by: see the embedding. bias: whether each token has one. untied_std: standard
+        deviation of the weight of an untied head; None for a tied one."""
         super().__init__(mesh)
         self.vocab_size, self.width = vocab_size, own_width(hidden_size, mesh.hidden)
         shards = ((0, mesh.vocabulary),)
@@ -539,11 +539,11 @@ class VocabParallelHead(ShardedModule):
         labels: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or the sum of scales [n]
-        x loss: as linear_cross_entropy, which never holds all logits. So too with [b, s] for n.
+        """x [n, h] to this rank's logits [n, v/t], the loss of labels [n], or, with scales [n], the
+        sum of scale x loss: linear_cross_entropy, which never holds all logits. Also [b, s] for n.
 
-        embedding: that a tied head shares its weight with. labels: below the vocabulary's size;
-        negative ones, as torch's -100, have no loss.
+        embedding: the embedding whose weight a tied head uses. labels: below the vocabulary's size;
+        negative labels, such as torch's -100, have no loss.
         """
         owner: Any = self if self.weight is not None else embedding
         if owner is None:
@@ -565,14 +565,14 @@ class VocabParallelHead(ShardedModule):
 
 
 def norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
-    """(over which the columns of a norm are cut, over which its gradients are partial)."""
+    """(axis that cuts the columns of a norm, axes over which its gradients are partial)."""
     if is_inside:
         return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
     return mesh.hidden, mesh.of_stream
 
 
 class LayerNorm(ShardedModule):
-    """Layer norm of the stream [n, h], computed in fp32 or wider; where its columns are cut, ranks
+    """Layer norm of the stream [n, h], computed in fp32 or wider; if its columns are cut, ranks
     exchange the mean and the squares of each row."""
 
     weight: nn.Parameter
@@ -599,9 +599,9 @@ class LayerNorm(ShardedModule):
 
 
 class AttentionCore(nn.Module):
-    """q [b, a/t, s, d], k and v [b, g, m, d] to [b, a/t, s, d], with dropout of the probabilities:
-    by coordinates, or in the kernel, which draws it. g: a/t, or fewer that heads of q share. seed
-    and name: see Dropout."""
+    """Attention of q [b, a/t, s, d] to k and v [b, g, m, d], giving [b, a/t, s, d], with dropout of
+    the probabilities by coordinates, or by the kernel, which draws it. g: a/t, or fewer heads,
+    which heads of q share. seed and name: see Dropout."""
 
     drop: Callable[..., Tensor] = staticmethod(block_attention)  # by coordinates
 
@@ -611,7 +611,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.mesh, self.dropout, self.name = mesh, dropout, name
         self.key, self.draws_in_kernel = layer_key(seed, name), draws_in_kernel
-        self.heads: int | None = None  # a, where each of several ranks may have all: [b, a, s, d]
+        self.heads: int | None = None  # a, if each of several ranks may have all: [b, a, s, d]
 
     def forward(
         self,
@@ -626,14 +626,14 @@ class AttentionCore(nn.Module):
         """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
         is_causal: query i looks at the keys up to i; then s = m, and there is no mask. rows: int64
-        [b x s], see Dropout. of_query: int64 [a/t], which of the g heads each of q uses; None
-        where neighbours share one, as many each.
+        [b x s], see Dropout. of_query: int64 [a/t], the head of k and v that each head of q uses;
+        None if equally many adjacent heads share each.
         """
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
         if of_query is not None:
             k, v = k[:, of_query], v[:, of_query]
         p = self.dropout if self.training else 0.0
-        is_whole = q.shape[1] == self.heads  # in the kernel each rank would draw another mask
+        is_whole = q.shape[1] == self.heads  # the kernel of each rank would draw another mask
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]

@@ -1,5 +1,5 @@
-"""Layers whose stream is cut by hidden columns, too: 2D (Xu et al., 2021, arXiv:2104.05343), 2.5D
-(Wang et al., 2021, arXiv:2105.14500), and what lies outside the parallel region in 3D.
+"""Layers for a stream whose hidden columns are cut, too: 2D (Xu et al., 2021, arXiv:2104.05343),
+2.5D (Wang et al., 2021, arXiv:2105.14500), and the layers outside the parallel region in 3D.
 
     n tokens that this rank reads   h hidden size   v padded vocabulary   r x c ranks
 
@@ -8,11 +8,10 @@
     weight   [out/c, in/r]                                                   [out/c, in]
     y        the same tokens, [n, out/c]
 
-The rows are the mesh's `tokens` axis, the columns its `hidden` one. No rank splits or gathers
-samples: each row of ranks reads its own. The backward gathers again: nothing gathered is
-kept. On a square of ranks the product goes in steps, block by block (`Summa`). In 2.5D there
-are several squares, of the same weights and other tokens: depth is one more axis that gradients
-are partial over.
+The rows are the mesh's `tokens` axis, the columns its `hidden` axis. No rank splits or gathers
+samples: each row of ranks reads its own. The backward gathers again, as nothing gathered is kept.
+On a square of ranks the matmul runs in steps, block by block (`Summa`). 2.5D has several squares,
+with the same weights and other tokens: depth is one more axis that gradients are partial over.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ from megatron.parallel.regions import gather_with_gradient, split_with_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class Summa(Gathered):
-    """As Gathered of the columns of x and W, on a grid of q x q ranks in q steps, of which each
-    multiplies by one block of x and one of W: neither is ever there whole (SUMMA, Van de Geijn and
-    Watts, 1997)."""
+    """Computes what Gathered does with the columns of x and W cut, on a grid of q x q ranks in q
+    steps. Each step multiplies one block of x by one of W, so neither matrix is ever whole (SUMMA,
+    Van de Geijn and Watts, 1997)."""
 
     columns: Axis
     rows: Axis
@@ -88,8 +87,8 @@ class Summa(Gathered):
 
 
 def _in_turn(*owns: tuple[Axis, Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-    """The tensors of each rank of the axes, one rank after another: the first ones are started at
-    once, the next come while some are used. The axes are of one size."""
+    """Yield the tensors of each rank of the axes in turn. The first are started at once, the next
+    arrive while the current ones are used. All axes have the same size."""
 
     def start(source: int) -> list[Callable[[], Tensor]]:
         return [start_broadcast(each, axis, source) for axis, own in owns for each in own]
@@ -105,8 +104,8 @@ def _in_turn(*owns: tuple[Axis, Sequence[Tensor]]) -> Iterator[list[Tensor]]:
 
 
 def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[], list[Tensor]]:
-    """The sums of this rank's terms. terms: those for each rank of the axis, one after another."""
-    if torch.compiler.is_compiling():  # no sum for one rank is traced
+    """Start the sums that this rank gets. terms: the terms for each rank of the axis, in turn."""
+    if torch.compiler.is_compiling():  # a reduce to one rank cannot be traced
         sums = [start_sum(torch.cat(each), axis, axis) for each in zip(*terms, strict=True)]
         return lambda: [wait() for wait in sums]
     pending: list[Callable[[], Tensor]] = []
@@ -114,34 +113,34 @@ def _start_own_sums(terms: Iterable[Sequence[Tensor]], axis: Axis) -> Callable[[
 
     def finish() -> list[Tensor]:
         while pending:
-            pending.pop()()  # and what others get is free
+            pending.pop()()  # and frees what other ranks get
         return [*own]
 
     for rank, each in enumerate(terms):
-        finish()  # those of one rank are on their way at a time
+        finish()  # only the sums for one rank are in flight at a time
         pending += [start_reduce(term, axis, rank) for term in each]
         own = each if rank == axis.rank else own
     return finish
 
 
 def outside(mesh: Mesh) -> Partition:
-    """The stream to the stream: all of 2D and 2.5D; of 3D what lies outside the parallel region."""
+    """From the stream to the stream: all of 2D and 2.5D; in 3D, outside the parallel region."""
     require_mode(mesh, "outside", "2d", "2.5d", "3d")
     division: Gathered = Summa(columns=mesh.hidden, rows=mesh.tokens)
-    if mesh.hidden.size != mesh.tokens.size:  # no square
+    if mesh.hidden.size != mesh.tokens.size:  # not a square
         division = Gathered(x=cut(1, mesh.hidden), weight=cut(1, mesh.tokens))
     return Partition(division, (mesh.tokens,), mesh.hidden, mesh.hidden, (mesh.tokens,))
 
 
 def split_stream(x: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's part, between layers, of x [.., h], which is whole on every rank that reads these
-    samples: its columns in 2D, 2.5D and 3D, its rows under sequence parallelism, else all.
-    Raises ValueError for what the ranks cannot share evenly."""
+    """This rank's part, as it is between layers, of x [.., h], which is whole on every rank that
+    reads these samples: its columns in 2D, 2.5D and 3D, its rows under sequence parallelism, else
+    all. Raises ValueError if the ranks cannot share x evenly."""
     return split_with_gradient(split_with_gradient(x, 0, mesh.stream), -1, mesh.hidden)
 
 
 def gather_stream(x: Tensor, mesh: Mesh) -> Tensor:
-    """The inverse of split_stream, for what every rank computes alike."""
+    """The inverse of split_stream, for what all ranks compute in the same way."""
     return gather_with_gradient(gather_with_gradient(x, -1, mesh.hidden), 0, mesh.stream)
 
 

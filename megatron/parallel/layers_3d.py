@@ -8,9 +8,9 @@
     X A B    tokens of (i, j), [n, h/l by k]      X A over k     over j
 
 i, j and k are the mesh's axes `weight`, `input` and `output`. A rank reads the samples of (i, j).
-Between A and B, where heads attend, it holds those that (i, k) read, so that what attention knows
-of them, its mask and positions, is exchanged (`exchange`). Norms, embeddings and what else lies
-outside are layers of layers_2d.py, of l^2 x l ranks.
+Between A and B, in attention, it holds the samples that (i, k) read, so attention's mask and
+positions are exchanged (`exchange`). Norms, embeddings and all else outside the parallel region are
+layers of layers_2d.py, on l^2 x l ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def leaving(mesh: Mesh) -> Partition:
 
 
 class Linear3D(ParallelLinear):
-    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside, or the other way where
-    x is_inside. settings: see ColumnParallelLinear."""
+    """x [n, in/l] outside the parallel region to [n, parts x out/l] inside, or the reverse if x
+    is_inside. settings: see ColumnParallelLinear."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ LayerNorm3D, RMSNorm3D = LayerNorm, RMSNorm
 
 
 def exchange(mesh: Mesh, x: Any) -> Any:
-    """x [b, ..] of the samples that this rank reads, to the same of those that it holds inside the
+    """x [b, ..] of the samples that this rank reads, to x of those that it holds inside the
     parallel region; no gradient is recorded."""
     if x is None or mesh.input.size == 1:
         return x

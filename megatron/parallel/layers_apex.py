@@ -10,7 +10,7 @@ from megatron.parallel.mesh import Mesh
 
 
 class ApexLayerNorm(LayerNorm):
-    """The same by the kernel of NVIDIA apex's FusedLayerNorm, which computes in fp32 too."""
+    """LayerNorm by the kernel of NVIDIA apex's FusedLayerNorm, which also computes in fp32."""
 
     def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
         super().__init__(mesh, hidden_size, epsilon=epsilon)

@@ -30,7 +30,7 @@ from megatron.parallel.sharding import ShardedModule
 
 class GroupedQueryLinear(ShardedModule):
     """x [n, h] to queries [n, a/t x d], keys and values [n, g x d], with fewer key/value heads than
-    query heads: a/g queries share one (Ainslie et al., 2023, arXiv:2305.13245).
+    query heads: several queries share one (Ainslie et al., 2023, arXiv:2305.13245).
 
         heads of the queries      0 1 2 3 4 5 | 6 7 8 9 10 11      a = 12, t = 2
         their keys and values     0 0 0 0 1 1 | 1 1 2 2 2  2       3 of them, g = 2 on each rank
@@ -39,8 +39,8 @@ class GroupedQueryLinear(ShardedModule):
     Where it does not, every rank holds it whole and multiplies by the rows that its queries need,
     so that its gradient is partial over the tensor axis.
 
-    of_query: int64 [a/t], which of the g heads each query head of this rank uses; None where as
-    many query heads share each, in order.
+    of_query: int64 [a/t], the one of the g heads that each query head of this rank uses; None if
+    equally many adjacent query heads share each.
     """
 
     query: nn.Parameter
@@ -61,7 +61,7 @@ class GroupedQueryLinear(ShardedModule):
         std: float = STD,
         partition: Partition | None = None,
     ) -> None:
-        """partition: by default that of 1D."""
+        """partition: by default `column`, that of 1D."""
         super().__init__(mesh)
         partition = partition or column(mesh)
         ranks, self.head_size = mesh.inner_hidden, head_size
@@ -134,10 +134,10 @@ class RMSNorm(ShardedModule):
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns of each pair of channels (c, c + d/2) of a head, by position x base^(-2c/d) (Su et al.,
-    2021, arXiv:2104.09864; the order of channels is Llama's).
+    """Cosine and sine that rotate each pair of channels (c, c + d/2) of a head by position x
+    base^(-2c/d) (Su et al., 2021, arXiv:2104.09864; the order of channels is Llama's).
 
-    Frequencies are fp32 in every model, as those of all others are, and so that they agree.
+    Frequencies are fp32 in every model, as in all other implementations, so that they agree.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class RotaryEmbedding(nn.Module):
         self.frequencies = frequencies if scaling is None else llama3_scaled(frequencies, *scaling)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: int64 [b, s]. dtype: of the heads. Cosine and sine [b, 1, s, d/2], in fp32 or
-        wider."""
+        """Cosine and sine [b, 1, s, d/2], in fp32 or wider. positions: int64 [b, s]. dtype: dtype
+        of the heads."""
         wide = torch.promote_types(dtype, torch.float32)
         frequencies = self.frequencies.to(positions.device)
         if not positions.is_meta:
-            self.frequencies = frequencies  # a GPU does not wait for them again
+            self.frequencies = frequencies  # a GPU waits for them only once
         angles = positions[:, None, :, None].to(wide) * frequencies.to(wide)
         return angles.cos(), angles.sin()
 
@@ -168,8 +168,8 @@ def llama3_scaled(
     frequencies: Tensor, factor: float, low: float, high: float, positions: float
 ) -> Tensor:
     """Frequencies of a model that reads longer texts than the `positions` it was first trained on
-    (Llama 3.1): those of fewer than `low` turns there are divided by factor, those of more than
-    `high` turns stay, and between the two the share of what stays grows linearly with the turns."""
+    (Llama 3.1). A frequency with fewer than `low` turns over these is divided by factor, one with
+    more than `high` stays, and in between the share that stays grows linearly."""
     turns = positions / (2 * pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / factor + kept * frequencies
@@ -179,8 +179,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        # Blocks on a CPU take one head after another. The kernels of GPUs take any strides, and
-        # return heads as the queries lie: what comes from a matmul then goes to one without a copy.
+        # Blocks on a CPU take heads one after another. GPU kernels take any strides and return
+        # those of the queries, so one matmul's result reaches the next without a copy.
         is_kept = not kernels.is_on_cpu(x)
         layout = torch.preserve_format if is_kept else torch.contiguous_format
         return _turn(x, cos, sin, torch.empty_like(x, memory_format=layout))
@@ -189,7 +189,7 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        dx = dy.new_empty(dy.transpose(1, 2).shape).transpose(1, 2)  # as the matmul's result lies
+        dx = dy.new_empty(dy.transpose(1, 2).shape).transpose(1, 2)  # strides of a matmul's result
         return _turn(dy, cos, -sin, dx), None, None
 
 
@@ -205,9 +205,9 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads x [b, a, s, d] turned by cos and sin, see RotaryEmbedding."""
-    if torch.compiler.is_compiling():  # which makes one kernel of it, and traces no strided `out`
-        halves = x.unflatten(-1, (2, -1)).to(cos.dtype)  # y lies as x, and is not copied after
+    """Heads x [b, a, s, d] rotated by cos and sin, see RotaryEmbedding."""
+    if torch.compiler.is_compiling():  # it makes one kernel, and cannot trace a strided `out`
+        halves = x.unflatten(-1, (2, -1)).to(cos.dtype)  # y has the strides of x, and is not copied
         turned = halves * cos[..., None, :] + halves.flip(-2) * torch.stack((-sin, sin), dim=-2)
         return turned.flatten(-2).to(x.dtype)
     y: Tensor = _Rotate.apply(x, cos, sin)
@@ -218,7 +218,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps its input alone for the backward, not the activated gate."""
+    """Saves only its input for the backward, not the activated gate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: Activation) -> Tensor:
@@ -243,7 +243,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(x: Tensor, by: Activation) -> Tensor:
-    """by(the first half of the columns of x) x the second (Shazeer, 2020, arXiv:2002.05202)."""
+    """by(first half of the columns of x) x the second half (Shazeer, 2020, arXiv:2002.05202)."""
     if torch.compiler.is_compiling():
         gate, y = x.chunk(2, dim=-1)
         return by(gate) * y

@@ -13,8 +13,8 @@ from megatron.parallel.regions import gather_with_gradient
 
 
 class Linear(ParallelLinear):
-    """x [n, in] to [n, out] outside the parallel region: for what is small beside a layer.
-    settings: see ColumnParallelLinear."""
+    """x [n, in] to [n, out] outside the parallel region, for matmuls that are small next to a
+    layer. settings: see ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
         require_mode(mesh, "Linear", "1d")
@@ -50,7 +50,7 @@ class OutputLinear(ParallelLinear):
 
 
 class Gather(nn.Module):
-    """The stream [n, h] whole on every rank, for layers that all ranks compute alike."""
+    """The whole stream [n, h] on every rank, for layers that all ranks compute in the same way."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()

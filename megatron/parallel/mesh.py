@@ -1,17 +1,16 @@
 """The grid of ranks: the only place where ranks are computed.
 
-A mesh has named axes; the tensor axis is the fastest, so that the ranks that share a layer sit in
+A mesh has named axes. The tensor axis varies fastest, so that the ranks that share a layer are in
 one server:
 
     world of 8, tensor 4:      tensor ->  0  1  2  3     (one model)
                          data |           4  5  6  7     (its copy, on other samples)
 
-Several axes that act together have a name too, a union of axes: code asks for the union that
-it means (`mesh.loss`), and a new axis is an entry here and a field of Mesh. Say *axis* for the mesh
-and *dim* for a tensor.
+Axes that act together form a union, which has a name, too. Code asks for the union that it means
+(`mesh.loss`). A new axis is an entry here and a field of Mesh. A mesh has axes, a tensor has dims.
 
-Several axes may take the place of the tensor axis, by the tensor-parallel mode. Then ranks of one
-model read different samples, too, and the hidden dim of the stream is cut:
+Some tensor-parallel modes replace the tensor axis by several axes. Ranks of one model then read
+different samples, too, and the hidden states are cut along their hidden dim:
 
               axes                     samples differ along   hidden dim, vocabulary   heads
     1d        tensor                                          whole, tensor            tensor
@@ -42,7 +41,7 @@ INNER: dict[str, Names] = {
     "2.5d": ("depth", "row", "column"),
     "3d": ("weight", "input", "output"),
 }
-"""The axes over which a layer is cut, by tensor-parallel mode; the slowest first."""
+"""Axes over which a layer is cut, by tensor-parallel mode, slowest first."""
 
 
 def _unions(
@@ -54,7 +53,7 @@ def _unions(
     inner_tokens: Names | None = None,
     inner_hidden: Names | None = None,
 ) -> dict[str, Names]:
-    """copies: axes of a layer that divide samples alone; the others: see Mesh."""
+    """copies: axes of a layer that divide only the samples. The others: see Mesh."""
     cut = tuple(name for name in INNER[mode] if name not in copies)
     return {
         "replicas": ("data", "context", *copies),
@@ -84,19 +83,19 @@ UNIONS = {
         inner_hidden=("input",),
     ),
 }
-"""The axes of each union, by tensor-parallel mode; see Mesh. Unions of the same ranks share a group
+"""Axes of each union, by tensor-parallel mode; see Mesh. Unions of the same ranks share the group
 and the name of the first of them."""
 
 CALLS: dict[str, Calls] = {}
-"""By name, of each axis of several ranks, each channel and each control group that was used."""
+"""Calls, by name, of each axis of several ranks, channel and control group that was used."""
 
 
 class Calls:
-    """The collectives that this rank has started over one group, or the messages over one channel,
-    noted for the failure watch.
+    """Counts the collectives that this rank starts over one group, or the messages over one
+    channel, for the failure watch.
 
-    started: how many. waits: (its number from 1, its name, the shape) of the one in which a thread
-    waits, or None; it stays set where a collective raises. ranks: the members of the group.
+    started: number of calls started. waits: (number from 1, name, shape) of the call in which a
+    thread waits, or None; it stays set if the collective raises. ranks: members of the group.
     """
 
     __slots__ = ("ranks", "started", "waits")
@@ -123,10 +122,10 @@ def _counted(name: str, ranks: list[int]) -> Calls:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A named axis of the grid, or a union of axes; by default one of a single rank.
+    """A named axis of the grid, or a union of axes; by default of a single rank.
 
-    Modules keep axes, not groups: a module that holds a ProcessGroup cannot be deep-copied, and an
-    axis can, because its copy is itself.
+    Modules keep axes, not groups: a module that holds a ProcessGroup cannot be deep-copied. The
+    deep copy of an axis is the axis itself.
     """
 
     name: str
@@ -135,11 +134,11 @@ class Axis:
     process_group: dist.ProcessGroup | None = None
     parts_of_union: tuple[Axis, ...] = ()
     is_of_stages: bool = False
-    """Whether it joins pipeline stages: its ranks hold other layers, and copies of what is tied."""
+    """Whether it joins pipeline stages: ranks hold other layers, and copies of tied parameters."""
 
     @property
     def parts(self) -> tuple[Axis, ...]:
-        """The axes of a union, the slowest first; of an axis itself alone."""
+        """The axes of a union, slowest first; for a plain axis only the axis itself."""
         return self.parts_of_union or (self,)
 
     @property
@@ -153,8 +152,8 @@ class Axis:
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], Calls]:
-        """The messages from one rank of the axis to its neighbour in the ring of them; both ends
-        count alike."""
+        """Calls for the messages between this rank and its neighbours in the ring of the axis, by
+        (sender, receiver). Both ends count the same messages."""
         ranks = dist.get_process_group_ranks(self.group)
         near = {(self.rank + step) % self.size for step in (-1, 1)}
         ends = [pair for each in near for pair in ((self.rank, each), (each, self.rank))]
@@ -168,15 +167,15 @@ class Axis:
 
 
 ALONE = Axis("alone")
-"""An axis of one rank, for functions that are given none."""
+"""An axis of one rank, the default of functions that take an axis."""
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """All ranks of a run, for small Python values beside training's collectives.
+    """All ranks of a run, for exchanging small Python values outside training's collectives.
 
-    They have a gloo group of their own, which waits neither for training's collectives nor for a
-    GPU; a thread that talks to its peers needs another one: a group's calls must come in order.
+    They have their own gloo group, which waits neither for training's collectives nor for a GPU.
+    Another thread needs another group, because the calls over one group must come in order.
     """
 
     size: int = 1
@@ -212,12 +211,12 @@ class ControlGroup:
         is_of_stages: bool = False,
     ) -> Axis:
         """The axis of this rank's group; every rank calls this, in the same order. groups: [number
-        of groups, ranks of each], of which this rank may be in none."""
+        of groups, ranks of each]; this rank may be in none of them."""
         own = self.new_group(groups.tolist()) if groups.shape[1] > 1 else None
         if own is None:
             return Axis(name, is_of_stages=is_of_stages)
         axis = self.axis_class(name, own.size(), own.rank(), own, parts, is_of_stages)
-        _ = axis.calls  # in CALLS from now on, where the failure watch looks
+        _ = axis.calls  # enters it in CALLS, which the failure watch reads
         return axis
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
@@ -229,7 +228,7 @@ class ControlGroup:
 
 
 def connect_control(timeout: timedelta | None, name: str = "control") -> ControlGroup:
-    """All ranks of the initialised process group (every rank calls this)."""
+    """The control group of all ranks of the initialised process group (every rank calls this)."""
     backend = "gloo" if dist.get_backend() == "nccl" else None
     group = dist.new_group(backend=backend, timeout=timeout)
     return ControlGroup(dist.get_world_size(), dist.get_rank(), group, timeout, name)
@@ -237,7 +236,7 @@ def connect_control(timeout: timedelta | None, name: str = "control") -> Control
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mesh:
-    """The axes over which this run is cut, their unions, and the device this rank computes on."""
+    """The axes over which this run is divided, their unions, and the device of this rank."""
 
     device: torch.device
     control: ControlGroup = ControlGroup()
@@ -255,25 +254,25 @@ class Mesh:
     output: Axis = Axis("output")
 
     tensor: Axis = Axis("tensor")
-    """Those that --tensor-model-parallel-size counts: in 1D an axis, in 2.5D the depth, too."""
+    """The axes that --tensor-model-parallel-size counts: one axis in 1D; 2.5D includes depth."""
     copies: Axis = Axis("copies")
-    """Its ranks belong to copies of the model that compute apart."""
+    """Its ranks belong to copies of the model that compute independently."""
     batch: Axis = Axis("batch")
     """Its ranks read different samples."""
     loss: Axis = Axis("loss")
-    """Its ranks hold different terms of the loss, whose denominators are added up over it."""
+    """Its ranks hold different terms of the loss; the denominators are summed over it."""
     loss_sums: Axis = Axis("loss_sums")
-    """The same and the pipeline stages, of which the last one has the sums of the terms."""
+    """`loss` and the pipeline stages; the last stage has the sums of the terms."""
     replicas: Axis = Axis("replicas")
     """Its ranks hold the same shard of every parameter."""
     model_parallel: Axis = Axis("model_parallel")
-    """Its ranks hold one copy of the model: they agree on overflow and gradient norm."""
+    """Its ranks together hold one copy of the model: they agree on overflow and gradient norm."""
     tokens: Axis = Axis("tokens")
-    """Its ranks share a layer, and hold the stream of different samples."""
+    """Its ranks share a layer, and hold the hidden states of different samples."""
     hidden: Axis = Axis("hidden")
-    """Its ranks hold different columns of the stream."""
+    """Its ranks hold different columns of the hidden states."""
     inner_tokens: Axis = Axis("inner_tokens")
-    """As `tokens`, of the stream inside the parallel region."""
+    """As `tokens`, for the hidden states inside the parallel region."""
     inner_hidden: Axis = Axis("inner_hidden")
     """Its ranks hold different columns inside the parallel region, and different heads."""
     vocabulary: Axis = Axis("vocabulary")
@@ -281,27 +280,27 @@ class Mesh:
     embedding_group: Axis = Axis("embedding_group", is_of_stages=True)
     """The first and the last pipeline stage, which share the word embedding."""
     stream: Axis = Axis("stream")
-    """Its ranks hold different rows of the stream between layers: the tensor axis under sequence
-    parallelism, else of one rank."""
+    """Its ranks hold different rows of the hidden states between layers: the tensor axis under
+    sequence parallelism, otherwise an axis of one rank."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Every axis, the slowest first."""
+        """Every axis, slowest first."""
         return tuple(getattr(self, name) for name in (*OUTER, *INNER[self.tensor_parallel_mode]))
 
     @property
     def of_stream(self) -> tuple[Axis, ...]:
-        """Over which the gradient is partial of a parameter that acts on rows of the stream."""
+        """Axes over which gradients of parameters that act on rows of hidden states are summed."""
         return self.replicas, self.stream, self.tokens
 
     @property
     def of_one_batch(self) -> tuple[Axis, ...]:
-        """Along which ranks read the same samples."""
+        """Axes along which ranks read the same samples."""
         return tuple(axis for axis in self.axes if axis not in self.batch.parts)
 
     @property
     def named_axes(self) -> tuple[Axis, ...]:
-        """Those that messages and records name: data and tensor, and others where they are used."""
+        """Axes that messages and records name: data, tensor, and others of more than one rank."""
         return tuple(axis for axis in self.axes if axis.size > 1 or axis.name in _ALWAYS_NAMED)
 
     @property
@@ -322,7 +321,7 @@ class Mesh:
         return self.control.rank == 0
 
     def axis(self, name: str) -> Axis:
-        """The axis, or the union of axes, of this name. Raises ValueError where there is none."""
+        """The axis, or union of axes, with this name. Raises ValueError if there is none."""
         found = getattr(self, name, None)
         if not isinstance(found, Axis):
             names = [each for each, value in vars(self).items() if isinstance(value, Axis)]
@@ -330,16 +329,16 @@ class Mesh:
         return found
 
     def size(self, name: str | None = None) -> int:
-        """Ranks along an axis or a union of axes; without a name all ranks."""
+        """Number of ranks along an axis or a union of axes; without a name, of all ranks."""
         return self.control.size if name is None else self.axis(name).size
 
     def rank(self, name: str | None = None) -> int:
-        """This rank's place along an axis or a union of axes; without a name among all ranks."""
+        """This rank's index along an axis or a union of axes; without a name, among all ranks."""
         return self.control.rank if name is None else self.axis(name).rank
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """For collectives of torch. Raises ValueError for an axis of one rank, which has no group:
-        `megatron.api.all_reduce` takes an axis of any size."""
+        """The process group of an axis, for torch's collectives. Raises ValueError for an axis of
+        one rank, which has no group; `megatron.api.all_reduce` takes an axis of any size."""
         axis = self.axis(name)
         if axis.process_group is None:
             raise ValueError(f"{name} has one rank and so no group; all_reduce takes the axis")
@@ -353,7 +352,7 @@ class Mesh:
 
     def tie(self, stages: Iterable[int]) -> Axis:
         """The axis of the ranks that hold these pipeline stages, for a parameter that they share;
-        every rank calls this, in the same order. stages: their places along the pipeline axis."""
+        every rank calls this, in the same order. stages: their indices along the pipeline axis."""
         ranks = sorted(set(stages))
         if len(ranks) == self.pipeline.size:
             return self.pipeline
@@ -365,7 +364,7 @@ class Mesh:
         return self.control.new_axis(name, groups, is_of_stages=True)
 
     def device_mesh(self) -> DeviceMesh:
-        """The same axes, but for those of size 1, for torch's own parallelism."""
+        """The axes, without those of size 1, as a DeviceMesh for torch's own parallelism."""
         axes = [axis for axis in self.axes if axis.size > 1]
         ranks = torch.arange(self.size()).view([axis.size for axis in axes])
         names = tuple(axis.name for axis in axes)
@@ -378,7 +377,7 @@ _ALWAYS_NAMED = ("data", "tensor")
 
 
 def _groups_along(sizes: Mapping[str, int], names: Sequence[str]) -> torch.Tensor:
-    """The ranks of each group along these axes: [groups, ranks of each]. sizes: of all axes, the
+    """The ranks of each group along these axes: [groups, ranks of each]. sizes: sizes of all axes,
     slowest first."""
     grid = torch.arange(prod(sizes.values())).view([*sizes.values()])
     dims = [[*sizes].index(name) for name in names]
@@ -395,12 +394,12 @@ def build_mesh(
     tensor_parallel_mode: str = "1d",
     sequence_parallel: bool = False,
 ) -> Mesh:
-    """Cut the initialised process group into the axes (every rank calls this).
+    """Divide the initialised process group into the axes (every rank calls this).
 
-    sizes: of some axes; the others have size 1, but the data axis takes the ranks that are left.
-    timeout: after which torch gives up a collective; None for torch's default. control: the ranks,
-    if they are known already, with their timeout. Raises ValueError for an axis that there is not,
-    and sizes whose product is not the number of ranks.
+    sizes: sizes of some axes. Others have size 1, except data, which takes the remaining ranks.
+    timeout: time after which torch gives up a collective; None for torch's default. control: the
+    control group, if there is one already, with its timeout. Raises ValueError for an unknown axis,
+    and for sizes whose product is not the number of ranks.
     """
     control, device = control or connect_control(timeout), torch.device(device)
     names = (*OUTER, *INNER[tensor_parallel_mode])
@@ -428,7 +427,7 @@ def build_mesh(
         stages = groups_along(("pipeline",))
         ends = control.new_axis("embedding_group", stages[:, [0, -1]], is_of_stages=True)
     if axes["pipeline"].size > 1 and control.group is not None:
-        # The first call over a group has to be one of all its ranks, and messages are not.
+        # The first call over a group must involve all its ranks, which a message does not.
         dist.all_reduce(torch.zeros(1, device=device), group=axes["pipeline"].group)
     return Mesh(
         device=device,

@@ -1,11 +1,11 @@
-"""Offload: what lives on the host between its uses, and crosses to the device and back.
+"""Offload: tensors that live on the host between uses, and are copied to the device and back.
 
-    optimizer      own gradients -> host | AdamW of one bucket, copies of the others | -> weights
-    activations    forward of layer n | copies of layer n - 1        backward: the other way round
+    optimizer      local gradients -> host | AdamW of one bucket, copies of the others | -> weights
+    activations    forward of layer n | copies of layer n - 1        backward: the reverse
 
-On CUDA the host's memory is pinned and copies run on streams of their own, beside the kernels. On a
-CPU host and device are one: the copies are made all the same, and free nothing. ZeRO 3 with
-offload has trained on one GPU; neither time nor memory is measured there.
+On CUDA, host memory is pinned, and copies run on their own streams while kernels run. On a CPU,
+host and device are the same: the copies are still made, but free nothing. ZeRO 3 with offload has
+trained on one GPU; neither time nor memory is measured there.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 HOST = torch.device("cpu")
-SMALLEST = 4096  # bytes of a storage that is worth a copy
+SMALLEST = 4096  # bytes; a smaller storage is not worth a copy
 
 on_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The tensors that `host_empty` made, as keys: what a count of the device's bytes leaves out."""
+"""Tensors that `host_empty` made, as keys. A count of the device's bytes leaves them out."""
 
 
 def host_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size] on the host, pinned where `device`, to which it is copied, is a GPU."""
+    """A tensor [size] on the host, pinned if `device`, to which it is copied, is a GPU."""
     made = torch.empty(size, dtype=dtype, device=HOST, pin_memory=device.type == "cuda")
     on_host[made] = True
     return made
 
 
 class Streams(NamedTuple):
-    """Of copies from the device to the host, and back."""
+    """CUDA streams for copies from the device to the host (`out`), and `back`."""
 
     out: Any
     back: Any
@@ -50,8 +50,8 @@ def _streams(device: torch.device) -> Streams | None:
 
 
 def start_to_host(source: Tensor, host: Tensor) -> Callable[[], object]:
-    """Start a copy of what `source` holds when the kernels before are done; what is returned waits,
-    on the host, until it is there."""
+    """Start a copy of `source` to `host`, after the kernels that are already queued. Returns a
+    function that blocks the host until the copy is done."""
     streams = _streams(source.device)
     if streams is None:
         host.copy_(source)
@@ -61,37 +61,37 @@ def start_to_host(source: Tensor, host: Tensor) -> Callable[[], object]:
         host.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-    source.record_stream(streams.out)  # its memory is not given away before
+    source.record_stream(streams.out)  # its memory is not reused before the copy ends
     return done.synchronize
 
 
 class HostPart:
-    """The own part of a bucket on the host: masters, a copy of the gradients, rounded weights."""
+    """The local part of a bucket on the host: masters, a copy of the gradients, rounded weights."""
 
     def __init__(
         self, size: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """device: that weights and gradients are on."""
+        """device: where weights and gradients are."""
         self.masters = host_empty(size, dtype, device).zero_()
         self.gradients = host_empty(size, dtype, device).zero_()
-        self.rounded = self.masters  # what crosses to the device
+        self.rounded = self.masters  # copied to the device
         if weight_dtype != dtype:
             self.rounded = host_empty(size, weight_dtype, device).zero_()
 
     def start(self, gradients: Tensor) -> Callable[[], object]:
-        """Start to copy the summed gradients here."""
+        """Start to copy the summed gradients to the host."""
         return start_to_host(gradients, self.gradients)
 
     @torch.no_grad()
     def round(self) -> None:
-        """The masters were changed. Nothing reads `rounded` by then: the gradients that changed
-        them came behind a backward, and that behind the last copy to the device."""
+        """Round the masters after an update. Nothing reads `rounded` then: the gradients of the
+        update came after a backward, and the backward after the last copy to the device."""
         if self.rounded is not self.masters:
             self.rounded.copy_(self.masters)
 
 
 class Kept:
-    """A storage that autograd keeps, on the host; all its views share one copy, there and back."""
+    """A storage that autograd saves, on the host. All its views share one copy each way."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -110,14 +110,14 @@ class Kept:
             self.fetched = self.host.clone()
             return
         with torch.cuda.stream(streams.back):
-            streams.back.wait_stream(streams.out)  # the copy that made it
+            streams.back.wait_stream(streams.out)  # the copy to the host
             self.fetched = torch.empty_like(self.host, device=self.device, pin_memory=False)
             self.fetched.copy_(self.host, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
     def storage(self) -> torch.UntypedStorage:
-        """On the device, for the current stream; there until autograd forgets it."""
+        """The storage on the device, for the current stream; it stays until autograd drops it."""
         self.start()
         assert self.fetched is not None
         if self.arrived is not None:
@@ -128,7 +128,7 @@ class Kept:
 
 
 class Offloaded(NamedTuple):
-    """A view of a storage on the host, in place of a tensor that autograd keeps."""
+    """Stands in for a tensor that autograd saves: a view of a storage on the host."""
 
     kept: Kept
     dtype: torch.dtype
@@ -142,20 +142,20 @@ class Offloaded(NamedTuple):
 
 
 class Trip:
-    """What one call of a layer keeps for its backward, on the host.
+    """Tensors that one call of a layer saves for its backward, on the host.
 
-    Parameters and buffers stay where they are, and so do small tensors and those of integers, such
-    as masks, which layers share.
+    Parameters, buffers and small tensors stay where they are. So do integer tensors such as masks,
+    which layers share.
     """
 
     def __init__(self, module: nn.Module, before: Trip | None) -> None:
-        """before: of the layer whose backward comes next."""
+        """before: the Trip of the layer whose backward comes next."""
         self.before = before
         own = [*module.parameters(), *module.buffers()]
         self.stays = {each.untyped_storage().data_ptr() for each in own}
         self.alive = WeakSet[Kept]()
         self.seen: WeakIdKeyDictionary | None = WeakIdKeyDictionary()
-        """Storages, each with its copies: {version of the tensor: Kept}."""
+        """{storage: its copies, as {version of the tensor: Kept}}."""
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
@@ -176,7 +176,7 @@ class Trip:
         return Offloaded(kept, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def end(self) -> None:
-        """Of the forward: from now on autograd alone holds what was kept."""
+        """The forward has ended: from now on only autograd holds the saved tensors."""
         self.seen = None
 
     def start(self) -> None:
@@ -186,8 +186,8 @@ class Trip:
 
 
 class Plain(NamedTuple):
-    """What autograd keeps as it is. Of what hooks pack it does not see itself that it was written
-    to."""
+    """A tensor that autograd saves as it is, with its version. Autograd itself does not check
+    whether a tensor that hooks pack was written to."""
 
     tensor: Tensor
     version: int
@@ -198,15 +198,15 @@ def saving(
     to_host: Callable[[Tensor], Any] | None,
     unpack: Callable[[Any], Tensor],
 ) -> AbstractContextManager[object]:
-    """Hooks of what autograd saves. by_name, to_host: give a tensor that they do not take as it is;
-    `unpack` takes what they make of others.
+    """Saved-tensor hooks. by_name, to_host: return a substitute for a tensor, or the tensor itself
+    if they do not handle it. `unpack` restores the tensor from its substitute.
 
-    Of hooks inside others torch calls the inner ones alone. What is no weight goes on to the outer
-    ones here, such as those of a checkpoint that a model has around a layer.
+    torch calls only the innermost saved-tensor hooks. These pass every tensor that is not a weight
+    on to the outer ones, such as those of a checkpoint that a model has around a layer.
     """
     if by_name is None and to_host is None:
         return nullcontext()
-    # Private, as torch has no public function for it (2.11 to 2.13).
+    # Private, because torch has no public function for it (2.11 to 2.13).
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     packs = [each for each in (by_name, to_host if outer is None else None) if each is not None]
 

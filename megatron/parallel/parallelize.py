@@ -1,19 +1,19 @@
-"""Parallel layers in a model that was not written for them, by a plan.
+"""Parallel layers, by a plan, in a model that was not written for them.
 
-A plan says of modules, by patterns of their names, how they are cut. `parallelize` makes them
-layers of ours where they stand: a module keeps its name, its attributes and its place in the code
-of the model, and gets another class, whose forward computes with this rank's shard. All other
-modules stay as they are and compute alike on every rank.
+A plan says how modules are cut, by patterns of their names. `parallelize` turns these modules into
+our parallel layers in place: a module keeps its name, its attributes and its uses in the model's
+code, but gets another class, whose forward computes with this rank's shard. All other modules stay
+as they are and compute the same on every rank.
 
     plan = {
         "*.mlp.c_fc": Column(),     # its output stays cut: this rank's columns
-        "*.mlp.c_proj": Row(),      # and goes into a row layer, whose output is whole
+        "*.mlp.c_proj": Row(),      # reads these columns; its output is whole
         "*.attn.c_attn": Column(parts=3),                # q, k and v in one weight
-        "*.attn": Local("num_heads", "split_size"),      # what the model's code counts heads by
-        "*.wte": Vocabulary(),      # a head that is tied to it is cut alike
+        "*.attn": Local("num_heads", "split_size"),      # by which the model's code counts heads
+        "*.wte": Vocabulary(),      # a head that is tied to it is cut the same way
     }
 
-Between layers every tensor is whole, and so is its gradient, but for what is said to stay cut.
+Between layers every tensor and its gradient are whole, except those that the plan leaves cut.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ from megatron.parallel.planned import (
 )
 from megatron.parallel.sharding import gather_whole
 
-Named = tuple[str, Style]  # of a module
-# Names of layers that compute the heads of queries, and of keys and values.
+Named = tuple[str, Style]  # (name of a module, its style)
+# Names of layers that compute the heads of queries, and of those that compute keys or values.
 QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
 KEYS = ("k_proj", "v_proj", "key", "value")
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
-    """Cut a model, in place, over the tensor axis of the mesh as the plan says, and return it.
+    """Cut a model in place over the tensor axis of the mesh, as the plan says, and return it.
 
-    The model is whole: one that shares parameters with what is outside of it loses them. It may
-    have its weights, the same on every rank, of which each keeps its shard, or be built under
-    `parameters_on_meta`: then `materialize` gives it memory. `model.load_state_dict` takes whole
-    weights by the names of the model, and `whole_state_dict` gives them.
+    Pass the whole model: it no longer shares parameters with modules outside of it. The model may
+    have weights, the same on every rank; each rank then keeps its shard. Or it may be built under
+    `parameters_on_meta`; then `materialize` gives it memory. `model.load_state_dict` takes whole
+    weights by the names of the model, and `whole_state_dict` returns them.
 
-    plan: styles by patterns of module names; in a pattern * stands for anything, and of several
-    that fit a module the last one holds. Raises PlanError, naming the module, for a pattern that
-    fits none, a module that cannot be cut so, and parameters that two modules share and would cut
-    differently; the model is then as it was.
+    plan: styles by patterns of module names. In a pattern * matches anything; if several patterns
+    match a module, the last one counts. Raises PlanError, naming the module, for a pattern without
+    a match, a module that cannot be cut that way, and parameters that two modules share but would
+    cut differently; the model is then unchanged.
 
-    GradientBuckets of the model add gradients up over samples and, of Summed and what else several
-    ranks hold whole inside what is cut, over the tensor axis: without them `.grad` is this rank's
-    term of the sum.
+    GradientBuckets of the model sum gradients over samples. They also sum those of Summed, and of
+    other parameters that ranks hold whole inside a cut region, over the tensor axis.
+    Without GradientBuckets, `.grad` is this rank's term of the sum.
     """
     if mesh.tensor_parallel_mode != "1d":
         raise ValueError(f"a plan cuts along one axis: 1d, not {mesh.tensor_parallel_mode}")
@@ -101,7 +101,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
             raise PlanError(
                 f"{known[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
-    # No plan that is refused comes as far as this.
+    # A plan that is refused does not get this far.
     _cut(modules, styles, entrance, Taken(mesh, {}))
     for name, style in styles:
         if isinstance(style, Local):
@@ -117,8 +117,8 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
-    """A stand-in for the module, of its class and attributes, which changes without it; shapes: its
-    parameters without memory, by the identities of its own."""
+    """A stand-in with the module's class and attributes; changes to it do not change the module.
+    shapes: the module's parameters without memory, by the ids of the real ones."""
     probe: nn.Module = object.__new__(type(module))
     own = {
         name: each.copy() if isinstance(each, dict) else each for name, each in vars(module).items()
@@ -134,7 +134,7 @@ def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
 def _cut(
     modules: Mapping[str, nn.Module], styles: Sequence[Named], entrance: Entrance, taken: Taken
 ) -> None:
-    """Give modules that hold parameters of the plan their classes and shards."""
+    """Give the modules that hold parameters of the plan their classes and shards."""
     for name, style in styles:
         module = modules[name]
         if isinstance(style, Column | Row | Vocabulary):
@@ -144,13 +144,13 @@ def _cut(
     for name, module in modules.items():
         own = [each for each in module._parameters.values() if each is not None]
         is_held = any(id(each) in taken.found for each in own)
-        # One module knows the mesh, even of a plan that cuts nothing.
+        # One module knows the mesh, even if the plan cuts nothing.
         if not isinstance(module, Planned) and (is_held or not (name or taken.found)):
             _adopt(name, module, lambda *_: Holder, None, entrance, taken)
 
 
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
-    """(name of a module, its style), in the order of the model."""
+    """(name of a module, its style) for each module of the plan, in the order of the model."""
     if not isinstance(plan, Mapping):
         raise PlanError(f"the plan is {plan!r}, and no mapping: plan_of(model, text) reads a text")
     modules = dict(model.named_modules())
@@ -178,13 +178,13 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
             else:
                 own = style if isinstance(style, Style) else of_torch(name, style)
             if isinstance(own, Row) and isinstance(module, nn.Embedding):
-                own = Vocabulary(own.tokens)  # what torch calls by row
+                own = Vocabulary(own.tokens)  # torch's name for it is row-wise
             found.append((name, own))
     return found
 
 
 def _each_summed(styles: Sequence[Named], modules: Mapping[str, nn.Module]) -> list[Named]:
-    """The same styles, with Summed of each module inside that has parameters."""
+    """The same styles, with each Summed given to every module inside that has parameters."""
     first = {id(module): name for name, module in modules.items()}
     found: list[Named] = []
     for name, style in styles:
@@ -197,8 +197,8 @@ def _each_summed(styles: Sequence[Named], modules: Mapping[str, nn.Module]) -> l
 def _with_heads(
     model: Any, styles: Sequence[Named], modules: Mapping[str, nn.Module], tensor: Axis
 ) -> Iterator[Named]:
-    """The same styles, with the numbers of heads where the model has a config that says them, as
-    those of transformers have."""
+    """The same styles, with the numbers of heads if the model has a config that states them, as
+    models of transformers do."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -223,8 +223,8 @@ def _with_heads(
 
 
 def _held_outside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Parameters that are also in plain attributes of modules, or in containers there: {identity:
-    name of the attribute}."""
+    """Parameters that are also in plain attributes of modules, or in containers in attributes:
+    {id of the parameter: name of the attribute}."""
     known = {id(each) for module in modules.values() for each in module.parameters(recurse=False)}
     found: dict[int, str] = {}
     for name, module in modules.items():
@@ -242,8 +242,8 @@ def _held_outside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 def _of_ties(
     model: nn.Module, styles: Sequence[Named], modules: Mapping[str, nn.Module]
 ) -> Iterator[Named]:
-    """Styles of layers that the plan does not name and whose weight it cuts in another module."""
-    dims = {  # of the weight that is cut
+    """Styles of layers that the plan does not name, but whose weight it cuts in another module."""
+    dims = {  # dim of the weight that is cut
         name: int(isinstance(style, Row) or (isinstance(style, Column) and is_embedding))
         for name, style in styles
         if isinstance(style, Column | Row | Vocabulary)
@@ -259,7 +259,7 @@ def _of_ties(
 
 
 def _shared(model: nn.Module) -> list[list[str]]:
-    """Modules that share a parameter."""
+    """Names of modules that share a parameter, one list for each shared parameter."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -299,7 +299,7 @@ def _move(name: str, module: nn.Module, style: Redistribute, entrance: Entrance)
 
 @dataclass
 class _Moving:
-    """The hooks of a module with a style of Redistribute; a copy of the model has its own."""
+    """The hooks of a module with the style Redistribute; a copy of the model has its own."""
 
     name: str
     style: Redistribute
@@ -329,8 +329,8 @@ class _Moving:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of a model as it is without `parallelize`: whole tensors by its own names, of
-    which none shares memory with the model's parameters (every rank calls this)."""
+    """The state_dict that the model would have without `parallelize`: whole tensors by its own
+    names. None shares memory with the model's parameters (every rank calls this)."""
     found = {name: each.clone() for name, each in model.state_dict().items()}
     known: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -363,12 +363,12 @@ def _adopt(
 
 @cache
 def _joined(model_class: type, kind: type[Planned]) -> type:
-    """A class of both. An embedding that goes on to torch's (and scales what it gets) comes first:
-    then it goes on to ours."""
+    """A class that inherits from both. An embedding whose forward calls super() (and scales the
+    result) comes first, so that super() is our class."""
     bases: tuple[type, ...] = (kind, model_class)
     if issubclass(kind, nn.Embedding):
         bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
-    is_named = kind is Holder  # whose code is all the model's
+    is_named = kind is Holder  # all its code is the model's
     name = model_class.__name__ if is_named else f"{kind.__name__}Of{model_class.__name__}"
     return type(name, bases, {})
 
@@ -378,7 +378,7 @@ def _is_matmul(module: nn.Module) -> bool:
 
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
-    """What the module becomes. Raises PlanError for one that cannot be cut so."""
+    """The class that the module gets. Raises PlanError if it cannot be cut as its style says."""
     kinds: dict[type, type[Planned]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):
@@ -414,8 +414,8 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pl
 
 
 def of_torch(name: str, style: Any) -> Style:
-    """The style that means the same as one of torch.distributed.tensor.parallel. Raises PlanError,
-    naming the module, for one that no style of ours means."""
+    """Our style with the meaning of one of torch.distributed.tensor.parallel. Raises PlanError,
+    naming the module, if there is none."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as torchs
 
@@ -430,7 +430,7 @@ def of_torch(name: str, style: Any) -> Style:
         return str(layout)
 
     def moves(before: Any, after: Any) -> dict[Any, tuple[str, str]]:
-        """Of layouts by position or name; of None, what comes stays as it is."""
+        """Changes of layout, by position or name; a layout of None leaves the tensor as it is."""
         if not isinstance(before, Mapping):
             before, after = (
                 dict(enumerate(each if isinstance(each, tuple) else (each,)))
@@ -440,11 +440,11 @@ def of_torch(name: str, style: Any) -> Style:
         found = {key: (kind(a), kind(b)) for key, (a, b) in known.items() if a and b}
         return {key: move for key, move in found.items() if move[0] != move[1]}
 
-    is_local = getattr(style, "use_local_output", True)  # else code sees whole sizes
+    is_local = getattr(style, "use_local_output", True)  # otherwise code sees whole sizes
     match style:
         case torchs.ColwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
-            # A DTensor is whole to the code that reads it.
+            # Code that reads a DTensor sees it whole.
             gather = leaving == "whole" or (leaving == "channels" and not is_local)
             if entering in ("whole", "tokens") and leaving in ("whole", "channels"):
                 return Column(gather=gather, tokens=entering == "tokens")

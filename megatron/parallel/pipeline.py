@@ -20,11 +20,11 @@ from megatron.parallel.schedules import (
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Which layers the virtual stages of a model have, and the schedule in which they run.
+    """The layers of each virtual stage of a model, and the schedule in which the stages run.
 
-    ranks: of the pipeline axis. virtual: stages of each rank. layers: numbers of the layers of each
-    virtual stage; none of a model that is not cut. kind: one of schedules.KINDS. own: the lists of
-    a schedule of the user's, in place of the kind's.
+    ranks: size of the pipeline axis. virtual: virtual stages per rank. layers: numbers of the
+    layers of each virtual stage; empty if the model is not cut. kind: one of schedules.KINDS. own:
+    the action lists of a user's schedule, which replaces that of `kind`.
     """
 
     ranks: int = 1
@@ -38,7 +38,7 @@ class PipelinePlan:
         return self.ranks * self.virtual
 
     def describe(self) -> str:
-        """For messages; of another plan another text."""
+        """The plan as a text for messages; different plans have different texts."""
         kind = self.kind
         if self.own is not None:
             kind = f"of a file, {sha256(repr(self.own).encode()).hexdigest()[:12]}"
@@ -53,11 +53,11 @@ class PipelinePlan:
 
     def program(self, rank: int, micro_batches: int) -> Program:
         """One rank's part of a training step. Raises ScheduleError for a number of micro-batches
-        that the schedule does not have."""
+        that the schedule does not support."""
         return _program(self, rank, micro_batches)
 
     def evaluation(self, rank: int, micro_batches: int) -> Program:
-        """One rank's part of forwards alone."""
+        """One rank's part of an evaluation, which has only forwards."""
         return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
 
 
@@ -70,14 +70,14 @@ def _program(plan: PipelinePlan, rank: int, micro_batches: int) -> Program:
 
 
 UNCUT = PipelinePlan()
-"""Of a model that every rank holds whole."""
+"""The plan of a model that every rank holds whole."""
 
 
 def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
-    """What the head costs, in transformer layers: V / (12 h (1 + s/(6h))).
+    """Cost of the head, in transformer layers: V / (12 h (1 + s/(6h))).
 
-    A layer takes 24 s h^2 (1 + s/(6h)) floating-point operations forward, the logits 2 s h V (arXiv
-    2104.04473, appendix); backward is twice as much of both.
+    The forward of a layer takes 24 s h^2 (1 + s/(6h)) floating-point operations, that of the logits
+    2 s h V (arXiv 2104.04473, appendix). The backward of each takes twice as many.
     """
     return vocab_size / (12 * hidden * (1 + seq_length / (6 * hidden)))
 
@@ -85,12 +85,12 @@ def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
 def partition(
     layers: int, stages: int, *, head: float, first: int | None = None, last: int | None = None
 ) -> tuple[range, ...]:
-    """The consecutive layers of each virtual stage, at least one, so that the largest cost is
-    smallest; then as even as possible, and earlier stages get what is left over.
+    """Consecutive layers for each virtual stage, at least one, that minimise the largest cost of a
+    stage. Layers are otherwise spread as evenly as possible; earlier stages get the remainder.
 
-    head: what the last stage has beside its layers, in layers; the embedding of the first stage, a
-    look-up, costs next to nothing. first, last: how many layers these stages get. Raises ValueError
-    where that cannot be.
+    head: cost of the last stage beyond its layers, in layers. The embedding of the first stage, a
+    look-up, costs next to nothing. first, last: number of layers of these stages. Raises ValueError
+    if that is not possible.
     """
     fixed = {stage: size for stage, size in ((0, first), (stages - 1, last)) if size is not None}
     sizes = [fixed.get(stage, 1) for stage in range(stages)]
@@ -109,11 +109,11 @@ def partition(
 
 
 def partition_uniform(layers: int, stages: int, chunks: int = 1) -> tuple[range, ...]:
-    """Colossal-AI's partition_uniform: each chunk of equally many layers is divided over the ranks
-    as evenly as possible, and later ranks get what is left over.
+    """Colossal-AI's partition_uniform: chunks have equally many layers. Each chunk is divided over
+    the ranks as evenly as possible; later ranks get the remainder.
 
-    stages: virtual stages, chunks of them on each rank. Raises ValueError where chunks do not
-    divide layers or stages, or layers are too few.
+    stages: number of virtual stages; each rank has `chunks` of them. Raises ValueError if `chunks`
+    does not divide layers or stages, or there are fewer layers than stages.
     """
     if layers % chunks or stages % chunks or layers < stages:
         chunked = f"{chunks} chunks must divide both, and each stage has 1 or more"

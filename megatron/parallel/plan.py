@@ -1,7 +1,7 @@
-"""What a plan says of the modules of a model: how each is cut. Needs no torch.
+"""Plans, which say how each module of a model is cut. Needs no torch.
 
-A plan is {pattern of module names: a style, or several}; in a pattern * stands for anything, and of
-several patterns that fit a module the last one holds. In text it is TOML:
+A plan is {pattern of module names: a style, or several}. In a pattern * matches anything; if
+several patterns match a module, the last one counts. As a text, a plan is TOML:
 
     "*.attn.c_attn" = { style = "column", parts = 3 }
     "*.attn" = { style = "local", attributes = ["num_heads", "split_size"] }
@@ -17,18 +17,18 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """A plan that does not fit the model; says which module, and what would work."""
+    """A plan does not fit the model. The message names the module, and says what would work."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A matmul [.., in] to [.., out] whose output features are shared out, or an embedding whose
-    channels are.
+    """A matmul [.., in] to [.., out] that is sharded along its output features, or an embedding
+    that is sharded along its channels.
 
-    parts: matrices of one size that lie one behind another in the weight, each of which is cut.
-    gather: the output is whole on every rank; else it is this rank's columns. tokens: the input is
-    this rank's tokens of each sample, [b, s/t, in]. heads, queries: of keys or values, and of the
-    queries that share them: where t does not divide the former, every rank holds the weight whole
+    parts: number of matrices of one size stacked in the weight, each of which is cut. gather: the
+    output is whole on every rank, otherwise it is this rank's columns. tokens: the input is this
+    rank's tokens of each sample, [b, s/t, in]. heads: number of key or value heads. queries: number
+    of query heads that share them. If t does not divide `heads`, every rank holds the whole weight
     and computes the heads that its queries need.
     """
 
@@ -47,23 +47,23 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A matmul [.., in] to [.., out] whose input features are shared out: of a whole input it takes
-    its own. tokens: the output is this rank's tokens of each sample, [b, s/t, out]."""
+    """A matmul [.., in] to [.., out] that is sharded along its input features; it splits an input
+    that is whole. tokens: the output is this rank's tokens of each sample, [b, s/t, out]."""
 
     tokens: bool = False
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding whose rows are shared out. tokens: see Row."""
+    """An embedding that is sharded along its rows. tokens: see Row."""
 
     tokens: bool = False
 
 
 @dataclass(frozen=True)
 class Summed:
-    """Whole on every rank, inside what is cut (a norm of heads) or of this rank's tokens: the
-    gradients of its parameters are summed."""
+    """Whole on every rank, but inside a cut region (a norm of heads) or applied to this rank's
+    tokens: the gradients of its parameters are summed."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Whole:
 
 @dataclass(frozen=True, init=False)
 class Local:
-    """Numbers of which each rank has its share: attributes of the module, divided by t, or given
-    the values that they have on each rank: Local("num_heads", num_key_value_groups=1)."""
+    """Numbers of which each rank has its share: attributes of the module, divided by t or, if given
+    by keyword, set to their value on each rank: Local("num_heads", num_key_value_groups=1)."""
 
     attributes: tuple[str, ...]
     values: tuple[tuple[str, int], ...]
@@ -86,10 +86,10 @@ class Local:
 
 @dataclass(frozen=True)
 class Redistribute:
-    """Tensors that enter or leave a module cut in one way and are wanted in another: "whole",
-    "tokens" [b, s/t, ..] or "channels" [.., h/t].
+    """Changes how tensors that enter or leave a module are cut: "whole", "tokens" [b, s/t, ..] or
+    "channels" [.., h/t].
 
-    inputs: by position or name, (as it comes, as it is wanted); outputs: by position.
+    inputs: (how it arrives, how it is needed), by position or name. outputs: by position.
     """
 
     inputs: Mapping[int | str, tuple[str, str]]
@@ -98,11 +98,11 @@ class Redistribute:
 
 Style = Column | Row | Vocabulary | Summed | Whole | Local | Redistribute
 Plan = Mapping[str, Any]
-"""{pattern of module names: a Style, several, what a plan in TOML has for it ("column"), or a style
-of torch.distributed.tensor.parallel}. In a pattern * stands for anything; of several that fit a
-module the last one holds."""
+"""{pattern of module names: a Style, several, a style as written in TOML ("column"), or a style of
+torch.distributed.tensor.parallel}. In a pattern * matches anything; if several patterns match a
+module, the last one counts."""
 
-# What a word of a plan means: words of a plan of the user's own, and transformers'.
+# Styles by the words of plans: those of users' plans (OWN), and transformers' words, too (WORDS).
 OWN: Mapping[str, Style] = {
     "column": Column(),
     "row": Row(),
@@ -121,7 +121,7 @@ WORDS: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": Summed(),
     "replicate": Whole(),
 }
-# Words of transformers' that are none here, and of what they are.
+# Words of transformers' plans that have no style here, and the parameters that they cut.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("moe_tp_experts", "moe_identity_expert", "packed_rowwise"), "experts"),
     "mla_kv_a_proj": "latent attention",
@@ -131,7 +131,7 @@ STYLES = {"column": Column, "row": Row, "vocabulary": Vocabulary, "local": Local
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """What a plan in TOML says of each pattern. Raises PlanError where it is none."""
+    """The entries of a plan in TOML, by pattern. Raises PlanError if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -139,13 +139,13 @@ def read_toml(text: str) -> dict[str, Any]:
 
 
 def read_plan(text: str) -> dict[str, Style]:
-    """A plan in TOML. Raises PlanError where it is none."""
+    """The styles of a plan in TOML, by pattern. Raises PlanError if the text is no plan."""
     return {pattern: read_style(pattern, style) for pattern, style in read_toml(text).items()}
 
 
 def read_style(pattern: str, said: Any) -> Style:
-    """The style that a plan in text says of a module: a word, or {style = "column", parts = 3}.
-    Raises PlanError for another one."""
+    """The style of an entry of a plan in TOML: a word, or {style = "column", parts = 3}. Raises
+    PlanError for anything else."""
     if isinstance(said, str) and said in WORDS:
         return WORDS[said]
     if isinstance(said, Mapping) and "style" not in said:

@@ -1,4 +1,4 @@
-"""What modules of a model become that is cut by a plan: layers of ours with its names."""
+"""Classes of the modules of a model that a plan cuts: our layers under the model's names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec
 
 @dataclass(frozen=True)
 class Form:
-    """How a parameter is held, whole, and how its model writes it.
+    """How a whole parameter is held, and how its model writes it.
 
-    parts: matrices that lie one behind another in it. is_transposed: whether the model's own weight
-    is [in, out], as in transformers' Conv1D; held is [out, in].
+    parts: number of matrices stacked in it. is_transposed: whether the model's own weight is
+    [in, out], as in transformers' Conv1D; the held one is [out, in].
     """
 
     parts: int = 1
@@ -41,23 +41,23 @@ class Form:
 
 
 AS_IT_IS = Form()
-KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute keys alone
-VOCABULARY = 32 * DIVISIBLE_BY  # rows of a rank, of which padding is few
+KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute only keys
+VOCABULARY = 32 * DIVISIBLE_BY  # rows per rank, of which padding is a small part
 
 
 class Entrance:
-    """f of section 3 of the paper, once for the column layers that read one tensor: the first of
-    them passes it on to the others, so that its backward, which is the last, has the gradients of
-    all, and sums them over the ranks beside its matmul for its weight. One of a model; what it
-    knows ends with the forward of the model, and with the backward of a tensor it made."""
+    """f (section 3 of the paper), once for all column layers that read one tensor. The first
+    layer returns its input to the others, so its backward runs last, has the gradients of all, and
+    sums them over the ranks during the matmul for its weight's gradient. A model has one Entrance;
+    its cache lives until the model's forward, or the backward of a tensor it made, ends."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.clear()
 
     def _clear_behind(self, made: Tensor) -> None:
-        """Its backward clears: what is recomputed there comes before. Its graph holds no reference
-        to this, which holds its graph."""
+        """Clear the cache after the backward of `made`, and so after recomputation in it. The graph
+        holds only a weak reference to this object, which holds the graph."""
         own = ref(self)
 
         def clear(*_: object) -> None:
@@ -68,14 +68,14 @@ class Entrance:
             made.grad_fn.register_hook(clear)
 
     def clear(self, *_: object) -> None:
-        # (a tensor, its state, what was made of it)
+        # (a tensor, its state, the result made of it)
         self.passed: tuple[Tensor, object, Tensor] | None = None  # rows [n, in]
         self.gathered: tuple[Tensor, object, Tensor] | None = None
 
     def read(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, view: GradientView | None = None
     ) -> Tensor:
-        """x [.., in], which is whole, to this rank's columns [n, out]; see layers.linear."""
+        """Map a whole x [.., in] to this rank's columns [n, out]; see layers.linear."""
         if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return linear(x.flatten(0, -2), weight, bias, view=view)
         if (rows := _made_of(x, self.passed)) is not None:
@@ -91,7 +91,7 @@ class Entrance:
         return y
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [b, s/t, ..] whole; column layers that read it then leave by a reduce-scatter."""
+        """Gather x [b, s/t, ..]; column layers that read the result reduce-scatter its gradient."""
         if (whole := _made_of(x, self.gathered)) is None:
             whole = gather_with_gradient(x, 1, self.axis)
             self.gathered = x, _state(x), whole
@@ -104,7 +104,7 @@ class Entrance:
 
 
 def _state(x: Tensor) -> object:
-    """It changes where a result of x is no longer one: x is written to, or gradients are wanted."""
+    """Changes when a cached result of x gets stale: x is written to, or grad mode changes."""
     return torch.is_grad_enabled(), None if x.is_inference() else x._version
 
 
@@ -113,7 +113,7 @@ def _made_of(x: Tensor, known: tuple[Tensor, object, Tensor] | None) -> Tensor |
 
 
 class _EnterGathered(torch.autograd.Function):
-    """f of tokens that were gathered before: the gradient leaves by a reduce-scatter."""
+    """f of tokens that are gathered already: the backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
@@ -132,7 +132,7 @@ def _enter_gathered(x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
 
 
 def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
-    """The sum over ranks, whole or of own tokens."""
+    """The sum over ranks, whole or for this rank's tokens."""
     if not tokens:
         return reduce_from(x, axis)
     return reduce_from(x.transpose(0, 1).contiguous(), axis, axis).transpose(0, 1)
@@ -147,8 +147,8 @@ MOVES: Mapping[tuple[str, str], Callable[[Tensor, Entrance], Tensor]] = {
 
 
 class CutParameter(Tensor):
-    """What the code of a model sees of a parameter of which this rank has a shard: its shape and
-    dtype. Computing with it is refused: the result would be of a part of the parameter."""
+    """Stands in for a sharded parameter in the code of a model, which may read its shape and dtype.
+    Computing with it is an error, because the result would be that of a shard."""
 
     owner: str
 
@@ -173,7 +173,7 @@ class CutParameter(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function.__name__
-        if name == "__get__":  # of a property
+        if name == "__get__":  # a property
             name = function.__self__.__name__
         if name not in cls.ALLOWED:
             given = (*args, *(kwargs or {}).values())
@@ -189,18 +189,18 @@ class CutParameter(Tensor):
 
 
 class Planned(ShardedModule):
-    """What a module of the model becomes, beside what it is.
+    """The class that a module of the model gets in addition to its own.
 
     From outside, its parameters are those of the model, or CutParameter where computing with them
-    would be wrong. In `state_dict` this rank's shards are written as the model writes parameters,
-    and `load_state_dict` takes such shards, or whole parameters of the model.
+    would be wrong. `state_dict` has this rank's shards in the form in which the model writes
+    parameters. `load_state_dict` takes such shards, or whole parameters of the model.
     """
 
     full_name: str
     entrance: Entrance
     forms: dict[str, Form]
     computes_itself = False
-    """Whether its forward is the model's, which may read what has a sum of gradients."""
+    """Whether its forward is the model's; it may read parameters whose gradients are summed."""
 
     def __getattr__(self, name: str) -> Any:
         found: Any = super().__getattr__(name)
@@ -230,7 +230,7 @@ class Planned(ShardedModule):
         super()._load_from_state_dict({**state_dict, **held}, prefix, *others)
 
     def _held(self, name: str, given: Tensor) -> Tensor:
-        """This rank's shard of a parameter that is given whole, or as `state_dict` has shards."""
+        """This rank's shard of a parameter that is given whole, or as a shard of `state_dict`."""
         spec, form, own = self.specs[name], self.forms[name], self.shard_of(name)
         if given.shape == form.original(torch.empty(spec.shape, device="meta")).shape:
             local = torch.empty(own.shape, dtype=given.dtype, device=given.device)
@@ -245,7 +245,7 @@ class Planned(ShardedModule):
 
 @dataclass
 class Taken:
-    """What was made of the model's parameters, by their identities: modules share some."""
+    """The shards made of the model's parameters, by id of the parameter: modules share some."""
 
     mesh: Mesh
     found: dict[int, tuple[str, nn.Parameter, ShardingSpec, Form]]
@@ -258,8 +258,8 @@ class Taken:
         shards: tuple[tuple[int, Axis], ...] = (),
         **fields: Any,
     ) -> None:
-        """Make the parameter `name` of the module this rank's shard, in its form; fields: of
-        ShardingSpec. Raises PlanError for one that another module cuts in another way."""
+        """Replace the module's parameter `name` by this rank's shard, in `form`. fields: fields of
+        ShardingSpec. Raises PlanError if another module cuts the parameter in another way."""
         if (original := module.shard_of(name)) is None:
             return
         full_name = f"{module.full_name}.{name}"
@@ -286,8 +286,8 @@ class Taken:
 
 
 def _rows_of(count: int, axis: Axis) -> int | None:
-    """With the padding that makes so many rows divisible; None where they are. Each rank's share of
-    a vocabulary is padded as in our own layers: matmuls with an odd size are slower."""
+    """Number of rows with padding that makes `count` divisible; None if it already is. Each rank's
+    share of a vocabulary is padded as in our own layers: matmuls with an odd size are slower."""
     multiple = axis.size
     if multiple > 1 and count >= VOCABULARY * multiple:
         multiple *= DIVISIBLE_BY
@@ -295,13 +295,13 @@ def _rows_of(count: int, axis: Axis) -> int | None:
 
 
 class ColumnLinear(Planned):
-    """Of torch's Linear and of transformers' Conv1D."""
+    """The column layer for torch's Linear and transformers' Conv1D."""
 
     style: Column
     mode = "output"
-    """What forward returns: "input", of an output layer whose loss `loss` computes, its input;
-    "own columns", its output cut, where that is not what the plan says."""
-    seen: Tensor | None = None  # that input
+    """Result of forward. "output": as the plan says. "input": the input, for an output layer whose
+    loss `loss` computes. "own columns": this rank's columns, even if the plan gathers them."""
+    seen: Tensor | None = None  # the input, if mode is "input"
 
     def prepare(self, style: Column, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
@@ -342,7 +342,7 @@ class ColumnLinear(Planned):
         return y.flatten(-2) if self.style.parts > 1 else y
 
     def columns(self, x: Tensor) -> Tensor:
-        """Those of this rank, of x [.., in] that is whole."""
+        """This rank's columns of the output, for a whole x [.., in]."""
         return self._columns(x).unflatten(0, x.shape[:-1])
 
     def _columns(self, x: Tensor) -> Tensor:
@@ -350,8 +350,8 @@ class ColumnLinear(Planned):
         return self.entrance.read(x, self.shard_of("weight"), self.shard_of("bias"), view)
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
-        """The sum of scales [n] x the cross-entropy of labels [n] against the columns, of x [n, in]
-        that is whole: as linear_cross_entropy, which never holds all logits."""
+        """Sum of scales [n] x the cross-entropy of labels [n] against the columns, for a whole x
+        [n, in]. It is linear_cross_entropy, which never holds all logits."""
         weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
         return linear_cross_entropy(
             x,
@@ -366,8 +366,8 @@ class ColumnLinear(Planned):
 
 
 class SharedHeads(ColumnLinear):
-    """Keys or values of fewer heads than there are ranks: the weight is whole on each, which
-    computes those of its queries."""
+    """Keys or values with fewer heads than there are ranks. Every rank holds the whole weight and
+    computes the heads of its queries."""
 
     def prepare(self, style: Column, taken: Taken) -> None:
         self.style, tensor = style, self.mesh.tensor
@@ -379,7 +379,7 @@ class SharedHeads(ColumnLinear):
         self.rows = slice(used[0] * size, (used[-1] + 1) * size)
         own = [head - used[0] for head in used]
         is_even = len({own.count(head) for head in own}) == 1
-        self.copies = None if is_even else own  # a head of its own for each query head
+        self.copies = None if is_even else own  # otherwise one head for each query head
         taken.take(self, "weight", form, partial=partial_axes)
         taken.take(self, "bias", decay=False, partial=partial_axes)
 
@@ -392,7 +392,7 @@ class SharedHeads(ColumnLinear):
 
 
 def heads_of_queries(heads: int, queries: int, tensor: Axis) -> list[int]:
-    """Of each query head of this rank the key/value head that it uses."""
+    """The key/value head that each query head of this rank uses."""
     share = queries // tensor.size
     own = range(tensor.rank * share, (tensor.rank + 1) * share)
     return [query * heads // queries for query in own]
@@ -406,7 +406,7 @@ class RowLinear(Planned):
         form = Form(1, is_transposed_matmul(self))
         self.features = form.held(self.shard_of("weight")).shape[1]
         taken.take(self, "weight", form, ((1, tensor),))
-        # Under sequence parallelism each rank adds it to its own tokens.
+        # Under sequence parallelism each rank adds the bias to its own tokens.
         over = (self.mesh.replicas, tensor) if style.tokens else (self.mesh.replicas,)
         taken.take(self, "bias", decay=False, partial=over)
 
@@ -459,14 +459,14 @@ class ChannelEmbedding(Planned, nn.Embedding):
 
 
 def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """As torch's embedding has it, whose row of padding_idx gets no gradient."""
+    """Stop the gradient of the row of padding_idx, as torch's embedding does."""
     if padding_idx is None:
         return rows
     return torch.where((ids.flatten() == padding_idx)[:, None], rows.detach(), rows)
 
 
 class SummedParameters(Planned):
-    """Of any module: its forward is its own."""
+    """For a module of any class, which keeps its own forward."""
 
     computes_itself = True
 
@@ -476,8 +476,8 @@ class SummedParameters(Planned):
 
 
 class Holder(Planned):
-    """A module that the plan does not name, with parameters that another one cuts: its code may
-    not compute with them."""
+    """A module that the plan does not name, with parameters that are cut in another module: its
+    code may not compute with them."""
 
     def prepare(self, style: Any, taken: Taken) -> None:
         for name, parameter in [*self.named_parameters(recurse=False)]:
@@ -494,7 +494,7 @@ def _require_plain(module: Any) -> None:
 
 
 def is_transposed_matmul(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+    """Whether the module is transformers' Conv1D, whose weight is [in, out]."""
     origin = "transformers.pytorch_utils"
     return any(
         (each.__module__, each.__name__) == (origin, "Conv1D") for each in type(module).mro()

@@ -1,4 +1,4 @@
-"""Seeds that are a function of a key. Initial values and dropout need no state of a generator."""
+"""Seeds that are a function of a key. Initial values and dropout need no generator state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron.parallel.mesh import Mesh
 
 
 def derive_seed(*key: int | str) -> int:
-    """A 63-bit seed that is a function of the key alone, on every machine."""
+    """A 63-bit seed that depends only on the key, and not on the machine."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_kernels(seed: int, mesh: Mesh, step: int, micro_batch: int, *stage: int) -> None:
-    """Seed the default generators, which attention's kernel draws its dropout from: a resumed run
-    draws what an undisturbed one does at the same layout, and ranks draw for their own heads.
+    """Seed the default generators, from which attention's kernel draws its dropout. A resumed run
+    draws the same as an undisturbed one at the same layout. Ranks draw for their own heads.
 
-    stage: the virtual pipeline stage, where this rank has several."""
+    stage: the virtual pipeline stage, if this rank has several."""
     where = (axis.rank for axis in mesh.axes)
     torch.manual_seed(derive_seed(seed, "kernels", step, micro_batch, *where, *stage))

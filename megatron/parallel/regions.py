@@ -1,5 +1,5 @@
-"""Entering and leaving what ranks compute in parts, for layers of one's own: f, g and others of
-collectives.py as functions that have a gradient."""
+"""Functions that enter and leave the parallel region, for custom layers: f, g and others of
+collectives.py, with gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron.parallel.mesh import ALONE, Axis
 
 def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """g: leave the parallel region by summing the ranks' partial `x`. The sum is in the memory of
-    `x`, or a new tensor where `x` is not contiguous or the stream is cut."""
+    `x`, or in a new tensor if `x` is not contiguous or `stream` has several ranks."""
     return sum_terms(x, Cut(0, stream, axis))
 
 
 def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
-    """f: enter the parallel region where several matmuls share `x`."""
+    """f: enter the parallel region with an `x` that several matmuls share."""
 
     def there(x: Tensor) -> Tensor:
         return x.view_as(x) if stream.size == 1 else start_gather(x, stream)()
@@ -44,14 +44,14 @@ def _own_shard(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def gather_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """The ranks' shards `x` side by side along `dim`, for what every rank computes alike: each
-    keeps the gradient of its own."""
+    """Concatenate the ranks' shards `x` along `dim`, for computations that are the same on every
+    rank; each rank keeps the gradient of its own shard."""
     there, back = (partial(each, dim=dim, axis=axis) for each in (gather_from, _own_shard))
     return x if axis.size == 1 else Pair.apply(x, there, back)
 
 
 def split_with_gradient(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's shard of `x`, which every rank computes alike and gets the whole gradient of.
-    Raises ValueError for a dim that the ranks cannot share evenly."""
+    """This rank's shard of an `x` that is the same on every rank. Each rank gets the whole gradient
+    of `x`. Raises ValueError for a dim that the ranks cannot share evenly."""
     there, back = (partial(each, dim=dim, axis=axis) for each in (_own_shard, gather_from))
     return x if axis.size == 1 else Pair.apply(x, there, back)

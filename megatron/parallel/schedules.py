@@ -1,7 +1,7 @@
 """Pipeline schedules as data: which rank runs which action, in which order. No torch.
 
-Unusual here: a schedule is not code. A check proves it from the lists of all ranks; tools/plan.py
-draws it. Virtual stages are numbered as in the model; stage s lives on rank s % p of the p ranks.
+Unusually, a schedule is not code. `check` proves it from the lists of all ranks; tools/plan.py
+draws it. Virtual stages are numbered as in the model; stage s is on rank s % p of the p ranks.
 
 | kind | source | idle / ideal time | micro-batches in flight at m >= p |
 |---|---|---|---|
@@ -11,8 +11,8 @@ draws it. Virtual stages are numbered as in the model; stage s lives on rank s %
 | zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
 
 A micro-batch is in flight once for each virtual stage that keeps its activations. g is the size of
-the largest group, p where p divides m. At m < p: gpipe and 1f1b idle as above, interleaved
-(v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; v m are in flight at most.
+the largest group, which is p if p divides m. For m < p, gpipe and 1f1b idle as above, interleaved
+idles (v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; at most v m are in flight.
 """
 
 import json
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 DURATIONS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Of an action on the common clock; virtual stages are alike."""
+"""Duration of an action on the common clock, the same for all virtual stages."""
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
-"""Of a direction in torch.distributed.pipelining's notation: 2F0 is F of stage 2, micro-batch 0."""
+"""Letter of a direction in torch.distributed.pipelining: 2F0 is F of stage 2, micro-batch 0."""
 
 
 class Action(NamedTuple):
-    """direction: forward, backward (the whole of it) or its halves: backward_input,
-    backward_weight. stage: virtual stage, its number in the model."""
+    """direction: forward, backward (the whole) or one of its halves, backward_input and
+    backward_weight. stage: number of the virtual stage in the model."""
 
     direction: str
     stage: int
@@ -46,8 +46,8 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """direction: forward, activations to the next stage, or backward, their gradient to the stage
-    before. stage: the one that receives. sender, receiver: ranks along the pipeline axis."""
+    """direction: forward, activations to the next stage, or backward, their gradient to the
+    previous stage. stage: the receiving one. sender, receiver: ranks along the pipeline axis."""
 
     direction: str
     stage: int
@@ -57,19 +57,19 @@ class Message(NamedTuple):
 
 
 Lists = tuple[tuple[Action, ...], ...]  # by rank along the pipeline axis
-Program = tuple[Action | Message, ...]  # what one rank does, its sends and receives in it
+Program = tuple[Action | Message, ...]  # one rank's actions, with its sends and receives
 
 
 class ScheduleError(ValueError):
-    """A schedule that does not work; the message says what does, or names rank and action."""
+    """A schedule does not work. The message says what works, or names rank and action."""
 
 
 @cache
 def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
     """The actions of one training step.
 
-    kind: one of KINDS. ranks: of the pipeline axis. virtual: stages of each rank.
-    Raises ScheduleError, with the nearest size that works, for what the kind cannot do.
+    kind: one of KINDS. ranks: size of the pipeline axis. virtual: virtual stages per rank.
+    Raises ScheduleError, with the nearest size that works, for sizes that the kind cannot run.
     """
     _check_sizes(ranks, micro_batches, virtual)
     if kind not in KINDS:
@@ -85,13 +85,13 @@ def _of_rank(
     kind: str, rank: int, ranks: int, micro_batches: int, virtual: int
 ) -> tuple[Action, ...]:
     stages = range(rank, ranks * virtual, ranks)
-    # Lists of blocks: of (stage, micro-batch n) that follow each other at once.
+    # Lists of blocks; a block is a list of (stage, micro-batch n) that run directly in sequence.
     if kind == "interleaved":
         groups = _groups(ranks, micro_batches)
         forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
         backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
         warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0])
-    else:  # several stages only where one rank has the whole model
+    else:  # several stages only if one rank has the whole model
         forwards = [[(stage, n) for stage in stages] for n in range(micro_batches)]
         backwards = [[(stage, n) for stage in stages[::-1]] for n in range(micro_batches)]
         warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
@@ -105,7 +105,7 @@ def _of_rank(
         # Steady state: one forward, one backward. In the cool-down no forward is left.
         run("forward", forwards[warm_up + number : warm_up + number + 1])
         run("backward_input" if zero_bubble else "backward", backwards[number : number + 1])
-        if zero_bubble and number >= rank:  # owes `rank` of them, so that every rank keeps p
+        if zero_bubble and number >= rank:  # they lag by `rank`, so that every rank keeps p
             run("backward_weight", backwards[number - rank : number - rank + 1])
     if zero_bubble:
         run("backward_weight", backwards[max(0, len(backwards) - rank) :])
@@ -113,8 +113,8 @@ def _of_rank(
 
 
 def _groups(ranks: int, micro_batches: int) -> tuple[range, ...]:
-    """The micro-batches that each virtual stage of a rank takes in turn: as many groups as can
-    have `ranks` of them, of nearly equal size, the larger ones first."""
+    """Groups of micro-batches that each virtual stage of a rank runs in turn: as many groups as can
+    have `ranks` micro-batches each, of nearly equal size, larger ones first."""
     count = max(1, micro_batches // ranks)
     small, larger = divmod(micro_batches, count)
     return consecutive([small + (number < larger) for number in range(count)])
@@ -147,8 +147,8 @@ def _check_sizes(ranks: int, micro_batches: int, virtual: int) -> None:
 
 @cache
 def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
-    """When each action starts on the common clock, by rank: its rank is free, and what it needs of
-    other stages has ended. Raises ScheduleError for a dead-lock."""
+    """Start of each action on the common clock, by rank: when its rank is free and the actions that
+    it needs have ended. Raises ScheduleError for a dead-lock."""
     ended: dict[Action, int] = {}  # by `_made`
     starts: list[list[int]] = [[] for _ in lists]
     free, last = [0] * len(lists), _last_stage(lists)
@@ -177,12 +177,12 @@ def _last_stage(programs: Sequence[Sequence[Action | Message]]) -> int:
 
 
 def _made(action: Action) -> Action:
-    """What others wait for when they wait for this action."""
+    """The action under the name by which others wait for it: backward_input counts as backward."""
     return action._replace(direction="backward") if action.direction == "backward_input" else action
 
 
 def _needs(action: Action, last: int) -> list[Action]:
-    """What must have ended before it, as `_made` says it. last: the last stage of the model."""
+    """Actions that must end before this one, named as by `_made`. last: last stage of the model."""
     direction, stage, micro_batch = action
     if direction == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
@@ -194,11 +194,11 @@ def _needs(action: Action, last: int) -> list[Action]:
 
 @cache
 def program(lists: Lists, rank: int) -> Program:
-    """The rank's actions and its own messages, sent and received, in the order of the common clock.
+    """A rank's actions, and the messages it sends and receives, in the order of the common clock.
 
-    A message stands, on both ends, at the end of the action that makes it; what starts then or
-    later comes behind it. So all ranks pass their messages in one total order (time, direction,
-    stage, micro-batch), and nothing hangs even where each send waits for its receive.
+    Sender and receiver both place a message at the time its action ends, before any action that
+    starts at or after that time. So all ranks pass messages in one total order (time, direction,
+    stage, micro-batch), and nothing hangs even if each send waits for its receive.
     """
     ranks, starts, last = len(lists), start_times(lists), _last_stage(lists)
     placed: list[tuple[int, bool, Action | Message]] = []
@@ -213,7 +213,7 @@ def program(lists: Lists, rank: int) -> Program:
 
 
 def _message(action: Action, ranks: int, last: int) -> Message | None:
-    """What the action sends to another rank."""
+    """The message that the action sends to another rank, or None."""
     direction = _made(action).direction
     stage = action.stage + {"forward": 1, "backward": -1}.get(direction, last + 1)
     receiver = stage % ranks
@@ -224,11 +224,11 @@ def _message(action: Action, ranks: int, last: int) -> Message | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What `check` proves of a schedule.
+    """Properties of a schedule that `check` proves.
 
-    in_flight: by rank, the most micro-batches, each counted for each virtual stage, whose
-    activations wait for the end of their backward; 0 in an evaluation. idle_share: (time until the
-    last action ends - work of one rank) / work of one rank. virtual: stages of each rank.
+    in_flight: by rank, the largest number of micro-batches, each counted for each virtual stage,
+    whose activations wait for the end of their backward; 0 in an evaluation. idle_share: (time
+    until the last action ends - work of one rank) / work of one rank. virtual: stages per rank.
     """
 
     in_flight: tuple[int, ...]
@@ -241,9 +241,9 @@ class Facts:
 def check(lists: Lists, virtual: int) -> Facts:
     """Prove that the schedule computes each stage of each micro-batch once and cannot hang.
 
-    A list without any backward is an evaluation. Raises ScheduleError, naming rank and action:
-    an action is missing, twice there or on a wrong rank; a dependency is never met; sends and
-    receives dead-lock if each waits for its partner.
+    Lists without any backward are an evaluation. Raises ScheduleError, naming rank and action, if
+    an action is missing, is there twice or on a wrong rank, if a dependency is never met, or if
+    sends and receives dead-lock when each waits for its partner.
     """
     ranks, done = len(lists), set(chain(*lists))
     micro_batches = 1 + max((action.micro_batch for action in done), default=-1)
@@ -274,12 +274,12 @@ def check(lists: Lists, virtual: int) -> Facts:
 
 
 def check_programs(programs: Sequence[Sequence[Action | Message]]) -> None:
-    """Run the ranks' programs where each send waits for its receive, and each receive for its send.
+    """Simulate the ranks' programs. Each send waits for its receive, and each receive for its send.
 
-    Raises ScheduleError: ranks wait for ever, or an action comes before what it needs.
+    Raises ScheduleError if ranks wait for ever, or an action comes before one that it needs.
     """
     at, last = [0] * len(programs), _last_stage(programs)
-    held = [set[Action]() for _ in programs]  # made by the rank, or received
+    held = [set[Action]() for _ in programs]  # run by the rank, or its result received
 
     def next_of(rank: int) -> Action | Message | None:
         return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
@@ -316,8 +316,8 @@ def to_json(lists: Lists) -> dict[str, list[list[str]]]:
 
 
 def from_json(content: Any) -> Lists:
-    """What `to_json` made; other keys are ignored. Raises ScheduleError that names the entry;
-    `check` says whether the schedule works."""
+    """The inverse of `to_json`; other keys are ignored. Raises ScheduleError, naming the
+    malformed entry. `check` says whether the schedule works."""
     directions = dict(zip(LETTERS.values(), LETTERS, strict=True))
     ranks = content.get("actions") if isinstance(content, dict) else None
     if not isinstance(ranks, list) or {type(each) for each in ranks} != {list}:
@@ -337,7 +337,7 @@ def from_json(content: Any) -> Lists:
 
 
 def read_schedule(path: Path) -> Lists:
-    """A schedule of the user's own. Raises ScheduleError, also for what is no JSON."""
+    """A user's schedule from a JSON file. Raises ScheduleError, also if the file is not JSON."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

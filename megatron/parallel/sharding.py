@@ -1,9 +1,9 @@
-"""How each parameter is sharded over the mesh, and where its gradient is added up.
+"""How each parameter is sharded over the mesh, and over which axes its gradient is summed.
 
-Said once by the layer that owns the parameter. Initialisation, gradient reduction, the global norm,
-checkpoints and conversion all read the table `sharding_specs(model)`. A spec belongs to the module
-and not to the tensor, because `deepcopy`, `fully_shard` and whatever brings a model off meta
-replace the tensor and lose its attributes.
+The layer that owns a parameter states its spec once. Initialisation, gradient reduction, the global
+norm, checkpoints and conversion all read the table `sharding_specs(model)`. A spec belongs to the
+module and not to the tensor, because `deepcopy`, `fully_shard` and functions that give a meta model
+memory replace the tensor and lose its attributes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.parallel.random import derive_seed
 
 @dataclass(frozen=True)
 class FlatRange:
-    """The elements [start, stop) of a flattened shard, which the ranks of an axis share out (ZeRO);
-    may be empty."""
+    """The elements [start, stop) of a flattened shard that is divided over the ranks of an axis
+    (ZeRO); may be empty."""
 
     axis: Axis
     start: int
@@ -38,17 +38,17 @@ class FlatRange:
 class ShardingSpec:
     """One parameter, whole and sharded.
 
-    shape: the whole parameter as it is saved, that is with the true number of rows.
-    shards: (dim, axis) for every dim that is cut into equal shards along an axis; of several axes
-        that cut one dim the major one comes first.
+    shape: shape of the whole parameter as it is saved, with the true number of rows.
+    shards: (dim, axis) for every dim that is cut into equal shards along an axis. If several axes
+        cut one dim, the major one comes first.
     padded_rows: size of dim 0 with the padding that makes it divisible; None for no padding.
-    partial: axes over which each rank's gradient is one term of a sum. A tied parameter is a copy
-        on each rank of its tie's group, and partial over that, too.
+    partial: axes over which each rank's gradient is one term of a sum. A tied parameter has a copy
+        on each rank of its tie's group, and is partial over that group, too.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
     decay: whether weight decay applies (not to biases and norms).
-    zero_gradient: whether its gradient may be zero in theory, and rounding in fact: a bias of keys
-        adds the same to all scores of a query, but where positions turn the keys.
-    flat: what of the flattened shard this rank has; None for all, in its shape.
+    zero_gradient: whether its gradient may be zero in theory and only rounding in practice: a bias
+        of keys adds the same to all scores of a query, unless positions rotate the keys.
+    flat: this rank's range of the flattened shard; None for the whole shard, in its shape.
     """
 
     shape: tuple[int, ...]
@@ -78,14 +78,14 @@ class ShardingSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank has, padding included."""
+        """Shape of this rank's part, padding included."""
         if self.flat is not None:
             return (self.flat.stop - self.flat.start,)
         return tuple(size for _, size in self._extents())
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Where this rank's shard is in the whole parameter, without padding; may be empty."""
+        """This rank's shard as slices of the whole parameter, without padding; may be empty."""
         return tuple(
             slice(min(start, whole), min(start + size, whole))
             for (start, size), whole in zip(self._extents(), self.shape, strict=True)
@@ -100,19 +100,19 @@ class ShardingSpec:
     def copied_over(self, *axes: Axis) -> set[Axis]:
         """The parts of these axes whose ranks hold the same shard.
 
-        Pipeline stages hold different parameters, and copies of a tied one along its tie's group.
+        Pipeline stages hold different parameters, but copies of a tied one along its tie's group.
         """
         parts = {part for axis in axes for part in axis.parts if not part.is_of_stages}
         ties = {axis for axis in self.partial if axis.is_of_stages}
         return (parts | ties) - self.shard_axes
 
     def is_owner(self, *axes: Axis) -> bool:
-        """Whether this rank counts for all that hold its shard along the axes: it is the first."""
+        """Whether this rank counts for all with its shard along the axes: it is the first."""
         return all(axis.rank == 0 for axis in self.copied_over(*axes))
 
     @property
     def of_shard(self) -> ShardingSpec:
-        """That of all of the shard."""
+        """The spec of the whole shard, without `flat`."""
         return replace(self, flat=None)
 
     def real(self, local: Tensor) -> Tensor:
@@ -120,15 +120,15 @@ class ShardingSpec:
         return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
 
     def boxes(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """(view, where it is in the whole parameter) of what this rank has, without padding: one
-        box, or of a flat range of n dims at most 2 n - 1; none of what is empty."""
+        """(view, its slices of the whole parameter) for this rank's part, without padding: one box,
+        or at most 2 n - 1 for a flat range of n dims; none if the part is empty."""
         own = self.local_slices
         if self.flat is None:
             if all(each.start < each.stop for each in own):
                 yield self.real(local), own
             return
         sizes = [each.stop - each.start for each in own]
-        stop, at = min(self.flat.stop, prod(sizes)), 0  # padding rows are the last
+        stop, at = min(self.flat.stop, prod(sizes)), 0  # padding rows come last
         for starts, shape in _boxes(sizes, self.flat.start, stop):
             places = zip(own, starts, shape, strict=True)
             where = tuple(slice(o.start + s, o.start + s + n) for o, s, n in places)
@@ -140,7 +140,7 @@ Box = tuple[list[int], list[int]]  # (where it starts, its shape)
 
 
 def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that follow one another, which are the elements [start, stop) of a tensor."""
+    """Consecutive boxes that together are the elements [start, stop) of a flattened tensor."""
     if start >= stop:
         return
     if len(sizes) < 2:
@@ -173,8 +173,8 @@ class TensorSlice:
 
 
 class Deferral:
-    """Where layers leave the matmuls of their weights' gradients, in the half of a backward that
-    computes the gradients of activations alone (zero-bubble pipelines)."""
+    """Collects the matmuls of layers' weight gradients in the half of a backward that computes only
+    the gradients of activations (zero-bubble pipelines)."""
 
     def __init__(self) -> None:
         self.works: list[tuple[GradientView, Callable[[], object]]] | None = None
@@ -199,36 +199,36 @@ class GradientView:
     start: int
     deferral: Deferral
     dtype: torch.dtype  # of the gradient
-    flat: Callable[[], Tensor]  # the bucket's gradients, which have memory from now on
+    flat: Callable[[], Tensor]  # the bucket's gradients; allocates them if need be
     is_filled: bool = False  # False: the elements are left over from an earlier step
     is_reached: bool = False  # whether a gradient came in any step
-    stage: int | None = None  # of several virtual stages here the lowest one of the step before
-    handle: Tensor | None = None  # what a compiled backward knows it by, see traced.py
+    stage: int | None = None  # with several virtual stages here, the lowest of the previous step
+    handle: Tensor | None = None  # stands for it in a compiled backward, see traced.py
 
     @property
     def stop(self) -> int:
         return self.start + self.parameter.numel()
 
-    @cached_property  # to make a view takes as long as a small matmul
+    @cached_property  # making a view takes as long as a small matmul
     def gradient(self) -> Tensor:
         """The sum so far, in the parameter's shape."""
         return self.view(self.flat())
 
     def forget(self) -> None:
         self.is_filled = False
-        vars(self).pop("gradient", None)  # whose memory goes
+        vars(self).pop("gradient", None)  # its memory is released
 
     @property
     def is_wide(self) -> bool:
-        """Whether the gradient is in fp32 or wider: a sum of many terms may be added in place."""
+        """Whether the gradient is in fp32 or wider, so that many terms may be summed in place."""
         return self.dtype.itemsize >= torch.float32.itemsize
 
     def view(self, flat: Tensor) -> Tensor:
-        """The same elements of any flat tensor that is laid out like the bucket."""
+        """The parameter's elements of any flat tensor with the bucket's layout, in its shape."""
         return flat.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
 
     def add(self, gradient: Tensor) -> None:
-        """gradient: of the parameter's shape, or with its leading dims flattened to one."""
+        """Add a gradient of the parameter's shape, or with its leading dims flattened to one."""
         own = self.gradient.view(gradient.shape)
         if self.is_filled:
             own.add_(gradient)
@@ -258,15 +258,15 @@ def add_gradients(found: Sequence[tuple[GradientView, Tensor]]) -> None:
         view.is_filled = True
     for (is_filled, wide, dtype), pairs in alike.items():
         owns, gradients = map(list, zip(*pairs, strict=True))
-        if is_filled and wide != dtype:  # one call adds those of the same dtype alone
+        if is_filled and wide != dtype:  # one call adds only tensors of one dtype
             narrow, gradients = gradients, [torch.empty_like(each) for each in owns]
             torch._foreach_copy_(gradients, narrow)
         (torch._foreach_add_ if is_filled else torch._foreach_copy_)(owns, gradients)
 
 
 class GradientViews(dict[str, GradientView]):
-    """Those of a module's parameters, by name; a copy of the module has none: its gradients are in
-    no bucket."""
+    """Views of a module's gradients, by name of the parameter. A copy of the module has none,
+    because its gradients are in no bucket."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> GradientViews:
         return GradientViews()
@@ -275,12 +275,12 @@ class GradientViews(dict[str, GradientView]):
 class ShardedModule(nn.Module):
     """A module that says how its own parameters are sharded.
 
-    Built under torch.device("meta"), its parameters stay there, and calling it is an error, until
-    `materialize` gives them values. Else they have initial values on the mesh's device from the
-    start: each rank draws the whole tensor from torch's generator for CPUs and keeps its shard, so
-    that torch.manual_seed makes one model of every layout.
-    gradient_views: where the layer adds the gradients of matrices, by name; empty where it leaves
-        that to autograd (see GradientBuckets).
+    If it is built under torch.device("meta"), its parameters stay there, and calling it raises an
+    error, until `materialize` gives them values. Otherwise they have initial values on the mesh's
+    device from the start: each rank draws the whole tensor from torch's CPU generator and keeps its
+    shard, so that torch.manual_seed gives the same model at every layout.
+    gradient_views: where the layer adds the gradients of matrices, by name; empty if it leaves that
+        to autograd (see GradientBuckets).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -289,7 +289,7 @@ class ShardedModule(nn.Module):
         self.attach(mesh, is_on_meta=on_meta)
 
     def attach(self, mesh: Mesh, *, is_on_meta: bool) -> None:
-        """Adds the attributes that such a module has beside every module's."""
+        """Add the attributes that a ShardedModule has in addition to those of nn.Module."""
         self.mesh = mesh
         self.specs: dict[str, ShardingSpec] = {}
         self.gradient_views = GradientViews()
@@ -307,8 +307,8 @@ class ShardedModule(nn.Module):
         shards: tuple[tuple[int, Axis], ...] = (),
         **fields: Any,
     ) -> None:
-        """fields: others of ShardingSpec. Unless they say so, the gradient is partial over the
-        replicas, which compute it of other samples."""
+        """fields: other fields of ShardingSpec. By default the gradient is partial over the
+        replicas, which compute it from different samples."""
         fields = {"partial": (self.mesh.replicas,)} | fields
         spec = self.specs[name] = ShardingSpec(shape=shape, shards=shards, **fields)
         device = torch.device("meta") if self.is_on_meta else self.mesh.device
@@ -335,7 +335,7 @@ class ShardedModule(nn.Module):
 class Tied(nn.Module):
     """Modules and parameters that several pipeline stages share, by the names of their ties.
 
-    axes: of the stages that hold copies, by tie.
+    axes: by tie, the axis of the stages that hold copies.
     """
 
     def __init__(self, axes: Mapping[str, Axis]) -> None:
@@ -343,14 +343,14 @@ class Tied(nn.Module):
         self.axes = axes
 
     def ties(self, prefix: str) -> list[tuple[str, Axis]]:
-        """(full name, axis of the copies) of each parameter of this rank."""
+        """(full name, axis of its copies) for each parameter of this rank."""
         names = [name for name, _ in self.named_parameters()]
         return [(f"{prefix}.{name}", self.axes[name.partition(".")[0]]) for name in names]
 
 
 def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """A pre-hook of modules that are not materialized: there is no cost after."""
-    if inputs and inputs[0].is_meta:  # a run for shapes alone
+    """A pre-hook of modules on meta. `give_memory` removes it, so it costs nothing after that."""
+    if inputs and inputs[0].is_meta:  # a run that only computes shapes
         return
     if any(parameter.is_meta for parameter in module.parameters()):
         raise RuntimeError(
@@ -364,9 +364,9 @@ def sharding_specs(
     """{full parameter name: spec}, in the order of `model.named_parameters()`.
 
     others: specs, by name, of parameters that no ShardedModule owns, such as those of torch's own
-    layers. mesh: by default that of the ShardedModules. A parameter of neither is taken to be whole
-    on every rank, see `replicated`, where all ranks of a model read the same rows of the stream:
-    in 1D without sequence parallelism. Raises ValueError for it elsewhere.
+    layers. mesh: by default that of the ShardedModules. If all ranks of a model read the same rows
+    of hidden states (in 1D without sequence parallelism), any other parameter is assumed to be
+    whole on every rank, see `replicated`. Otherwise raises ValueError for it.
     """
     mesh = mesh or mesh_of(model)
     parameters = dict(model.named_parameters())
@@ -393,13 +393,13 @@ def sharding_specs(
 
 
 def mesh_of(model: nn.Module) -> Mesh | None:
-    """That of the ShardedModules in the model; None where there are none."""
+    """The mesh of the ShardedModules in the model; None if there are none."""
     sharded = (each for each in model.modules() if isinstance(each, ShardedModule))
     return next((each.mesh for each in sharded), None)
 
 
 def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
-    """The specs of the parameters of ShardedModules, by full name; the first of what is shared."""
+    """Specs of the parameters of ShardedModules, by full name; the first if one is shared."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     table: dict[str, ShardingSpec] = {}
     for module in model.modules():
@@ -411,7 +411,7 @@ def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
 
 def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
     """The spec of a parameter of torch's own layers that every rank holds whole, and that acts on
-    rows of the stream outside the parallel region; matrices decay, vectors do not."""
+    rows of hidden states outside the parallel region. Matrices decay, vectors do not."""
     shape, decay = tuple(parameter.shape), parameter.dim() > 1
     return ShardingSpec(shape=shape, partial=mesh.of_stream, decay=decay)
 
@@ -425,9 +425,9 @@ def draw(spec: ShardingSpec, generator: torch.Generator | None = None) -> Tensor
 
 
 def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
-    """A function of (seed, name) alone; see `draw`.
+    """Initial value of the whole parameter, a function only of (seed, name); see `draw`.
 
-    Every rank draws it whole and keeps its shard, so that no layout changes the model.
+    Every rank draws the whole and keeps its shard, so that the model is the same at every layout.
     """
     return draw(spec, torch.Generator().manual_seed(derive_seed(seed, "initialise", name)))
 
@@ -440,12 +440,12 @@ def materialize(
     seed: int | None,
     values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
 ) -> nn.Module:
-    """Give a model, which is on meta until then, its memory and initial values.
+    """Give a model that is on meta its memory and initial values.
 
-    seed: None leaves values undefined, for a model that is loaded next. values: of a seed,
-    (name, whole tensor) of every parameter, of which a few are in memory at a time; by default
-    those that specs say. Raises ValueError for a parameter of torch's own layers that has a seed
-    and no `values`: a model with such layers is built on the device at once.
+    seed: None leaves values undefined, for a model that is loaded next. values: maps a seed to
+    (name, whole tensor) of every parameter, with a few in memory at a time; by default the values
+    are those of the specs. Raises ValueError for a parameter of torch's own layers if there is a
+    seed and no `values`: build a model with such layers on the device at once.
     """
     give_memory(model, lambda each: torch.empty(each.shape, dtype=dtype, device=device))
     if seed is not None:
@@ -462,13 +462,13 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In the place of values that have no memory now; who reads them sees NaN."""
+    """Placeholder for values that have no memory now; reading it gives NaN."""
     return _nan(dtype, device).expand(shape)
 
 
 def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """make: of a parameter on meta its memory, of the same shape; values are undefined."""
-    # Not by to_empty(): for an empty_like() of what is on meta torch imports the symbolic algebra
+    """Give each parameter the memory that `make` returns, of its shape; values are undefined."""
+    # Not by to_empty(): for the empty_like() of a meta tensor, torch imports the symbolic algebra
     # of its compiler, which takes half a second.
     real = {
         id(parameter): nn.Parameter(make(parameter), parameter.requires_grad)
@@ -488,8 +488,8 @@ def set_values(
     seed: int,
     values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
 ) -> None:
-    """Fill what this rank has of each parameter, by its name, with initial values, rounded to the
-    parameter's dtype; see `materialize`."""
+    """Fill this rank's part of each parameter, `slices` by name, with initial values, rounded to
+    the parameter's dtype; see `materialize`."""
     table = owned_specs(model)
     others = [name for name, _ in model.named_parameters() if name not in table]
     if others and values is None:
@@ -500,7 +500,7 @@ def set_values(
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     drawn = values(seed) if values is not None else _drawn(table, seed)
     for name, whole in drawn:
-        if name in slices:  # which of a shared one the other names are not
+        if name in slices:  # a shared parameter is there under one name
             load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)
 
 
@@ -517,7 +517,7 @@ def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
 
 
 def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
-    """The whole tensor, of which this rank holds `local` (every rank calls this)."""
+    """The whole tensor; this rank holds `local` of it (every rank calls this)."""
     whole = local.detach()
     if spec.flat is not None:
         shard = whole.new_zeros(spec.of_shard.local_shape)

@@ -1,11 +1,11 @@
-"""A model of the user's own in pipeline stages, some of whose parameters are tied.
+"""A user's own model in pipeline stages, some of whose parameters are tied.
 
     rank 0: stage 0 -> stage 1 ---.          tie("word", "0.embedding", "3.head")
     rank 1:                       '-> stage 2 -> stage 3
 
-The stages are to the executor (train/executor.py) what layers are in the models of megatron/models.
-Each rank builds its own stages alone, and a copy of all of them on meta, that is without memory,
-which says the shapes of what it receives.
+The executor (train/executor.py) runs these stages as it runs the layers of megatron/models. Each
+rank builds only its own stages, and a copy of all stages on meta (without memory), from which it
+gets the shapes of the tensors that it receives.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron.parallel.schedules import KINDS
 from megatron.parallel.sharding import ShardedModule, Tied
 
 META = torch.device("meta")
-KEPT = 64  # kinds of batches whose shapes are kept
+KEPT = 64  # number of kinds of batches whose shapes are kept
 
 
 class PipelineStage(nn.Module):
-    """One stage of a model of one's own: a module with this `forward`."""
+    """One stage of a user's own model: a module with this `forward`."""
 
     def forward(self, batch: Any, *inputs: Tensor) -> Any:
-        """batch: of tensors on the device, the same in each stage. inputs: the tensors that the
-        stage before returns; none for the first.
+        """batch: has tensors on the device, and is the same in each stage. inputs: the tensors that
+        the previous stage returns; none for the first.
 
-        Returns a tensor or a tuple of them, of any shapes; the last stage, what the loss reads.
-        Tensors of a floating dtype have a gradient, others are passed on without. Shapes and dtypes
-        are functions of those of the batch and the inputs: each rank also runs all stages on meta.
+        Returns a tensor or a tuple of tensors, of any shapes; the last stage returns the input of
+        the loss. Tensors of a floating dtype have a gradient, others do not. Shapes and dtypes must
+        depend only on those of batch and inputs, because each rank also runs all stages on meta.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
@@ -52,14 +52,14 @@ class Tie:
 
 
 def tie(name: str, *places: str) -> Tie:
-    """What several stages share: a module or a parameter.
+    """A module or a parameter that several stages share.
 
         tie("word", "0.embedding", "3.head")       # modules whose parameters have the same shapes
         tie("scale", "1.block.scale", "2.scale")   # parameters
 
-    name: parameters are called `tied.NAME` in checkpoints, whatever the layout. places: the number
-    of a stage, and where it has the module or the parameter. All start as in the first stage of the
-    tie, and have the sum of the gradients of all. Raises ValueError for places that are none.
+    name: parameters are called `tied.NAME` in checkpoints, at every layout. places: the number of a
+    stage, and the path of the module or parameter in it. All copies start with the values of the
+    tie's first stage, and get the sum of all their gradients. Raises ValueError for invalid places.
     """
     if not name.isidentifier() or hasattr(Tied({}), name):
         raise ValueError(f"tie {name}: must be named by a word of letters, digits and _")
@@ -71,7 +71,7 @@ def tie(name: str, *places: str) -> Tie:
 
 
 class PipelineModel(ShardedModule):
-    """A model of one's own in pipeline stages, its loss and its schedule.
+    """A user's own model in pipeline stages, with its loss and its schedule.
 
     pipeline: the plan that `mean_losses` takes. Parameters are called `stages.NUMBER.NAME`.
     """
@@ -90,29 +90,29 @@ class PipelineModel(ShardedModule):
         virtual: int = 1,
         schedule: str | None = None,
     ) -> None:
-        """stages: makers of the stages, as PipelineStage says. A rank calls those of its own, on
-        the mesh's device and each under a seed of its own, so that all layouts start alike; and all
-        of them on meta. loss: of what the last stage returns and the batch, to the sum of the loss
-        over the batch, a scalar. denominator: of a batch of arrays, what the mean is over.
+        """stages: functions that build the stages, see PipelineStage. A rank builds its own stages
+        on the mesh's device, each under its own seed, so that all layouts start alike; and all of
+        them on meta. loss: maps the last stage's result and the batch to the sum of the loss over
+        the batch, a scalar. denominator: maps a batch of arrays to the divisor of the mean.
 
-        virtual: virtual stages of each rank. Rank r of p ranks has the virtual stages r, r + p, ..,
-        each of which is as many consecutive stages as the others, or one more. schedule: gpipe,
-        1f1b, interleaved or zb-h1; by default 1f1b, with virtual stages interleaved.
+        virtual: virtual stages per rank. Rank r of p ranks has the virtual stages r, r + p, ..
+        Each has as many consecutive stages as the others, or one more. schedule: gpipe, 1f1b,
+        interleaved or zb-h1; by default interleaved if `virtual` > 1, otherwise 1f1b.
 
-        Raises ValueError, on every rank, for stages that the ranks cannot share out, and for ties
-        of what is not there or not alike. Dropout of torch draws other numbers at each layout;
-        `Dropout` the same.
+        Raises ValueError, on every rank, for stages that cannot be divided over the ranks, and for
+        ties between members that do not exist or are not alike. torch's dropout draws different
+        numbers at each layout; `Dropout` draws the same.
         """
         super().__init__(mesh)
         self.function, self.denominator, self.count = loss, denominator, len(stages)
         self.pipeline = plan_stages(self.count, mesh.pipeline.size, virtual, schedule)
         with META:
-            # Copies, as a maker may give what was built before. In a list, not registered.
+            # Copies, because a maker may return an existing module. A list does not register them.
             self.on_meta = [deepcopy(make()).to(META) for make in stages]
         self.known: dict[object, list[tuple[Tensor, ...]]] = {}
         groups = {each.name: tuple(sorted(set(self._ranks(each)))) for each in ties}
         axes = {ranks: mesh.tie(ranks) for ranks in dict.fromkeys(groups.values())}
-        # Before the stages: what is tied is called so on every rank.
+        # Before the stages, so that tied parameters have the tie's name on every rank.
         self.tied = Tied({name: axes[ranks] for name, ranks in groups.items()})
         self.stages = nn.ModuleDict()
         has_gpu = mesh.device.type == "cuda"
@@ -131,7 +131,7 @@ class PipelineModel(ShardedModule):
         return [float(self.denominator(batch))]
 
     def loss(self, x: Any, batch: Any, loss_scales: Tensor) -> Tensor:
-        """See Objective; x: what the last stage returns."""
+        """See Objective. x: result of the last stage."""
         total = self.function(x, batch)
         total = total.to(torch.promote_types(total.dtype, torch.float32))
         return (total * loss_scales.to(total.dtype)).view(1)
@@ -140,8 +140,8 @@ class PipelineModel(ShardedModule):
         return ()
 
     def layers(self, x: Any, batch: Any, *, numbers: Iterable[int] | None = None) -> Any:
-        """What leaves the last of these stages, or of all. Raises ValueError where it is not what
-        the stage returns on meta."""
+        """The result of the last of these stages, or of all. Raises ValueError if its shapes and
+        dtypes are not those that the stage returns on meta."""
         number = -1
         for number in range(self.count) if numbers is None else numbers:
             x = self.stages[str(number)](batch, *as_tuple(x))
@@ -152,8 +152,8 @@ class PipelineModel(ShardedModule):
         return x
 
     def stream(self, batch: Any, number: int) -> tuple[Tensor, ...]:
-        """What enters stage `number`, on meta. Raises ValueError, naming the stage, where one does
-        not run there."""
+        """The inputs of stage `number`, on meta. Raises ValueError, naming the stage, if a stage
+        does not run there."""
         dtype = self._dtype()
         given = {each.name: getattr(batch, each.name) for each in fields(batch)}
         arrays = {name: torch.as_tensor(each) for name, each in given.items() if each is not None}
@@ -161,7 +161,7 @@ class PipelineModel(ShardedModule):
         if key not in self.known:
             if len(self.known) >= KEPT:
                 self.known.clear()
-            if dtype is not None and dtype != self.built_dtype:  # by model.to(dtype)
+            if dtype is not None and dtype != self.built_dtype:  # after model.to(dtype)
                 self.on_meta = [each.to(dtype) for each in self.on_meta]
             like = copy(batch)  # dataclasses.replace would derive fields again
             for name, each in arrays.items():
@@ -171,7 +171,7 @@ class PipelineModel(ShardedModule):
 
     @torch.no_grad()
     def _run_on_meta(self, batch: Any) -> Iterator[tuple[Tensor, ...]]:
-        """Yields what enters each stage."""
+        """Yields the inputs of each stage."""
         x: tuple[Tensor, ...] = ()
         for number, stage in enumerate(self.on_meta):
             yield x
@@ -189,7 +189,7 @@ class PipelineModel(ShardedModule):
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
 
     def _ranks(self, tied: Tie) -> list[int]:
-        """Along the pipeline axis, that of the first of its stages first."""
+        """Ranks of the tie's stages along the pipeline axis, that of the first stage first."""
         stages = sorted({int(place.partition(".")[0]) for place in tied.places})
         if stages[-1] >= self.count:
             raise ValueError(f"tie {tied.name}: no stage {stages[-1]} of {self.count} stages")
@@ -197,7 +197,7 @@ class PipelineModel(ShardedModule):
         return [virtual[number] % self.pipeline.ranks for number in stages]
 
     def _own(self, tied: Tie) -> dict[str, Any]:
-        """What this rank has of a tie by place, the first stage first; None: it is not there."""
+        """This rank's members of a tie by place, first stage first; None if one does not exist."""
         found: dict[str, Any] = {}
         for place in sorted(tied.places, key=lambda each: int(each.partition(".")[0])):
             if place.partition(".")[0] in self.stages:
@@ -209,7 +209,7 @@ class PipelineModel(ShardedModule):
         return found
 
     def _check_ties(self, ties: Sequence[Tie]) -> None:
-        """Every rank raises the same ValueError where a tie cannot be."""
+        """Every rank raises the same ValueError if a tie is not possible."""
         wrong, tied, own = list[str](), dict[int, str](), dict[str, dict[str, str]]()
         if len({each.name for each in ties}) < len(ties):
             wrong.append("ties: two have the same name")
@@ -235,7 +235,7 @@ class PipelineModel(ShardedModule):
 
     @torch.no_grad()
     def _share(self, tied: Tie) -> None:
-        """Make the copies of this rank one, with the values of the first stage."""
+        """Merge this rank's copies into one, with the values of the first stage."""
         axis, (source, *_) = self.tied.axes[tied.name], self._ranks(tied)
         if not (own := list(self._own(tied).values())):
             return
@@ -254,7 +254,7 @@ class PipelineModel(ShardedModule):
 
 
 def plan_stages(count: int, ranks: int, virtual: int, kind: str | None) -> PipelinePlan:
-    """Raises ValueError for stages that cannot be shared out, and a schedule that there is not."""
+    """Raises ValueError for stages that cannot be divided over ranks, or an invalid schedule."""
     if virtual < 1 or count < ranks * virtual:
         most = f"at most {count // ranks} works" if count >= ranks else "fewer ranks work"
         raise ValueError(

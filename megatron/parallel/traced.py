@@ -1,10 +1,10 @@
-"""How the gradients of a compiled backward come to their buckets.
+"""How a compiled backward adds its gradients to their buckets.
 
-A graph cannot write into a bucket: from ZeRO stage 2 on its memory comes with the first gradient,
-and a zero-bubble pipeline computes gradients of weights later. The graph calls an operator
-instead, with a handle: a number on the host that stands for a GradientView, which is looked up when
-the operator runs. So all layers share one graph. The operator returns a zero, which the graph
-passes on as the gradient of the handle: else nothing would read it, and it would be left out. Two
+A graph cannot write into a bucket: from ZeRO stage 2 on, the bucket gets its memory with the first
+gradient, and a zero-bubble pipeline computes gradients of weights later. Instead, the graph calls
+an operator with a handle, a number on the host that stands for a GradientView. The operator looks
+the view up when it runs, so all layers share one graph. It returns a zero, which the graph returns
+as the gradient of the handle: a call whose result is not used would be removed from the graph. Two
 equal calls in one graph, of a layer that reads the same x twice, would count once.
 """
 
@@ -28,8 +28,8 @@ _library.define("add_gradient(Tensor handle, Tensor gradient) -> Tensor")
 
 
 def handle_of(view: GradientView) -> Tensor:
-    """fp64 [1] on the host, which requires a gradient. Each call of a compiled layer would check a
-    scalar for NaN, which takes as long as all its other checks."""
+    """fp64 [1] on the host, which requires a gradient. It is no scalar, because each call of a
+    compiled layer would check a scalar for NaN, which takes as long as all its other checks."""
     number = next(_numbers)
     _views[number] = view
     return torch.tensor([float(number)], dtype=torch.float64, device="cpu", requires_grad=True)
@@ -38,7 +38,7 @@ def handle_of(view: GradientView) -> Tensor:
 def _add_product(handle: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     view = _views[int(handle)]
     if view.deferral.is_on:
-        # The graph uses their memory again. An x of two weights is cloned for each.
+        # The graph reuses their memory. An x that two weights share is cloned for each.
         dy, x = dy.clone(), x.clone()
         view.deferral.add(view, lambda: view.add_matmul(dy, x))
     else:
@@ -57,9 +57,9 @@ for _name, _function in (("add_product", _add_product), ("add_gradient", _add_gr
 
 
 class TracedView:
-    """In a graph that is traced, in place of a view; token: what the last operator returned."""
+    """Stands in for a view while a graph is traced. token: result of the last operator."""
 
-    deferral: ClassVar[Deferral] = Deferral()  # is off: the operator defers, not the graph
+    deferral: ClassVar[Deferral] = Deferral()  # off: the operator defers, not the graph
 
     def __init__(self, handle: Tensor, dtype: torch.dtype) -> None:
         self.handle, self.dtype = handle, dtype
@@ -75,7 +75,7 @@ class TracedView:
 def traced_views(
     handles: Sequence[Tensor | None], views: Sequence[GradientView | None]
 ) -> list[TracedView | None]:
-    """Those of the handles; None where there is none."""
+    """The traced view of each handle; None where there is no handle or no view."""
     pairs = zip(handles, views, strict=True)
     return [
         None if handle is None or view is None else TracedView(handle, view.dtype)

@@ -1,15 +1,15 @@
-"""What is there while a layer runs, forward and backward: its weights, and what its backward needs.
+"""Memory of a layer while it runs: gathered weights (ZeRO stage 3) and offloaded activations.
 
-    forward    gather 0 | run 0, gather 1 | run 1, gather 2 | .. | run n         n stays
-    backward   of n, gather n - 1 | of n - 1, gather n - 2 | ..                  each then goes
+    forward    gather 0 | run 0, gather 1 | run 1, gather 2 | .. | run n         n is kept
+    backward   run n, gather n - 1 | run n - 1, gather n - 2 | ..                each is released
 
-A unit is a layer, and all else, embeddings, the last norm and the head, is the root. In ZeRO stage
-3 the weights of a unit are whole while it runs, and those of the root from the first forward to the
-end of the step; whoever reads weights that are not there sees NaN. Offloaded activations of a unit
-(offload.py) go to the host when it has run, and come back beside the backward of the unit behind.
+A unit is a layer; the rest (embeddings, the last norm and the head) is the root. In ZeRO stage 3
+the weights of a unit are whole while it runs, and those of the root from the first forward to the
+end of the step. Reading weights that are not gathered gives NaN. Offloaded activations of a unit
+(offload.py) go to the host when it has run, and return during the backward of the next unit.
 
-Autograd keeps no weights of a unit, and no views of them, but what they are; whoever unpacks them
-in the backward finds the weights that were gathered again.
+Saved-tensor hooks replace every weight that autograd would save by (bucket, shape, stride, offset).
+Unpacking it in the backward returns a view of the re-gathered weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.parallel.offload import Offloaded, Trip, saving
 
 
 class Saved(NamedTuple):
-    """A view of weights, in place of it."""
+    """Stands in for a saved view of a gathered weight."""
 
     bucket: Bucket
     shape: torch.Size
@@ -41,8 +41,8 @@ class Saved(NamedTuple):
 
 
 class Unit:
-    """A module whose weights are gathered together, or what it keeps offloaded, or both; as the
-    root, without the modules of other units."""
+    """A module whose weights are gathered together, or whose saved activations are offloaded, or
+    both. The root does not include the modules of other units."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -50,9 +50,9 @@ class Unit:
         self.before: Unit | None = None
         self.behind: Unit | None = None
         self.is_root = self.is_in_backward = False
-        self.depth = 0  # of `gathered` of the root
+        self.depth = 0  # nesting depth of `gathered`, for the root
         self.called: Callable[[], object] = lambda: None
-        self.offloads = False  # whether what is kept for the backward goes to the host
+        self.offloads = False  # whether saved activations go to the host
         self.last: ReferenceType[Trip] | None = None  # of the last forward
 
     def start(self) -> None:
@@ -69,9 +69,9 @@ class Unit:
             bucket.release()
 
     def run(self, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call `forward`, the module's, with its weights, while those of the next are gathered."""
+        """Call the module's `forward` with its weights, while the next unit's are gathered."""
         self.gather()
-        if self.is_in_backward:  # of a recomputation, whoever has asked for it
+        if self.is_in_backward:  # a recomputation, by any kind of checkpointing
             with self.keeping(None):
                 return forward(*arguments, **named)
         self.called()
@@ -92,30 +92,30 @@ class Unit:
             inputs = [each for each in tensors_of([arguments, named]) if each.requires_grad]
             if inputs:
                 register_multi_grad_hook(inputs, self.leave_backward, mode="all")
-        # The backward of the last one comes next.
+        # The last unit keeps its weights: its backward comes next.
         if not found or not (self.is_root or self.behind is None):
             self.release()
         return output
 
     def enter_backward(self, trip: Trip | None, _: Tensor) -> None:
-        """The gradient of what the module returned is there."""
+        """Called when the gradient of the module's output is there."""
         if trip is not None:
             trip.start()
             if trip.before is not None:
                 trip.before.start()
-        self.is_in_backward = bool(self.buckets)  # else none is gathered
+        self.is_in_backward = bool(self.buckets)  # otherwise no weights are gathered
         self.gather()
         if self.before is not None and not self.before.is_root:
             self.before.start()
 
     def leave_backward(self, *_: object) -> None:
-        """The gradients of what the module was given are there, or the backward has ended."""
+        """Called when the gradients of the module's inputs are there, or the backward has ended."""
         self.is_in_backward = False
         self.release()
 
     def keeping(self, trip: Trip | None) -> Any:
-        """Inside, autograd keeps no weights of this unit, and what else it keeps goes with the
-        trip, if there is one."""
+        """Context in which autograd saves no weights of this unit. All else that it saves goes to
+        `trip`, if there is one."""
         if self.is_root:
             return nullcontext()
         places = {
@@ -135,7 +135,7 @@ class Unit:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Those of a floating dtype in what a module returns, such as a tuple or a ModelOutput."""
+    """Tensors of a floating dtype in a module's output, such as a tuple or a ModelOutput."""
     if isinstance(output, Tensor):
         yield from [output] if output.is_floating_point() else []
     elif isinstance(output, Mapping):
@@ -154,7 +154,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 class OfUnit(nn.Module):
-    """What the class of a unit's module becomes: the unit runs it when it is called."""
+    """A base class added to that of a unit's module, so that each call goes through the unit."""
 
     unit: Unit
 
@@ -168,10 +168,10 @@ def _of_unit(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class Units:
-    """The units of a model, in their order, and its root."""
+    """The units of a model, in order, and its root."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-        self.order: list[int] | None = None  # in which layers were called, until it was compared
+        self.order: list[int] | None = None  # in which layers are called, until it is compared
         self.modules = list(find_units(model) if modules is None else modules)
         owners = Counter(key for each in self.modules for key in {id(p) for p in each.parameters()})
         inside = {id(each) for unit in self.modules for each in unit.modules()}
@@ -185,8 +185,8 @@ class Units:
             if owners[id(p)] == 1
         }
         self.of_parameters: dict[str, int] = {}
-        """By name the number of the unit. Of the root's a negative one: -1 - k of what comes behind
-        k units, as its gradients come before theirs."""
+        """Number of the unit of each parameter, by name. A parameter of the root has -1 - k if it
+        comes after k units: its gradient comes before theirs."""
         behind = 0
         for name, parameter in model.named_parameters():
             place = number.get(id(parameter))
@@ -200,7 +200,7 @@ class Units:
             one.behind, two.before = two, one
 
     def take(self, buckets: Sequence[Bucket]) -> None:
-        """Give each unit its buckets, and have the modules gather them when they are called."""
+        """Give each unit its buckets. From now on its module gathers them when it is called."""
         for bucket in buckets:
             place = self.of_parameters[bucket.views[0].name]
             bucket.is_of_layer = place >= 0
@@ -210,7 +210,7 @@ class Units:
             _run(unit)
         for number, unit in enumerate(self.all):
             unit.called = partial(self._note, number)
-        for unit in (self.root, *self.all):  # also of a module between them
+        for unit in (self.root, *self.all):  # also refuses a module between them
             unit.module.register_state_dict_pre_hook(_refuse_state_dict)
 
     def _note(self, number: int) -> None:
@@ -218,16 +218,16 @@ class Units:
             self.order.append(number)
 
     def end_backward(self) -> None:
-        """The layers' weights go, also of one that the backward has not left: it may have reached
-        some of its parameters alone."""
+        """Release the weights of all layers, also of one that the backward has not left: it may
+        have reached only some of its parameters."""
         for unit in self.all:
             unit.leave_backward()
 
     def check_order(self, mesh: Mesh) -> None:
-        """Behind the first step: ranks that gather weights from each other have called the same
-        layers, in the same order. Raises RuntimeError, on every rank, where they have not."""
+        """After the first step, check that ranks that gather weights from each other called the
+        same layers in the same order. Raises RuntimeError, on every rank, if they did not."""
         own, self.order = self.order, None
-        if own is None or mesh.control.group is None:  # none but this rank is there
+        if own is None or mesh.control.group is None:  # checked before, or a single rank
             return
         first, *others = mesh.control.gather(own)
         for rank, order in enumerate(others, 1):
@@ -243,7 +243,7 @@ class Units:
 
 
 def _run(unit: Unit) -> None:
-    """From now on the unit runs its module."""
+    """From now on, calls of the unit's module go through the unit."""
     module = unit.module
     if isinstance(module, OfUnit):
         unit.offloads = module.unit.offloads
@@ -253,13 +253,13 @@ def _run(unit: Unit) -> None:
 
 
 def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = None) -> None:
-    """From now on what the layers of a model keep for their backward lives in the host's memory,
-    and is fetched while that of the layer behind computes. No number changes. Small tensors, those
-    of integers, weights, and all that is outside of the layers stay on the device.
+    """From now on, tensors that the layers of a model save for their backward are in host memory.
+    They are fetched during the backward of the next layer. No number changes. Small tensors,
+    integer tensors, weights, and all tensors outside of the layers stay on the device.
 
-    units: the layers, in the order of the forward, see GradientBuckets, whose are taken in ZeRO
-    stage 3; by default the elements of the outermost lists in which two are of one class. Raises
-    ValueError where there are none.
+    units: the layers, in the order of the forward, see GradientBuckets; in ZeRO stage 3 its units
+    are used. By default the elements of the outermost lists in which two are of one class. Raises
+    ValueError if there are none.
     """
     found = Units(model, units).all
     if is_gathered(model):
@@ -282,8 +282,8 @@ LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 
 def find_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements with parameters of the outermost lists of layers, in which two are of one class;
-    of lists of lists, and of lists of unlike modules, those of what is in them."""
+    """The elements with parameters of the outermost lists in which two elements are of one class.
+    Elements of lists of lists, and of lists of unlike modules, are searched in turn."""
     own = [each for each in module.children() if [*each.parameters()]]
     if not isinstance(module, LISTS):
         for child in own:
@@ -300,12 +300,12 @@ def find_units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_gathered(model: nn.Module) -> bool:
-    """Whether a forward gathers weights: then all ranks that share them run as many."""
+    """Whether a forward gathers weights; then ranks that share them run equally many forwards."""
     return isinstance(model, OfUnit) and model.unit.is_root
 
 
 def require_whole(model: nn.Module, reader: str) -> None:
-    """Raise ValueError, naming who reads it, for a model of which no rank has the parameters."""
+    """Raise ValueError, naming the reader, for a model whose parameters no rank has whole."""
     if is_gathered(model):
         raise ValueError(
             f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
@@ -319,8 +319,8 @@ def _refuse_state_dict(module: nn.Module, *_: object) -> None:
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """Inside, the root's weights of a model of ZeRO stage 3 are there; other models have theirs.
-    One inside another does nothing."""
+    """Context in which the root's weights of a model of ZeRO stage 3 are gathered; other models
+    have theirs anyway. A nested one does nothing."""
     root: Unit | None = model.unit if is_gathered(model) else None
     if root is None or root.depth:
         yield

@@ -1,8 +1,8 @@
-"""Where a step that was not finite went wrong: the step is run again, and every module watched.
+"""Finds the first non-finite number of a step: runs it again with a hook on every module.
 
-The weights are those the step began with, and dropout is a function of its samples or drawn from
-the step's seed, so the second run computes what the first did. All ranks run it, since the
-collectives are in it.
+The weights are still those from before the step, and dropout is a function of the samples or is
+drawn from the step's seed, so the second run computes the same as the first. All ranks run it,
+since it contains collectives.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from megatron.train.state import TrainState
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The first number that is not finite, as one rank met it.
+    """The first non-finite number on one rank.
 
     The ranks of a pipeline stage run the same modules in the same order, and a micro-batch passes
-    the stages one by one, forward and back: so findings of all ranks can be ordered.
+    through the stages one by one, forward and backward. So the findings of all ranks have an order.
     """
 
-    micro_batch: int  # -1 for a weight, which was not finite before
-    place: int  # see TrainState
-    order: int  # how many tensors were looked at before, on this rank
+    micro_batch: int  # -1 for a weight that was not finite before the step
+    place: int  # see TrainState.place
+    order: int  # number of this tensor among those checked on the rank
     rank: int
     what: str
     data_rank: int
-    coordinates: str  # of the rank, in words
+    coordinates: str  # of the rank, as text
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient that is not finite ends the run; the message says where it began.
+    """Ends a run whose loss or gradient is not finite; the message says where it began.
 
     what: "loss" or "gradient". found: see `find_first`.
     """
@@ -51,9 +51,9 @@ class NonFiniteError(FloatingPointError):
 def non_finite(
     state: TrainState, batches: Sequence[Batch], what: str, replay: Callable[[], object]
 ) -> NonFiniteError:
-    """The error, the same on every rank, of a step that is not finite and may not be skipped.
+    """The error for a non-finite step that may not be skipped; the same on every rank.
 
-    state: as it was before the step. what: "loss" or "gradient". replay: see `find_first`.
+    state: the state before the step. what: "loss" or "gradient". replay: see `find_first`.
     """
     found, scaler, data_size = find_first(state, replay), state.scaler, state.mesh.batch.size
     size = batches[0].num_samples
@@ -69,7 +69,7 @@ def non_finite(
         if found.micro_batch < 0:
             where += f"before {step} were read"
         else:
-            # In 3D those of several ranks, between which the parallel region moves samples.
+            # In 3D the parallel region moves samples between ranks: list the samples of all.
             readers = state.mesh.input.size
             first = found.data_rank // readers * readers
             own = [
@@ -97,24 +97,24 @@ def non_finite(
 
 
 def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | None:
-    """The first number of the step that is not finite, on whichever rank; every rank calls this.
+    """The first non-finite number of the step over all ranks; every rank calls this.
 
-    replay: runs the step's forward and backward passes again, on all ranks. None where all is
-    finite in them, so that only the sum over micro-batches and ranks is not.
+    replay: runs the step's forward and backward again, on all ranks. Returns None if everything in
+    them is finite; then only the sum over micro-batches and ranks is not.
     """
     mesh, looked, own = state.mesh, 0, list[Finding]()
 
     def look(what: str, value: Tensor, *, is_sum: bool = False, is_weight: bool = False) -> None:
-        """is_sum: over micro-batches, of which any before may be the cause."""
+        """is_sum: the value is a sum over micro-batches; an earlier one may be the cause."""
         nonlocal looked
         looked += 1
         if (not own or not is_sum) and not value.detach().isfinite().all():
             now, place = state.micro_batch, state.place
-            if is_weight:  # of all stages, the first one's
+            if is_weight:  # before all micro-batches, in order of pipeline stages
                 now, place = -1, mesh.pipeline.rank
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
             finding = Finding(now, place, looked, rank, what, mesh.batch.rank, coordinates)
-            own[:] = [min([finding, *own])]  # in a pipeline a later micro-batch may come first
+            own[:] = [min([finding, *own])]  # a pipeline may run a later micro-batch first
 
     def first() -> Finding | None:
         return min((each for found in mesh.control.gather(own) for each in found), default=None)
@@ -126,7 +126,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         return found
 
     def look_at_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # A layer that is recomputed passes here twice; its output was looked at the first time.
+        # A recomputed layer calls this twice; the first call has checked its output.
         for value in tensors_of(output):
             look(f"the output of {name}", value)
             if value.requires_grad:
@@ -142,7 +142,7 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     ]
     before, state.gradients.on_gradient = state.gradients.on_gradient, look_at_gradient
     try:
-        with torch.compiler.set_stance("force_eager"):  # what is compiled calls no hooks
+        with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
             replay()
     finally:
         state.gradients.on_gradient = before

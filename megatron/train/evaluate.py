@@ -1,4 +1,4 @@
-"""Evaluation: a model from a checkpoint at any layout, its mean loss, scores of given tokens."""
+"""Evaluation: a checkpoint's model at any layout, its mean loss, scores of given tokens."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from megatron.train.executor import Executor
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped
 
-GROUP = 8  # micro-batches that are read at a time, of each pipeline stage
-SCORED_AT_ONCE = 1024  # rows of logits that are in memory together; at GPT-2's vocabulary 0.2 GB
+GROUP = 8  # micro-batches read at a time, per pipeline stage
+SCORED_AT_ONCE = 1024  # rows of logits in memory at a time; 0.2 GB with GPT-2's vocabulary
 
 
 def load_newest(
     folders: Sequence[Path], mesh: Mesh, dtype: torch.dtype = torch.float32
 ) -> tuple[Checkpoint, Any]:
-    """(checkpoint, its model) of `find_newest`.
+    """(checkpoint, its model), for the checkpoint that `find_newest` returns.
 
-    dtype: of weights and activations, whatever the checkpoint's. Raises ValueError where none is.
+    dtype: of weights and activations, whatever the checkpoint's is. Raises as `find_newest` does.
     """
     newest = find_newest(folders, mesh)
     return newest, load_model(newest, mesh, dtype)
 
 
 def find_newest(folders: Sequence[Path], mesh: Mesh) -> Checkpoint:
-    """The first checkpoint that is whole; the first rank prints which were passed over, and why.
+    """The first whole checkpoint; the first rank prints which ones were passed over, and why.
 
-    Raises ValueError, on every rank, where none is.
+    Raises ValueError, on every rank, if none is whole.
     """
     newest, passed_over = newest_whole(folders, mesh)
     for reason in passed_over if mesh.is_first else ():
@@ -56,11 +56,11 @@ def find_newest(folders: Sequence[Path], mesh: Mesh) -> Checkpoint:
 
 
 def load_model(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a checkpoint that is whole, sharded over this mesh, in evaluation mode."""
+    """The model of a whole checkpoint, sharded over this mesh, in evaluation mode."""
     manifest = checkpoint.manifest
     config = config_of(manifest)
     if config.layernorm_impl != "torch":
-        # Other kernels compute the same model, and need not be installed where it is used.
+        # The kernels used in training compute the same model, but need not be installed here.
         config = replace(config, layernorm_impl="torch")
     model = build_model(config, mesh, manifest["vocab_size"], seed=None, dtype=dtype)
     load_checkpoint(checkpoint, model_slices(model))
@@ -80,18 +80,18 @@ def mean_losses(
 ) -> dict[str, float]:
     """The mean of each term of the loss, over the first `samples` samples of a split.
 
-    Does not depend on the micro-batch size or on the layout but for rounding. pipeline: whose
-    stages the model is. wants_stop: asked before each group of micro-batches; every rank has to
-    give one, or none. Raises Stopped on all ranks where it is true on one.
+    Except for rounding, the micro-batch size and the layout do not matter. pipeline: the plan that
+    the model's stages follow. wants_stop: called before each group of micro-batches; all ranks pass
+    one, or none does. Raises Stopped on all ranks if it returns True on one.
     """
     was_training = model.training
     model.eval()
     k, stage = len(objective.terms), mesh.pipeline
     totals = torch.zeros(2, k, dtype=torch.float64, device=mesh.device)
-    # Every rank makes the same calls, of as many samples, as weights may be gathered in them: one
-    # more for what is left over, which counts where there is a sample for it.
+    # Every rank makes the same calls with equally many samples, since they may gather weights. One
+    # more call is for the remainder; it counts on the ranks that have a sample for it.
     own, even = range(mesh.batch.rank, samples, mesh.batch.size), samples // mesh.batch.size
-    group = GROUP * stage.size * micro_batch_size  # samples that are read at a time
+    group = GROUP * stage.size * micro_batch_size  # samples read at a time
     calls = [(own[start : min(start + group, even)], True) for start in range(0, even, group)]
     if samples % mesh.batch.size:
         calls.append((own[even:] or range(1), len(own) > even))
@@ -130,7 +130,7 @@ def mean_losses(
 
 
 def batch_of(tokens: Tensor) -> GPT2Batch:
-    """Texts int64 [b, s], to be read from their first token on."""
+    """A batch of texts; tokens: int64 [b, s], with positions counted from 0."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return GPT2Batch(tokens=tokens, positions=positions)
 
@@ -151,7 +151,7 @@ def score(
 
     tokens, labels: int64 [b, s]; labels[i, j] is the token that follows tokens[i, : j + 1].
     scored: bool [b, s]; at other positions no logits are computed. The log-probabilities are fp32
-    or wider; among equally probable tokens the one of the lowest id is the most probable.
+    or wider; if tokens are equally probable, the one with the lowest id is the most probable.
     """
     batch = batch_of(tokens)
     rows = model.layers(model.embed(batch), batch)[scored.flatten()]
@@ -159,7 +159,7 @@ def score(
     log_probabilities, hits = [], []
     for x, ids in zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True):
         logits = model.logits(x)
-        # First, because the loss works in the memory of the logits.
+        # Before the loss, which overwrites the logits.
         hits.append(most_probable(logits, mesh.vocabulary, model.vocab_size) == ids)
         losses = vocab_parallel_cross_entropy(logits, ids, mesh.vocabulary, model.vocab_size)
         log_probabilities.append(-losses)
@@ -167,10 +167,10 @@ def score(
 
 
 def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
-    """The token of the largest logit, the lowest of those that share it: int64 [n].
+    """The token with the largest logit, the lowest one of a tie: int64 [n].
 
-    vocab_size, which is no token, where a logit is NaN, on whichever rank.
-    logits: [n, padded v / t], this rank's columns, of which the padded ones do not count.
+    Where a logit is NaN on any rank, the result is vocab_size, which is no token.
+    logits: [n, padded v / t], this rank's columns; the padded ones do not count.
     """
     start, columns = own_columns(logits, axis, vocab_size)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -180,7 +180,7 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
         values, column = logits[:, :columns].max(dim=1)
         best = values.to(wide)
     own = best
-    # Above all: which of a number and NaN is the larger depends on the backend.
+    # NaN counts as inf: whether NaN or a number is the larger depends on the backend.
     best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
     candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
     chosen = all_reduce(candidate, axis, ReduceOp.MIN)

@@ -1,14 +1,14 @@
 """The executor of pipeline schedules: the only caller of a model in training and in evaluation.
 
-A schedule is a list of actions for each rank (parallel/schedules.py): the forward or the backward
-of a micro-batch through a virtual stage, a range of the model's layers. Training without a pipeline
-is the list F0 B0 F1 B1 of one stage.
+A schedule is a list of actions for each rank (parallel/schedules.py). An action is the forward or
+the backward of a micro-batch through a virtual stage, which is a range of the model's layers.
+Training without a pipeline is the list F0 B0 F1 B1 of one stage.
 
     a rank's program:   F0  F1  receive d0  B0  send dx0  F2  ..
 
-Every rank reads the whole batch: it knows the shapes of what it receives, and masks and labels need
-no messages. What passes between stages is the stream, or a tuple of tensors; those of a floating
-dtype have a gradient, which goes back the same way.
+Every rank reads the whole batch, so it knows the shapes of the tensors that it receives, and masks
+and labels need no messages. A stage sends the hidden states, or a tuple of tensors, to the next
+one; tensors of a floating dtype have a gradient, which goes back the same way.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 Tensors = tuple[Tensor, ...]
-SENDS = 2  # messages to one rank that may be under way, and in memory, at a time
+SENDS = 2  # most messages to one rank that are in flight, and in memory, at a time
 
 
 @dataclass(kw_only=True)
 class Executor:
     """Runs the programs of one rank.
 
-    batches: one a micro-batch. loss_scales: fp64 [k]. gradients: are added to; None for an
-    evaluation. before: called before each action. seen: gets what leaves the layers, by number.
+    batches: one per micro-batch. loss_scales: fp64 [k]. gradients: buckets to add to; None in an
+    evaluation. before: called before each action. seen: gets the last layer's output, by number.
     """
 
     model: Any
@@ -59,7 +59,7 @@ class Executor:
     seen: dict[int, Tensor] | None = None
 
     def run(self, program: Program) -> Tensor:
-        """Returns this rank's sum of each term, fp64 [k]: zero but on the last pipeline stage."""
+        """Returns this rank's sum of each term, fp64 [k]; 0 except on the last pipeline stage."""
         self.totals = torch.zeros_like(self.loss_scales)
         self.messages = Messages(self.mesh.pipeline)
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
@@ -87,7 +87,7 @@ class Executor:
         if stage < self.pipeline.stages - 1:
             outputs = as_tuple(self.run_layers(stage, inputs, batch))
             self.messages.put("forward", stage + 1, number, (each.detach() for each in outputs))
-            # Of the graph, and not of what it computed, whose memory is free once it is sent.
+            # Edges of the graph, not the outputs, whose memory is free once they are sent.
             roots = [edge_of(each) for each in outputs if has_gradient(each)]
         else:
             x = self.run_layers(stage, inputs, batch)
@@ -100,7 +100,7 @@ class Executor:
             self.in_flight[stage, number] = inputs, roots
 
     def run_layers(self, stage: int, inputs: Tensors, batch: Batch) -> Any:
-        """What leaves the layers of a stage, of what the stage before sent."""
+        """The output of a stage's layers. inputs: the output of the previous stage."""
         x: Any = inputs[0] if len(inputs) == 1 else inputs
         if stage == 0:
             x = self.model.embed(batch)
@@ -113,7 +113,7 @@ class Executor:
         return self.objective.loss(x, batch, self.loss_scales)
 
     def backward(self, action: Action, *, is_last: bool) -> None:
-        """is_last: of this stage, whose buckets are then reduced while it goes on."""
+        """is_last: the last backward of this stage; its buckets are reduced while it runs."""
         assert self.gradients is not None, "an evaluation has no backward"
         direction, stage, number = action
         part = stage if self.pipeline.virtual > 1 else None
@@ -141,7 +141,7 @@ class Executor:
         if message.sender == self.mesh.pipeline.rank:
             self.messages.send(message)
             return
-        # The gradient of what a stage returns is like what enters the next one.
+        # The gradient of a stage's output has the shapes and dtypes of the next stage's input.
         entered = stage if direction == "forward" else stage + 1
         first = self.pipeline.layers[entered].start
         like = as_tuple(self.model.stream(self.batches[number], first))
@@ -151,7 +151,7 @@ class Executor:
 
 
 class Messages:
-    """What passes between virtual stages: over the pipeline axis, or on one rank."""
+    """Tensors that pass between virtual stages: over the pipeline axis, or on one rank."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -160,11 +160,11 @@ class Messages:
         self.sending: dict[int, deque[list[Callable[[], Tensor]]]] = defaultdict(deque)
 
     def put(self, direction: str, stage: int, number: int, tensors: Iterable[Tensor]) -> None:
-        """For a stage, which is on this rank or is sent them later."""
+        """Keeps tensors for a stage of this rank, or for `send` to send to another rank."""
         self.ready[direction, stage, number] = tuple(tensors)
 
     def take(self, direction: str, stage: int, number: int) -> Tensors:
-        """What is there for a stage of this rank; waits for what is still coming."""
+        """Tensors for a stage of this rank; waits for those that are still being received."""
         key = direction, stage, number
         if key in self.ready:
             return self.ready.pop(key)
@@ -178,7 +178,7 @@ class Messages:
         sending.append([start_send(each, self.axis, receiver, what) for each in tensors])
 
     def receive(self, message: Message, like: Tensors, device: torch.device) -> None:
-        """like: tensors on meta of the shapes and dtypes that come, whatever their strides."""
+        """like: meta tensors with the shapes and dtypes to receive; their strides do not matter."""
         what, sender = describe(message), message.sender
         buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in like]
         waits = [start_receive(each, self.axis, sender, what) for each in buffers]
@@ -195,7 +195,7 @@ def wait_for(waits: Iterable[Callable[[], Tensor]]) -> Tensors:
 
 
 def describe(message: Message) -> str:
-    """For the failure watch."""
+    """The message in words, for the failure watch."""
     what = "the input" if message.direction == "forward" else "the gradient"
     return f"{what} of stage {message.stage}, micro-batch {message.micro_batch}"
 
@@ -211,15 +211,14 @@ def edge_of(x: Tensor) -> GradientEdge | None:
 def run_pipeline(
     model: PipelineModel, gradients: GradientBuckets, micro_batches: Sequence[Batch]
 ) -> Tensor:
-    """Forward and backward of a global batch through the stages of a model of one's own (every rank
-    calls this); then `.grad` of each parameter is there, for an optimizer of torch, and
-    `clip_grad_norm`.
+    """Forward and backward of a global batch through the stages of a user's model (every rank calls
+    this). Then each parameter has its `.grad`, for an optimizer of torch and for `clip_grad_norm`.
 
-    gradients: of the model. micro_batches: of arrays, this rank's along the mesh's batch axis; the
-    ranks of one model have the same. Returns the mean of the loss over the global batch, an fp64
-    scalar, the same on every rank; NaN where the denominators are 0. Raises ValueError, before any
-    message is sent, for a number of micro-batches that the schedule does not have, and for a stage
-    that does not run on meta.
+    gradients: the model's. micro_batches: this rank's along the mesh's batch axis, with arrays as
+    fields; the ranks of one model have the same. Returns the mean of the loss over the global
+    batch, an fp64 scalar, the same on every rank; NaN if the denominators are 0. Raises ValueError,
+    before any message is sent, if the schedule does not have this number of micro-batches or a
+    stage does not run on meta.
     """
     mesh, pipeline = model.mesh, model.pipeline
     program = pipeline.program(mesh.pipeline.rank, len(micro_batches))
@@ -244,7 +243,7 @@ def run_pipeline(
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
-    """A copy whose fields are tensors on the device, of arrays or of such tensors."""
+    """A copy of the batch with its arrays as tensors on the device; tensors stay as they are."""
     moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
     for each in fields(batch):
         array = getattr(batch, each.name)
@@ -254,7 +253,7 @@ def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """Copies on the device; the host does not wait for a GPU's, which needs pinned memory."""
+    """Copies on the device; to a GPU from pinned memory, so that the host does not wait."""
     tensors = map(torch.from_numpy, arrays)
     if device.type == "cuda":
         return [each.pin_memory().to(device, non_blocking=True) for each in tensors]

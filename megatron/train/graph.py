@@ -1,10 +1,10 @@
 """Forward and backward of a step as one CUDA graph.
 
-Kernels are recorded once, with the addresses that they read and write. Then the GPU repeats them,
-and the host copies what is new: batches and counts. That is for small models, whose kernels take
-less time than the host needs to start them: GPT-2 124M computes for 30 of 39 ms on an H200. Norm,
-update and what the host reads stay outside. Python runs once, so a step may depend on nothing but
-batches, counts and weights: see `require_graph`. Not yet run on a GPU.
+Kernels are recorded once, with the addresses that they read and write. Then the GPU replays them,
+and the host copies only the new batches and counts. This helps small models, whose kernels take
+less time than the host needs to launch them: GPT-2 124M computes for 30 of 39 ms on an H200. Norm,
+update and values that the host reads stay outside the graph. Python runs once, so a step may depend
+only on batches, counts and weights: see `require_graph`. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.executor import on_device, to_device
 
 Replay = Callable[[], object]
-WARM_UP = 2  # steps of a shape without a graph: the first compiles its kernels
+WARM_UP = 2  # steps per shape that run without a graph: the first compiles the kernels
 
 
 def record(function: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-    """(what the function returns, which each replay sets anew; the replay). Nothing is computed."""
+    """(output of the function, which each replay overwrites; the replay). Computes nothing."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    # Other threads, which read data, may call CUDA meanwhile.
+    # Other threads, which read data, may call CUDA during the recording.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = function()
     return result, graph.replay
 
 
 def use_own_stream(device: torch.device) -> None:
-    """From now on a GPU's work is queued on a stream that can be recorded; the default one cannot.
-    Autograd adds up a parameter's gradient on the stream of its first use: model and buckets come
-    after this."""
+    """Queues a GPU's work on a new stream from now on: the default stream cannot be recorded.
+    Autograd accumulates a parameter's gradient on the stream of its first use, so call this before
+    the model and the buckets are built."""
     if device.type == "cuda":
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -48,11 +48,11 @@ def use_own_stream(device: torch.device) -> None:
 
 @dataclass
 class StepGraph:
-    """Called with step.forward_backward and its arguments; returns what it returns. record: see the
-    function of this name."""
+    """Runs or replays step.forward_backward with its arguments, and returns its result. record: see
+    the function of this name."""
 
     record: Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]] = record
-    runs: Counter[str] = field(default_factory=Counter)  # of each shape of batches, without it
+    runs: Counter[str] = field(default_factory=Counter)  # steps without a graph, by batch shapes
     shapes: str = ""
     inputs: list[Any] = field(default_factory=list)  # batches and counts that the graph reads
     totals: Tensor | None = None
@@ -77,7 +77,7 @@ class StepGraph:
             batches, held = [on_device(each, device) for each in micro_batches], counts.clone()
             for each in batches:
                 for name, x in arrays(each):
-                    object.__setattr__(each, name, x.clone())  # a CPU shares it with the array
+                    object.__setattr__(each, name, x.clone())  # on a CPU x shares the array
             self.inputs, self.shapes = [*batches, held], shapes
             self.totals, self.replay = self.record(lambda: run(state, batches, held))
         else:
@@ -97,7 +97,7 @@ def arrays(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def require_graph(model: KindConfig, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Raises UsageError for a run whose steps no graph can repeat. dtype: of the weights."""
+    """Raises UsageError if no graph can replay the steps of the run. dtype: of the weights."""
     reasons = {
         "without a GPU": mesh.device.type != "cuda",
         "with several processes": mesh.size() > 1,

@@ -1,12 +1,12 @@
-"""Which conditions each call of a compiled layer checks before it runs a graph.
+"""Selects the guards: conditions that each call of a compiled layer checks before it runs a graph.
 
-All layers of a model share graphs, whose guards say for which layer, input and mode each holds:
-268 of a GPT-2 layer, a third of the host's time. Those on tensors, modes, settings, identities and
-classes of modules stay. Left out is what two layers cannot differ in:
+All layers of a model share graphs; guards say for which layer, input and mode each graph is valid.
+A GPT-2 layer has 268, which take a third of the host's time. Guards on tensors, modes, settings,
+identities and classes of modules stay. Guards on what two layers cannot differ in are left out:
 
 - globals: functions, classes and constants of modules;
-- that an instance does not hide an attribute of its class, where that has methods alone to hide;
-- the class of a dict, and of a dataclass without subclasses: its fields are guarded one by one.
+- that an instance does not hide an attribute of its class, if the class has only methods to hide;
+- the class of a dict, and of a dataclass without subclasses: its fields have guards of their own.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _hides_nothing(guard: Any) -> bool:
 
 
 def _has_defaults(kind: type) -> bool:
-    """Whether a module's own classes have attributes that are no methods."""
+    """Whether the module's classes below nn.Module have attributes other than methods."""
     methods = property, staticmethod, classmethod
     return any(
         not (name.startswith("__") or callable(value) or isinstance(value, methods))

@@ -40,12 +40,12 @@ from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.trained import saved_tokenizer
 
 NO_CHECKPOINT = CheckpointConfig()
-GPT2_VOCABULARY = 50_257  # where settings leave it to the tokenizer, and there is none
+GPT2_VOCABULARY = 50_257  # if the config leaves it to the tokenizer and there is none
 
 
 @runtime_checkable
 class Blended(Protocol):
-    """Samples whose epochs may differ in size, as those of a blend do."""
+    """Samples whose epochs may differ in size, such as those of a blend."""
 
     @property
     def samples_in(self) -> Callable[[int], int]: ...
@@ -53,39 +53,39 @@ class Blended(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The data sets, and what of them is trained and validated on."""
+    """The data sets, and their samples for training and validation."""
 
     corpus: Corpus[Any]
     tokenizer: Tokenizer | None
-    """That made the data sets; None where neither flags nor a folder beside them hold it."""
+    """The one that made the data sets; None if neither flags nor a folder beside them give it."""
     train: Samples
     validation: Samples | None
 
     def samples_in(self, epochs: int) -> int:
-        """Of training, in so many epochs: of a blend, until its first data set has been read so
-        often."""
+        """Training samples in this many epochs; in a blend, until its first data set has been read
+        this often."""
         if isinstance(self.train, Blended):
             return self.train.samples_in(epochs)
         return epochs * self.train.samples_per_epoch
 
 
 def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
-    """Raises ValueError or OSError, naming the flag, for data that is damaged or does not fit.
+    """Raises ValueError or OSError, naming the flag, if the data is damaged or does not fit.
 
-    Warns where checkpoints will be saved that hold no tokenizer.
+    Warns if checkpoints will be saved without a tokenizer.
     """
     return _open_text(config, config.model.vocab_size)
 
 
 def open_huggingface_inputs(config: PretrainHuggingFaceConfig) -> Inputs:
-    """As open_gpt2_inputs; the model's vocabulary may be larger than the tokenizer's."""
+    """Like open_gpt2_inputs; the model's vocabulary may be larger than the tokenizer's."""
     inputs = _open_text(config, None)
     _require_vocabulary(config, inputs)
     return inputs
 
 
 def open_huggingface_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> Inputs:
-    """As open_bert_inputs; the model's vocabulary may be larger than the tokenizer's."""
+    """Like open_bert_inputs; the model's vocabulary may be larger than the tokenizer's."""
     _, inputs = open_bert_data(config.data, config.training.seed, load=config.checkpoint)
     _require_vocabulary(config, inputs)
     return inputs
@@ -155,7 +155,7 @@ def _open_padded(
 
 
 def open_bert_inputs(config: PretrainBertConfig) -> Inputs:
-    """As open_gpt2_inputs; the tokenizer has to be known, since its marks go into every sample."""
+    """Like open_gpt2_inputs; needs the tokenizer, whose special tokens are in every sample."""
     data, vocab_size = config.data, config.model.vocab_size
     return open_bert_data(data, config.training.seed, vocab_size, config.checkpoint)[1]
 
@@ -193,14 +193,14 @@ def open_bert_data(
 def _open_corpus(
     data: DataConfig, vocab_size: int | None, load: CheckpointConfig, *, sentences: bool
 ) -> tuple[Corpus[IndexedDataset], Tokenizer | None]:
-    """The data sets and the tokenizer of the flags, or else the one that was found beside them, or
-    else that of --load if it made them.
+    """The data sets and their tokenizer: that of the flags, or else the one found beside the data
+    sets, or else that of --load if it made them.
 
-    sentences: whether the data has to be cut into such.
+    sentences: whether the data has to be split into sentences.
     """
     given, saved = _given(data), cache(partial(saved_tokenizer, load))
     corpus = open_corpus(data.data_path, given, vocab_size, saved)
-    # Before the kinds of tokenizer: the message names the program that reads this data set.
+    # Before the tokenizer's kind: this message names the program that reads this data set.
     require_sequences(corpus, sentences=sentences)
     tokenizer = given or find_tokenizer(corpus)
     if tokenizer is None and (own := saved()) is not None and own.fingerprint == corpus.fingerprint:
@@ -211,7 +211,7 @@ def _open_corpus(
 
 
 def _given(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of the flags."""
+    """The tokenizer of the flags; None without them."""
     if not (data.vocab_file or data.merge_file):
         return None
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
@@ -240,7 +240,7 @@ def _inputs(
 
 @dataclass(frozen=True)
 class Mock:
-    """What --mock-data has in place of a data set."""
+    """Stands in for a data set with --mock-data."""
 
     num_documents: int = 0
     content: str = "mock data"
@@ -255,7 +255,7 @@ def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samp
 
 
 def vocabulary_of(config: PretrainConfig) -> int:
-    """Without data: that of the settings, or else of GPT-2."""
+    """Vocabulary size of a run without data: the config's, or else GPT-2's."""
     return getattr(config.model, "vocab_size", None) or GPT2_VOCABULARY
 
 

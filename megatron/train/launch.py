@@ -1,4 +1,4 @@
-"""From the environment of a launcher to a mesh; below this file nothing reads the environment."""
+"""Builds the mesh from the launcher's environment, which no code below this file reads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron.train.watch import ROUNDS, Process, Watch, note, own_process
 PATIENCE = 120.0  # seconds within which all ranks have to arrive
 NOTICE = 5.0  # seconds of waiting after which the missing ranks are named
 _POLL = 0.1  # seconds
-_MARGIN = 300.0  # seconds that torch's own time limits are longer, so that the watch ends a run
+_MARGIN = 300.0  # seconds added to torch's own time limits, so that the watch ends a run first
 
 
 def default_precision(device: torch.device) -> str:
-    """What a run computes in if nobody says: bf16 where the device multiplies in it, else fp32."""
+    """The default precision of a run: bf16 if the device has bf16 matmuls, else fp32."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -48,16 +48,16 @@ def launch(
     *,
     deterministic: bool = False,
 ) -> Iterator[Mesh]:
-    """The mesh of this run: the launcher's processes, or this process alone without a launcher.
+    """The mesh of this run: the launcher's processes, or only this process without a launcher.
 
-    Launchers are torchrun, and whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where
-    there are several processes they are watched to the end of the `with`: a failure or a stall of
-    one is printed once and ends all, with status 1 and without coming back here.
+    A launcher is torchrun, or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Several processes are watched until the `with` ends: a failure or a stall of one is printed once
+    and ends all of them, with status 1 and without returning here.
 
     deterministic: operators, cuBLAS, NCCL and the compiler give the same bits in every run; CUDA
     must not have been used before.
 
-    Raises ValueError where the processes do not fit, TimeoutError where some do not arrive.
+    Raises ValueError if the processes do not fit, TimeoutError if some do not arrive.
     """
     parallel, error_file = parallel or ParallelConfig(), environ.get("TORCHELASTIC_ERROR_FILE")
     try:
@@ -77,8 +77,8 @@ def launch(
         write_error_file(error_file, f"{type(error).__name__}: {error}".splitlines()[0])
         raise
     if not faulthandler.is_enabled():
-        faulthandler.enable(file=2)  # where gloo aborts a process, it shows its stacks
-    dump_prefix = f"{gettempdir()}/flight_recorder_{info.port}_"  # the port is this run's alone
+        faulthandler.enable(file=2)  # prints the stacks of a process that gloo aborts
+    dump_prefix = f"{gettempdir()}/flight_recorder_{info.port}_"  # no other run has this port
     dump_prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", dump_prefix)
     watch = Watch(dist.PrefixStore("watch", store), info, limit, error_file, dump_prefix)
     with watch:
@@ -113,34 +113,34 @@ def launch(
     dist.destroy_process_group()
 
 
-# Values under which the same run has the same bits, the usual one first. Ring is the algorithm that
-# all of NCCL's collectives have; where several are allowed NCCL chooses by its measurements.
+# Values with which a repeated run has the same bits, the default first. Ring is the algorithm that
+# all of NCCL's collectives have; if several are allowed, NCCL chooses by its measurements.
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
 
 
 def _make_deterministic(environ: Mapping[str, str]) -> None:
-    """Raises UsageError where the user's environment asks for others."""
+    """Raises UsageError if the user's environment sets other values."""
     for name, values in _DETERMINISTIC.items():
         value = environ.get(name, values[0])
         if value.lower() not in map(str.lower, values):
             raise UsageError(name, value, f"{' or '.join(values)} with --deterministic")
         os.environ[name] = value
-    torch.use_deterministic_algorithms(True)  # and Inductor, which then times no kernels
-    # Else each new tensor is filled with NaN first, a write of all of it.
+    torch.use_deterministic_algorithms(True)  # also for Inductor, which then times no kernels
+    # Otherwise each new tensor is first filled with NaN, which writes all of it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
 def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
-    """(the part of the store that belongs to this start of the ranks, whether no other process is
-    the same rank); `patience` in seconds.
+    """(the part of the store for this start of the ranks, whether this process is the only one of
+    its rank). patience: in seconds.
 
-    torchrun keeps one store through restarts, and does not count those after a node was lost; all
-    ranks start anew each time, so that each counts its own starts.
+    torchrun keeps one store across restarts, and does not count restarts after a lost node. All
+    ranks start again each time, so each rank counts its own starts.
     """
     keeps = info.is_host and info.rank == 0
     deadline = time.monotonic() + patience
-    while not keeps:  # TCPStore waits too, but lets no signal through meanwhile
+    while not keeps:  # TCPStore waits too, but blocks signals meanwhile
         try:
             socket.create_connection((info.address, info.port), timeout=patience).close()
             break
@@ -173,8 +173,8 @@ def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What the others should know of a rank; size: ranks of the run, as this one was told. process:
-    the fields of its Process."""
+    """A rank's message to the others. size: the number of ranks that this rank was given.
+    process: the fields of its Process."""
 
     host: str
     size: int
@@ -188,10 +188,10 @@ def _own_arrival(size: int) -> Arrival:
 
 
 def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
-    """What each rank says of itself, by rank, once all have arrived.
+    """The Arrival of each rank, in order of rank, once all have arrived.
 
-    Raises TimeoutError after `patience` seconds, which names the ranks that are missing, and
-    ValueError where ranks contradict each other.
+    Raises TimeoutError, which names the missing ranks, after `patience` seconds, and ValueError if
+    ranks contradict each other.
     """
     store.set(f"here/{info.rank}", json.dumps(asdict(_own_arrival(info.size))))
     if store.add("arrived", 1) == info.size:
@@ -225,16 +225,16 @@ def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> li
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 3, 4`, and no more than 16 of them."""
+    """`rank 3` or `ranks 3, 4`, with at most 16 numbers."""
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 def choose_device(rank: int, arrivals: list[Arrival], environ: Mapping[str, str]) -> torch.device:
-    """This process's own GPU where each process has one, the CPU where no host has so many.
+    """This process's own GPU if every process has one; the CPU if no host has enough GPUs.
 
-    Raises ValueError where some hosts have them and others do not. LOCAL_RANK says which GPU;
-    without it, it is the number of lower ranks on the same host.
+    Raises ValueError if some hosts have enough and others do not. LOCAL_RANK is the GPU's index;
+    without it, the index is the number of lower ranks on the same host.
     """
     processes = Counter(arrival.host for arrival in arrivals)
     short = [each for each in arrivals if each.gpus < processes[each.host]]
@@ -253,7 +253,7 @@ def choose_device(rank: int, arrivals: list[Arrival], environ: Mapping[str, str]
 
 
 def check_interface(arrivals: list[Arrival], environ: Mapping[str, str]) -> None:
-    """Raise ValueError where gloo would offer other hosts the loopback of this one."""
+    """Raises ValueError if gloo would give other hosts the loopback address of this host."""
     host = socket.gethostname()
     if len({arrival.host for arrival in arrivals}) == 1 or "GLOO_SOCKET_IFNAME" in environ:
         return

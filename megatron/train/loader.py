@@ -1,4 +1,4 @@
-"""Samples of this rank: sharded over the ranks that read different ones, and prefetched.
+"""This rank's samples: sharded over the ranks that read different samples, and prefetched.
 
 Importing this needs no torch.
 """
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
-    """The numbers of the texts of each batch of this rank, with a progress bar called `name`; ranks
-    of one model read the same, as they compute together.
+    """Yields the text numbers of each batch of this rank, with a progress bar called `name`. Ranks
+    of one model get the same numbers, since they compute together.
 
-    lengths: of texts, in tokens. The longest come first: texts of equal length need little padding,
-    and what does not fit in memory fails at once. size: texts of a batch.
+    lengths: of the texts, in tokens. The longest come first: texts of equal length need little
+    padding, and a batch that does not fit in memory fails at once. size: texts per batch.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     own = batches[mesh.copies.rank :: mesh.copies.size]
-    is_shown = mesh.is_first and sys.stderr.isatty()  # a log would be full of it
+    is_shown = mesh.is_first and sys.stderr.isatty()  # it would fill a log file
     with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
         for numbers in own:
             yield numbers
@@ -46,11 +46,11 @@ def prefetch(
     data_size: int,
     num_workers: int = 1,
 ) -> Generator[list[Batch]]:
-    """This rank's micro-batches of step after step, made while the steps before are computed.
+    """Yields this rank's micro-batches of each step, made while earlier steps are computed.
 
     starts: the first sample of each step; its stride is the global batch size. num_workers: threads
-    that read ahead, each one of the next steps. What the data set raises is raised in its step. The
-    threads end with the iterator, so close an iterator that is left early.
+    that read ahead, each for one of the next steps. An error of the data set is raised in its step.
+    The threads end with the iterator, so close an iterator that is left early.
     """
 
     def read(start: int) -> list[Batch]:

@@ -1,7 +1,7 @@
 """The training loop: batches in; metrics, evaluations and checkpoints out.
 
-Pretraining (pretrain.py) and fine-tuning (tasks/finetune.py) are this loop with other batches,
-another evaluation and another way to save.
+Pretraining (pretrain.py) and fine-tuning (tasks/finetune.py) use this loop with different batches,
+evaluations and ways to save.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron.train.watch import note
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What `train` needs beside the state."""
+    """Everything that `train` needs besides the state."""
 
     training: TrainingConfig
     batches: Generator[Sequence[Batch]]
     """This rank's micro-batches of each step up to training.steps."""
     learning_rate: Callable[[int], float]
-    """Of the update's number, counted from 1."""
+    """The learning rate of an update, by its number, counted from 1."""
     evaluate: Callable[[TrainState], float | None]
-    """Evaluates and records; returns the loss, or None where there is nothing to evaluate. Raises
-    Stopped on all ranks where `signals.is_urgent()` on one."""
+    """Evaluates and records; returns the loss, or None if there is nothing to evaluate. Raises
+    Stopped on all ranks if `signals.is_urgent()` on one."""
     save: Callable[[TrainState, float | None], None]
     """Saves the state with its validation loss; every rank calls it at the same steps."""
     saver: Saver | None = None
-    """Where `save` may still be writing after it has returned."""
+    """Given if `save` may still be writing after it has returned."""
     metrics: Metrics
     signals: StopSignals
     facts: Callable[[TrainState], Mapping[str, Any]]
-    """What a line of metrics holds besides the step and its numbers."""
+    """Fields of a line of metrics besides the step and its numbers."""
     log_interval: int
     save_interval: int | None
     post_step: Callable[[TrainState, StepResult], None] = lambda state, result: None
@@ -50,30 +50,30 @@ class Loop:
 
 
 def train(state: TrainState, loop: Loop) -> str:
-    """Train to `train_iters`, or to an exit that was asked for; return what ended it.
+    """Train to `train_iters` or to a requested exit; return the reason for the end.
 
-    At the end the state is evaluated and saved; after a signal it is only saved, since the
-    scheduler does not wait for an evaluation or a check: one under way is cut short. A signal in
-    the last step changes nothing where nothing is left to evaluate.
+    At the end the state is evaluated and saved. After a signal it is only saved, since the
+    scheduler does not wait for an evaluation or a check: a running one is cut short. A signal in
+    the last step changes nothing if nothing is left to evaluate.
     """
     training, saver, clock = loop.training, loop.saver, Clock()
     end: str | None = None
-    checked: int | None = None  # the step of the last check of replicas
+    checked: int | None = None  # the step of the last replica check
 
     def wants_stop() -> bool:
-        """Whether this rank has a reason to leave; all leave at the step at which one has."""
+        """Whether this rank has a reason to stop; all ranks stop at the step where one has."""
         minutes = training.exit_duration_in_mins
         is_late = minutes is not None and clock.elapsed > 60 * minutes
         has_failed = saver is not None and saver.failed
         return is_late or loop.signals.received is not None or has_failed
 
     def is_due(interval: int | None) -> bool:
-        """What happens at every multiple of `interval` also happens at the end."""
+        """Whether the step is a multiple of `interval` or the run ends."""
         return end is not None or (interval is not None and state.step % interval == 0)
 
     @contextmanager
     def stoppable(phase: str) -> Iterator[None]:
-        """Around a phase that a signal to one rank cuts short on all; then that ends the run."""
+        """Around a phase that a signal to one rank cuts short on all ranks; the run then ends."""
         nonlocal end
         note(phase)
         with clock.paused():
@@ -105,7 +105,7 @@ def train(state: TrainState, loop: Loop) -> str:
                 end = "train_iters"
             elif result.stop:
                 if saver is not None:
-                    saver.close()  # raises on all ranks at once where a save has failed
+                    saver.close()  # raises on all ranks at once if a save has failed
                 received = filter(None, state.mesh.control.gather(loop.signals.received))
                 end = next(received, "exit_duration_in_mins")
             elif training.exit_interval and state.step % training.exit_interval == 0:
@@ -114,7 +114,7 @@ def train(state: TrainState, loop: Loop) -> str:
             interval = training.check_replicas_interval
             is_checked = interval and (is_due(loop.save_interval) or state.step % interval == 0)
             if is_checked and end not in SIGNALS:
-                with stoppable("replica check"):  # before a save: what is kept is correct
+                with stoppable("replica check"):  # before a save, so only correct states are saved
                     check_replicas(state, batches, checked, loop.signals.is_urgent)
                     checked = state.step
             if is_due(loop.log_interval):
@@ -130,7 +130,7 @@ def train(state: TrainState, loop: Loop) -> str:
                 if saver is not None:
                     if end is not None:
                         saver.close()
-                    # A failed save is left to the next vote: ranks see it at different steps.
+                    # Ranks see a failed save at different steps, so the next vote handles it.
                     for report in [] if saver.failed else saver.reports():
                         loop.metrics.write({"step": state.step, **report.facts()})
                         loop.metrics.log(f"step {state.step} | {report}")

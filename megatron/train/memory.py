@@ -1,4 +1,4 @@
-"""The message of a run that is out of memory."""
+"""The error message of a run that is out of memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.train.watch import Progress
 
 
 def is_allocation(error: BaseException) -> bool:
-    """Whether memory was asked for that there is not: of the device, or, for which torch has no
-    class of its own, of a CPU."""
+    """Whether an allocation failed, of the device's memory or of a CPU's, for which torch has no
+    error class of its own."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -25,13 +25,13 @@ def is_allocation(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
-    """Inside, an allocation that fails raises OutOfMemoryError."""
+    """Inside the `with`, an allocation that fails raises OutOfMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_allocation(error):
             raise
-        clear_frames(error.__traceback__)  # what they hold: to end takes memory, too
+        clear_frames(error.__traceback__)  # frees their objects: ending takes memory, too
         raise OutOfMemoryError(_message(config, mesh, error)) from error
 
 
@@ -47,7 +47,7 @@ def _message(config: PretrainConfig, mesh: Mesh, error: BaseException) -> str:
 
 
 def cures(config: PretrainConfig, copies: int) -> list[str]:
-    """What takes less memory of a rank than the config does on so many copies of the model."""
+    """Changes that take less memory per rank than the config. copies: copies of the model."""
     parallel, found, more = config.parallel, list[str](), "more ranks"
     most = 3 if parallel.pipeline_model_parallel_size == 1 else 1
     if parallel.stage_of_zero < most:

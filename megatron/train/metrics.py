@@ -30,11 +30,11 @@ if TYPE_CHECKING:  # read_metrics needs no torch
 
 Line = dict[str, Any]
 GRACE = 5.0  # seconds that an error waits for the sinks
-LONGEST = 200  # characters of a string that a sink gets
+LONGEST = 200  # most characters of a string that a sink gets
 
 
 class Metrics:
-    """One JSON object a line, and a progress bar; only the first rank of the mesh writes."""
+    """One JSON object per line, and a progress bar; only the first rank of the mesh writes."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Metrics:
         sinks: Sequence[Sink] = (),
         stream: TextIO | None = None,
     ) -> None:
-        """path: appended to; None keeps no file. start: steps done before this process. stream: the
-        console, standard output if not given.
+        """path: the file to append to; None writes no file. start: steps done before this process.
+        stream: the console, by default standard output.
 
-        Lines that a disk does not take, full or broken, are reported once, kept in memory and tried
-        again with each new one: a run goes on to its next save. Raises OSError, naming the file,
-        here, on all ranks (each calls this), and at the end of a `with` where some are still not on
-        disk.
+        Lines that a full or broken disk does not take are reported once, kept in memory and retried
+        with each new line, so that the run goes on to its next save. Raises OSError, naming the
+        file, on all ranks in this constructor (each calls it), and at the end of a `with` if lines
+        are still not on disk.
         """
         from megatron.parallel.agree import refuse_alike
 
@@ -64,9 +64,9 @@ class Metrics:
         self.exit_code = 0
         self._step = start
         self._unwritten: list[str] = []
-        self._end: int | None = None  # bytes of the file before those lines
+        self._end: int | None = None  # size of the file in bytes, without those lines
         refuse_alike(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
-        # Not in a log file, where it would hide the lines between its own.
+        # No bar in a log file, where it would hide the lines in between.
         is_shown = self.is_first and sys.stderr.isatty()
         self.bar = tqdm(
             initial=start, total=steps, unit="step", desc="pretrain", disable=not is_shown
@@ -75,7 +75,7 @@ class Metrics:
             self.log(f"metrics go to {sink.name}, too: {sink.destination}")
 
     def describe(self, facts: dict[str, Any]) -> None:
-        """Write what holds for the whole run to run.json beside the metrics."""
+        """Write the facts of the whole run to run.json, beside the metrics."""
         if self.path is not None:
             text = json.dumps(facts, indent=1) + "\n"
             try:
@@ -90,12 +90,12 @@ class Metrics:
             self.stream.flush()
 
     def advance(self) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self._step += 1
         self.bar.update()
 
     def write(self, line: Line) -> None:
-        """Append a line; a number that is not finite becomes null, as JSON has no other word."""
+        """Append a line; non-finite numbers become null, since JSON has no form for them."""
         finite = {
             key: None if isinstance(value, float) and not isfinite(value) else value
             for key, value in line.items()
@@ -117,11 +117,11 @@ class Metrics:
             with path.open("ab") as file:
                 if self._end is None:
                     self._end = file.tell()
-                if file.tell() > self._end:  # no line is there in part, or twice
+                if file.tell() > self._end:  # so that no line is partial or repeated
                     file.truncate(self._end)
                 file.write("".join(self._unwritten).encode())
         except OSError as error:
-            with suppress(OSError):  # which the next line then tries again
+            with suppress(OSError):  # the next line retries this
                 if self._end is not None:
                     os.truncate(path, self._end)
             if len(self._unwritten) == 1:
@@ -131,7 +131,7 @@ class Metrics:
             self._end = None
 
     def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
-        """Close a sink; `cause`, or else what it could not send, is reported."""
+        """Close a sink; report `cause`, or else an error of closing it."""
         self.sinks.remove(sink)
         try:
             sink.close(exit_code)
@@ -149,7 +149,7 @@ class Metrics:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code not in (0, self.exit_code):
             self.write({"step": self._step, "ended": type(error).__name__, "exit_code": code})
-        # A sink may wait for a network; an error is shown soon.
+        # A sink may wait for a network, but an error is shown after GRACE seconds at most.
         closing = Thread(target=self._close_all, args=(code,), daemon=True)
         closing.start()
         closing.join(None if error is None else GRACE)
@@ -169,20 +169,20 @@ class Clock:
         self.start = self.since = time.monotonic()
         self.tokens = 0
         self.documents = Counter[str]()
-        """Of this rank since the last line, by what befell them; without what cannot."""
+        """This rank's cut and empty documents since the last line; impossible kinds are absent."""
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.start
 
     def count(self, kind: str, documents: Sequence[int | None]) -> None:
-        """documents: Batch.num_cut of each micro-batch."""
+        """documents: the Batch.num_cut or num_empty of each micro-batch."""
         known = [each for each in documents if each is not None]
         if known:
             self.documents[kind] += sum(known)
 
     def tokens_per_second(self) -> float:
-        """Since the last call, without what ran under `paused`."""
+        """The rate since the last call, without the time under `paused`."""
         now = time.monotonic()
         rate = self.tokens / (now - self.since)
         self.since, self.tokens = now, 0
@@ -196,7 +196,7 @@ class Clock:
 
 
 def peak_memory(mesh: Mesh) -> int:
-    """The most bytes that one of the ranks has held so far: on GPUs of tensors, on CPUs of the
+    """The largest peak memory of a rank so far, in bytes: on GPUs of its tensors, on CPUs of the
     whole process with its libraries (every rank calls this)."""
     import torch
 
@@ -208,15 +208,15 @@ def peak_memory(mesh: Mesh) -> int:
 
 
 def read_metrics(path: str | Path) -> list[Line]:
-    """The lines that stand, in order of step: what was rewound or cut short is left out."""
+    """The valid lines, in order of step; lines that were rewound or cut short are left out."""
     return [line for line in _lines(Path(path).read_bytes()) if not line.get("rewound")]
 
 
 def mark_rewound(path: Path, start: int) -> None:
-    """Mark what does not stand in a run that starts from step `start`: every line of a later step,
-    all lines for a run from scratch, and one cut short by a kill.
+    """Mark the lines that do not hold in a run that starts from step `start`: every line of a later
+    step, all lines for a run from scratch, and one cut short by a kill.
 
-    The file is replaced whole, or, where there is nothing to mark, left alone.
+    The file is replaced as a whole, or left unchanged if there is nothing to mark.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +235,7 @@ def _lines(data: bytes) -> Iterator[Line]:
     for text in data.splitlines():
         try:
             line = json.loads(text)
-        except ValueError:  # what a kill, a power cut or a full disk left
+        except ValueError:  # torn by a kill, a power cut or a full disk
             line = None
         if isinstance(line, dict):
             yield line

@@ -1,9 +1,9 @@
-"""What a model is trained for: sums over a batch, and what their means are over.
+"""Training objectives: sums of loss terms over a batch, and the denominators of their means.
 
-A loss is a sum of terms, each the mean of something over the global batch: over its counted tokens,
-masked tokens, samples. An objective gives the sums of one micro-batch and, before the model has
-seen it, the denominators: step.py adds up both over micro-batches and ranks, and divides. Every
-model is its own objective; `WholeLogitsLoss` is one for a loss of the user's own.
+A loss is a sum of terms. Each term is a mean over the global batch: over its counted tokens, masked
+tokens or samples. An objective gives the sums of one micro-batch and, before the model runs on it,
+the denominators; step.py adds up both over micro-batches and ranks, and divides. Every model is its
+own objective; `WholeLogitsLoss` is the objective for a user's own loss.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from megatron.parallel.regions import gather_with_gradient
 
 
 class Objective(Protocol):
-    """What is minimised: a sum of k terms, each a mean over the global batch."""
+    """The loss to be minimised: a sum of k terms, each a mean over the global batch."""
 
     @property
     def terms(self) -> Sequence[str]:
-        """What the record calls the k terms of the loss."""
+        """The names of the k terms of the loss in the metrics."""
         ...
 
     def denominators(self, batch: Any) -> list[float]:
-        """What the mean of each term is over, in this batch of arrays: k numbers."""
+        """The denominator of each term in this batch of arrays: k numbers."""
         ...
 
     def loss(self, x: Tensor, batch: Any, loss_scales: Tensor) -> Tensor:
-        """The sum of each term over this batch x its loss scale, [k], fp32 or wider: the last stage
-        of the model.
+        """The last part of the model: the sum of each term over this batch x its loss scale, [k],
+        fp32 or wider.
 
-        x: [n, h], what the layers return. batch: of tensors. loss_scales: fp64 [k].
+        x: [n, h], the output of the layers. batch: of tensors. loss_scales: fp64 [k].
         """
         ...
 
 
 class WholeLogitsLoss:
-    """A loss of one's own, on whole logits.
+    """A user's own loss, on whole logits.
 
-    Every rank gathers all columns: of n tokens and a vocabulary of v, 4 n v bytes and more, where a
+    Every rank gathers all columns: 4 n v bytes or more for n tokens and a vocabulary of v. A
     model's own loss holds n v / t at most.
     """
 
@@ -55,9 +55,9 @@ class WholeLogitsLoss:
         function: Callable[[Tensor, Any], Tensor],
         denominator: Callable[[Any], float],
     ) -> None:
-        """model: one with `logits`, as GPT2. function: of the logits [n, vocabulary], fp32 or
-        wider, and the batch, to the sum of the loss, a scalar. denominator: of a batch, what the
-        mean is over."""
+        """model: one with `logits`, such as GPT2. function: takes the logits [n, vocabulary], fp32
+        or wider, and the batch; returns the sum of the loss, a scalar. denominator: takes a batch;
+        returns the denominator of the mean."""
         self.model, self.mesh, self.function, self.denominator = model, mesh, function, denominator
 
     def denominators(self, batch: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the settings of a run make of its pipeline: the layers of each stage, and the schedule.
+"""Plans the pipeline of a run from its config: the layers of each stage, and the schedule.
 
 Needs no torch, so that a schedule that does not work is refused before torch is imported.
 """
@@ -25,11 +25,11 @@ def plan_pipeline(
     vocab_size: int,
     scored: float = 1.0,
 ) -> PipelinePlan:
-    """The stages of a model that fits them (`TrainingParallelConfig.check_model`).
+    """The pipeline of a model that divides into its stages (`TrainingParallelConfig.check_model`).
 
-    model: its config. seq_length: tokens of a sample. scored: the share of them whose logits the
-    head computes, which is what it weighs; the embedding, a look-up, weighs nothing. Raises
-    UsageError for a file that is no schedule of so many stages.
+    model: its config. seq_length: tokens per sample. scored: the share of tokens whose logits the
+    head computes, which is the head's cost. The embedding, a look-up, costs nothing. Raises
+    UsageError for a file that is not a schedule of this number of stages.
     """
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_stages(model.num_layers)
@@ -51,8 +51,8 @@ def plan_pipeline(
 
 
 def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> PipelinePlan:
-    """The pipeline of a run that `config.check` accepts. Raises UsageError where a schedule of the
-    user's does not work, or is of another number of micro-batches than a step of this run has."""
+    """The pipeline of a run that `config.check` accepts. Raises UsageError if a user's schedule
+    does not work, or has another number of micro-batches than a step of this run."""
     plan = plan_pipeline(
         config.parallel,
         config.model,
@@ -92,7 +92,7 @@ def _own_schedule(file: str, ranks: int, virtual: int, model: Any) -> Lists:
 
 @contextmanager
 def _refused(given: str, virtual: int) -> Iterator[None]:
-    """Where a schedule does not work, the default one does."""
+    """Turns a ScheduleError into a UsageError, which suggests the default schedule."""
     try:
         yield
     except ScheduleError as error:

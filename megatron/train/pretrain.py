@@ -1,6 +1,6 @@
 """Pretraining from the command line to the last checkpoint: parse, launch, build, train.
 
-torch is imported inside the functions: wrong input is reported before that takes its seconds.
+torch is imported in the functions: this takes seconds, and wrong input is reported before it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | None = None) -> None:
-    """kind: of model, see `find_kind`; by default what --model says.
+    """kind: of model, see `find_kind`; by default that of --model.
 
-    Raises SystemExit with status 75 where SIGTERM or SIGUSR1 asked for it: the same command with
-    --load resumes the run (without --save nothing is kept).
+    Raises SystemExit with status 75 after SIGTERM or SIGUSR1: the same command with --load resumes
+    the run (without --save nothing is kept).
     """
 
     def report_data(_: object, error: BaseException | None, __: object) -> None:
         kinds = DataError, OutOfMemoryError
-        if isinstance(error, kinds):  # of one process; several are ended by `launch`
+        if isinstance(error, kinds):  # for one process; `launch` ends several
             with user_errors(environ, kinds=kinds):
                 raise error
 
@@ -83,14 +83,14 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
-            plan_of_run(config, world, inputs.corpus.vocab_size)  # to refuse it early, as below
-            # Until here the library of tokenizers may use all cores (--too-long refuse). From here
-            # on threads of the loader, and ranks, tokenise beside each other: its own would stand
-            # in their way. It also warns where a process that used them forks, as for a compiler.
+            plan_of_run(config, world, inputs.corpus.vocab_size)  # for early errors, as below
+            # Until here the tokenizers library may use all cores (--too-long refuse). From here on
+            # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
+            # slow them down. It also warns if a process that used them forks, as for a compiler.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             start = find_start(config.checkpoint)
             newest = newest_readable(start.folders)[0] if start.folders else None
-            # To refuse it early; `build` finds the checkpoint that is really resumed.
+            # To raise errors early; `build` finds the checkpoint that is really resumed.
             resolve(config, inputs, start, newest, world)
             if newest is None:
                 config.model.starts_from()
@@ -117,7 +117,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(code)
 
 
-DISTRIBUTED = "use_distributed_optimizer"  # stage 1 of ZeRO, in the settings of a checkpoint
+DISTRIBUTED = "use_distributed_optimizer"  # ZeRO stage 1, in the config of a checkpoint
 MODEL_HELP = """\
 usage: pretrain.py --model KIND [flags]
 
@@ -149,8 +149,8 @@ def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
 
 def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
-    """On the first rank what there is once --save belongs to this run: until then a former run may
-    have made its last save there. On the others `start`."""
+    """The start found again on the first rank, now that --save belongs to this run: a previous run
+    may have saved there until then. On the other ranks `start`."""
     from megatron.parallel.agree import refuse_alike
 
     found = [start]
@@ -170,8 +170,8 @@ def resolve(
     checkpoint: Checkpoint | None,
     world: int,
 ) -> PretrainConfig:
-    """The config with the steps that --epochs comes to from this checkpoint on, and with its
-    --pure-bf16 where no precision is given. Raises UsageError where it is of another run."""
+    """The config with --epochs converted to steps from this checkpoint on, and with its --pure-bf16
+    if no precision is given. Raises UsageError if the checkpoint is of another run."""
     steps_done = samples_done = 0
     if checkpoint is not None:
         path, manifest, finetune = checkpoint.path, checkpoint.manifest, start.finetune
@@ -190,9 +190,9 @@ def resolve(
 def refuse_differing(
     config: PretrainConfig, inputs: Inputs, pipeline: PipelinePlan, mesh: Mesh
 ) -> None:
-    """Raise UsageError, the same on every rank, where two ranks would read other samples, train for
-    other numbers of steps or have another pipeline: the loss would be of no data set or of no
-    model, or one would wait for the other.
+    """Raises UsageError, the same on every rank, if two ranks would read different samples, train
+    for different numbers of steps or have different pipelines: the loss would be that of no data
+    set or of no model, or one rank would wait for the other.
     """
 
     def refuse(name: str, value: object, own: str, cure: str) -> None:
@@ -224,21 +224,21 @@ class Run:
     inputs: Inputs
     state: TrainState
     facts: dict[str, Any]
-    """Of the run, for the manifest of each checkpoint."""
+    """Facts about the run, for the manifest of each checkpoint."""
     files: Mapping[str, bytes]
-    """Of the model, for each checkpoint; of the first rank."""
+    """Files of the model, for each checkpoint; only on the first rank."""
     messages: list[str]
-    """What the user should know of its start."""
+    """Messages to the user about the start of the run."""
     evaluate_first: bool
-    """A signal kept the checkpoint that is resumed from being evaluated when that was due."""
+    """The resumed checkpoint was due for evaluation, but a signal prevented it."""
 
 
 def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
     """The run at its start: from scratch, or from the newest checkpoint of `start` that every rank
     finds whole, byte for byte.
 
-    The first rank's `start` holds for all: over a network the others may see other folders. Raises
-    ValueError or OSError, on every rank alike.
+    All ranks use the first rank's `start`: over a network the others may see other folders. Raises
+    ValueError or OSError, the same on every rank.
     """
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import refuse_alike
@@ -295,7 +295,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         "precision": precision,
         **inputs.corpus.identity,
         "run": run_id(resumed),
-        # The id of the run whose weights were fine-tuned, now or before.
+        # The id of the run whose weights were fine-tuned, in this run or an earlier one.
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
     if isinstance(own, HuggingFaceConfig):
@@ -358,7 +358,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
-    """What the training loop reads and writes; the stack closes it."""
+    """The inputs and outputs of the training loop; the stack closes them."""
     from megatron.checkpoint.save import Saver
     from megatron.optim.schedule import learning_rate
     from megatron.train.loader import prefetch
@@ -400,7 +400,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
 
 def validate(run: Run, metrics: Metrics, signals: StopSignals) -> float | None:
     """Records and returns the validation loss; None without a split or with --eval-iters 0. Raises
-    Stopped, on every rank, where a signal comes meanwhile."""
+    Stopped, on every rank, if a signal comes meanwhile."""
     from megatron.train.evaluate import mean_losses
     from megatron.train.loop import in_words
 
@@ -420,7 +420,7 @@ def validate(run: Run, metrics: Metrics, signals: StopSignals) -> float | None:
         signals.is_urgent,
     )
     loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
-    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # of a run that diverges
+    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # above, the run diverges
     metrics.write(
         {
             "step": state.step,
@@ -462,8 +462,8 @@ def log_start(run: Run, loop: Loop) -> None:
 
 
 def log_end(run: Run, loop: Loop, first_step: int, end: str) -> None:
-    """Log what ended the run that started at step `first_step`, and whether it can go on: only a
-    checkpoint can be resumed."""
+    """Log what ended the run that started at step `first_step`, and whether it can be resumed: that
+    takes a checkpoint."""
     config, step = run.config, run.state.step
     loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
     if step == first_step:

@@ -1,12 +1,12 @@
-"""The replica check: what several ranks hold in common has to be equal on them, bit for bit.
+"""The replica check: values that several ranks hold in common must be equal, bit for bit.
 
-All ranks of the data axis hold the same parameters, masters and moments; all ranks of the tensor
-axis those that are not cut along it, the counters and the samples; pipeline stages what is tied.
-They stay equal because every rank computes them from the same sums; nothing sends them again. So a
-flipped bit, a faulty processor or another file on one node does not show in the loss: this check
-finds it.
+All ranks of the data axis hold the same parameters, masters and moments. All ranks of the tensor
+axis share those that are not sharded along it, the counters and the samples. Pipeline stages share
+tied parameters. The values stay equal because every rank computes them from the same sums; they are
+not sent again. So a flipped bit, a faulty processor or another file on one node does not show in
+the loss: this check finds it.
 
-Each tensor is reduced to a hash of 64 bits, so that a few kilobytes an axis are sent.
+Each tensor is reduced to a hash of 64 bits, so only a few kilobytes are sent per axis.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 
-# Elements that are hashed at a time: at 8 bytes each they fit a processor's cache, or fill a GPU.
+# Elements hashed at a time: at 8 bytes each they fit into a CPU's cache, or fill a GPU.
 CHUNK = {"cpu": 2**18, "cuda": 2**22}
-# Odd, and so a bijection of 64 bits: what one chunk adds to the hash is not lost in the next.
+# Odd, so that multiplication is a bijection of 64 bits: the next chunk loses no difference.
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes per element
 
 
 class ReplicaDrift(RuntimeError):  # noqa: N818
     """Ranks that should hold the same hold different values; every rank raises the same error.
 
-    names: of all that differs, tensors first. axes: along which the first of them differs. camps:
-    the ranks that agree with each other in it, the largest camp first.
+    names: of all values that differ, tensors first. axes: those along which the first one differs.
+    camps: groups of ranks that agree on it, the largest first.
     """
 
     names: list[str]
@@ -55,11 +55,11 @@ def check_replicas(
     passed: int | None = None,
     wants_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compare all that ranks hold in common; every rank calls this, after the same step.
+    """Compare all values that ranks hold in common; every rank calls this, after the same step.
 
-    batches: this rank's micro-batches of the step. passed: the step of the last check that found
-    nothing, for the message. wants_stop: once it is true, this rank reads no more tensors; it stays
-    true. Raises on every rank ReplicaDrift, or Stopped where some rank wanted it.
+    batches: this rank's micro-batches of the step. passed: the step of the last check that found no
+    drift, for the message. wants_stop: once it returns True, which it then always must, this rank
+    reads no more tensors. Raises ReplicaDrift on every rank, or Stopped on every rank if one stops.
     """
     mesh = state.mesh
     axes = [axis for axis in mesh.axes if axis.size > 1]
@@ -72,7 +72,7 @@ def check_replicas(
         # The largest hash h, and the largest ~h, which is the complement of the smallest h.
         largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
         found[1] |= (largest != ~smallest).any()
-    for axis in axes:  # ranks that share no axis with the odd one have to know as well
+    for axis in axes:  # ranks that share no axis with the odd one must know, too
         all_reduce(found, axis, ReduceOp.MAX)
     stops, differs = found.tolist()
     if stops:
@@ -88,7 +88,7 @@ def check_replicas(
     for name in names:
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for coordinates, rank, found in ranks:
-            if name not in found:  # of another pipeline stage
+            if name not in found:  # belongs to another pipeline stage
                 continue
             along, digest = found[name]
             is_tied = not {*along} <= {axis.name for axis in mesh.axes}
@@ -116,8 +116,8 @@ def check_replicas(
 def _shared(
     state: TrainState, batches: Sequence[Batch], wants_stop: Callable[[], bool]
 ) -> Iterator[tuple[str, tuple[str, ...], Tensor]]:
-    """(name, axes whose ranks hold it in common, hash) of all tensors of a checkpoint, padding rows
-    included, of the batches and of the counters."""
+    """Yields (name, axes whose ranks hold it in common, hash) for all tensors of a checkpoint, with
+    padding rows, for the batches and for the counters."""
     mesh = state.mesh
     axes, ties = _several(mesh.axes), tuple(axis.name for axis in _ties(state))
     for each in state.slices():
@@ -143,14 +143,14 @@ def _shared(
 
 
 def _ties(state: TrainState) -> list[Axis]:
-    """Along which pipeline stages hold copies of a parameter, beside the whole pipeline axis."""
+    """Axes of the stages that hold copies of a parameter, without the whole pipeline axis."""
     partial = (axis for each in state.slices() for axis in each.spec.partial)
     found = {axis.name: axis for axis in partial if axis.is_of_stages and axis.size > 1}
     return [found[name] for name in sorted(found) if found[name] is not state.mesh.pipeline]
 
 
 def _several(axes: Sequence[Axis]) -> tuple[str, ...]:
-    """The names of those that have several ranks."""
+    """The names of the axes that have several ranks."""
     return tuple(axis.name for axis in axes if axis.size > 1)
 
 
@@ -158,10 +158,10 @@ def _several(axes: Sequence[Axis]) -> tuple[str, ...]:
 def digest(tensor: Tensor, chunk: int | None = None) -> Tensor:
     """A hash of the bits of a tensor: int64 scalar on its device, the same in every run.
 
-    Every 32 bits (16, 8 in narrower dtypes) times an odd number of their position in the chunk,
-    summed with wrapping: one flipped bit adds an odd number times a power of two, which is never 0;
-    two values that are exchanged go unnoticed about once in 2^31. chunk: elements at a time, of
-    which each takes 16 bytes.
+    Multiplies every 32 bits (16 or 8 in narrower dtypes) by an odd number for their position in the
+    chunk, and sums up with wrapping. One flipped bit adds an odd number times a power of two, which
+    is never 0; two exchanged values go unnoticed about once in 2^31. chunk: elements hashed at a
+    time, 16 bytes each.
     """
     words = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
     weights = _weights(tensor.device, chunk or CHUNK[tensor.device.type])

@@ -5,20 +5,20 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-# 75 is the status of a run that the same command continues: sysexits.h calls it EX_TEMPFAIL, and a
-# script that requeues tests for it. 130 is what shells say of Ctrl-C, which asks for no requeue.
+# 75 is the status of a run that the same command continues: sysexits.h calls it EX_TEMPFAIL, and
+# scripts that requeue test for it. 130 is the shells' status after Ctrl-C, which is not requeued.
 SIGNALS = {"SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 
 
 class Stopped(Exception):  # noqa: N818
-    """All ranks leave a long phase together, unfinished, since a signal came to one of them."""
+    """Raised on all ranks to leave a long phase unfinished, since one received a signal."""
 
 
 class StopSignals:
-    """While entered, one of SIGNALS ends the process with its status: nothing is to be saved yet.
+    """Inside the `with`, one of SIGNALS ends the process with its status: nothing is to save yet.
 
-    After `arm()` it does nothing but set `received`, at which the loop looks. A second Ctrl-C ends
-    the process at once.
+    After `arm()` it only sets `received`, which the loop checks. A second Ctrl-C ends the process
+    at once.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class StopSignals:
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """From here on the run finishes its step and saves."""
+        """After this, a signal lets the run finish its step and save."""
         self._is_armed = True
 
     def ask(self, reason: str) -> None:
         """Let the run end after this step for `reason`, as after a signal."""
         is_first = self.received is None
-        if is_first or (reason in SIGNALS and self.received not in SIGNALS):  # a signal is urgent
+        if is_first or (reason in SIGNALS and self.received not in SIGNALS):  # signals go first
             self.received = reason
 
     def is_urgent(self) -> bool:
-        """Whether a signal came: who sent it may not wait for more than a step and a save."""
+        """Whether a signal came. Its sender may not wait for more than a step and a save."""
         return self.received in SIGNALS
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -56,5 +56,5 @@ class StopSignals:
 
 
 def exit_code(end: str) -> int:
-    """Of a run that `end` ended, as loop.train returns it."""
+    """The exit status of a run. end: the return value of loop.train."""
     return SIGNALS.get(end, 0)

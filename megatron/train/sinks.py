@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl: Weights & Biases and TensorBoard, if asked for.
+"""Sinks for metrics besides metrics.jsonl: Weights & Biases and TensorBoard, if requested.
 
-A sink gets numbers and short strings. Its library is imported when it is opened, and not before.
+A sink gets numbers and short strings. Its library is imported only when the sink is opened.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # metrics.py imports this without torch
 else:
     wandb = Library("wandb")
 
-FINISH_SECONDS = 60  # that a lost network may hold up the end of a run
-INIT_SECONDS = 30  # or its start
+FINISH_SECONDS = 60  # the longest that a lost network may delay the end of a run
+INIT_SECONDS = 30  # the same for its start
 
 
 def open_sinks(
@@ -38,16 +38,16 @@ def open_sinks(
     mesh: Mesh,
     stop: Callable[[str], None],
 ) -> list[Sink]:
-    """The sinks asked for, on the first rank of the mesh; one that cannot open is reported.
+    """The requested sinks, on the first rank of the mesh; one that cannot open is reported.
 
-    start: steps done before this process. facts: the settings of the run, as JSON takes them.
-    stop: called with "wandb", from some thread, where a person stops the run on wandb's page.
+    start: steps done before this process. facts: the settings of the run, as JSON values.
+    stop: called with "wandb", from some thread, when a person stops the run on wandb's page.
     """
     openers: dict[str, Callable[[], Sink]] = {}
     if logging.tensorboard_dir is not None:
         openers["TensorBoard"] = partial(TensorBoardSink, logging.tensorboard_dir, start)
     if logging.wandb_project is not None:
-        assert metrics_path is not None  # require_sinks
+        assert metrics_path is not None  # see require_sinks
         folder, ask = Path(metrics_path).parent, partial(stop, "wandb")
         openers["wandb"] = partial(
             WandbSink, logging.wandb_project, folder, environ, start, facts, ask
@@ -56,19 +56,19 @@ def open_sinks(
     for name, opener in openers.items() if mesh.is_first else ():
         try:
             sinks.append(opener())
-        except Exception as error:  # what the library raises: no reason not to train
+        except Exception as error:  # any error of the library; the run trains without it
             print(f"{name} gets nothing of this run: {one_line(error)}")
     return sinks
 
 
 class TensorBoardSink:
-    """Scalars in an event file; steps above `start` of an earlier process vanish."""
+    """Scalars in an event file; steps of an earlier process after `start` are purged."""
 
     name = "TensorBoard"
 
     def __init__(self, directory: str | Path, start: int) -> None:
         self.destination = str(directory)
-        # Of a run from scratch nothing earlier stands; step `start` of a resumed one does.
+        # A run from scratch purges all earlier steps; a resumed one keeps step `start`.
         purge = start + 1 if start else 0
         self._writer = load("torch.utils.tensorboard").SummaryWriter(
             str(directory), purge_step=purge, flush_secs=30
@@ -86,10 +86,10 @@ class TensorBoardSink:
 class WandbSink:
     """A run of Weights & Biases that later processes continue.
 
-    Steps that a resumed run takes again are there twice: nothing is taken out of a run of wandb.
-    What is sent is the lines and the facts, neither code nor what else the machine does. wandb
-    itself finds its key and WANDB_MODE. Where there is no key, or no network, the run is kept on
-    disk; a later process may be on line again.
+    Steps that a resumed run repeats are there twice: nothing is removed from a run of wandb.
+    Only the lines and the facts are sent, neither code nor other activity of the machine. wandb
+    itself finds its key and WANDB_MODE. Without a key or a network, the run is kept on disk; a
+    later process may be online again.
     """
 
     name = "wandb"
@@ -123,7 +123,7 @@ class WandbSink:
         hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
         while True:
             try:
-                wandb.setup(settings)  # or else it speaks of the key it found
+                wandb.setup(settings)  # or else it prints which key it found
                 mode = mode or environ.get("WANDB_MODE", "")
                 mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
                 self._run = wandb.init(
@@ -137,14 +137,14 @@ class WandbSink:
                     settings=settings,
                 )
                 break
-            except Exception as error:  # of the network, of the key
+            except Exception as error:  # e.g. of the network or the key
                 wandb.teardown()  # its service holds the id
                 if mode == "offline":
                     raise
                 mode, reason = "offline", f" because of {one_line(error)}"
             finally:
                 sys.exit, sys.excepthook = hooks
-        # wandb's own count of steps only grows, and drops lines of a step that it has passed.
+        # wandb's own step counter only grows; wandb drops lines of steps that it has passed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.destination = f"run {run_id} of project {project}"
@@ -160,11 +160,11 @@ class WandbSink:
 
 
 Sink = TensorBoardSink | WandbSink
-"""What both do may raise anything: Metrics reports it once and goes on without the sink."""
+"""Methods of both may raise any error: Metrics reports it once and goes on without the sink."""
 
 
 def run_of(path: Path, project: str, start: int) -> str:
-    """The run's id: what `path` keeps if a run of this project is resumed, else a new one."""
+    """The run's id: the one in `path` if a run of this project is resumed, else a new one."""
     if start and path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["project"] == project:

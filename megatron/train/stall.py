@@ -1,4 +1,4 @@
-"""Which ranks hold up a stalled run, from where each rank stands.
+"""Finds the ranks that hold up a stalled run, from the reports of all ranks.
 
 A rank in the nth collective of an axis waits for the ranks of its group that have started fewer.
 """
@@ -24,11 +24,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank stands.
+    """The status of a rank.
 
-    who: the rank, its coordinates and host. started: collectives, by axis. idle: seconds without
-    progress. number: of this rank's reports. left: the exit status of a rank that waits for the
-    others' end.
+    who: the rank, its coordinates and host. started: number of collectives started, by axis. idle:
+    seconds without progress. number: counts this rank's reports. left: the exit status of a rank
+    that waits for the others' end.
     """
 
     who: str
@@ -48,12 +48,12 @@ class Report:
 def find_behind(
     reports: Mapping[int, Report], silent: Collection[int], working: Collection[int]
 ) -> tuple[list[int], str]:
-    """(ranks that hold up a stalled run, what they are); no ranks where those are at work.
+    """(ranks that hold up a stalled run, what they are); no ranks if these are working.
 
-    silent: ranks that do not report any more. working: ranks that make progress. A rank that is
-    waited for and waits for no other is behind, and so is a silent one. A rank that skipped a
-    collective of a step closes a circle as soon as it waits in one of all ranks: then the control
-    groups' waits are no sign.
+    silent: ranks that no longer report. working: ranks that make progress. A rank is behind if
+    others wait for it and it waits for no other, or if it is silent. A rank that skipped a
+    collective of a step closes a circle of waits as soon as it waits in a collective of all ranks:
+    then waits of the control groups are ignored.
     """
     circle: set[int] = set()
     for ignored in ((), ("control", "save")):
@@ -71,7 +71,7 @@ def find_behind(
         circle = circle or waiting & awaited
     if circle:
         found, what = sorted(circle), "waiting for each other"
-    else:  # Nobody is known to wait, as on a GPU, whose collectives do not block Python.
+    else:  # No rank is known to wait, as on GPUs, whose collectives do not block Python.
         done = {rank: (each.step, sum(each.started.values())) for rank, each in reports.items()}
         found, what = [rank for rank in reports if done[rank] == min(done.values())], "behind"
         if len(found) == len(reports):
@@ -81,7 +81,7 @@ def find_behind(
 
 
 def table(reports: Mapping[int, Report], behind: Collection[int], silent: Collection[int]) -> str:
-    """Where each rank stands, a line each, those that are behind marked."""
+    """The status of each rank, one per line; ranks that are behind are marked."""
     rows = [("", "rank", "step", "phase", "waits in (axis: collective)", "idle, s")]
     for rank, each in reports.items():
         mark, step, idle = "->" if rank in behind else "", str(each.step), f"{each.idle:.0f}"

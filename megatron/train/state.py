@@ -1,4 +1,4 @@
-"""What a training run holds: built here, changed by step.py, kept by megatron/checkpoint."""
+"""The state of a training run: built here, changed by step.py, saved by megatron/checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of weights and activations; masters, moments and gradients are not narrower than fp32, but with
+# Dtypes of weights and activations. Masters, moments and gradients are fp32 or wider, except with
 # --pure-bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
@@ -52,7 +52,7 @@ COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compi
 
 @dataclass(kw_only=True)
 class TrainState:
-    """All that changes while training, and what it runs on."""
+    """All that changes during training, and the mesh, model and pipeline that it runs on."""
 
     mesh: Mesh
     model: nn.Module
@@ -60,22 +60,22 @@ class TrainState:
     gradients: GradientBuckets
     optimizer: MasterWeights
     scaler: LossScaler
-    compiled: bool = False  # whether layers are, by torch.compile
-    kernel_seed: int | None = None  # where attention's kernel draws its dropout
+    compiled: bool = False  # whether layers use torch.compile
+    kernel_seed: int | None = None  # if attention's kernel draws its dropout
     pipeline: PipelinePlan = UNCUT
-    graph: StepGraph | None = None  # that repeats forward and backward
-    # What is computed: a micro-batch, and the place of its stage on the way through all of them,
-    # forward and back.
+    graph: StepGraph | None = None  # replays forward and backward
+    # Micro-batch now running, and the index of its stage in the order F0..F(p-1), B(p-1)..B0 of p
+    # stages; diagnose.py sorts by both.
     micro_batch: int = 0
     place: int = 0
-    # Optimizer steps and samples behind this state, steps that fp16 skipped included.
+    # Optimizer steps and samples so far, including steps that fp16 skipped.
     step: int = 0
     samples: int = 0
     skipped: int = 0
 
     @property
     def updates(self) -> int:
-        """Steps that changed the weights: what the learning rate's schedule counts."""
+        """Steps that changed the weights; the learning rate's schedule counts only these."""
         return self.step - self.skipped
 
     @property
@@ -85,15 +85,15 @@ class TrainState:
         return next((name for name, each in DTYPES.items() if each == dtype), str(dtype))
 
     def slices(self) -> Iterator[TensorSlice]:
-        """Every tensor of a checkpoint: parameters, Adam's moments, masters of narrow weights."""
+        """Every tensor of a checkpoint: parameters, Adam's moments, masters of half weights."""
         return self.optimizer.slices()
 
     def weights(self) -> Iterator[TensorSlice]:
-        """What this rank has of every parameter: key model.NAME."""
+        """This rank's part of every parameter, with key model.NAME."""
         return self.optimizer.weights()
 
     def counters(self) -> dict[str, Any]:
-        """The state of a run beside its tensors, as JSON. Random numbers have no state to keep."""
+        """The state of a run besides its tensors, as JSON. Random numbers have no state to save."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -102,7 +102,7 @@ class TrainState:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest says of this step."""
+        """Facts about this step for a checkpoint's manifest."""
         return {
             "counters": self.counters(),
             "precision": self.precision,
@@ -110,8 +110,8 @@ class TrainState:
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Resume from a checkpoint that is whole, saved at any layout. Raises ValueError for one of
-        a run whose moments are wide where these are narrow, or the other way round."""
+        """Resume from a whole checkpoint, saved at any layout. Raises ValueError if its moments are
+        fp32 (or wider) and this run's are half, or the other way round."""
         slices = list(self.slices())
         saved = checkpoint.manifest["tensors"]
         for each in slices:
@@ -131,7 +131,7 @@ class TrainState:
         self.optimizer.loaded(self.updates)
 
     def shards(self) -> dict[str, tuple[ShardingSpec, Tensor]]:
-        """Of each parameter the spec and what this rank has, of its master if it is trained."""
+        """{name: (spec, this rank's part)} of each parameter, of its master if it is trained."""
         parameters = dict(self.model.named_parameters())
         table = sharding_specs(self.model)
         found = {name: (spec, parameters[name].detach()) for name, spec in table.items()}
@@ -144,7 +144,7 @@ class TrainState:
         missing: Collection[str] = (),
         surplus: Collection[str] = (),
     ) -> None:
-        """Start from the weights alone of a checkpoint that is whole, at whatever precision.
+        """Start from only the weights of a whole checkpoint, saved at any precision.
 
         missing, surplus, errors: see megatron.checkpoint.load.load_weights.
         """
@@ -154,10 +154,10 @@ class TrainState:
 
     def load_folder(self, name: str) -> list[str]:
         """Start an unmodified model of transformers from the weights of a folder, or of a name on
-        the hub: masters have the values of its files.
+        the hub; masters get the values of its files.
 
-        Returns what the user should know. Raises UsageError, naming the tensors, for a folder of
-        another model, or without a file.
+        Returns messages to the user. Raises UsageError if the folder has no file of weights or,
+        naming the tensors, if it is of another model.
         """
         from megatron.models.hf_weights import read_weights
 
@@ -178,7 +178,7 @@ class TrainState:
         return messages
 
     def describe_stages(self) -> list[str]:
-        """A line for each pipeline rank, with its layers and parameters; none without a pipeline
+        """One line per pipeline rank, with its layers and parameters; none without a pipeline
         (every rank calls this)."""
         mesh, plan = self.mesh, self.pipeline
         if mesh.pipeline.size == 1:
@@ -192,14 +192,14 @@ class TrainState:
 
     @property
     def own_parameters(self) -> int:
-        """Numbers of the parameters, whole, that this pipeline stage has; tied ones count at the
-        first stage that has them."""
+        """Number of elements of this pipeline stage's parameters, whole; tied parameters count at
+        the first stage that has them."""
         specs = sharding_specs(self.model).values()
         return sum(prod(spec.shape) for spec in specs if spec.is_owner())
 
     def describe(self) -> dict[str, Any]:
-        """What runs, for the record of the run, as JSON (every rank calls this); parameters: of the
-        whole model."""
+        """Facts about the model and its environment for the run's record, as JSON (every rank calls
+        this). parameters: of the whole model."""
         here, mesh = environment(self.mesh), self.mesh
         own = torch.tensor(float(self.own_parameters), dtype=torch.float64, device=mesh.device)
         return {
@@ -226,14 +226,14 @@ def build_state(
     zero_stage: int = 0,
     cuda_graph: bool = False,
 ) -> TrainState:
-    """A run at step 0; dtype is that of weights and activations (by default torch's default, or
-    what `precision` says), and float16 scales the loss.
+    """A run at step 0. dtype: of weights and activations, by default that of `precision`, or else
+    torch's default; float16 uses a loss scale.
 
     vocab_size: the true one. seed, draws: see build_model. optimizer, precision: by default
-    AdamW and loss scaling with the defaults of the programs. pipeline: whose stages this rank
-    builds. compiled: each layer is compiled when it is first called; names, weights and hooks of
-    the model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
-    cuda_graph: see graph.py; raises UsageError where there can be none.
+    AdamW and loss scaling with the defaults of the programs. pipeline: the plan whose stages this
+    rank builds. compiled: each layer is compiled at its first call; names, weights and hooks of the
+    model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
+    cuda_graph: see graph.py; raises UsageError if no graph is possible.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
@@ -245,7 +245,7 @@ def build_state(
         use_own_stream(mesh.device)
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     values = getattr(model, "initial_values", None)
-    is_lasting = zero_stage < 3  # whether this rank has memory for all of the model
+    is_lasting = zero_stage < 3  # whether whole weights stay in memory
     if is_lasting:
         given = seed if draws else None
         materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
@@ -258,7 +258,7 @@ def build_state(
         sets_grad=False,
         wide=not precision.pure_bf16,
         zero_stage=zero_stage,
-        compares_weights=False,  # a function of the seed, or loaded next
+        compares_weights=False,  # they are a function of the seed, or loaded next
     )
     if config.cpu_offload_activations:
         offload_activations(model)
@@ -283,26 +283,26 @@ def build_state(
 
 
 def keep_freed_memory(*, gathers: bool = False) -> None:
-    """Let the C library keep what this process frees, up to 2 GB: given back to the system after
-    each step, it would come back page by page, for one to two per cent of a step's time.
+    """Lets the C library keep up to 2 GB of memory that this process frees. Returned to the system
+    after each step, it would come back page by page, for one to two per cent of a step's time.
 
-    gathers: whether weights are gathered layer by layer. Then what is larger than 4 MB goes back:
-    glibc 2.36 finds no place for an aligned block where one of its size was freed, so that each
-    gather, and its copy in gloo, would lie in new memory.
+    gathers: whether weights are gathered layer by layer. Then blocks larger than 4 MB go back:
+    glibc 2.36 cannot place an aligned block where one of its size was freed, so each gather, and
+    its copy in gloo, would take new memory.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # not glibc
         return
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # which is the most that it takes
+    mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # the largest value allowed
 
 
 def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:
-    """The precision of all ranks: `given`, or else what suits the device.
+    """The precision of all ranks: `given`, or else the default of the device.
 
-    Raises UsageError on every rank where ranks differ: `flag` must be given, such as `works`.
+    Raises UsageError on every rank if ranks differ: `flag` must be given, e.g. as in `works`.
     """
     chosen = mesh.control.gather(given or default_precision(mesh.device))
     if len(set(chosen)) > 1:
@@ -313,15 +313,15 @@ def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str,
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """torch.compile of each transformer layer: one graph, which all layers share.
+    """Applies torch.compile to each transformer layer; all layers share one graph.
 
-    Matmuls, attention and collectives run as they stand in the code; what is element by element
-    between them runs in a few kernels of the compiler, dropout by coordinates included.
+    Matmuls, attention and collectives run as written. Elementwise operations between
+    them, dropout by coordinates included, run in a few kernels of the compiler.
     """
-    own = {"fallback_random": True} if backend == "inductor" else {}  # draws as uncompiled
+    own = {"fallback_random": True} if backend == "inductor" else {}  # same draws as uncompiled
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
-            module.is_fused = module.mesh.device.type == "cuda"  # a CPU is faster in place
+            module.is_fused = module.mesh.device.type == "cuda"  # in place is faster on a CPU
         if isinstance(module, TransformerLayer):
             options = own | {"guard_filter_fn": keeps}
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -330,8 +330,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
 def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
     """(whether layers are compiled, the same on all ranks; warnings).
 
-    asked: None where no flag was given: then they are compiled on GPUs whose compiler works. Raises
-    UsageError on every rank where --compile asks for what does not work.
+    asked: None if no flag was given; then layers are compiled on GPUs if the compiler works. Raises
+    UsageError on every rank if --compile is given and does not work.
     """
     if not (mesh.device.type == "cuda" if asked is None else asked):
         return False, []
@@ -345,7 +345,7 @@ def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
 
 
 def compiler_failure(device: torch.device) -> str | None:
-    """Why torch.compile is of no use on this device, found by compiling a small function."""
+    """Why torch.compile fails on this device, tested on a small function; None if it works."""
 
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x) * x + 1
@@ -359,7 +359,7 @@ def compiler_failure(device: torch.device) -> str | None:
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """The program, and what else decides the last bits of a sum: kept in every checkpoint."""
+    """The program and all else that decides the last bits of a sum; kept in every checkpoint."""
     device = mesh.device
     return {
         "commit": commit(),
@@ -373,9 +373,9 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 @cache
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of this code, with "-dirty" behind it where a file differs from it; None where it
-    is in no repository of its own, or git is not there."""
-    if not (root / ".git").exists():  # git would look in the folders above
+    """The commit of this code, followed by "-dirty" if a file differs from it; None if the code has
+    no repository of its own, or git is not installed."""
+    if not (root / ".git").exists():  # git would search the parent folders
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:

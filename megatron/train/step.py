@@ -1,9 +1,9 @@
 """One optimizer step.
 
 The loss is a sum of terms, each a mean over the global batch (objectives.py). Its denominators are
-added up over all ranks before the first forward pass, from what the batches say of themselves; so
-every micro-batch adds its share of the gradient of the true mean, whatever is masked and however
-the batch is spread over micro-batches and ranks.
+counted in the batches and added up over all ranks before the first forward. So every micro-batch
+adds its share of the gradient of the true mean, whatever is masked and however the batch is split
+into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step saw, the same on every rank.
+    """The results of a step, the same on every rank.
 
-    loss, grad_norm: the sum of the terms' means, norm of its gradient before clipping; in a skipped
-    step either may be infinite or no number. terms: the mean of each by name. tokens: that were
-    read, padding aside.
+    loss: the sum of the terms' means. grad_norm: the norm of its gradient before clipping. In a
+    skipped step either may be infinite or NaN. terms: the mean of each term, by name. tokens: read
+    in the step, without padding.
     """
 
     loss: float
@@ -49,7 +49,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model said of the global batch of b samples, in the order of their numbers: the same
+    """The model's output for the global batch of b samples, in the order of their numbers; the same
     at every layout, on every rank.
 
     logits: [b, s, vocabulary], fp32 or wider, without padding. labels: int64 [b, s], as the batch
@@ -68,15 +68,15 @@ def train_step(
     *,
     return_outputs: bool = False,
 ) -> StepResult:
-    """One update of the weights, or in fp16 perhaps a smaller loss scale.
+    """One update of the weights; in fp16 possibly only of the loss scale.
 
-    micro_batches: this rank's, as many and of equal size on every rank. wants_stop: asked once,
-    when the gradients are there; the step is finished all the same. return_outputs: fill `outputs`,
-    of the weights before the update and with dropout; every rank has to ask for it, and then holds
-    all logits of the global batch. A step whose loss or gradient is not finite on any rank is
-    skipped on all: it changes no weight, moment or learning rate, and its samples are not read
-    again. Raises, on every rank, NonFiniteError where steps may not be skipped, or no more, and
-    DataError where no token counts.
+    micro_batches: this rank's, of the same number and size on every rank. wants_stop: called once,
+    after the backward; the step is finished in any case. return_outputs: fill `outputs`, with the
+    weights before the update and with dropout; every rank has to ask for it, and then holds all
+    logits of the global batch. A step whose loss or gradient is not finite on any rank is skipped
+    on all: it changes no weight, moment or learning rate, and its samples are not read again.
+    Raises, on every rank, NonFiniteError if steps may not, or no longer, be skipped, and DataError
+    if no token counts.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
@@ -89,8 +89,8 @@ def train_step(
     totals = run(state, micro_batches, counts, seen)
     outputs = None if seen is None else gather_outputs(state, micro_batches, seen)
 
-    # All ranks agree by two small all-reduces, of the loss and then within the model, and one copy
-    # to the host.
+    # All ranks agree by two small all-reduces, first of the loss, then within the model, and by one
+    # copy to the host.
     stop = totals.new_full((1,), float(wants_stop()))
     reduced = all_reduce(torch.cat([totals, stop]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
@@ -132,7 +132,7 @@ def train_step(
 
 
 def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
-    """Tokens read, then k loss denominators of the global batch, fp64 [1 + k]; nothing waits."""
+    """Tokens read and k denominators of the global batch, fp64 [1 + k]; the host does not wait."""
     own = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
     (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
     return all_reduce(sums, state.mesh.loss)
@@ -146,8 +146,8 @@ def forward_backward(
 ) -> Tensor:
     """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
-    counts: of `count`. seen: gets what the layers return, by micro-batch. Gradients are those
-    of the loss x loss scale, reduced over the axes on which they are partial.
+    counts: see `count`. seen: receives the output of the layers, by micro-batch. Gradients are
+    those of the loss x loss scale, summed over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
@@ -179,7 +179,7 @@ def forward_backward(
 
 
 def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
-    """Raises ValueError for a model without `logits`, and without labels [b, s] of one size."""
+    """Raises ValueError if the model lacks `logits`, or batches lack labels [b, s] of one shape."""
     if not hasattr(model, "logits"):
         raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
     shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
@@ -191,18 +191,18 @@ def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
 def gather_outputs(
     state: TrainState, micro_batches: Sequence[Any], seen: Mapping[int, Tensor]
 ) -> Outputs:
-    """The output layer once more on what the layers returned, and the columns and samples of all
-    ranks side by side (every rank calls this)."""
+    """Runs the output layer again on the output of the layers, and gathers the columns and samples
+    of all ranks (every rank calls this)."""
     mesh, model = state.mesh, cast(Any, state.model)
     labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     # [micro-batches, samples of each, s, vocabulary]
     logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
     with gathered(model):
-        for number, x in seen.items():  # which the last pipeline stage alone has
+        for number, x in seen.items():  # only the last pipeline stage has any
             columns = gather_from(model.logits(x), -1, mesh.vocabulary)[:, : model.vocab_size]
             logits[number] = columns.view(logits.shape[1:])
     all_reduce(logits, mesh.pipeline)
-    # The samples of a step go to micro-batch after micro-batch, in each to rank after rank.
+    # The samples of a step are in order of micro-batch, and within each in order of rank.
     logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))
     return Outputs(logits, labels)

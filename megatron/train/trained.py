@@ -22,7 +22,7 @@ from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, rea
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.models.registry import config_of, find_kind, text_kinds
 
-# Fields of a model that a checkpoint does not provide, as they are of the run at hand.
+# Fields of a model's config that belong to the present run, not to the checkpoint.
 OF_A_RUN = {
     *("attention_dropout_rng", "cpu_offload_activations", "layernorm_impl"),
     *("make_vocab_size_divisible_by", "recompute_granularity"),
@@ -37,14 +37,14 @@ def open_trained(
     kinds: Sequence[str] | None = None,
     given: str = "--load",
 ) -> tuple[Sequence[Path], Tokenizer, dict[str, Any]]:
-    """The checkpoints of --load from the newest readable one on, its tokenizer and its manifest.
+    """(the checkpoints of --load from the newest readable one on, its tokenizer, its manifest).
 
-    kinds: of model that the program can use; if not given, those that write text. given: the flag
-    that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's own; its
-    `ends` are those of the model.
-    Warns of checkpoints that are passed over. Raises ValueError where no checkpoint is whole, its
-    model is of another kind or cannot be sharded over the processes, or the tokenizer is another
-    one or missing.
+    kinds: kinds of model that the program can use; by default those that write text. given: the
+    flag that names the checkpoint. The tokenizer is that of the flags, or else the checkpoint's
+    own; its `ends` are the model's.
+    Warns about checkpoints that are passed over. Raises ValueError if no checkpoint is whole, if
+    its model is of another kind or cannot be sharded over the processes, or if the tokenizer is
+    missing or another one.
     """
     start = find_start(CheckpointConfig(load=config.load), given)
     newest, passed_over = newest_readable(start.folders, given)
@@ -71,7 +71,7 @@ def open_trained(
     expected, found, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
     if expected not in ("", found):
         wrong = f"fingerprint {expected[:12]}, not {found[:12]}"
-    if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # imported without one
+    if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # no tokenizer was imported
         wrong = f"at most {manifest['vocab_size']} ids, not {tokenizer.vocab_size}"
     if wrong:
         allowed = f"that of the model in {path}: {wrong}"
@@ -81,14 +81,14 @@ def open_trained(
 
 
 def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenizer | None:
-    """That of this kind in the checkpoint at `path`; None where it holds none."""
+    """The tokenizer of this kind in the checkpoint at `path`; None if it holds none."""
     has_files = set(file_names(kind)) <= manifest["files"].keys()
     return read_tokenizer(kind, path) if has_files else None
 
 
 def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-    """{key: value} of what the newest checkpoint that --load of these words provides says of its
-    model, and of the kind of its tokenizer: what no flag has to say.
+    """{key: value} of the model's config, and of the tokenizer's kind, from the newest checkpoint
+    that --load in `words` provides: settings that need no flag.
 
     kind: of the model. Raises UsageError for a checkpoint of another kind, and as find_start does.
     """
@@ -109,8 +109,8 @@ def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) 
 
 
 def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
-    """That of the newest checkpoint that a run may start from; None without one. Raises UsageError
-    as find_start does."""
+    """The tokenizer of the newest checkpoint that a run may start from; None without one. Raises
+    UsageError as find_start does."""
     folders = find_start(config).folders if config.load is not None else ()
     if not folders:
         return None
@@ -122,11 +122,11 @@ def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
 def files_beside(
     model: KindConfig, checkpoint: Checkpoint | None, identity: Mapping[str, Any]
 ) -> Mapping[str, bytes]:
-    """{name: content} of what the checkpoints of a run keep beside its model.
+    """{name: content} of the files that a run's checkpoints keep beside its model.
 
-    checkpoint: that which the run goes on from. identity: of the run's data, as for check_start;
-    what lies beside the model of another tokenizer is left out, except for models of
-    transformers, which have their own.
+    checkpoint: the one that the run goes on from. identity: of the run's data, see check_start.
+    Files beside a model with another tokenizer are left out, except for models of transformers,
+    which have their own.
     """
     if checkpoint is None:
         return model.files(None)
@@ -146,10 +146,10 @@ def ends_beside(path: Path, manifest: Mapping[str, Any]) -> list[int]:
 
 
 def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
-    """What the model's texts began with in training, as the vocabulary spells it; None for nothing.
+    """The token that began each text in training, as the vocabulary spells it; None without one.
 
-    That of --begin-token, or of weights from elsewhere the bos_token, if their tokenizer puts it
-    before each text.
+    It is that of --begin-token or, for weights from elsewhere, the bos_token if their tokenizer
+    puts it before each text.
     """
     given: str | None = manifest["config"].get("data", {}).get("begin_token")
     if given is not None or tokenizer.bos_id is None or "imported_from" not in manifest:
@@ -159,6 +159,6 @@ def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | N
 
 
 def begin_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The id of begin_token_of, or none. Raises ValueError where the vocabulary lacks it."""
+    """The id of begin_token_of, or no id. Raises ValueError if the vocabulary lacks the token."""
     token = begin_token_of(manifest, tokenizer)
     return [] if token is None else [tokenizer.token_id(token)]

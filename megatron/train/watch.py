@@ -1,18 +1,18 @@
-"""The first failure is the message: one rank prints what happened, and all ranks end.
+"""The failure watch: one rank prints the first failure of the run, and all ranks end.
 
-Beside the main thread of each rank runs a thread that once a second writes a report (step, phase,
-the collective it waits in) to the store in which the ranks met. It never uses the process groups.
-It ends its process as soon as the store holds a *verdict*, which one rank writes:
+A thread of each rank writes a report (step, phase, the collective it waits in) once a second to the
+store in which the ranks met. It never uses the process groups. It ends its process as soon as the
+store holds a *verdict*, which one rank writes:
 
-    a rank raised     It prints its traceback, of a DataError or OutOfMemoryError the message
-                      alone (and the status is 2). An error that may be the echo of another rank's
-                      death waits 5 s for a better cause; then ranks whose reports have stopped are
+    a rank raised     It prints its traceback, or for a DataError or OutOfMemoryError only the
+                      message (and the status is 2). An error that another rank's death may have
+                      caused waits 5 s for a better cause; then ranks whose reports have stopped are
                       named.
-    a rank died     The process of the next rank on this host is gone, where nothing breaks by
-                    it, as while process groups are made.
-    a rank left       while this one waits for it in a collective.
+    a rank died       The process of the next rank on this host is gone, and no error shows it, for
+                      example while process groups are made.
+    a rank left       This rank waits in a collective for one that has left.
     a stall           A rank made no progress for the time limit: it reads all reports twice, 5 s
-                      apart. The lowest rank that lives prints a table that names who is behind.
+                      apart. The lowest living rank prints a table that marks ranks that are behind.
 
 Keys of the store: report/R of rank R, verdict, all left; counters left, checks, dumped, leaving.
 """
@@ -45,19 +45,19 @@ from megatron.train.stall import Report, Wait, find_behind, name_ranks, table
 BEAT = 1.0  # seconds between two reports
 ECHO = 5.0  # seconds without a report after which a rank is silent
 ENDING = 10.0  # seconds that ranks wait for each other while they end
-ROUNDS = 6  # limits that a rank may work while others wait for it
+ROUNDS = 6  # time limits that a rank may work while others wait for it
 _YIELD = 4.0  # seconds by which the rank that prints the cause ends first, for torchrun's summary
 
 
 class Progress:
-    """What this rank is doing, for the table; `note` changes it."""
+    """The step and phase of this rank, for the table; `note` changes them."""
 
     step = 0
     phase = "start-up"
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Note what this rank does from here on; counts as progress."""
+    """Set the phase (and step) of this rank from here on; counts as progress."""
     Progress.phase = phase
     Progress.step = Progress.step if step is None else step
 
@@ -77,12 +77,12 @@ class Verdict:
 
 
 class Watch:
-    """Around all that a rank does between meeting the others and its end.
+    """Watches a rank from its meeting with the others to its end.
 
     store: a client of its own, whose calls here never wait for a key. limit: seconds without
-    progress. error_file: torchrun's, or None. dump_prefix: path, less the rank, of the flight
-    recorder's dump. As a context manager it returns only when all ranks have left; an exception
-    inside ends the process.
+    progress. error_file: torchrun's, or None. dump_prefix: path of the flight recorder's dump,
+    without the rank. The `with` ends only when all ranks have left; an exception inside ends the
+    process.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Watch:
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._is_built = False
         self._has_met = False
-        self._next: Process | None = None  # that of the next rank in the same place
+        self._next: Process | None = None  # of the next rank in the same place
         self._left: int | None = None
         self._number = self._beats = self._checks = 0
         self._seen: tuple[object, ...] = ()
-        # Seconds, counted in beats: no time passes for a run whose ranks are all stopped (Ctrl-Z).
+        # Seconds, counted in beats, so that no time passes while all ranks are stopped (Ctrl-Z).
         self._idle = self._unchecked = 0.0
-        # The last report of rank 0, known where rank 0 takes the store with it when it ends.
+        # The last report of rank 0, kept by rank 1 if the store ends with rank 0.
         self._first: Report | None = None
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
@@ -115,14 +115,14 @@ class Watch:
         ]
 
     def all_arrived(self, processes: Sequence[Process]) -> None:
-        """From here on a rank that waits for another one is stalled. processes: of all ranks."""
+        """From here on, a rank that waits for another is stalled. processes: of all ranks."""
         own = processes[self._rank]
         near = [each for each in processes if own.place and each.place == own.place]
         self._next = near[(near.index(own) + 1) % len(near)] if near else None
         self._has_met = True
 
     def add_mesh(self, mesh: Mesh) -> None:
-        """From here on errors are failures of the run, and the rank has coordinates. Every rank
+        """From here on, errors are failures of the run, and the rank has coordinates. Every rank
         calls this."""
         rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
         self._who, self._is_built = f"{rank} on {socket.gethostname()}", True
@@ -153,9 +153,9 @@ class Watch:
             else:
                 self._fail(error)
         except dist.DistError:
-            self._threads[0].join()  # the store is gone: the thread, which meets the same, ends us
+            self._threads[0].join()  # the store is gone; the thread sees this, too, and ends us
 
-    # What the main thread does.
+    # Run by the main thread.
 
     def _leave(self, stop: SystemExit | None) -> None:
         """Wait until all have left, so that nobody waits for a rank that is gone."""
@@ -185,7 +185,7 @@ class Watch:
         """End with this rank's traceback, unless another rank's end is the cause of it."""
         summary = f"{type(error).__name__}: {error}".splitlines()[0]
         trace = "".join(traceback.format_exception(error)).rstrip()
-        if isinstance(error, RuntimeError):  # as a broken connection is
+        if isinstance(error, RuntimeError):  # e.g. a broken connection
             self._name_dead(f":\n{trace}")
         text = f"{self._who} failed:\n{trace}"
         self._end(Verdict(f"{self._who} failed: {summary}", self._rank, text))
@@ -204,13 +204,13 @@ class Watch:
     # How a run ends.
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """End the run for this reason, unless another rank has written one before."""
+        """End the run with this verdict, unless another rank has written one before."""
         self._decide(verdict)
         self.follow()
         raise AssertionError("a verdict ends the process")
 
     def _decide(self, verdict: Verdict) -> bool:
-        """Write the verdict, unless there is one; return whether it is this one."""
+        """Write the verdict unless the run has one; return whether the run now has this one."""
         content = json.dumps(asdict(verdict))
         return self._store.compare_set("verdict", "", content).decode() == content
 
@@ -235,9 +235,9 @@ class Watch:
             _exit_now(verdict.status)
 
     def _prepare_exit(self) -> None:
-        self._ends.acquire()  # of two threads, one ends the process
-        with suppress(RuntimeError):  # where memory is out, there is none for its thread
-            faulthandler.dump_traceback_later(30, exit=True)  # in case that ending hangs, too
+        self._ends.acquire()  # only one of two threads ends the process
+        with suppress(RuntimeError):  # out of memory, it cannot start its thread
+            faulthandler.dump_traceback_later(30, exit=True)  # in case the end hangs, too
 
     def _wait_to_exit(self, count: int) -> None:
         """Return once `count` ranks have read how the run ends: the store may end with rank 0, or
@@ -247,7 +247,7 @@ class Watch:
     def _count(self, key: str, count: int, waits: bool = True) -> None:
         """Count this rank, and wait for the others."""
         deadline = time.monotonic() + ENDING
-        with suppress(dist.DistError):  # others were through before
+        with suppress(dist.DistError):  # others have ended already
             self._store.add(key, 1)
             while waits and self._store.add(key, 0) < count and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -258,7 +258,7 @@ class Watch:
         if path := _dump_flight_recorder(f"{self._dump_prefix}{self._rank}"):
             print(f"{self._who}: torch's flight recorder is in {path}", file=sys.stderr, flush=True)
 
-    # What the threads do.
+    # Run by the threads.
 
     def _run(self) -> None:
         try:
@@ -269,7 +269,7 @@ class Watch:
                 self._lose_store("vanished: its process was killed or crashed")
 
     def _beat(self) -> None:
-        has_met = self._has_met  # before: what was noted then is progress
+        has_met = self._has_met  # read first: what was noted by then counts as progress
         self._measure_progress()
         report = self._publish()
         self.follow()
@@ -283,10 +283,10 @@ class Watch:
         self._beats += 1
 
     def _measure_progress(self) -> None:
-        """A rank makes progress when it notes something, begins a collective, or is elsewhere in
-        Python than at the last look: it computes, evaluates, writes or hashes. One in a single call
-        into C does not, nor one that sleeps: a loop that polls gives Python's lock away nowhere but
-        in its sleep.
+        """A rank makes progress if it calls `note`, starts a collective, or is elsewhere in Python
+        than at the last beat: it computes, evaluates, writes or hashes. A rank inside a single call
+        into C makes none. Nor does one that sleeps: a polling loop releases Python's lock only in
+        its sleep.
         """
         started = {axis: calls.started for axis, calls in [*CALLS.items()]}
         seen = (Progress.phase, Progress.step, started, _positions())
@@ -329,14 +329,14 @@ class Watch:
         before = [self._read(rank).number for rank in range(self._size)]
         deadline = time.monotonic() + ECHO
         while time.monotonic() < deadline:
-            self._publish()  # the thread that does it may be the one that is here
+            self._publish()  # the thread that publishes may be this one
             self.follow()
             time.sleep(0.1)
         reports = {rank: self._read(rank) for rank in range(self._size)}
         return reports, [rank for rank in reports if reports[rank].number == before[rank]]
 
     def _find_leaver(self, report: Report) -> None:
-        """End the run where this rank waits for one that has left, and so can never come."""
+        """End the run if this rank waits for one that has left and so can never come."""
         if not report.waits or not self._store.add("left", 0):
             return
         for wait in report.waits:
@@ -348,7 +348,7 @@ class Watch:
                     self._end(Verdict(headline, self._rank, text, other.left or 1))
 
     def _find_stall(self) -> None:
-        """End the run where this rank has made no progress for the limit and others are behind."""
+        """End the run if this rank has made no progress for the limit and some ranks are behind."""
         checks = self._store.add("checks", 0)
         # A rank that checks for a stall spares the others the check for one limit.
         self._unchecked = 0.0 if checks > self._checks else self._unchecked + BEAT
@@ -372,7 +372,7 @@ class Watch:
             self._end(Verdict(headline, living[0], text, absent=len(silent), dumps=True))
 
     def _guard(self) -> None:
-        """A store whose keeper is stopped does not answer, and the other thread waits for it."""
+        """Ends the rank if the store of a stopped keeper does not answer; `_run` waits for it."""
         beats, silence = 0, 0.0
         while not self._closed.wait(BEAT):
             silence = 0.0 if self._beats > beats else silence + BEAT
@@ -384,7 +384,7 @@ class Watch:
                 )
 
     def _lose_store(self, fate: str) -> NoReturn:
-        """Nothing can be agreed any more: the lowest rank that is left says what it knows."""
+        """Without the store the ranks cannot agree; the lowest one left prints what it knows."""
         self._prepare_exit()
         if self._rank == int(self._is_kept):
             headline = f"{self._keeper}, where the ranks meet, {fate}"
@@ -399,7 +399,7 @@ class Watch:
 
 
 def _exit_now(status: int) -> NoReturn:
-    """The main thread may be stuck in a collective, so that no exception would end the process."""
+    """Ends the process even if its main thread is stuck in a collective; no exception would."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -407,8 +407,8 @@ def _exit_now(status: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class Process:
-    """place: in which `pid` names it, the boot of a host and the namespace; empty where the system
-    does not say. began: see `began_at`."""
+    """place: the boot of a host and the namespace in which `pid` is valid; empty if the system does
+    not say. began: see `began_at`."""
 
     place: str
     pid: int
@@ -425,7 +425,7 @@ def own_process() -> Process:
 
 
 def began_at(pid: int) -> str | None:
-    """When a process here began, in ticks since the boot; None where it has ended."""
+    """When a process here began, in ticks since the boot; None if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -434,7 +434,7 @@ def began_at(pid: int) -> str | None:
 
 
 def _positions() -> tuple[tuple[int, int], ...]:
-    """(code, instruction) of every call on the stacks of the main thread and of one that saves."""
+    """(code, instruction) of every call on the stacks of the main thread and of a saving one."""
     threads = [threading.main_thread(), *(t for t in threading.enumerate() if t.name == "save")]
     frames, found = sys._current_frames(), []
     for thread in threads:
@@ -446,9 +446,9 @@ def _positions() -> tuple[tuple[int, int], ...]:
 
 
 def _dump_flight_recorder(path: str) -> str | None:
-    """Write what torch's flight recorder knows of this process's collectives, if there is one.
+    """Write torch's flight recorder of this process's collectives, if it has any; return the file.
 
-    No public name does it at once: torch itself dumps NCCL's only after its own time limit. The
+    No public function does this at once: torch dumps NCCL's only after its own time limit. The
     private names are those of torch 2.11 to 2.13.
     """
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

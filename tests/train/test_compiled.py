@@ -360,7 +360,8 @@ def test_selective_recomputation_is_in_the_graph(
         kept.append(sum(storages.values()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-13)
     assert (graphs["forward"] + graphs["backward"]) & Counter(again) == Counter(again)
-    assert kept[1] <= kept[0] + 2 * torch.get_rng_state().nbytes
+    # Two layers, each with a state of the generator and fp64 handles of four weights.
+    assert kept[1] <= kept[0] + 2 * (torch.get_rng_state().nbytes + 4 * 8)
 
 
 def test_dropout_in_flex_attention_is_in_the_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:

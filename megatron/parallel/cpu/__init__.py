@@ -1,5 +1,5 @@
-"""Kernels of our own for CPUs, where torch's are slow or inexact.
+"""Our own kernels for CPUs, for cases where torch's are slow or inexact.
 
-Everything works without this folder, in plain torch: parallel/kernels.py is all that knows of it,
-and takes these where they apply.
+Everything works without this folder, in plain torch. Only parallel/kernels.py imports it, and uses
+these kernels where they apply.
 """

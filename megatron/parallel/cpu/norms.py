@@ -14,12 +14,12 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class _NarrowLayerNorm(torch.autograd.Function):
-    """torch's own adds up the gradients of weight and bias in the dtype of x: over 2048 tokens in
-    bf16 half of a bias's gradient is lost."""
+    """torch's layer norm adds up the gradients of weight and bias in the dtype of x: in bf16, half
+    of a bias's gradient is lost over 2048 tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        wide = widen(weight), widen(bias)  # with these its mean and deviation are wide too
+        wide = widen(weight), widen(bias)  # mean and deviation are then wide, too
         y, mean, deviation = torch.native_layer_norm(x, weight.shape, *wide, epsilon)
         ctx.save_for_backward(x, mean, deviation, weight, bias)
         return y
@@ -47,13 +47,13 @@ def narrow_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch composes it of ten operations, whose backward takes 6 times as long as layer norm's.
+    """torch builds RMSNorm of ten operations, whose backward takes 6 times as long as layer norm's.
 
     With r = 1 / sqrt(mean of x^2 + epsilon), g = dy weight and means over the last dim
 
         dx = r (g - x r mean(g x r))
 
-    is layer norm's gradient for a mean of 0, which subtracts r mean(g) too: it is added again.
+    is layer norm's gradient for a mean of 0, but layer norm subtracts r mean(g), too: add it back.
     """
 
     @staticmethod
@@ -90,5 +90,5 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor, epsilon: float, rounds_before_weight: bool = False
 ) -> Tensor:
-    """As kernels.rms_norm, of x [n, h]."""
+    """See kernels.rms_norm; x is [n, h]."""
     return _RMSNorm.apply(x, weight, epsilon, rounds_before_weight)

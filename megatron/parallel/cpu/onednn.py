@@ -1,9 +1,9 @@
 """Matrix multiplication by the faster of the two libraries that torch has on a CPU.
 
 torch multiplies fp32 by MKL, which uses AVX-512 on Intel's processors only; oneDNN, which torch
-uses for narrow dtypes, uses it on all that have it. AMD's Zen 5 computes 512 bits at once, so that
-oneDNN is twice as fast there (docs/results/kernels.md); Zen 4 computes them in halves. On a
-processor that oneDNN cannot multiply a narrow dtype on, torch does it number by number.
+uses for half dtypes, uses it on every processor that has it. AMD's Zen 5 computes 512 bits at once,
+so oneDNN is twice as fast there (docs/results/kernels.md); Zen 4 computes them in halves. On a
+processor where oneDNN does not support a half dtype, torch multiplies it number by number.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 ZEN_5 = 26  # cpu family in /proc/cpuinfo
 SMALL = 2**20  # multiplications; below, the call of oneDNN costs more than it saves
-ROW_MULTIPLE = 16  # oneDNN compiles and keeps a megabyte of code for each size it has met
-FEW_ROWS, TALL = 8, 8192  # rows of x; of a weight, as that of an output layer
-TRANSPOSED_BYTES = 2**22  # of dy that are transposed at once; more are transposed chunk by chunk
+ROW_MULTIPLE = 16  # oneDNN compiles and keeps a megabyte of code for each new size
+FEW_ROWS, TALL = 8, 8192  # rows of x; rows of a weight, such as an output layer's
+TRANSPOSED_BYTES = 2**22  # dy up to this size is transposed at once, a larger one by chunk
 CHUNK_BYTES = 2**20  # of a weight's gradient, on its way to the buffer
 EMULATED = {
     dtype
@@ -28,11 +28,11 @@ EMULATED = {
     if torch.backends.mkldnn.is_available()
     and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
 }
-"""The narrow dtypes of which fp32 is multiplied ten times as fast on this processor."""
+"""Half dtypes that are emulated: fp32 is multiplied ten times as fast on this processor."""
 
 
 def padded_rows(rows: int) -> int:
-    """As kernels.padded_rows: the next multiple of ROW_MULTIPLE."""
+    """See kernels.padded_rows: the next multiple of ROW_MULTIPLE."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -59,7 +59,7 @@ def _cpuinfo(name: str) -> str:
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies x [n, in] by weight [out, in] faster than torch's own."""
+    """Whether oneDNN multiplies x [n, in] by weight [out, in] faster than torch does by default."""
     return (
         not torch.compiler.is_compiling()
         and weight.dtype == torch.float32
@@ -73,20 +73,20 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As kernels.matmul, where oneDNN is faster."""
+    """kernels.matmul by oneDNN, for sizes where that is faster."""
     # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
 
 def matmul_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As kernels.matmul, in fp32, and rounded once."""
+    """kernels.matmul in fp32, with the result rounded once."""
     wide = None if bias is None else bias.float()
     return F.linear(x.float(), weight.float(), wide).to(x.dtype)
 
 
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
-    """As kernels.add_matmul_, where oneDNN is faster at dy' and x'."""
+    """kernels.add_matmul_ by oneDNN, for dy' and x' where that is faster."""
     # oneDNN cannot write into an existing tensor and copies a transposed one: both are kept small.
     transposed, multiples = dy.T, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE)
     chunk = ROW_MULTIPLE * max(1, multiples)
@@ -107,10 +107,10 @@ def has_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def matmul_few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight' of fp32, as generation takes it.
+    """x weight' in fp32, as generation uses it.
 
     The library multiplies a large matrix by two to eight columns at the speed of memory, but takes
-    2 to 8 times as long for one column, or with the operands exchanged.
+    2 to 8 times as long for one column, or with the operands swapped.
     """
     columns = x.T if x.shape[0] > 1 else x.repeat(2, 1).T
     return (weight @ columns).T[: x.shape[0]]
