@@ -1,4 +1,4 @@
-"""Pretrain a model of any kind; megatron/train/pretrain.py tells the story.
+"""Pretrain a model of any kind; megatron/train/pretrain.py has the implementation.
 
     torchrun --nproc-per-node 2 pretrain.py --model gpt2 --preset scripts/presets/quickstart.toml \\
         --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints

@@ -1,4 +1,4 @@
-"""Pretrain BERT (paper, section 5.2); megatron/train/pretrain.py tells the story.
+"""Pretrain BERT (paper, section 5.2); megatron/train/pretrain.py has the implementation.
 
     torchrun --nproc-per-node 2 pretrain_bert.py --preset scripts/presets/bert_336m.toml \\
         --tensor-model-parallel-size 2 --data-path P_text_sentence --save checkpoints

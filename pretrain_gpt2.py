@@ -1,4 +1,4 @@
-"""Pretrain GPT-2 (paper, section 5.1); megatron/train/pretrain.py tells the story.
+"""Pretrain GPT-2 (paper, section 5.1); megatron/train/pretrain.py has the implementation.
 
     torchrun --nproc-per-node 2 pretrain_gpt2.py --preset scripts/presets/quickstart.toml \\
         --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints

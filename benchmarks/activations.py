@@ -1,15 +1,15 @@
-"""Sequence parallelism and recomputation: what a layer keeps and sends.
+"""Sequence parallelism and recomputation: bytes that a layer saves and sends.
 
-One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 with dropout
-on tensors without memory (tools/planning/): bytes that are kept between the two, each
-memory once and without parameters, and bytes that collectives send in a ring. A layer is the
-difference of two layers and one, in units of s b h, the numbers of the stream. The formulas are
-those of table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198); like these counts they
-are of 2 bytes a number, and with masks of dropout, a byte each.
+One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 with dropout,
+on tensors without memory (tools/planning/). Counted are the bytes saved between the two, each
+storage once and without parameters, and the bytes that collectives send in a ring. A layer is the
+difference between two layers and one, in units of s b h, the elements of the hidden states. The
+formulas are from table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198). Like these
+counts, they assume 2 bytes per element, and include dropout masks of one byte per element.
 
-Also counted is how often a step of a real model waits for the device: whatever the host reads is
-finished before it goes on, so that a GPU runs out of work. A step reads once: loss, gradient norm
-and votes together. On a CPU nothing waits, but the same is counted.
+The benchmark also counts how often a step of a real model waits for the device: the host waits for
+every value that it reads, so a GPU runs out of work. A step reads once: loss, gradient norm and
+votes together. On a CPU nothing waits, but reads are counted in the same way.
 """
 
 import sys
@@ -64,7 +64,7 @@ def reading(rank: Rank) -> Turn:
 
 
 def contenders(flags: Flags, tensor_parallel: tuple[int, ...] = (1, 2, 4)) -> Iterator[Contender]:
-    """Count, for these numbers of ranks. Exit status 1: a step reads more than once."""
+    """Count for these numbers of ranks. Exit status 1 if a step reads more than once."""
     for t, cut, recomputed in product(tensor_parallel, ("", CUT), ("none", "selective", "full")):
         if t > 1 or not cut:
             own = {"recomputed": recomputed, "t": t, "is_cut": bool(cut)}

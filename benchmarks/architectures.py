@@ -1,8 +1,8 @@
-"""Which architectures of transformers are exact when they are cut by their plans.
+"""Which architectures of transformers are exact when they are sharded by their plans.
 
-Of every one that predicts the next token and has a plan, of transformers or of this project,
-a tiny model is cut over 2 and over 4 ranks and compared in fp64 with the unmodified one, as
-tools.prove_plan does. Those with few key/value heads have 2, so that 4 ranks share them.
+Covers every one that predicts the next token and has a plan, from transformers or this project. A
+tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmodified one, as
+tools.prove_plan does. Those with few key/value heads have 2, so 4 ranks share them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron.data.files import write_atomically
 SIZES = (2, 4)
 MASKED = "masked words"
 NO_LAYER = "no layer here cuts "
-UNGROUPED = ("esmc",)  # whose keys and values have as many heads as queries
+UNGROUPED = ("esmc",)  # keys and values have as many heads as queries
 NOTES = "\n## Notes\n"
 
 
-# What config.json says beside its defaults, twice for each dense architecture: fewer heads of keys
-# and values, biases, norms of heads, tied and untied output layers, scaling, windows, a part of
-# rotary positions, and what it alone has.
+# Two unusual variants of config.json for each dense architecture: fewer key/value heads, biases,
+# norms of heads, tied and untied output layers, scaling, windows, partial rotary embeddings, and
+# settings that only this architecture has.
 Changes = Mapping[str, Any]
 ONE: Changes = {"num_key_value_heads": 1}
 BIASES: Changes = {"attention_bias": True, "mlp_bias": True}
@@ -192,18 +192,18 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Row:
-    """Of an architecture; difference and shares of the matmul FLOPs are of those that are exact."""
+    """Result of an architecture; difference and shares (of matmul FLOPs) only if it is exact."""
 
     name: str
-    outcome: str  # exact, refused, or wrong: it ends with an error or differs
+    outcome: str  # exact, refused, or wrong: ends with an error, or differs
     reason: str = ""
     difference: float | None = None
     shares: tuple[float, ...] = ()  # of the busiest rank, by tensor size
-    changes: str = ""  # of config.json, where it is an unusual one
+    changes: str = ""  # changes to config.json, for an unusual configuration
 
 
 def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]]:
-    """({(name, changes of its config.json): its config}, those without a plan)."""
+    """({(name, changes to its config.json): its config}, names of those without a plan)."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -213,7 +213,7 @@ def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]
 
     from megatron.models.hf_plans import PLANS
 
-    set_verbosity_error()  # of defaults that do not fit together
+    set_verbosity_error()  # no warnings about inconsistent defaults
     found: dict[tuple[str, str], HuggingFaceConfig] = {}
     without = []
     for kind, names in (
@@ -237,14 +237,14 @@ def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]
 
 
 def words_of(config_class: Any) -> set[str]:
-    """Of transformers' own plan, of the text model where there are several."""
+    """Words in transformers' own plans of this architecture and its sub-models."""
     inside = (getattr(config_class, "sub_configs", None) or {}).values()
     plans = [getattr(each, "base_model_tp_plan", None) for each in (config_class, *inside)]
     return {word for plan in plans for word in (plan or {}).values()}
 
 
 def described(name: str) -> dict[str, Any]:
-    """A config.json with what a real one says and the defaults leave open."""
+    """A config.json with the values that a real one sets and the defaults leave open."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     given = CONFIG_MAPPING[name]().to_dict()
@@ -315,7 +315,7 @@ def result(found: list[Row]) -> str:
 
 
 def page_of(found: list[Row], without: list[str], old: str) -> str:
-    """old: the page so far, of which what stands below "## Notes" is kept."""
+    """old: the previous page; its text below "## Notes" is kept."""
     from benchmarks.report import command, commit, markdown, processor
 
     def table(rows: list[Row], first: Callable[[Row], list[str]], names: list[str]) -> str:
@@ -356,11 +356,11 @@ def page_of(found: list[Row], without: list[str], old: str) -> str:
 
 
 def main(*, page: Path | None = None, json: Path | None = None) -> None:
-    """Prove the plans of all architectures of transformers that have one, by tiny models.
+    """Prove the plans of all architectures of transformers that have one, with tiny models.
 
     Args:
-        page: The page that is written; what stands below its "## Notes" is kept.
-        json: A file for a row per architecture.
+        page: The page to write; its text below "## Notes" is kept.
+        json: A file for one row per architecture.
     """
     found, (_, without) = [*rows()], architectures()
     print(result(found))

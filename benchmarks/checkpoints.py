@@ -1,10 +1,10 @@
 """Checkpoints: how long training waits, and how fast they are written and read.
 
 A GPT-2 with Adam's moments is saved synchronously and asynchronously, and dd copies the file, which
-memory holds by then; the file is read by a load with its verification and by dd. Seconds of a save
-are those that training waits (but for the first asynchronous one, which allocates the host memory);
-MB/s are until all is on the disk. Files that are read are not in the page cache, but the host of a
-virtual machine has a cache of its own.
+is then in the page cache. The file is read by a load with its verification, and by dd. Seconds of a
+save are the time that training waits (without the first asynchronous save, which allocates host
+memory); MB/s count until all is on the disk. Files to read are dropped from the page cache, but the
+host of a virtual machine has its own cache.
 """
 
 import sys
@@ -73,7 +73,7 @@ def contender(rank: Rank, what: str, disk: str, preset: str) -> Turn:
 def contenders(
     flags: Flags, directory: Path = Path("runs"), preset: str = "gpt2_124m"
 ) -> Iterator[Contender]:
-    """Compare saves and loads of a preset of pretrain_gpt2.py, on the disk of this directory."""
+    """Compare saves and loads of a preset of pretrain_gpt2.py on the disk of `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in (*SAVES, COPY, LOAD, READ):
         own = {"what": name, "disk": str(directory.resolve()), "preset": preset}

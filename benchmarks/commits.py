@@ -1,10 +1,10 @@
-"""Beside another commit: time and memory of a training step.
+"""Time and memory of a training step, compared with another commit.
 
 Each tree runs its own `pretrain_gpt2.py` under torchrun, on the same random tokens. Seconds are
-those between two logged steps of one run, so that nothing of its start is among them; CPU seconds
-are of all ranks, and memory is the sum of their peaks, with all that they have imported. Every
-step's loss is compared: without dropout they have to be the same bit for bit, or within
---tolerance. Dropout by coordinates and that of before commit 681c802 drop different elements.
+measured between two logged steps of one run, which excludes its start. CPU seconds are those of all
+ranks; memory is the sum of their peaks, imports included. The losses of all steps are compared:
+without dropout they have to be equal bit for bit, or within --tolerance. Dropout by coordinates
+drops other elements than dropout before commit 681c802.
 """
 
 import sys
@@ -34,15 +34,15 @@ from benchmarks.watched import below
 from megatron.train.metrics import read_metrics
 from tools.data_files import IndexedDatasetWriter
 
-PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # and the size of the vocabulary
-LAYOUTS = {"t = 1": (1, 1), "t = 2": (2, 2), "d = 2": (2, 1)}  # ranks, of these tensor-parallel
+PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # preset: vocabulary size
+LAYOUTS = {"t = 1": (1, 1), "t = 2": (2, 2), "d = 2": (2, 1)}  # (ranks, tensor-parallel ranks)
 GROUPS = tuple(map(", ".join, product(PRESETS, ("fp32", "bf16"), LAYOUTS)))
-BEFORE, BEHIND = 5, 2  # steps of a run that are not timed
+BEFORE, BEHIND = 5, 2  # untimed steps at the start and the end of a run
 RATIO = "this tree's / its CPU time"
 
 
 def checked_out(against: str) -> Path:
-    """A folder with the files of this commit, or `against` itself where it is a folder."""
+    """A folder with the files of commit `against`, or `against` itself if it is a folder."""
     if Path(against).is_dir():
         return Path(against).resolve()
     archive, folder = scratch() / "tree.tar", scratch() / "tree"
@@ -54,7 +54,7 @@ def checked_out(against: str) -> Path:
 
 
 def random_text(vocab_size: int) -> str:
-    """The prefix of a data set."""
+    """The prefix of a new data set of random tokens."""
     prefix, size = str(scratch() / f"random_{vocab_size}"), 200_000
     tokens = np.random.default_rng(0).integers(0, vocab_size, size, np.uint16)
     with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
@@ -65,7 +65,7 @@ def random_text(vocab_size: int) -> str:
 
 
 def run(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) -> Turn:
-    """A turn is a run of BEFORE + steps + BEHIND steps; figures are of a timed one."""
+    """A turn is a run of BEFORE + steps + BEHIND steps; figures are per timed step."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *torchrun, "pretrain_gpt2.py", *flags, "--metrics-file"]
     environ = {**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"}
@@ -107,10 +107,10 @@ def contenders(
 
     Args:
         against: a commit, or a folder that holds another tree.
-        groups: as "quickstart, fp32, d = 2".
-        dropout: of attention's probabilities, embeddings and residuals.
-        steps: of a run, that are timed.
-        tolerance: by which losses may differ, for commits that change the last bits.
+        groups: groups to run, such as "quickstart, fp32, d = 2".
+        dropout: dropout of attention probabilities, embeddings and residuals.
+        steps: timed steps per run.
+        tolerance: relative difference allowed in losses, for commits that change the last bits.
     """
     if unknown := {*groups} - {*GROUPS}:
         raise ValueError(f"--groups {sorted(unknown)[0]!r}: there are {GROUPS}")

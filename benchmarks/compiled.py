@@ -1,12 +1,12 @@
-"""Compiled transformer layers: graphs, kernels, guards and host time beside others'.
+"""Compiled transformer layers: graphs, kernels, guards and host time compared with others.
 
-The graphs of forward and backward of one block beside those of another's with the same sizes: plain
-torch's GPT-2 block, and LlamaDecoderLayer of transformers with grouped queries. bf16, on a CPU
-without this project's own kernels, whose graphs are not those of a GPU; one run counts all. Copies
-are clones, copies, concatenations and casts; saved is what the forward keeps for the backward,
-weights and input included; kernels are those that Inductor writes; guards are the conditions that
-each call of a layer checks. The host's time is forward and backward of 12 compiled GPT-2 blocks of
-hidden 64 on 16 tokens, gradients included.
+Compares the forward and backward graphs of one block with those of another of the same sizes: a
+GPT-2 block in plain torch, and LlamaDecoderLayer of transformers with grouped queries. bf16, on a
+CPU without this project's own CPU kernels, whose graphs differ from those of a GPU; one run counts
+all. Copies are clones, copies, concatenations and casts; saved are the tensors that the forward
+keeps for the backward, weights and input included; kernels are those that Inductor generates;
+guards are the conditions that each call of a layer checks. Host time is forward and backward of 12
+compiled GPT-2 blocks of hidden size 64 on 16 tokens, gradients included.
 """
 
 import sys
@@ -46,7 +46,7 @@ RATIO, LARGEST = "this project's host time / its", "this project's largest count
 RESULT = """A block of GPT-2 has at most {:.2f} of the operators, matmuls, copies, bytes and kernels
 that plain torch's has, one of Llama at most {:.2f} of those of transformers'. The host takes {:.2f}
 of the time of plain torch's."""
-Compile = Callable[[Any], None]  # by this backend
+Compile = Callable[[Any], None]  # with this backend
 Run = Callable[[], None]  # forward and backward
 
 
@@ -61,7 +61,7 @@ def config_of(kind: str, layers: int, hidden: int, heads: int, tokens: int) -> T
 
 
 def ours(config: TextModelConfig, samples: int, dtype: torch.dtype) -> tuple[Compile, Run, Any]:
-    """(compile, run, the layer) of this project's layers, with gradients in their buckets."""
+    """(compile, run, first layer) of this project, with gradients in their buckets."""
     kernels.use_cpu_kernels = False
     model = build_model(config, serial_mesh(), 128, seed=SEED, dtype=dtype)
     buckets, s = GradientBuckets(model, sets_grad=False), config.max_position_embeddings
@@ -122,7 +122,7 @@ MAKERS = {OURS: ours, PLAIN: theirs, TRANSFORMERS: theirs}
 
 
 def counts(graphs: dict[str, torch.fx.GraphModule]) -> Figures:
-    """Counts the operators of a forward and a backward."""
+    """Counts the operators in the forward and the backward graph."""
     found: Figures = {"matmuls": 0, "attention": 0, "copies": 0, "copied": 0}
     for name, graph in graphs.items():
         nodes = [each for each in graph.graph.nodes if each.op == "call_function"]
@@ -143,7 +143,7 @@ def nbytes(node: torch.fx.Node) -> int:
 
 
 def graphs_of(compile_by: Compile, run: Run) -> dict[str, torch.fx.GraphModule]:
-    """The forward and the backward that torch traces and cuts for training."""
+    """The forward and backward graphs that torch traces and partitions for training."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -165,8 +165,8 @@ def graphs_of(compile_by: Compile, run: Run) -> dict[str, torch.fx.GraphModule]:
 
 
 def guards_of(layer: nn.Module) -> int:
-    """Conditions that a call of a layer, compiled as others of its class, checks."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # no public function says it
+    """Number of conditions that a call of the compiled layer checks; its class has one entry."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # there is no public function
 
     def leaves(manager: Any) -> int:
         pairs: Any = getattr(manager, "get_key_value_managers", dict)().values()
@@ -212,12 +212,12 @@ def contenders(
     """Compare layers.
 
     Args:
-        hidden_size: of the blocks whose graphs are compared, by 64 a head.
-        tokens: of a sample.
-        samples: of a batch.
-        steps: of a turn, on the host's time.
-        backend: of torch.compile, where kernels are counted and time is taken.
-        groups: what is compared.
+        hidden_size: hidden size of the blocks whose graphs are compared, with 64 per head.
+        tokens: tokens per sample.
+        samples: samples per batch.
+        steps: steps per turn, for the host time.
+        backend: backend of torch.compile, to count kernels and to measure time.
+        groups: comparisons to run.
     """
     for kind, peer in PEERS.items():
         config = config_of(kind, 1, hidden_size, max(4, hidden_size // 64), tokens)
@@ -232,7 +232,7 @@ def contenders(
 
 
 def largest(own: Figures, first: Figures) -> float:
-    """Divides what the first of the group has by its own, and takes the largest."""
+    """Largest ratio of a figure of the group's first contender to this contender's."""
     return max(first[key] / max(1, own[key]) for key in COMPARED)
 
 

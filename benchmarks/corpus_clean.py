@@ -1,10 +1,10 @@
 """Cleaning text, and splitting it into sentences.
 
-All read the same documents. Repaired texts have to be equal to those of plain ftfy. Of languages
-"as this project" is the share of documents that both say to be English, or both do not. langdetect
-draws lots, from a fixed seed here, and reads up to 10,000 characters of a document where this
-project reads 4,000. The 60 cases of sentence_cases.txt (abbreviations, initials, quotes, numbers,
-lists, lines without a full stop) were cut by hand before any library had seen them. The last row is
+All read the same documents. Repaired texts have to equal those of plain ftfy. For languages, "as
+this project" is the share of documents that both call English, or both do not. langdetect is
+random, here with a fixed seed, and reads up to 10,000 characters of a document, where this project
+reads 4,000. The 60 cases of sentence_cases.txt (abbreviations, initials, quotes, numbers, lists,
+lines without a full stop) were split by hand before any library was run on them. The last row is
 the whole of tools/corpus/clean.py, from jsonl to jsonl. MB are 10^6 bytes of UTF-8 text.
 """
 
@@ -45,7 +45,7 @@ def langdetect(module: Any) -> Function:
     def is_english(text: str) -> bool:
         try:
             return bool(module.detect(text) == "en")
-        except module.LangDetectException:  # of text without letters
+        except module.LangDetectException:  # raised for text without letters
             return False
 
     return is_english
@@ -60,7 +60,7 @@ def whole_step(module: Any) -> Function:
     return clean_file
 
 
-# By group and contender: a module, and what makes a function of a text (of a file: STEP) of it.
+# By group and contender: a module, and how to get a function of a text (STEP: of a file) from it.
 FUNCTIONS: dict[tuple[str, str], tuple[str, Callable[[Any], Function]]] = {
     (REPAIR, OURS): ("tools.corpus.repair", lambda m: m.repair),
     (REPAIR, "ftfy"): ("ftfy", lambda m: m.fix_text),
@@ -80,12 +80,12 @@ def load(group: str, name: str) -> Function:
 
 
 def cuts(sentences: Sequence[str]) -> set[int]:
-    """For each sentence how many characters stand before its end, white space not counted."""
+    """For each sentence, the number of characters up to its end, white space not counted."""
     return {*accumulate(len("".join(each.split())) for each in sentences)} - {0}
 
 
 def marks(split: Function, file: Path = CASES) -> Figures:
-    """right: cases without a wrong cut. extra, missed: cuts of all cases."""
+    """right: number of cases without a wrong cut. extra, missed: cuts over all cases."""
     found = Counter[str]()
     for line in file.read_text("utf-8").splitlines()[1:]:
         case = line.replace("\\n", "\n").split(" | ")
@@ -116,7 +116,7 @@ def run(rank: Rank, group: str, name: str, file: str) -> Turn:
 def contenders(
     flags: Flags, text: tuple[Path, ...] = (), megabytes: float = 4
 ) -> Iterator[Contender]:
-    """Clean so much of the text, JSON lines; by default English of this Python."""
+    """Clean so many megabytes of `text`, JSON lines; by default English of this Python's files."""
     file = scratch() / "text.jsonl"
     lines = (orjson.dumps({"text": each}) + b"\n" for each in texts_of(text, megabytes))
     file.write_bytes(b"".join(lines))

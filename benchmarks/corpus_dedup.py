@@ -1,13 +1,13 @@
 """De-duplication.
 
-Of generated text, another in every round, whose near-duplicates are known. Signatures are made from
-str to 128 permutations of character 5-grams, normalising included; they have to estimate the known
-similarities to within 0.05 on average (0.03 is to be expected). The whole is `python -m
-tools.corpus.dedup` with one worker, start and imports included; datasketch's MinHashLSH, in a
-process that runs already, drops what has an exact similarity of 0.7 with an earlier document. Both
-find candidates by chance, at 0.7 99 in a hundred: known pairs from 0.7 up that are missed are
-counted, and what is removed without reason; a run fails where these are more than 0.1 % of the
-documents.
+Each round generates new text whose near-duplicates are known. Signatures are computed from str to
+128 permutations of character 5-grams, normalisation included; they have to estimate the known
+similarities to within 0.05 on average (0.03 is expected). The whole is `python -m
+tools.corpus.dedup` with one worker, start and imports included. Its peer, datasketch's MinHashLSH
+in a process that is already running, drops a document with an exact similarity of at least 0.7 to
+an earlier one. Both find candidates by chance, 99 in a hundred at a similarity of 0.7. Known pairs
+from 0.7 up that are missed, and documents removed without reason, are counted; a run fails where
+they are more than 0.1 % of the documents.
 """
 
 import sys
@@ -52,7 +52,7 @@ def sign(name: str, texts: list[str]) -> Any:
 
 
 def deduplicate(name: str, shards: Path, texts: dict[str, str]) -> tuple[set[str], Figures]:
-    """(ids of what is kept, figures)"""
+    """(ids of the documents kept, figures)"""
     if name == OURS:
         with TemporaryDirectory() as folder:
             words = ["-m", "tools.corpus.dedup", "--input", shards, "--output", folder]
@@ -101,7 +101,7 @@ def run(rank: Rank, group: str, name: str, folder: str) -> Turn:
 def contenders(
     flags: Flags, text: tuple[Path, ...] = (), size: str = "20MB"
 ) -> Iterator[Contender]:
-    """De-duplicate text of this size, made of JSON lines; by default English of this Python."""
+    """De-duplicate JSON lines of this size, made from `text` (default: files of this Python)."""
     for seed in range(flags.rounds or QUESTION.rounds):
         generate(scratch() / str(seed), text, size, seed)
     for group, names in {SIGNATURES: (OURS, DATASKETCH, RENSA), WHOLE: (OURS, DATASKETCH)}.items():

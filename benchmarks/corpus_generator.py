@@ -1,10 +1,10 @@
 """A corpus of any size with known near-duplicates, the same for the same seed.
 
-A document is sentences of real text, drawn until it is as long as a drawn real document. The last
-of every 20 is a near-duplicate: an earlier document of its shard, used once, with a drawn share of
-its words replaced. FOLDER/shards holds JSON lines {"text", "source", "id"}, FOLDER/truth one for
-each near-duplicate: {"id", "of", "jaccard"}, the exact similarity of their sets of character
-5-grams. A shard is a function of the seed and its number.
+A document consists of random sentences of real text, until it is as long as a randomly chosen real
+document. Every 20th document is a near-duplicate: an earlier document of its shard, used once, with
+a random share of its words replaced. FOLDER/shards holds JSON lines {"text", "source", "id"},
+FOLDER/truth one line per near-duplicate: {"id", "of", "jaccard"}, the exact similarity of their
+sets of character 5-grams. A shard is a function of the seed and its number.
 """
 
 import math
@@ -26,13 +26,13 @@ from tools.corpus.shards import cut, write_shard
 orjson = Library("orjson")
 
 HARVESTED = ROOT / "runs" / "benchmarks" / "harvested.jsonl"
-SENTENCE_END = re.compile(r"(?<=[.!?]\s)(?=[A-Z\"'(])|(?<=\n\n)")  # the blank is the sentence's
+SENTENCE_END = re.compile(r"(?<=[.!?]\s)(?=[A-Z\"'(])|(?<=\n\n)")  # the blank ends the sentence
 SHARD_BYTES = 32_000_000
 
 
 def texts_of(text: Sequence[Path] = (), megabytes: float = math.inf) -> Iterator[str]:
-    """Of the documents of JSON lines until these are so many MB; by default of 30 MB of English of
-    this Python, which are collected once."""
+    """Texts of the documents in JSON lines, up to so many MB. The default is 30 MB of English from
+    this Python installation, collected once."""
     if not text and not HARVESTED.exists():
         harvest.run(harvest.Settings(output=HARVESTED, max_bytes=30_000_000))
     for unit in cut(find_shards(text or [HARVESTED]), 1 << 60):
@@ -60,18 +60,18 @@ def five_grams(text: str) -> set[str]:
 
 
 def generate(output: Path, text: Sequence[Path] = (), size: str = "100MB", seed: int = 0) -> None:
-    """Make a corpus in a folder that is not there yet. size: of all lines, up to a document more
-    in each shard."""
+    """Make a corpus in a new folder. size: of all lines together; each shard may exceed its part by
+    one document."""
     total, (sentences, lengths) = parse_size("--size", size), load(tuple(text))
-    # Two of the shortest documents, of six sentences, are half the same where they share three, as
-    # comb(6, 3)**2 * 6 / sentences**3 of all pairs do. Less than one pair is to be expected.
+    # Two of the shortest documents, of six sentences, are half equal if they share three, as
+    # comb(6, 3)**2 * 6 / sentences**3 of all pairs do. Less than one such pair is expected.
     least = 11 * (total * len(lengths) / max(1, sum(lengths))) ** (2 / 3)
     if len(sentences) < max(least, 1) or not lengths:
         raise ValueError(f"--text: too little for --size {size}, {least:.0f} sentences would do")
     output.mkdir(parents=True)
     for shard, start in enumerate(range(0, total, SHARD_BYTES)):
         name, random = f"{shard:05}", Random(f"{seed} {shard}")
-        originals: list[tuple[str, str]] = []  # (id, text), of which no near-duplicate is made yet
+        originals: list[tuple[str, str]] = []  # (id, text) of documents without near-duplicate
         with (
             write_shard(output / "shards", f"part-{name}", "none") as lines,
             write_shard(output / "truth", f"part-{name}", "none") as truth,

@@ -1,10 +1,10 @@
 """Grouping rows by their keys.
 
-From files of unsorted keys, a file a band, to the rows that share one with others: here by the
-stages of tools.corpus.dedup, its files written and read again, and 100 MB for a part of a band; in
-polars and DuckDB, which use all cores, a band at a time in memory. Keys are random; about every
-tenth is that of another row, too. All have to find the same groups. Memory is what a process takes
-above its modules.
+The input is files of unsorted keys, one file per band; the output is the rows that share a key with
+other rows. This project runs the stages of tools.corpus.dedup, writes and reads files, and has 100
+MB for a part of a band. polars and DuckDB use all cores, with one band at a time in memory.
+Keys are random; about every tenth is also that of another row. All have to find the same groups.
+Memory is the peak of a process without its imported modules.
 """
 
 import sys
@@ -38,7 +38,7 @@ def read(files: Sequence[Path], start: int = 0, count: int = -1) -> Words:
 
 
 def ours(files: Sequence[Path]) -> list[Any]:
-    """[groups, members, sum of their numbers] of parts: blocks sorted, then one part at a time."""
+    """[groups, members, sum of row numbers] of each part: sorts blocks, then groups each part."""
     rows, blocks = files[0].stat().st_size // 8, []
     for start in range(0, rows, BLOCK):
         keys = read(files, start, BLOCK)
@@ -81,7 +81,7 @@ def run(rank: Rank, name: str, folder: str, rows: int) -> Turn:
 
 
 def contenders(flags: Flags, rows: int = 40_000_000, bands: int = 25) -> Iterator[Contender]:
-    """Group rows, those of all bands together."""
+    """Group rows; `rows` counts those of all bands together."""
     random = np.random.default_rng(0)
     for band in range(bands):
         keys = random.integers(1 << 64, size=rows // bands, dtype=np.uint64)

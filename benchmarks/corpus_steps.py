@@ -1,12 +1,12 @@
 """Steps of the corpus pipeline against size.
 
 The text is generated (`corpus_generator.py`). Steps run one by one (`python -m tools.corpus run
-FILE --until STEP`, each on what the one before it has written), with two workers; the chain is the
-same in one command, without its estimate. Memory is what all processes of a step hold together
-(anonymous and shared, no pages of files); a step that goes over the limit ends, and the run fails
-(`watched.py`). CPU seconds are those of all processes, start and imports included; beside them
-stand those of the tasks alone, as run.json has them, and the power of the size with which these
-grow from the smallest corpus on. MB are 10^6 bytes of JSON lines.
+FILE --until STEP`, each on the previous step's output), with two workers; the chain is the same in
+one command, without its estimate. Memory is that of all processes of a step together (anonymous and
+shared, no pages of files); a step that exceeds the limit is ended, and the run fails
+(`watched.py`). CPU seconds are those of all processes, start and imports included; the table also
+has those of the tasks only, from run.json, and the power of the corpus size by which these grow
+from the smallest corpus on. MB are 10^6 bytes of JSON lines.
 """
 
 import sys
@@ -35,7 +35,7 @@ CHAIN, PEAK = "chain", "peak MB"
 
 
 def describe(text: Path, output: Path, given: Figures) -> str:
-    """The run as TOML."""
+    """The settings of the run, as TOML."""
     folder = given["tokenizer"]
     words = f'vocab_file = "{folder}/vocab.json"\nmerge_file = "{folder}/merges.txt"\n'
     tables = {
@@ -58,7 +58,7 @@ def run(rank: Rank, step: str, size: str, folder: str, given: Figures) -> Turn:
     words: list[object] = ["-m", "tools.corpus", "run", settings, "--no-plan"]
     if step != CHAIN:
         if before := steps[: steps.index(step)]:
-            watched(*words, "--until", before[-1], limit=limit)  # what is done is not done again
+            watched(*words, "--until", before[-1], limit=limit)  # finished steps are not repeated
         words += ["--until", step]
         filled = output / step
 
@@ -98,17 +98,17 @@ def contenders(
     steps: tuple[str, ...] = (*STEPS, CHAIN),
     limit: str = "1.5GB",
 ) -> Iterator[Contender]:
-    """Measure steps on text made of JSON lines, by default of English of this Python.
+    """Measure steps on text generated from JSON lines, by default English of this Python's files.
 
     Args:
-        tokenizer: folder of vocab.json and merges.txt.
-        evaluation: files whose n-grams are cut out.
-        limit: memory that all processes of a step together may hold.
+        tokenizer: folder with vocab.json and merges.txt.
+        evaluation: files whose n-grams are removed from the text.
+        limit: largest memory of all processes of a step together.
     """
     if unknown := {*steps} - {*STEPS, CHAIN}:
         raise ValueError(f"--steps {sorted(unknown)[0]}: there are {[*STEPS, CHAIN]}")
     if {*steps} & {"clean", "decontaminate", "tokenise"}:
-        (tokenizer / "vocab.json").stat()  # it may be missing: before text is made
+        (tokenizer / "vocab.json").stat()  # raises if it is missing, before text is generated
     given: Figures = {"steps": [step for step in STEPS if step in steps]}
     given |= {"tokenizer": str(tokenizer.resolve()), "limit": parse_size("--limit", limit)}
     given |= {"evaluation": [str(file.resolve(strict=True)) for file in evaluation]}

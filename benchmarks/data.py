@@ -1,18 +1,17 @@
-"""Sources of data beside each other.
+"""Data sources compared.
 
-The same documents, English of this Python as the quickstart's, as what `--data-path` takes: packed
-into a .bin and .idx pair, Megatron's format, and with --pad as JSON lines, as a folder of
-`save_to_disk` and as parquet; beside them --mock-data, random tokens. The tokenizer is a BPE that
-was trained on them, unless one is given. Tokens are those of documents, without padding.
+The same documents, English text from this Python installation as in the quickstart, in the formats
+that `--data-path` accepts: packed into a .bin and .idx pair, Megatron's format; and with --pad as
+JSON lines, as a folder of `save_to_disk` and as parquet. --mock-data, random tokens, is compared,
+too. The tokenizer is a BPE trained on them, unless one is given. Tokens exclude padding.
 
-Reading is data set and threads alone: 32 steps of 64 samples of 1024 tokens, from the page cache.
-Megatron-Core reads the packed files by its GPTDataset and torch's DataLoader, 8 samples at a time,
-in the process itself or in two others, Megatron-LM's default. The first opening checks and
-identifies all of a source, and Megatron-Core's builds an order of samples; further ones find what
-the first has kept. A step is the quickstart's: GPT-2 of 3.7 M parameters, 4 samples of 256 tokens,
-fp32, one process that computes in two threads. Waiting is the time in next() of the batches; a
-run's first step, which always waits, is left out. With --pad longer documents are cut, for which
-the whole of them is tokenised.
+Reading uses only the data set and its threads: 32 steps of 64 samples of 1024 tokens, from the page
+cache. Megatron-Core reads the packed files with its GPTDataset and torch's DataLoader, 8 samples at
+a time, in the same process or in two others, Megatron-LM's default. The first opening checks and
+identifies a whole source, and Megatron-Core builds its order of samples; later openings reuse the
+results. A step is the quickstart's: GPT-2 of 3.7 M parameters, 4 samples of 256 tokens, fp32, one
+process with two compute threads. Waiting is the time in next() of the batches, without a run's
+first step, which always waits. With --pad longer documents are tokenised whole, and then cut.
 """
 
 import sys
@@ -54,7 +53,7 @@ SPEED, WAITING, PADDING = "tokens/s", "waiting, %", "padding, %"
 
 
 def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> dict[str, list[str]]:
-    """The flags that read each source. tokenizer: a folder; else one of `size` ids is trained."""
+    """Flags to read each source. tokenizer: a folder; if None, one of `size` ids is trained."""
     lines, saved, parquet, packed = (
         str(scratch() / name) for name in ("text.jsonl", "saved", "text.parquet", "packed")
     )
@@ -97,7 +96,7 @@ def reading(rank: Rank, words: Sequence[str], num_workers: int) -> Turn:
 
     def turn() -> Figures:
         for file in files:
-            os.utime(file)  # what was kept of a file holds for its time of modification
+            os.utime(file)  # cached results are valid only for one modification time
         opening = seconds_to_open(partial(open_samples, config))
         return opening | read(data, next(numbers), num_workers)
 
@@ -105,7 +104,7 @@ def reading(rank: Rank, words: Sequence[str], num_workers: int) -> Turn:
 
 
 def megatron_core(rank: Rank, words: Sequence[str], num_workers: int) -> Turn:
-    """As Megatron-LM opens and reads it, for a training of as many samples as a turn."""
+    """Opens and reads as Megatron-LM does, for a training of as many samples as a turn reads."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -158,7 +157,7 @@ def training(rank: Rank, words: Sequence[str], steps: int) -> Turn:
 
     def turn() -> Figures:
         found, waited = Counter[str](), 0.0
-        starts = range(next(first), sys.maxsize, size)  # so that threads read to the end of a turn
+        starts = range(next(first), sys.maxsize, size)  # threads keep reading to a turn's end
         with closing(prefetch(data, starts, micro_batch_size=size, **own)) as coming:
             train_step(run.state, next(coming), LEARNING_RATE)
             begun = time.perf_counter()
@@ -186,12 +185,12 @@ def contenders(
     """Read documents from each source, and train on them.
 
     Args:
-        tokenizer: folder of vocab.json and merges.txt; if not given one is trained.
-        text: files of JSON lines; by default English of this Python.
-        megabytes: of text.
-        vocab_size: of the tokenizer that is trained.
-        steps: of training, in a turn.
-        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
+        tokenizer: folder with vocab.json and merges.txt; if not given, a tokenizer is trained.
+        text: files of JSON lines; by default English text from this Python installation.
+        megabytes: MB of text.
+        vocab_size: vocabulary size of the trained tokenizer.
+        steps: training steps per turn.
+        program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 2 --hidden-size 64".
     """
     sources = write_sources(list(texts_of(text, megabytes)), tokenizer, vocab_size)
     for (name, words), workers in product(sources.items(), (1, 2)):
@@ -203,7 +202,7 @@ def contenders(
         name = f"{CORE}, {workers} processes" if workers else CORE
         needs = ("megatron.core.datasets.gpt_dataset",)
         yield Contender(name, megatron_core, given, group=READING, needs=needs)
-    # Of as many documents as when reading: those of a few steps are too few for a share.
+    # Shares come from as many documents as in reading: those of a few steps are too few.
     documents = read(open_samples(configure(*sources[LINES], "--seq-length", "256"))[0], 0)
     common = ["--preset", "quickstart", "--no-bf16", *shlex.split(program_flags)]
     for (name, words), workers in product(sources.items(), (1, 2)):

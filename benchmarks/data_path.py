@@ -1,12 +1,12 @@
 """The data path.
 
-Tokens/s of the sampler and the data set alone, beside a GPU's: the data path has to be 20 times as
-fast as training, and one H200 would take about 575,000 tokens/s at GPT-2 124M by the best public
-recipes. A data set of random ids, in documents as long as OpenWebText's, is opened as
-pretrain_gpt2.py opens it and read by what feeds the training loop, one thread: from the page cache,
-and with the cache dropped before every turn. One of a trillion tokens is sparse: but for what
-opening reads, its index and all its tokens are holes. Memory is what opening takes at most, and how
-much more than after the first steps all further steps take.
+Tokens/s of only the sampler and the data set, compared with a GPU's: the data path has to be 20
+times as fast as training, and one H200 would train GPT-2 124M at about 575,000 tokens/s with the
+best public recipes. A data set of random ids, in documents as long as OpenWebText's, is opened as
+in pretrain_gpt2.py and read by the training loop's prefetch with one thread: from the page cache,
+and with the cache dropped before every turn. A data set of a trillion tokens is sparse: except for
+the parts that opening reads, its index and all its tokens are holes. Memory is the peak of opening,
+and the growth over all steps after the first ones.
 """
 
 import sys
@@ -40,7 +40,7 @@ from tools.data_files import IndexedDatasetWriter, pack_header
 from tools.layouts.job import open_samples
 
 DOCUMENT = 1100  # tokens, on average; OpenWebText has 9.0e9 in 8.0e6 documents
-STEPS, STEP, MICRO = 32, 64, 8  # steps of a turn, samples of a step and of a micro-batch
+STEPS, STEP, MICRO = 32, 64, 8  # steps per turn, samples per step and per micro-batch
 EOD, TYPE = 50256, np.dtype("<u2")
 FACTS: Figures = {"tokenizer_type": "random", "tokenizer_fingerprint": "random"}
 FACTS |= {"eod": EOD, "vocab_size": EOD + 1, "shuffled": True}
@@ -62,7 +62,7 @@ def write_data(prefix: Path, tokens: int) -> None:
 
 
 def write_sparse(prefix: Path, documents: int) -> None:
-    """Documents of one length, whose tokens are zeros that take no room."""
+    """Documents of equal length; their tokens are zeros that take no space."""
     index, binary = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
     index.write_bytes(pack_header(TYPE, documents, documents))
     os.truncate(index, HEADER.size + 20 * documents + 8)
@@ -83,13 +83,13 @@ def write_sparse(prefix: Path, documents: int) -> None:
 
 
 def configure(*words: str) -> PretrainGPT2Config:
-    """The settings of these flags, with a model that nothing is computed of."""
+    """The settings of these flags, with a model that is never computed."""
     model = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1"]
     return parse(PretrainGPT2Config, [*model, "--train-iters", "1", *words], {})
 
 
 def read(data: Samples, first: int, num_workers: int = 1) -> Figures:
-    """The steps of a turn from sample `first` on; the clock runs before threads read ahead."""
+    """Reads the steps of a turn from sample `first` on; timing starts before the prefetch."""
     wall, cpu = time.perf_counter(), time.process_time()
     starts, own = range(first, first + STEPS * STEP, STEP), {"data_rank": 0, "data_size": 1}
     coming = prefetch(data, starts, micro_batch_size=MICRO, num_workers=num_workers, **own)
@@ -102,7 +102,7 @@ def read(data: Samples, first: int, num_workers: int = 1) -> Figures:
 
 
 def figures_of(batch: TextBatch) -> dict[str, int]:
-    """places: tokens and padding. cut: documents that are longer than a sample."""
+    """places: tokens and padding. cut: number of documents longer than a sample."""
     found = {"tokens": batch.num_tokens, "places": batch.tokens.size, "samples": batch.num_samples}
     return found if batch.num_cut is None else found | {"cut": batch.num_cut}
 
@@ -117,7 +117,7 @@ def run(rank: Rank, name: str, prefix: str) -> Turn:
     peak = peak_memory("cpu")
 
     def turn() -> Figures:
-        if name == CACHE:  # in another process, whose memory is not counted
+        if name == CACHE:  # read by another process, whose memory does not count
             subprocess.run(["cat", str(binary)], stdout=subprocess.DEVNULL, check=True)
         elif name == DISK:
             with binary.open("rb") as stream:
@@ -128,7 +128,7 @@ def run(rank: Rank, name: str, prefix: str) -> Turn:
 
 
 def contenders(flags: Flags, tokens: int = 200_000_000) -> Iterator[Contender]:
-    """Read 32 steps a turn, of 64 samples of 1024, from a data set of so many tokens."""
+    """Read 32 steps per turn, of 64 samples of 1024, from a data set of so many tokens."""
     write_data(scratch() / "data", tokens)
     write_sparse(scratch() / "sparse", 10**12 // DOCUMENT)
     for name, file in {CACHE: "data", DISK: "data", SPARSE: "sparse"}.items():

@@ -1,9 +1,9 @@
 """How random dropout by coordinates is.
 
-Keep-masks of a layer of the stream [rows, columns], in samples of 256 places, and of attention
-[samples, 4 heads, 256, 256]; megatron/parallel/dropout.py says what a mask is a function of. Each
-figure is a number of standard deviations from what independent draws would give. Those of rates of
-rows, columns and places, and of bytes, are chi-squares less their mean, over their deviation.
+Keep-masks of a layer on hidden states [rows, columns], in samples of 256 tokens, and of attention
+[samples, 4 heads, 256, 256]; megatron/parallel/dropout.py says what a mask depends on. Each figure
+is a deviation from independent draws, in standard deviations. The figures for the rates of rows,
+columns and places, and for bytes, are (chi-square - its mean) / its standard deviation.
 """
 
 import sys
@@ -30,13 +30,13 @@ P, UNIT = 0.1, "standard deviations"
 
 
 def kept(keys: Tensor, columns: int) -> Tensor:
-    """The mask less its mean, in standard deviations, [rows, columns]."""
+    """The mask minus its mean, in standard deviations, [rows, columns]."""
     p = 1 - round(P * dropout.STEPS) / dropout.STEPS
     return (dropout.is_kept(keys, 0, columns, P, torch.bool).float() - p) / sqrt(p * (1 - p))
 
 
 def quality(rows: int, columns: int) -> dict[str, float]:
-    """{what: standard deviations}; a multiple of 256 rows, of two samples or more."""
+    """{property: standard deviations}. rows: a multiple of 256, at least two samples."""
     places, samples = torch.arange(256), torch.arange(rows // 256)
     stream, key = row_keys(samples, places), layer_key(1, "layers.0.mlp")
     mask = kept(fold(key, stream), columns)
@@ -76,7 +76,7 @@ def contender(rank: Rank, rows: int, columns: int) -> Turn:
 
 
 def contenders(flags: Flags, rows: int = 8192, columns: int = 4096) -> Iterator[Contender]:
-    """Compute the figures; attention's masks have 1024 x rows elements."""
+    """Compute the figures; attention masks have 1024 x rows elements."""
     yield Contender(UNIT, contender, {"rows": rows, "columns": columns}, threads=2)
 
 

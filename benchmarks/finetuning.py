@@ -1,8 +1,8 @@
-"""What pretraining is worth, on a small machine.
+"""The benefit of pretraining, on a small machine.
 
-A BERT is fine-tuned from its pretrained weights and, with the same commands, from random ones as a
-pretraining begins with. Figures are those of the last epoch: the median over the seeds, the lowest
-and the highest, beside the share of the most frequent class.
+A BERT is fine-tuned from its pretrained weights and, with the same commands, from the random
+weights at the start of pretraining. Figures are those of the last epoch: median, lowest and highest
+over the seeds, and the share of the most frequent class.
 """
 
 import sys
@@ -42,9 +42,9 @@ def contenders(
     valid_data: Path = DATA / "glue/MNLI/dev.json",
     settings: str = SETTINGS,
 ) -> Iterator[Contender]:
-    """Compare the two. settings: flags of tasks/main.py, in one word.
+    """Compare the two. settings: flags of tasks/main.py, as one word.
 
-    Data are by default in the folder MEGATRON_TEST_DATA, models of scripts/paper/miniature.sh.
+    Defaults: data in the folder MEGATRON_TEST_DATA, and models of scripts/paper/miniature.sh.
     """
     trained = TrainedConfig(load=str(pretrained))
     _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, ("bert",))

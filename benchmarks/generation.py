@@ -1,9 +1,9 @@
-"""Greedy generation beside transformers' `generate` with its key/value cache.
+"""Greedy generation compared with transformers' `generate` with its key/value cache.
 
-One model of 6 layers, hidden 384, 6 heads and GPT-2's 50,257 tokens, with the same weights on both
-sides, in fp32; prompts of 32 tokens, in the unequal batch of 32, 29, ... 11. A run whose tokens
-differ reports nothing. t = 1 is one process of two threads. t = 2 is two gloo processes of one
-thread, and this project alone: the peer is not cut.
+One model of 6 layers, hidden size 384, 6 heads and GPT-2's 50,257 tokens, with the same weights on
+both sides, in fp32. Prompts have 32 tokens; in the unequal batch 32, 29, ... 11. A run whose tokens
+differ reports nothing. t = 1 is one process with two threads. t = 2 is two gloo processes with one
+thread each, and only this project: the peer is not sharded.
 """
 
 import sys

@@ -1,11 +1,11 @@
 """How cost grows with the model.
 
-Training steps of a model of which one size at a time is changed: layers, width (heads of one size),
-sequence, vocabulary, and the ranks that it is cut over (one thread each, where all else has two).
-On paper a step takes its FLOPs (of causal attention half) at the speed of its axis's first point,
-which is the nearest to the model as it is; ranks that share a core share its speed, and what they
-send takes no time. Memory is that of a rank's model at its peak, beyond what the first steps of any
-model load and never give back; on paper it is that of tools/plan.py.
+Training steps of a model with one size changed at a time: layers, width (with heads of fixed size),
+sequence, vocabulary, and the ranks that it is sharded over (one thread each; all others have two).
+Time on paper is the step's FLOPs (half for causal attention) at the speed of the axis's first
+point, which is nearest to the original model. Ranks that share a core share its speed, and
+communication takes no time. Memory is the peak of a rank's model, without what the first steps of
+any model load and never free; on paper it is that of tools/plan.py.
 """
 
 import sys
@@ -42,9 +42,9 @@ AXES: dict[Axis, tuple[str, tuple[int, ...]]] = {  # flags of a size, and sizes
 
 
 def on_paper(flags: list[str], ranks: int, device: str) -> Figures:
-    """Of a rank: FLOPs, the same as work of a core, and bytes at the peak."""
+    """Estimates per rank: FLOPs, the same as work of a core, and peak bytes."""
     config = steps.read(flags, ranks)
-    # Of attention a GPU's kernel computes what is counted, the backward's scores aside.
+    # A GPU's attention kernel computes the counted FLOPs, except for the scores in the backward.
     step, on_gpu = (Step(config, ranks, "fp32", each) for each in (device, "cuda"))
     matmuls = [pair for work in on_gpu.work.values() for pair in work.matmuls.items()]
     flops = sum(times * each.flops * each.share for each, times in matmuls if not each.again)

@@ -1,18 +1,18 @@
-"""One instrument for every benchmark: contenders in processes of their own, in rounds.
+"""The harness of all benchmarks: contenders run in their own processes, in rounds.
 
-    question    a file of this folder: it declares contenders and the columns of a table
-    contender   a function that prepares something and returns its turn, which does it once
+    question    a file in this folder: it declares contenders and the columns of a table
+    contender   a function that prepares work and returns a turn: a function that does it once
     group       contenders that are compared, each with the first of them
-    round       new processes of all contenders, which take turns, on a GPU one after another has
-                all of its turns; who is first changes
-    figures     of a turn: wall and CPU seconds, peak memory, and what the turn itself returns
+    round       new processes of all contenders. They alternate turns; on a GPU each contender runs
+                all of its turns in a row. The order changes from round to round
+    figures     per turn: wall and CPU seconds, peak memory, and the values that the turn returns
 
-Processes that run the same code differ in speed by several per cent, so a ratio is taken within a
-round, and its interval is over rounds. A process that waits for its turn takes no CPU. `report.py`
-makes table, page and picture of the figures.
+Processes that run the same code differ in speed by several per cent, so a ratio is computed within
+a round, and its interval is over rounds. A process that waits for its turn takes no CPU.
+`report.py` turns the figures into a table, a page and a picture.
 
 Run as a program, a question starts all ranks of a contender on this machine. Under torchrun or
-Slurm each launched process stands for one rank and starts that rank of each contender.
+Slurm each launched process is one rank, and starts that rank of each contender.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Turn = Callable[[], Figures | None]
 
 @dataclass
 class Rank:
-    """What a contender's function is given: which of its processes it is, and the way to others."""
+    """First argument of a contender's function: its rank, and how to connect to the others."""
 
     rank: int = 0
     size: int = 1
     device_type: str = "cpu"
     local: int = 0  # number of the GPU
-    round: int = 0  # for contenders that get input of their own in each
+    round: int = 0  # for contenders that have different input in each round
     store: Sequence[Any] = ()  # host, port and prefix
-    notes: list[str] = field(default_factory=list)  # that are shown with the contender's figures
+    notes: list[str] = field(default_factory=list)  # shown with the contender's figures
 
     @property
     def device(self) -> Any:
@@ -65,7 +65,7 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
 
     def mesh(self, sizes: Mapping[str, int] | None = None, **options: Any) -> Any:
-        """This project's mesh, see build_mesh; by default all ranks are tensor-parallel."""
+        """This project's mesh (see build_mesh); by default all ranks are tensor-parallel."""
         from megatron.parallel.mesh import build_mesh, serial_mesh
 
         device = self.device
@@ -79,7 +79,7 @@ class Rank:
             sys.modules["torch"].cuda.synchronize()
 
     def wait(self) -> None:
-        """Until all that was started is done on every rank."""
+        """Wait until all started work is done on every rank."""
         self.synchronize()
         torch = sys.modules.get("torch")
         if torch is not None and self.size > 1 and torch.distributed.is_initialized():
@@ -90,20 +90,20 @@ class Rank:
 class Contender:
     """run: called with a Rank and `arguments` in each process; prepares, and returns a turn.
 
-    needs, memory: modules, and GB of the machine, without which it is left out; the modules are
-    imported before memory is counted. missing: another reason. facts: figures that are known
-    beforehand, and shown of what is left out, too. x: its place in a picture of lines.
-    same: figures of the warm-up turns, or else of the timed ones, and the share by which they may
-    differ from those of the first of the group; beyond it nothing is reported.
+    needs, memory: required modules, and GB of the machine; without them the contender is left out.
+    The modules are imported before memory is measured. missing: another reason to leave it out.
+    facts: figures known in advance; also shown if it is left out. x: its x in a picture of lines.
+    same: figures of the warm-up turns (or, without any, of the timed ones), each with its largest
+    relative difference from the first of the group; if it is exceeded, nothing is reported.
     """
 
     name: str
     run: Callable[..., Turn]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # that can be pickled
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # picklable
     _: KW_ONLY
     group: str = ""
     ranks: int = 1
-    threads: int = 1  # of a rank
+    threads: int = 1  # per rank
     needs: Sequence[str] = ()
     memory: float = 0.0
     missing: str = ""
@@ -112,7 +112,7 @@ class Contender:
     x: float | None = None
 
     def reason(self, launched: int, device: str) -> str:
-        """Why it is not measured, or nothing. launched: ranks; 1 where any number is started."""
+        """Why it is not measured, or "". launched: number of ranks; 1 if they are started here."""
         if lacking := [*filter(None, map(failure, self.needs))]:
             return "; ".join(lacking)
         if self.memory > memory_gb():
@@ -133,12 +133,12 @@ def memory_gb() -> float:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: the median over rounds. Where a figure is missing the cell is empty.
+    """A column of the table: the median over rounds. The cell is empty where a figure is missing.
 
-    figure: a key of a round's figures, or a function of (own figures, those of the first of the
-    group). per: a key that it is divided by, such as wall or cpu. unit: what it is counted in.
-    ratio: the cell is the figure over that of the first of the group, or the other way round, with
-    an interval; see report.cell.
+    figure: a key of a round's figures, or a function of (own figures, figures of the first of the
+    group). per: key of a divisor, such as wall or cpu. unit: unit that the figure is shown in.
+    ratio: the cell is the figure divided by that of the first of the group, or the inverse, with an
+    interval; see report.cell.
     """
 
     title: str
@@ -149,8 +149,8 @@ class Column:
     unit: float = 1.0
 
     def value(self, own: Figures, first: Figures) -> Any:
-        """Raises KeyError where a figure is missing. first: empty where it was not measured, and of
-        the first itself."""
+        """Raises KeyError where a figure is missing. first: empty where the first contender was not
+        measured, and for the first contender itself."""
         if callable(self.figure):
             return self.figure(own, first)
         ours = self._of(own)
@@ -165,13 +165,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Question:
-    """What a file of this folder asks. Its docstring is the title and the text of the page.
+    """The benchmark in one file. The file's docstring is the title and the text of the page.
 
-    contenders: a function of Flags and of arguments of its own, which the command line has, too.
-    columns: those without a figure are left out. result, failure: of a report.Results: the sentence
-    at the top of the page; why the exit status is 1, or nothing. together: the processes of a group
-    wait beside each other; else one contender runs at a time. drawn: titles of columns; of curves
-    columns whose figures are lists.
+    contenders: a function of Flags and of further arguments, which become flags of the command.
+    columns: those without a figure are left out. result, failure: called with a report.Results,
+    return the sentence at the top of the page, and the reason for exit status 1, or "". together:
+    the processes of a group exist at the same time and alternate; else one contender runs at a
+    time. drawn: titles of columns; for curves, columns whose figures are lists.
     """
 
     contenders: Callable[..., Iterable[Contender]]
@@ -180,9 +180,9 @@ class Question:
     _: KW_ONLY
     failure: Callable[[Any], str] = lambda results: ""
     rounds: int = 5
-    turns: int = 1  # of a round, which are timed
-    in_a_row: int = 1  # of a timed turn on a GPU, which nothing waits for between them
-    warm_up: int = 1  # turns before these
+    turns: int = 1  # timed turns per round
+    in_a_row: int = 1  # calls per timed turn on a GPU, without synchronisation between them
+    warm_up: int = 1  # turns before the timed ones
     together: bool = True
     picture: Literal["bars", "lines", "curves", ""] = "bars"
     drawn: Sequence[Any] = ()
@@ -194,7 +194,7 @@ class Question:
         return title.rstrip("."), method.strip("\n")
 
     def run(self) -> None:
-        """With the arguments of the command line."""
+        """Run with the arguments of the command line."""
         import tyro
 
         from megatron.config.parse import user_errors
@@ -213,7 +213,7 @@ class Question:
     def ask(
         self, contenders: Sequence[Contender], flags: Flags, settings: Mapping[str, Any]
     ) -> None:
-        """Measure and report. SystemExit with status 1 where there is a failure."""
+        """Measure and report. Raises SystemExit with status 1 where `failure` names a reason."""
         from benchmarks.processes import Agents, measure
         from benchmarks.report import Machine, others_in, report
         from megatron.config.checks import writable
@@ -234,7 +234,7 @@ class Question:
         given = {k: v for k, v in settings.items() if isinstance(v, (int, float, str)) and v != ""}
         for rounds, measured in enumerate(measure(self, contenders, flags, agents), start=1):
             record = machine.facts() | given | {"rounds": rounds, "contenders": measured}
-            if agents.rank == 0 and flags.json is not None:  # each time, as the next may fail
+            if agents.rank == 0 and flags.json is not None:  # after each round: the next may fail
                 flags.json.write_text(json.dumps([record, *others]) + "\n")
         if agents.rank != 0:
             return
@@ -244,36 +244,36 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What every benchmark takes."""
+    """Flags of every benchmark."""
 
     rounds: int | None = None
-    """Times that all contenders are started anew; if not given, as many as the question wants."""
+    """Number of rounds, each with new processes; if not given, the benchmark's own number."""
 
     turns: int | None = None
-    """Timed turns of each contender in a round; if not given, as many as the question wants."""
+    """Timed turns per contender and round; if not given, the benchmark's own number."""
 
     contenders: tuple[str, ...] = ()
-    """Names of those that run; all if not given."""
+    """Names of the contenders to run; all if not given."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where they compute."""
+    """Device to compute on."""
 
     until: float | None = None
-    """Seconds since 1970 at which contenders that are not done are left out."""
+    """Unix time in seconds after which unfinished contenders are left out."""
 
     json: Path | None = None
-    """File for every figure of every round. What it holds of other kinds of processors stays."""
+    """File for every figure of every round. Its records of other kinds of processors are kept."""
 
     page: Path | None = None
-    """Markdown page of the result, its picture beside it. What stands below "## Notes" stays."""
+    """Markdown page of the result, with a picture next to it. Text below "## Notes" is kept."""
 
     profile: Path | None = None
-    """Folder for traces of one more turn of each contender, and tables of where its time goes."""
+    """Folder for traces of one extra turn of each contender, and tables of where its time goes."""
 
 
 @cache
 def scratch() -> Path:
-    """A folder for what contenders read and write, which goes when the program ends."""
+    """A folder for files that contenders read and write; removed when the program ends."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
     return Path(folder.name)

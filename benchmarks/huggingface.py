@@ -1,18 +1,18 @@
-"""Unmodified models of transformers cut by a plan, beside other ways to train them on two ranks.
+"""Unmodified models of transformers sharded by a plan, and other ways to train them on two ranks.
 
-Llama and GPT-2 of hidden 768, 12 heads (Llama: 4 key/value heads), 4 layers, vocabulary 50,000,
-sequences of 512 tokens, without dropout. By plan: the model as transformers builds it, cut by
-parallelize() as `--model huggingface` does. Beside it stand this project's own layers (native),
-transformers' tensor parallelism (DistributedConfig), and torch's `parallelize_module` on the same
-unmodified model with the tutorial's plan and loss parallel; norms and the stream between layers
-stay whole there, since the model makes its positions of the length that it sees. The tutorial's
-whole plan, sequence parallel, is on a plain Llama, as in benchmarks/llama.py.
+Llama and GPT-2 with hidden size 768, 12 heads (Llama: 4 key/value heads), 4 layers, vocabulary
+50,000, sequences of 512 tokens, without dropout. By plan: the model as transformers builds it,
+sharded by parallelize() as in `--model huggingface`. It is compared with this project's own layers
+(native), with transformers' tensor parallelism (DistributedConfig), and with torch's
+`parallelize_module` on the same unmodified model with the tutorial's plan and loss parallel; norms
+and hidden states between layers stay whole there, since the model derives positions from the length
+of its input. The tutorial's whole plan, sequence parallel, runs on a plain Llama, as in llama.py.
 
-On one rank, as on a GPU, the unmodified model stands beside the plan's and the native one.
-GPT-2 has none of the three: transformers has no plan for it, and neither torch nor transformers
-cuts its Conv1D. All begin with the same weights, read the same random tokens and update by AdamW
-with clipping; a turn is one update, and losses are compared. In bf16 all keep weights, gradients
-and moments in bf16. Memory is that of all ranks from the first turn on, above what modules take.
+On one rank, as on a GPU, the unmodified model is compared with the plan's and the native one. GPT-2
+has none of the three peers: transformers has no plan for it, and neither torch nor transformers
+shards its Conv1D. All start from the same weights, read the same random tokens and update by AdamW
+with clipping; a turn is one update, and losses are compared. In bf16 weights, gradients and moments
+are bf16. Memory is that of all ranks from the first turn on, without imported modules.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SETTINGS: dict[str, type[PretrainConfig]] = {
 
 
 def unmodified(config: PretrainConfig) -> Any:
-    """As transformers builds it, with the initial weights of the native model."""
+    """The model as transformers builds it, with the initial weights of the native model."""
     return peers.MODELS[config.model.kind](config.model, open_samples(config)[1])
 
 
@@ -177,10 +177,10 @@ def contenders(
     """Compare training steps of models of transformers.
 
     Args:
-        models: each is a group.
-        tensor_parallel: ranks.
-        dtypes: of weights and activations.
-        program_flags: of pretrain.py --model llama or gpt2: --program-flags="--num-layers 2".
+        models: models to compare, one group each.
+        tensor_parallel: number of ranks.
+        dtypes: dtypes of weights and activations.
+        program_flags: flags of pretrain.py --model llama or gpt2: --program-flags="--num-layers 2".
     """
     for kind, dtype in product(models, dtypes):
         words = f"{WORDS[kind]} {llama.DTYPES[dtype]}"

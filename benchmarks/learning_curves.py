@@ -1,17 +1,17 @@
 """Learning curves.
 
-One training run at several layouts, in narrow formats and in transformers: how far their losses
-drift apart. Runs of this project are the program's own: cut over tensor-parallel ranks (t); with
-data parallelism (d) beside it; resumed at another layout; of a smaller model, as CPUs multiply fp16
-matrices slowly, in bf16 and fp16, without dropout and with. The independent loop is transformers'
-model and schedule with torch's AdamW and clipping, by a norm whose squares are added up in fp64.
-All of a group have the same weights, batches and learning rates; a gap is the absolute difference
-to the first one's loss of the same step. In fp32 nothing differs but how sums are rounded. In bf16
-the tolerance of the largest gap is 2^-6, in fp16 2^-9, half the distance of two neighbouring
+One training run at several layouts, in half precision and in transformers: how far their losses
+drift apart. Runs of this project use the program itself: sharded over tensor-parallel ranks (t);
+with data parallelism (d) in addition; resumed at another layout; and with a smaller model, as CPUs
+multiply fp16 matrices slowly, in bf16 and fp16, with and without dropout. The independent loop is
+transformers' model and schedule with torch's AdamW and clipping, by a norm with squares summed in
+fp64. All runs of a group have the same weights, batches and learning rates; a gap is the absolute
+difference from the first run's loss at the same step. In fp32 only the rounding of sums differs.
+The tolerance of the largest gap is 2^-6 in bf16 and 2^-9 in fp16: half the distance of adjacent
 numbers of the format between 4 and 8, where the losses are; that of the mean is a quarter of it.
 
-The quickstart's model with dropout 0.1 by coordinates stands beside the same with torch's masks. A
-round has a seed of its own, of weights and samples, too; the validation loss is that of 400 samples
+The quickstart's model with dropout 0.1 by coordinates is compared with the same with torch's masks.
+Each round has its own seed, also of weights and samples; the validation loss is over 400 samples
 after 1,000 steps: --steps 1000 --rounds 5 --contenders "torch's dropout" "dropout by coordinates".
 """
 
@@ -47,7 +47,7 @@ FORMATS = """--num-layers 2 --hidden-size 64 --num-attention-heads 2 --max-posit
 --seq-length 64 --lr 5e-4 --adam-beta2 0.95"""
 DROPOUT = """--preset quickstart --split 90,10,0 --attention-dropout 0.1 --hidden-dropout 0.1
 --train-iters {0} --eval-interval {0} --lr-warmup-iters {1} --eval-iters {1}"""
-# F.dropout, and what F.scaled_dot_product_attention draws.
+# Masks by F.dropout, and by F.scaled_dot_product_attention.
 TORCHS = """-c
 import runpy
 from torch.nn.functional import dropout
@@ -91,14 +91,14 @@ def reseeded(rank: Rank, flags: Sequence[str], program: str) -> Turn:
 
     def turn() -> Figures:
         figures = run()
-        losses = figures.pop("losses")  # a gap to those of other masks says nothing
+        losses = figures.pop("losses")  # gaps between runs with different masks mean nothing
         return figures | {"first_loss": losses[0]}
 
     return turn
 
 
 def contenders(flags: Flags, data_path: Path = TEXT, steps: int = 500) -> Iterator[Contender]:
-    """Compare losses. Reads the text of a finished scripts/quickstart.sh, or data_path."""
+    """Compare losses, on the text of a finished scripts/quickstart.sh or on data_path."""
     text = ["--data-path", str(data_path.resolve())]
     common = [*COMMON.split(), "--train-iters", str(steps), *text]
     serial, half = [*common, *LAYOUTS.split()], ["--exit-interval", str(steps // 2)]

@@ -1,12 +1,12 @@
-"""Llama beside torch's tensor parallelism, and beside transformers.
+"""Llama compared with torch's tensor parallelism, and with transformers.
 
-The model of source C of docs/sources.md: 12 layers, hidden 768, 12 query and 3 key/value heads,
-vocabulary 50,000, sequences of 512 tokens. On two ranks torch's `parallelize_module` cuts a plain
-Llama by the tutorial's plan: norms and the stream between layers are cut along the sequence, the
-loss is of sharded logits. The plan gathers queries, keys and values, so that every rank computes
-all heads; in a second row each rank computes its own heads, as here. On one rank the peer is
-transformers' LlamaForCausalLM with attention by `sdpa`. All begin with the same weights, read the
-same random tokens and update by AdamW with clipping; a turn is one update, and losses are compared.
+The model of source C of docs/sources.md: 12 layers, hidden size 768, 12 query and 3 key/value
+heads, vocabulary 50,000, sequences of 512 tokens. On two ranks torch's `parallelize_module` shards
+a plain Llama by the tutorial's plan: norms and hidden states between layers are sharded along the
+sequence, and the loss is computed from sharded logits. The plan gathers queries, keys and values,
+so every rank computes all heads; in a second row each rank computes its own heads, as here. On one
+rank the peer is transformers' LlamaForCausalLM with `sdpa`. All start from the same weights, read
+the same random tokens and update by AdamW with clipping; a turn is one update; losses are compared.
 In bf16 all keep weights, gradients and moments in bf16 (--pure-bf16), as the tutorial does.
 """
 
@@ -55,14 +55,14 @@ def config_of(flags: Sequence[str], ranks: int = 1) -> PretrainLlamaConfig:
 
 
 def initial_weights(model: LlamaConfig, vocab_size: int) -> dict[str, Tensor]:
-    """This project's, by transformers' names."""
+    """This project's initial weights, by transformers' names."""
     weights = peers.initial_weights(model, vocab_size)
     return to_theirs(LLAMA, resolve(LLAMA, model, vocab_size), weights)
 
 
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, of_query: Tensor | None) -> None:
-        """of_query: which of the key/value heads each query head of this rank uses."""
+        """of_query: index of the key/value head that each query head of this rank uses."""
         super().__init__()
         h, self.size, self.of_query = config.hidden_size, config.head_size, of_query
         groups = config.query_groups * self.size
@@ -130,7 +130,7 @@ class Stack(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """As a tutorial writes it; parameters have transformers' names."""
+    """Llama in a tutorial's style; parameters have transformers' names."""
 
     def __init__(
         self, config: LlamaConfig, vocab_size: int, of_query: Tensor | None = None
@@ -146,7 +146,7 @@ class PlainLlama(nn.Module):
 
 
 def plan(own_heads: bool) -> dict[str, Any]:
-    """The tutorial's; own_heads: but queries are not gathered."""
+    """The tutorial's plan; with own_heads, queries are not gathered."""
     whole, cut = Replicate(), Shard(1)
     columns = parallel.ColwiseParallel
     gathered = columns(output_layouts=whole)
@@ -213,8 +213,8 @@ def dtype_of(config: PretrainLlamaConfig) -> torch.dtype:
 def trained(
     rank: Rank, config: PretrainLlamaConfig, model: nn.Module, loss: Callable[..., Tensor]
 ) -> Turn:
-    """Steps as the tutorial writes them. Parameters may be plain, DTensors, or some of each, which
-    neither clip_grad_norm_ nor a fused optimizer takes together."""
+    """Training steps as in the tutorial. Parameters may be plain tensors, DTensors or a mixture,
+    which neither clip_grad_norm_ nor a fused optimizer accepts in one call."""
     own, number, parameters = config.optimizer, count(), list(model.parameters())
     betas = own.adam_beta1, own.adam_beta2
     kinds = [[x for x in parameters if isinstance(x, DTensor) is cut] for cut in (True, False)]
@@ -241,7 +241,7 @@ def trained(
             for each in (batch.tokens, batch.labels)
         )
         adamw.zero_grad(set_to_none=True)
-        with parallel.loss_parallel():  # of no effect on plain tensors
+        with parallel.loss_parallel():  # no effect on plain tensors
             mean = loss(tokens, labels)
             mean.backward()
         clip()
@@ -260,10 +260,10 @@ def contenders(
     """Compare training steps of a Llama.
 
     Args:
-        tensor_parallel: ranks; on one the peer is transformers, on several torch's tensor
-            parallelism.
-        dtypes: of weights and activations.
-        program_flags: of pretrain.py --model llama: --program-flags="--num-layers 2".
+        tensor_parallel: numbers of ranks; on one the peer is transformers, on several torch's
+            tensor parallelism.
+        dtypes: dtypes of weights and activations.
+        program_flags: flags of pretrain.py --model llama: --program-flags="--num-layers 2".
     """
     for dtype, size in product(dtypes, tensor_parallel):
         words = shlex.split(

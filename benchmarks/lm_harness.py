@@ -1,11 +1,11 @@
 """The same numbers from lm-evaluation-harness.
 
-Three ways to LAMBADA's and WikiText103's figures of one model, in fp32: the harness with its own
-HuggingFace model, on what tools/convert_hf.py exports; tasks/main.py; the harness with the
-checkpoint behind it, by tools/lm_harness.py. Figures have to agree within a relative 1e-4, or
-nothing is reported; one hit more is beyond it. Without --load the model is a GPT-2 of transformers
-with wide random weights, which learns the last words of every second passage, so that there are
-hits to agree on: its figures say that the conventions are the same, and nothing of a model.
+Three ways to compute LAMBADA's and WikiText103's figures of one model, in fp32: the harness with
+its own HuggingFace model, on the export of tools/convert_hf.py; tasks/main.py; and the harness on
+the checkpoint, by tools/lm_harness.py. Figures have to agree within a relative 1e-4, or nothing is
+reported; a single additional hit exceeds it. Without --load the model is a GPT-2 of transformers
+with large random weights that learns the last words of every second passage, so that there are hits
+to compare: its figures show that the conventions are equal, and say nothing about a model.
 """
 
 import sys
@@ -35,7 +35,7 @@ hf_models = Library("lm_eval.models.huggingface")
 
 LAMBADA, WIKITEXT = TASKS = ("lambada_openai", "wikitext")
 OURS = {LAMBADA: "LAMBADA", WIKITEXT: "WIKITEXT103"}
-FIGURES = {  # task, name here, name there
+FIGURES = {  # task, name in tasks/, name in the harness
     "LAMBADA, accuracy": (LAMBADA, "strict_accuracy", "acc,none"),
     "perplexity of last words": (LAMBADA, "last_word_perplexity", "perplexity,none"),
     "perplexity per word": (WIKITEXT, "word_perplexity_per_document", "word_perplexity,none"),
@@ -44,7 +44,7 @@ FIGURES = {  # task, name here, name there
 
 
 def figures(records: Mapping[str, Any], place: int) -> Figures:
-    """Of the records by task; place: of the name."""
+    """The figures in the records by task. place: index of their name in FIGURES, 1 or 2."""
     found = {title: records[names[0]][names[place]] for title, names in FIGURES.items()}
     return {**found, "all": [*found.values()]}
 
@@ -97,9 +97,9 @@ def contenders(
     load: Path | None = None,
     tokenizer: Path = DATA / "gpt2",
 ) -> Iterator[Contender]:
-    """Compare the three ways; files are by default in the folder MEGATRON_TEST_DATA.
+    """Compare the three ways; by default, files are in the folder MEGATRON_TEST_DATA.
 
-    load: a checkpoint. tokenizer: folder of vocab.json and merges.txt, of the model that is made.
+    load: a checkpoint. tokenizer: folder with vocab.json and merges.txt, for a model made here.
     """
     load = load or made(lambada_data, tokenizer)
     files = {LAMBADA: str(lambada_data.resolve()), WIKITEXT: str(wikitext_data.resolve())}

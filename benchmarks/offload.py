@@ -1,5 +1,5 @@
-"""What offload costs and frees: a step's time, the peak of the device's memory, and how long copies
-between host and device ran beside kernels, by torch.profiler. Not yet run on a GPU.
+"""Costs and savings of offload: time per step, peak device memory, and how long copies between host
+and device overlap with kernels, by torch.profiler. Not yet run on a GPU.
 
     python benchmarks/offload.py --device cuda
 """
@@ -41,7 +41,7 @@ def random_batch(samples: int, length: int) -> GPT2Batch:
 
 
 def overlap(trace: profile) -> tuple[float, float]:
-    """(milliseconds of copies between host and device, of these beside kernels)."""
+    """(milliseconds of copies between host and device, those of them that overlap kernels)."""
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in trace.events() or []:
         if event.device_type.name == "CUDA":

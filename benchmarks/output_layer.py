@@ -1,9 +1,9 @@
 """The output layer and its loss.
 
-Forward and backward with the logits of a chunk of the tokens at a time, as training computes them,
-beside all logits at once. Both are this project's, with the gradient of the weight in its buffer,
-and have the same loss. Memory is the most that a step takes beside the weight, its gradient, the
-stream and the stream's gradient, on all ranks.
+Compares forward and backward with the logits of one chunk of tokens at a time, as in training, and
+with all logits at once. Both are code of this project, with the weight's gradient in its buffer,
+and have the same loss. Memory is the peak of a step on all ranks, without the weight, the hidden
+states and the gradients of both.
 """
 
 import sys
@@ -68,7 +68,7 @@ def contenders(
     tokens: int = 4096,
     tensor_parallel: tuple[int, ...] = (1, 2),
 ) -> Iterator[Contender]:
-    """Compare the two. The vocabulary is cut over the tensor-parallel ranks."""
+    """Compare the two. The vocabulary is sharded over the tensor-parallel ranks."""
     sizes = {"vocab": vocab_size, "hidden": hidden_size, "tokens": tokens}
     for dtype, t, name in product(TOLERANCES, tensor_parallel, (AT_ONCE, CHUNKED)):
         own, group = {"name": name, "dtype": dtype, **sizes}, f"{dtype}, t = {t}"

@@ -1,13 +1,13 @@
-"""GPT-2 and Llama by others, as contenders beside `steps.ours`: same weights, samples and updates.
+"""GPT-2 and Llama by others, to compare with `steps.ours`: same weights, samples and updates.
 
-plain torch      a model as nanoGPT writes it, without a detour for generality; compiled: whole,
-                 loss included, and clipping and fused AdamW outside, as there
-DTensor          the same by torch's parallelize_module, with the best plan that we know
+plain torch      a direct model in nanoGPT's style; compiled: the whole model with the loss, while
+                 clipping and fused AdamW are outside, as in nanoGPT
+DTensor          the same under torch's parallelize_module, with the best plan that we know
 transformers     GPT2LMHeadModel or LlamaForCausalLM with sdpa; compiled: block by block
-Megatron-Core    GPTModel (pip install megatron-core, beside this project); on a CPU its own layers
-floor            the matmuls of the step alone, each in the layout that is fastest here
+Megatron-Core    GPTModel (pip install megatron-core, next to this project); on a CPU its own layers
+floor            only the matmuls of the step, each in the memory layout that is fastest here
 
-In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters; the others as
+In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters. The others run as
 their users do, on fp32 weights under autocast, whose conversions are part of their steps.
 """
 
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
-"""What a contender that calls `transformers_gpt2` needs; the others do without its seconds."""
+"""Only contenders that call `transformers_gpt2` need this module; its import takes seconds."""
 
 
 def initial_weights(
     config: TextModelConfig, vocab_size: int, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """This project's whole fp32 parameters, by name, as a run of SEED begins with them; with a
-    device, those of `steps.build(fast=True)` there."""
+    """This project's whole fp32 initial parameters, by name, for SEED; with a device, those of
+    `steps.build(fast=True)` on it."""
     table = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
     if device is None:
         return {name: initial_value(name, spec, SEED) for name, spec in table.items()}
@@ -67,8 +67,8 @@ def initial_weights(
 
 
 def in_parts(weights: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
-    """This project's with the rows of query, key and value as [parts, 3, rows], so that equal parts
-    hold whole heads: 1 is all queries, keys and values, as many parts as heads head by head."""
+    """This project's weights, with the rows of query, key and value as [parts, 3, rows], so that
+    equal parts hold whole heads. parts = 1: all q, all k, all v; parts = heads: head by head."""
     return {
         name: x.unflatten(1, (parts, -1)).transpose(0, 1).flatten(0, 2) if "qkv" in name else x
         for name, x in weights.items()
@@ -77,11 +77,11 @@ def in_parts(weights: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
 
 @dataclass
 class Training:
-    """Steps as a user of torch writes them. AdamW updates plain fp32 tensors: what a rank holds of
-    the parameters, or masters of narrow ones.
+    """Training steps as a user of torch writes them. AdamW updates plain fp32 tensors: a rank's
+    local parameters, or their masters if they are half precision.
 
-    loss: the mean over int64 [b, s] inputs and labels. is_cut: whether ranks hold parts of it.
-    models: ranks that read different samples, and whose gradients are averaged.
+    loss: mean over int64 [b, s] inputs and labels. is_cut: whether a parameter is sharded.
+    models: number of ranks that read different samples, and whose gradients are averaged.
     """
 
     rank: Rank
@@ -104,13 +104,13 @@ class Training:
         self.adamw = torch.optim.AdamW(groups, LEARNING_RATE, betas, own.adam_eps, fused=True)
 
     def __call__(self) -> dict[str, Any]:
-        """A turn: one update; the loss is that before it."""
+        """A turn is one update; the loss is that before the update."""
         own, device = self.rank.rank % self.models, self.rank.device
         batch = batch_of(self.config, self.number, own, self.models)
         self.number += 1
         tokens, labels = to_device(device, batch.tokens, batch.labels)
         self.adamw.zero_grad(set_to_none=True)
-        with parallel.loss_parallel():  # of no effect on plain tensors
+        with parallel.loss_parallel():  # no effect on plain tensors
             with torch.autocast(device.type, torch.bfloat16, enabled=self.is_cast):
                 loss = self.loss(tokens.contiguous(), labels.contiguous())
             loss.backward()
@@ -121,7 +121,7 @@ class Training:
         return {"loss": mean, "tokens": batch.num_tokens * self.models}
 
     def update(self) -> None:
-        """By the gradients of the weights, which are freed."""
+        """Apply and free the gradients of the weights."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad, weight.grad = local(weight.grad).float(), None
         total = self.norm([each.grad for each in self.masters])
@@ -132,7 +132,7 @@ class Training:
                 torch._foreach_copy_(self.weights, self.masters)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """What every rank holds whole counts once."""
+        """Global norm; gradients that are whole on every rank count once."""
         pairs = zip(gradients, self.weights, strict=True)
         own = [g for g, weight in pairs if not self.rank.rank or self.is_cut(weight)]
         square = get_total_norm(own).square()
@@ -185,7 +185,7 @@ class PlainGPT2(nn.Module):
 
 
 def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: bool = False) -> Turn:
-    """On several ranks cut by DTensor as the paper does, its loss too. fast: see steps.build."""
+    """On several ranks, DTensor shards it as in the paper, loss included. fast: see steps.build."""
     config: PretrainGPT2Config = read(flags, rank.size)
     vocab_size = open_samples(config)[1]
     weights = initial_weights(config.model, vocab_size, rank.device if fast else None)
@@ -194,7 +194,7 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
         model = PlainGPT2(config.model, vocab_size)
     model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
     if rank.size > 1:
-        whole = Replicate()  # the norms stay plain: dispatch through DTensor makes them slower
+        whole = Replicate()  # norms stay plain tensors: dispatch through DTensor is slower
         by_rows, by_columns = parallel.RowwiseParallel, parallel.ColwiseParallel
         plan = {
             "word_embedding": by_rows(input_layouts=whole, output_layouts=whole),
@@ -205,7 +205,7 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
             "head": by_columns(output_layouts=Shard(-1), use_local_output=False),
         }
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
-    model.head.weight = model.word_embedding.weight  # here: parallelize_module unties them
+    model.head.weight = model.word_embedding.weight  # here, as parallelize_module unties them
     if compiled:
         model.compile()
     return Training(rank, config, model, model, is_cut=lambda x: local(x).shape != x.shape)
@@ -214,7 +214,7 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
 def transformers_gpt2(
     config: GPT2Config, vocab_size: int, device: torch.device | None = None
 ) -> GPT2LMHeadModel:
-    """With this project's initial weights, converted as tools/convert_hf.py does. device: see
+    """GPT-2 with this project's initial weights, converted as in tools/convert_hf.py. device: see
     initial_weights."""
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
@@ -231,7 +231,7 @@ def transformers_gpt2(
 def transformers_llama(
     config: LlamaConfig, vocab_size: int, device: torch.device | None = None
 ) -> LlamaForCausalLM:
-    """As transformers_gpt2."""
+    """Llama, as in transformers_gpt2."""
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
@@ -261,8 +261,8 @@ def transformers(
     model = (build(rank.device) if fast else build()).to(rank.device)
     assert model.config._attn_implementation == "sdpa"
     if compiled:
-        # Block by block: in a model that is compiled whole attention gets a mask as a tensor, with
-        # which torch has no flash attention.
+        # Block by block: if the whole model is compiled, attention gets its mask as a tensor, and
+        # torch has no flash attention with that.
         entropy = torch.compile(entropy)
         for block in model.transformer.h if config.model.kind == "gpt2" else model.model.layers:
             block.compile()
@@ -274,7 +274,7 @@ def transformers(
     return Training(rank, config, model, loss)
 
 
-CORE_NAMES = {  # theirs and ours; Transformer Engine's norms are part of the matmul behind them
+CORE_NAMES = {  # theirs: ours; Transformer Engine's norms are part of the next matmul
     "embedding.word_embeddings": "word_embedding",
     "embedding.position_embeddings": "position_embedding",
     "decoder.layers": "transformer.layers",
@@ -308,7 +308,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     layers = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if has_engine else layers
     if is_gpu:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-    else:  # its own layers run but for two lines: where a scratch buffer is, and dropout's state
+    else:  # its own layers run on a CPU after two patches: device of a buffer, dropout's state
         torch.cuda.current_device = lambda: device
         tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
     ours, dtype, s = config.model, DTYPES[precision_of(config)], config.data.seq_length
@@ -319,7 +319,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         layernorm_epsilon=ours.layernorm_epsilon,
         attention_dropout=ours.attention_dropout,
         hidden_dropout=ours.hidden_dropout,
-        # GeLU by tanh: theirs is, where it is fused with the bias.
+        # Tanh GeLU on both: their GeLU is the tanh form where it is fused with the bias.
         activation_func=F.gelu if is_gpu else partial(F.gelu, approximate="tanh"),
         bias_activation_fusion=is_gpu,
         bias_dropout_fusion=is_gpu,
@@ -327,13 +327,13 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not is_gpu,
-        masked_softmax_fusion=False,  # a kernel of apex
+        masked_softmax_fusion=False,  # needs a kernel of apex
     )
     vocab_size = open_samples(config)[1]
     model = GPTModel(
         settings,
         layers(),
-        vocab_size,  # without padding, which their softmax would count
+        vocab_size,  # without padding, which their softmax would include
         max_sequence_length=ours.max_position_embeddings,
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=True,
@@ -349,7 +349,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     model.to(device, dtype).train()
     positions = torch.arange(s, device=device).expand(config.training.micro_batch_size, -1)
     mask = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)[None, None]
-    mask = None if has_engine else mask  # its kernels know it
+    mask = None if has_engine else mask  # its kernels apply the causal mask themselves
     return Training(
         rank,
         config,
@@ -360,7 +360,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
 
 
 def floor(rank: Rank, flags: Sequence[str]) -> Turn:
-    """The matmuls of a step on one rank, each as it is fastest here."""
+    """The matmuls of a step on one rank, each in the way that is fastest here."""
     config, chosen = read(flags, rank.size), list[Callable[[], Tensor]]()
     precision = precision_of(config)
     draw = partial(torch.randn, dtype=DTYPES[precision], device=rank.device)
@@ -382,8 +382,8 @@ def floor(rank: Rank, flags: Sequence[str]) -> Turn:
 
 
 def ways(left: Tensor, right: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """To multiply, by torch or as this project does it: either factor and the result in memory by
-    rows or by columns. By columns the result is (x y)' = y' x'."""
+    """Ways to multiply, by torch or by this project's matmul, with either factor and the result in
+    row-major or column-major order. A column-major result is (x y)' = y' x'."""
     pairs = ([each, each.mT.contiguous().mT] for each in (left, right))
     for x, y in product(*pairs):
         for one, two in ((x, y), (y.mT, x.mT)):

@@ -1,21 +1,21 @@
-"""Pipeline parallelism beside torch's, and the measured bubble.
+"""Pipeline parallelism compared with torch's, and the measured bubble.
 
 The peer is torch.distributed.pipelining: its Schedule1F1B and its ScheduleInterleaved1F1B over
-stages of plain torch modules, which begin with the same weights, read the same samples and have the
+stages of plain torch modules, which start from the same weights, read the same samples and have the
 same losses. Head and word embedding are not tied, since torch's pipelining has no ties; there is no
-dropout. Without an update a turn is the forward and backward of all micro-batches; with it clipping
-by the global norm and fused AdamW follow. In bf16 the peer's weights and gradients are bf16; this
-project adds up gradients in fp32. The same models stand beside as one process of one thread: their
-ratio is what the layers make of it, and the rest is the pipeline's. Memory is that of all ranks,
-above what their modules take; it is compared with the update, as without one this project has
-moments and the peer has none.
+dropout. Without an update, a turn is the forward and backward of all micro-batches; with it,
+clipping by the global norm and fused AdamW follow. In bf16 the peer's weights and gradients are
+bf16; this project sums gradients in fp32. The same models also run as one process with one thread:
+their ratio is due to the layers, and the rest to the pipeline. Memory is that of all ranks, without
+imported modules; it is compared only with the update, as without one this project has moments and
+the peer has none.
 
-The bubble: time of a step / m over the same at the largest m, beside what the schedule says of it:
-(1 + idle / ideal time at m) / (1 + that at the largest m). Stages cost alike: the head weighs one
-layer. Bytes that are kept for backwards are counted at their peak on each rank, each
-memory once and without parameters, in units of what one micro-batch of one virtual stage keeps at
-m = 1, beside the number in flight that the schedule promises. Ranks are processes of one thread on
-one machine, over gloo; nothing is said of NCCL.
+The bubble: (time of a step / m) over the same at the largest m, compared with the schedule's value:
+(1 + idle / ideal time at m) / (1 + that at the largest m). Stages cost the same: the head counts as
+one layer. Bytes saved for the backward are counted at their peak on each rank, each storage once
+and without parameters, in units of one micro-batch of one virtual stage at m = 1, and compared with
+the number in flight in the schedule. Ranks are processes with one thread each on one machine, over
+gloo; the figures say nothing about NCCL.
 """
 
 import sys
@@ -54,7 +54,7 @@ from tools.layouts.job import open_samples
 OURS, TORCH = "this project", "torch.distributed.pipelining"
 ALONE, PLAIN = "this project, one process", "plain torch, one process"
 KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
-VIRTUAL = {"interleaved": 2}  # stages of a rank; of the others 1
+VIRTUAL = {"interleaved": 2}  # virtual stages per rank; 1 for other schedules
 WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
 --micro-batch-size 1 --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 --no-fp16"""
@@ -66,8 +66,8 @@ SCOPES: tuple[Any, ...] = (ALL, UPDATE)
 
 
 def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
-    """Layers where they balance the head, also over virtual stages, which Megatron's flag has
-    uniform."""
+    """A partition of the layers that balances the head, also over virtual stages, where Megatron's
+    flag makes them uniform."""
     if ranks == 1:
         return UNCUT
     h, s = config.model.hidden_size, config.data.seq_length
@@ -78,7 +78,7 @@ def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
 
 
 class Job:
-    """What the processes of all contenders read."""
+    """Settings, plan and batches of a contender's process."""
 
     def __init__(self, rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> None:
         self.config = steps.read(flags)
@@ -106,8 +106,8 @@ def ours(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, update
 
 
 class Stage(nn.Module):
-    """[b, s] tokens, or [b, s, h] of the stage before, to [b, s, h], or logits. Parameters have
-    this project's names."""
+    """Maps [b, s] tokens, or [b, s, h] from the previous stage, to [b, s, h], or logits. Parameters
+    have this project's names."""
 
     def __init__(self, job: Job, stage: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Stage(nn.Module):
 
 
 def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
-    """One process runs one micro-batch after another."""
+    """The peer in plain torch; a single process runs the micro-batches one after another."""
     job = Job(rank, flags, kind, micro_batches)
     device, dtype = rank.device, DTYPES[steps.precision_of(job.config)]
     own = range(rank.rank, job.plan.stages, rank.size)
@@ -149,7 +149,7 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
     )
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        """Its share of the mean of all micro-batches."""
+        """A micro-batch's share of the mean loss over all micro-batches."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / micro_batches
 
     training = peers.Training(
@@ -176,7 +176,7 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
     return turn
 
 
-Run = Callable[[Tensor, Tensor], Tensor]  # tokens and labels to the loss on the last rank, else 0
+Run = Callable[[Tensor, Tensor], Tensor]  # (tokens, labels) to the loss; 0 but on the last rank
 
 
 def alone(module: nn.Module, loss_of: Run, micro_batches: int) -> Run:
@@ -210,7 +210,7 @@ def piped(stages: list[PipelineStage], loss_of: Run, micro_batches: int) -> Run:
 
 
 class KeptBytes:
-    """Bytes of the memory that autograd saves inside, while it lives, beside the parameters."""
+    """Counts bytes of live storages that autograd saves under its hooks, without parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.live = self.peak = 0
@@ -236,7 +236,7 @@ class KeptBytes:
 
 
 def counted(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int) -> Turn:
-    """Forward and backward by this project. Figures by rank are counted in the first turn."""
+    """Forward and backward by this project. The first turn counts the figures of each rank."""
     job = Job(rank, flags, kind, micro_batches)
     mesh = rank.mesh({"pipeline": rank.size})
     state = steps.build(job.config, mesh, pipeline=job.plan)
@@ -278,14 +278,14 @@ def contenders(
 
     Args:
         pipeline: ranks of the pipeline axis.
-        micro_batches: of the steps that are compared.
-        schedules: that are compared with torch's.
-        bubble_schedules: whose bubble is measured.
-        bubble_micro_batches: for which the bubble is measured; the first is the one to compare
-            with.
-        dtypes: of weights and activations; the bubble is measured in the first.
-        scopes: of a turn; with the update the first schedule alone.
-        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 7 --hidden-size 64".
+        micro_batches: micro-batches per step, in the comparison with torch.
+        schedules: schedules to compare with torch's.
+        bubble_schedules: schedules whose bubble is measured.
+        bubble_micro_batches: numbers of micro-batches for which the bubble is measured; the first
+            is the base of the comparison.
+        dtypes: dtypes of weights and activations; the bubble is measured in the first.
+        scopes: work of a turn; "with the update" is run only for the first schedule.
+        program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 7 --hidden-size 64".
     """
     if max(bubble_micro_batches) != bubble_micro_batches[0]:
         raise ValueError("--bubble-micro-batches: must begin with the largest; 4 2 1 works")
@@ -327,7 +327,7 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    """Of the peer, and of the bubble at the smallest and the largest m."""
+    """The peer's time and memory, and the bubble's largest deviation from the schedules."""
     texts = []
     for group, name in found.rows:
         time, memory = (found.cell(group, name, title) for title in (RATIO, MEMORY))
@@ -348,7 +348,7 @@ def result(found: Results) -> str:
 
 
 def beside(key: str) -> Callable[[Figures, Figures], float]:
-    """Of the rows that have a peer."""
+    """Ratio of a figure to the first's, in the rows that have a peer."""
 
     def ratio(own: Figures, first: Figures) -> float:
         if "elapsed" in own:

@@ -1,4 +1,4 @@
-"""Processes of contenders: started, asked for turns, ended; and what runs in each of them."""
+"""Processes of contenders: starts them, asks for turns, ends them; and the code that they run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from benchmarks.harness import Contender, Figures, Flags, Question, Rank, Turn
 ROOT = Path(__file__).resolve().parents[1]
 TIME_OVER = "the time was over"
 OUT_OF_MEMORY = "OutOfMemoryError|out of memory|ALLOC_FAILED|can't allocate memory|MemoryError"
-SPAWN = multiprocessing.get_context("spawn")  # modules of their own, read under their own settings
+SPAWN = multiprocessing.get_context("spawn")  # each imports modules under its own environment
 
 
 @dataclass
 class Agents:
-    """The launched processes, of which this is one; alone it starts all ranks of a contender."""
+    """The launched processes, including this one; a single one starts all ranks of a contender."""
 
     rank: int = 0
     size: int = 1
@@ -51,21 +51,21 @@ class Agents:
 
         info = read_rank_info(environ)
         store, _ = open_store(info, PATIENCE)
-        dist, longest = import_module("torch.distributed"), timedelta(hours=12)  # of a turn
+        dist, longest = import_module("torch.distributed"), timedelta(hours=12)  # per turn
         own = {"store": store, "rank": info.rank, "world_size": info.size, "timeout": longest}
         dist.init_process_group("gloo", **own)
-        atexit.register(dist.destroy_process_group)  # else gloo may abort at the end
+        atexit.register(dist.destroy_process_group)  # gloo may abort at exit without this
         local = int(environ.get("LOCAL_RANK", "0"))
         return cls(info.rank, info.size, local, (info.address, info.port))
 
     def ranks_of(self, contender: Contender) -> list[int]:
-        """Those whose processes this one starts."""
+        """Ranks whose processes this process starts."""
         if self.size == 1:
             return list(range(contender.ranks))
         return [self.rank] if self.rank < contender.ranks else []
 
     def meeting_place(self) -> tuple[str, int]:
-        """Host and port of the store at which the ranks of a contender meet."""
+        """Host and port of the store through which the ranks of a contender connect."""
         return self.address or ("127.0.0.1", own_store().port)
 
     def gather(self, value: Any) -> list[Any]:
@@ -84,23 +84,23 @@ def own_store() -> Any:
 
 
 class Processes:
-    """The processes of one contender in one round, and what they have answered."""
+    """The processes of one contender in one round, and their answers."""
 
     def __init__(self, contender: Contender, agents: Agents, flags: Flags, number: int) -> None:
-        """number: of the round."""
+        """number: number of the round."""
         self.contender, self.agents, self.until = contender, agents, flags.until
         device = flags.device
-        self.dropped = ""  # why it is out of this and all further rounds
+        self.dropped = ""  # reason why it is out of this and all further rounds
         self.warm: list[Figures] = []
         self.timed: list[Figures] = []
         self.last: Figures = {}  # peak memory and notes
         self.processes, self.pipes = [], []
         prefix = f"{number}/{contender.group}/{contender.name}"
         store = (*agents.meeting_place(), prefix) if contender.ranks > 1 else ()
-        environ = {"OMP_NUM_THREADS": str(contender.threads)}  # read when libraries are loaded
+        environ = {"OMP_NUM_THREADS": str(contender.threads)}  # libraries read it when loaded
         if agents.size == 1:
             environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        if device == "cpu":  # nor do the programs that a contender starts see a GPU
+        if device == "cpu":  # programs that a contender starts see no GPU, either
             environ["CUDA_VISIBLE_DEVICES"] = ""
         with patch.dict(os.environ, environ):
             for rank in agents.ranks_of(contender):
@@ -114,17 +114,17 @@ class Processes:
 
     def send(self, command: Command | None) -> None:
         for pipe in self.pipes:
-            with suppress(BrokenPipeError):  # it has ended, which its answer shows
+            with suppress(BrokenPipeError):  # the process has ended; `answers` reports it
                 pipe.send(command)
 
     def ask(self, command: Command) -> list[Figures]:
-        """As `answers`, after a command."""
+        """Send a command, and return its `answers`."""
         self.send(command)
         return self.answers()
 
     def answers(self) -> list[Figures]:
-        """Those of all ranks, on every agent. Raises LeftOutError where any rank has run out of
-        memory or time, RuntimeError with the tracebacks of those that have failed otherwise."""
+        """Answers of all ranks, on every agent. Raises LeftOutError if any rank has run out of
+        memory or time, and RuntimeError with the tracebacks of ranks that failed otherwise."""
         own: list[Figures] = [{}] * len(self.pipes)
         waiting, failures = list(self.pipes), list[str]()
         while waiting and not failures:
@@ -151,14 +151,14 @@ class Processes:
         return [answer for answers, _ in gathered for answer in answers]
 
     def turn(self, count: int = 1) -> Figures:
-        """Wall seconds of the slowest rank, CPU seconds of all; the rest is the first one's, of the
-        last of `count` turns in a row."""
+        """Wall seconds of the slowest rank and CPU seconds of all. Other figures are those of the
+        first rank in the last of `count` turns in a row."""
         answers = self.ask(partial(timed, count=count))
         wall, cpu = [each["wall"] for each in answers], [each["cpu"] for each in answers]
         return answers[0] | {"wall": max(wall), "cpu": sum(cpu)}
 
     def begin(self) -> None:
-        """Build what turns need, once all modules are imported."""
+        """Start the contender's preparation, once all modules are imported."""
         self.send(None)
 
     def prepare(self, turns: int) -> None:
@@ -174,7 +174,7 @@ class Processes:
             command = partial(profiled, folder=profile.resolve(), name=name, wall=wall)
             try:
                 self.last |= self.ask(command)[0]
-            except LeftOutError as error:  # what was timed stays
+            except LeftOutError as error:  # the timed turns are kept
                 self.last["notes"] = [*self.last["notes"], f"{name} has no profile, {error}"]
                 self.kill()
 
@@ -182,7 +182,7 @@ class Processes:
         self.timed.append(self.turn(count))
 
     def figures(self, compared: Set[str]) -> Figures:
-        """Of the round. compared: those that have served their purpose."""
+        """Figures of the round. compared: keys to leave out; `check_same` has compared them."""
         found = dict(self.last)
         for key in [key for key in self.timed[0] if key not in compared]:
             values = [each[key] for each in self.timed]
@@ -191,7 +191,7 @@ class Processes:
         return found
 
     def attempt(self, do: Callable[..., object], *arguments: object) -> None:
-        """Do it; a contender that runs out of memory or time is dropped."""
+        """Call `do`; drop the contender if it runs out of memory or time."""
         try:
             if not self.dropped:
                 do(*arguments)
@@ -204,8 +204,8 @@ class Processes:
             process.kill()
 
     def stop(self) -> None:
-        """End them; those that wait for a rank that has failed have to be killed."""
-        for pipe in self.pipes:  # all, since what they end with may wait for each other
+        """End the processes; those that wait for a failed rank have to be killed."""
+        for pipe in self.pipes:  # close all first: at their end, ranks may wait for each other
             pipe.close()
         for process in self.processes:
             process.join(60.0)
@@ -214,12 +214,12 @@ class Processes:
 
 
 class LeftOutError(RuntimeError):
-    """Why one contender has no figures; the others go on."""
+    """The reason why one contender has no figures; the others go on."""
 
 
 def ended(status: int | None) -> str:
-    """What is said of a process that could not say it."""
-    if status == -signal.SIGKILL:  # as the system does to what takes too much
+    """Message for a process that ended without one."""
+    if status == -signal.SIGKILL:  # as the system does to a process that takes too much memory
         return "killed, out of memory as it seems"
     return f"a process has ended with status {status}"
 
@@ -227,8 +227,8 @@ def ended(status: int | None) -> str:
 def measure(
     question: Question, contenders: Sequence[Contender], flags: Flags, agents: Agents
 ) -> Iterator[list[Figures]]:
-    """After each round what a record holds of the contenders; every launched process calls this.
-    `rounds` has the figures of each: of wall and cpu a number for each turn."""
+    """Yields, after each round, the contenders' entries in a record; every launched process calls
+    this. `rounds` has the figures of each round, with one number per turn for wall and cpu."""
     chosen = [each for each in contenders if each.name in flags.contenders or not flags.contenders]
     first = {each.group: each.name for each in reversed(contenders)}
     found = {
@@ -271,14 +271,14 @@ def rotated(items: list[Any], number: int) -> list[Any]:
 def run_unit(
     question: Question, flags: Flags, agents: Agents, contenders: Sequence[Contender], number: int
 ) -> dict[str, Processes]:
-    """Start these, warm them up, let them take turns, and end them. number: of the round. On a GPU
-    one after another does all that, so that none finds the memory of another in use."""
+    """Start these contenders, warm them up, let them take turns, and end them. number: number of
+    the round. On a GPU they run one after another, so that none uses memory while another runs."""
     unit: list[Processes] = []
     in_a_row = question.in_a_row if flags.device == "cuda" else 1
     try:
         for each in contenders:
             unit.append(Processes(each, agents, flags, number))
-        for each in unit:  # all import at once: on a GPU machine for 15 s
+        for each in unit:  # all import at the same time: 15 s on a GPU machine
             each.attempt(each.answers)
         for able in [unit] if flags.device == "cpu" else [[each] for each in unit]:
             for each in able:
@@ -290,7 +290,7 @@ def run_unit(
                     each.attempt(each.take_turns, in_a_row)
             for each in able:
                 each.attempt(each.finish, flags.profile)
-            if flags.device == "cuda":  # a compiler's own processes would end slowly
+            if flags.device == "cuda":  # kill: a compiler's own processes would end slowly
                 able[0].kill()
                 able[0].stop()
     except BaseException:
@@ -304,7 +304,7 @@ def run_unit(
 
 
 def check_same(ended: Mapping[str, Processes], first: str) -> None:
-    """SystemExit where a contender does not do the job of the first of its group."""
+    """Raises SystemExit if a contender does other work than the first of its group."""
     able = {name: each for name, each in ended.items() if not each.dropped}
     for name, each in able.items() if first in able else ():
         for key, tolerance in each.contender.same.items():
@@ -319,8 +319,8 @@ def is_number(value: object) -> bool:
 
 
 def is_close(one: Any, other: Any, tolerance: float) -> bool:
-    """Of lists of numbers and lists, which say something: empty, or 0 or infinite alone, they are
-    equal whatever is done. A tolerance of 0 asks for equality, of anything."""
+    """Whether nested lists of numbers are close. Lists that are empty, all 0 or not finite prove
+    nothing: False. A tolerance of 0 asks for equality, of values of any kind."""
     if not tolerance:
         return bool(one) and bool(one == other)
     import numpy as np
@@ -331,7 +331,7 @@ def is_close(one: Any, other: Any, tolerance: float) -> bool:
 
 
 class Running(NamedTuple):
-    """A contender in a process of its own."""
+    """A contender in its own process."""
 
     turn: Turn
     rank: Rank
@@ -342,21 +342,21 @@ Command = Callable[[Running], Figures]
 
 
 def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
-    """In a process of a contender: prepare it, and carry out commands until there are no more."""
-    os.dup2(2, 1)  # what contenders print is no result
+    """Runs in a process of a contender: prepare it, and run commands until there are no more."""
+    os.dup2(2, 1)  # output of contenders is not part of the result
     os.chdir(ROOT)
     try:
         for module in contender.needs:
             import_module(module)
         pipe.send({})
         pipe.recv()
-        peak = peak_memory(rank.device_type)  # from here on: what modules take is not counted
+        peak = peak_memory(rank.device_type)  # from here on: memory of modules does not count
         running = Running(contender.run(rank, **contender.arguments), rank, peak)
         pipe.send({"notes": rank.notes})
         while True:
             try:
                 command = pipe.recv()
-            except EOFError:  # the other end is closed: that was all
+            except EOFError:  # the other end is closed: no more commands
                 return
             pipe.send(command(running))
     except BaseException:
@@ -364,7 +364,7 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
 
 
 def timed(running: Running, count: int) -> Figures:
-    """Figures of a turn; wall and cpu that it returns itself replace these, a tensor is read."""
+    """Figures of a turn. A wall or cpu that it returns replaces these; tensors become numbers."""
     running.rank.wait()
     wall, cpu = time.perf_counter(), cpu_seconds()
     figures = [running.turn() or {} for _ in range(count)][-1]
@@ -385,13 +385,13 @@ def profiled(running: Running, folder: Path, name: str, wall: float) -> Figures:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the children that it has waited for."""
+    """CPU seconds of this process and the children that it has waited for."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def peak_memory(device_type: str) -> Callable[[], int]:
-    """What tells how many bytes this process took at most, from now on: on a CPU the growth of its
+    """A function that returns this process's peak bytes from now on: on a CPU the growth of its
     resident memory, on a GPU all tensors."""
     if device_type == "cuda":
         return lambda: sys.modules["torch"].cuda.max_memory_allocated()
@@ -401,7 +401,7 @@ def peak_memory(device_type: str) -> Callable[[], int]:
 
 
 def forget_peak(device_type: str) -> None:
-    """Start the peak of this process anew: what a contender takes to prepare is not counted."""
+    """Reset the peak of this process: memory used only for preparation does not count."""
     if device_type == "cuda":
         sys.modules["torch"].cuda.reset_peak_memory_stats()
     else:
@@ -409,6 +409,6 @@ def forget_peak(device_type: str) -> None:
 
 
 def status_bytes(name: str, process: str = "self") -> int:
-    """0 of a process that has ended, which nobody has waited for."""
+    """Bytes in a line of /proc/PROCESS/status; 0 for an ended process not yet waited for."""
     _, _, behind = Path(f"/proc/{process}/status").read_text().partition(f"\n{name}:")
     return 1024 * int(behind.split()[0]) if behind else 0

@@ -1,11 +1,11 @@
 """Where the time of a turn goes, by kind, and how long communication is exposed.
 
-On a GPU seconds are those of kernels, copies and fills, and a kind is told by the kernel's name. On
-a CPU they are those of operators, without those that they call; communication is what gloo's
-threads are busy with or wait for the other ranks in.
+On a GPU, seconds are those of kernels, copies and fills; the kernel's name decides its kind. On a
+CPU, they are those of operators, without the operators that they call; communication is the time in
+which gloo's threads work or wait for other ranks.
 
-Layer norms are elementwise work here: compiled, they are one kernel with their neighbours. The norm
-is that of the gradients.
+Layer norms count as elementwise: compiled, they are fused with adjacent operators. "norm" is the
+gradient norm.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ON_CPU = {"cpu_op", "user_annotation"}
 ON_HOST = {"cuda_runtime", "cuda_driver"}
 TURN = "benchmarks: turn"
 
-# The compiler names its kernels after all operators that they fuse: matmuls and attention among
-# them are views of their results.
+# The compiler names a kernel after all operators that it fuses; matmuls and attention in the name
+# are only views of their results.
 COPYING = (
     "to_copy|copy|clone|cat|stack|split|slice|select|(unsafe_)?view|t|transpose|permute|expand"
 )
 COPYING += "|(un)?squeeze|zeros|full|constant_pad_nd"
-KINDS = (  # and what the name of a kernel or operator has; the first that fits
+KINDS = (  # (kind, pattern for names of kernels and operators); the first match counts
     ("communication", r"^(nccl|gloo:)"),
     ("copies", rf"^triton_(poi|red|per)_fused_(_*({COPYING})_+)+\d+$"),
     ("elementwise", r"^triton_(poi|red|per|spl|for)_"),
@@ -58,7 +58,7 @@ OTHER, IDLE = "other", "idle"
 
 
 def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], float]:
-    """(profiler, events, seconds) of one turn; the file is for chrome://tracing or Perfetto."""
+    """(profiler, events, seconds) of one turn; the file opens in chrome://tracing or Perfetto."""
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if rank.device_type == "cuda" else []
     if rank.device_type == "cuda":  # the first trace of a process starts slowly
@@ -74,8 +74,8 @@ def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], fl
 
 
 def write_profile(turn: Turn, rank: Rank, folder: Path, name: str, wall: float) -> Figures:
-    """A trace of every rank, and of the first one torch's table of where its time goes. wall, and
-    the figures: see by_kind."""
+    """Write a trace of every rank and, for the first one, torch's table of operators. wall, and the
+    returned figures: see by_kind."""
     folder.mkdir(parents=True, exist_ok=True)
     found, events, _ = traced(turn, rank, folder / f"{name}.{rank.rank}.json")
     if not rank.rank:
@@ -88,9 +88,9 @@ def write_profile(turn: Turn, rank: Rank, folder: Path, name: str, wall: float) 
 
 
 def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
-    """For each axis of several ranks "axis": the share of a turn in which it communicates or waits
-    for its ranks, and "axis, exposed": in which nothing is computed beside that. gloo's events do
-    not name their group: on a CPU there is none where several axes communicate."""
+    """For each axis with several ranks, "axis": the share of a turn in which it communicates or
+    waits for its ranks; "axis, exposed": the same without time in which anything computes. gloo's
+    events do not name their group: on a CPU the result is empty if several axes communicate."""
     axes, is_named = [axis for axis in mesh.axes if axis.size > 1], rank.device_type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         _, events, whole = traced(turn, rank, Path(folder, "trace.json"))
@@ -103,18 +103,18 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
 
 
 def kind_of(name: str) -> str:
-    """Classes a kernel or an operator."""
+    """Kind of a kernel or an operator."""
     lower = name.lower()
     return next((kind for kind, words in KINDS if re.search(words, lower)), OTHER)
 
 
 def by_kind(events: Iterable[Event], wall: float) -> Figures:
-    """Figures of a trace that `traced` has made. wall: seconds of a turn that was not traced.
+    """Figures from a trace of `traced`. wall: seconds of a turn that was not traced.
 
-    device_ms: milliseconds by kind; those of several streams add up. idle is the wall time, on a
-    CPU that of the trace, in which nothing runs. A GPU has also launches: kernels, copies, fills;
-    reads: copies to the host; host_ms: from the start of the turn to the last launch, without
-    copies and synchronisation, in which the host waits, and with the profiler's own work.
+    device_ms: milliseconds by kind; streams add up. idle: wall time in which nothing runs (on a
+    CPU, of the trace). A GPU also has launches: number of kernels, copies and fills; reads: copies
+    to the host; host_ms: time from the start of the turn to the last launch, without copies and
+    synchronisation, in which the host waits, but with the profiler's own work.
     """
     timed = [each for each in events if each.get("ph") == "X"]
     kernels = [each for each in timed if each.get("cat") in ON_GPU]
@@ -148,7 +148,7 @@ def is_operator(name: str) -> bool:
 
 
 def of_operators(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """(name, microseconds without those of the operators that it calls) on a CPU."""
+    """(name, microseconds without the operators that it calls) of each operator on a CPU."""
     own = [each for each in events if each.get("cat") in ON_CPU]
     own.sort(key=lambda each: (each["tid"], float(each["ts"]), -float(each["dur"])))
     for _, of_thread in groupby(own, key=lambda each: each["tid"]):
@@ -166,17 +166,17 @@ def of_operators(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 
 def communication(events: Iterable[Event], group: str = "") -> tuple[float, float]:
-    """(seconds in which communication runs, those of them in which it is exposed).
+    """(seconds in which communication runs, seconds of these in which it is exposed).
 
-    events: "traceEvents" of a trace that torch's profiler has exported. Barriers do not count.
-    group: name of the process group that counts alone.
+    events: "traceEvents" of a trace exported by torch's profiler. Barriers do not count.
+    group: name of the only process group to count; "" counts all.
     """
     timed = [each for each in events if each.get("ph") == "X" and "barrier" not in each["name"]]
     kernels = [each for each in timed if each.get("cat") in ON_GPU]
     timed = kernels or [each for each in timed if each.get("cat") in ON_CPU]
     own = [each for each in timed if each["name"].startswith(COMMUNICATION)]
     others = [each for each in timed if not each["name"].startswith(COMMUNICATION)]
-    if not kernels:  # what holds other operators computes nothing itself
+    if not kernels:  # events that only contain other operators compute nothing themselves
         others = [each for each in others if each["name"].startswith(OPERATORS)]
     if group:
         own = [each for each in own if each.get("args", {}).get("Process Group Name") == group]
@@ -184,7 +184,7 @@ def communication(events: Iterable[Event], group: str = "") -> tuple[float, floa
 
 
 def seconds(events: Iterable[Event]) -> float:
-    """In which any of them runs."""
+    """Seconds in which at least one of these events runs."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events):
         total += max(0.0, stop - max(start, end))
@@ -196,7 +196,7 @@ def kind_column(kind: str) -> Column:
     return Column(f"{kind}, ms", lambda own, _: own["device_ms"][kind], "{:.2f}")
 
 
-COLUMNS = (  # of a question whose turns are profiled
+COLUMNS = (  # for a question whose turns are profiled
     *(kind_column(kind) for kind in (*sorted({kind for kind, _ in KINDS}), OTHER, IDLE)),
     Column("launches", "launches", "{:,.0f}"),
     Column("host, ms", "host_ms", "{:.2f}"),

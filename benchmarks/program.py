@@ -1,4 +1,4 @@
-"""Programs of this project as contenders, started as their users start them."""
+"""Programs of this project as contenders, started as users start them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from benchmarks.processes import ROOT
 from megatron.train.metrics import read_metrics
 
 FILE, TEXT = "pretrain_gpt2.py", Path("runs/quickstart/data/train_text_document")
-DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that nothing here can make
+DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that cannot be generated here
 WholeRuns = partial(Question, rounds=1, warm_up=0, together=False)
 
 
@@ -23,16 +23,16 @@ def start(rank: Rank, *words: str) -> None:
 
 
 def record_of(rank: Rank, *words: str) -> Figures:
-    """What a program writes to its --output."""
+    """The record that a program writes to its --output."""
     file = scratch() / "record.json"
     start(rank, *words, "--output", str(file))
     return dict(json.loads(file.read_text()))
 
 
 def training(rank: Rank, starts: Sequence[tuple[int, Sequence[str]]], program: str = FILE) -> Turn:
-    """A turn is a whole run. Its figures: of each step the loss before the update, and the rate.
+    """A turn is a whole run. Its figures: per step, the loss before the update and the rate.
 
-    starts: processes, and flags; a later one resumes. program: a file, or -c and Python in a word.
+    starts: (processes, flags); later ones resume. program: a file, or -c and Python as one word.
     """
 
     def turn() -> Figures:

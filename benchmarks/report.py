@@ -1,7 +1,7 @@
-"""What a benchmark says of its figures: a table, a record as JSON, a page and a picture.
+"""Reports the figures of a benchmark as a table, a JSON record, a page and a picture.
 
-A record is what one run has measured on one machine. A JSON file holds the newest record of each
-kind of processor, and a page shows the one that was measured last, then what the others say.
+A record holds the measurements of one run on one machine. A JSON file holds the newest record of
+each kind of processor. A page shows the most recent record, and then the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTES = "\n## Notes\n"
 
 
 class Machine:
-    """Where contenders run, and how busy others have kept it since this was made."""
+    """Facts about the machine, and the CPU use of other programs since this object was created."""
 
     def __init__(self, contenders: Sequence[Contender], device: str, agents: Agents) -> None:
         needed = {name.partition(".")[0] for each in contenders for name in each.needs}
@@ -63,7 +63,7 @@ class Machine:
             self.known["gpu"] = torch.cuda.get_device_name()
 
     def facts(self) -> Record:
-        """Up to now; every launched process calls this."""
+        """Facts about the run so far; every launched process calls this."""
         seconds, here = (datetime.now(UTC) - self.started).total_seconds(), platform.node()
         by_host = self.agents.gather([here, cpu_seconds() - self.before[1]])
         own = sum(used for host, used in by_host if host == here)
@@ -73,7 +73,7 @@ class Machine:
 
 
 def busy_seconds() -> float:
-    """CPU seconds of this machine's cores in use by anyone, what its host has taken included."""
+    """CPU seconds of this machine's cores, used by any program or stolen by its host."""
     user, nice, system, _, _, irq, soft, steal = map(
         int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
     )
@@ -81,7 +81,7 @@ def busy_seconds() -> float:
 
 
 def processor() -> str:
-    """Name, family and model, and the instruction sets that decide how fast matmuls are."""
+    """Name, family and model, and the instruction sets that decide the speed of matmuls."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     sets = ", ".join(each for each in INSTRUCTIONS if each in facts.get("flags", "").split())
@@ -98,7 +98,7 @@ def commit() -> str:
 
 
 def command() -> str:
-    """By which this run was started; of files of this machine the name alone."""
+    """The command of this run, with absolute paths reduced to the file's name."""
     words = [Path(w).name if w.startswith("/") else w for w in sys.argv[1:]]
     size = int(os.environ.get("WORLD_SIZE", "1"))
     each = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -108,7 +108,7 @@ def command() -> str:
 
 
 class Cell(NamedTuple):
-    """The median over rounds; low, high: its interval, from three rounds on."""
+    """The median over rounds; low, high: its interval, with three rounds or more."""
 
     median: float
     low: float | None = None
@@ -122,8 +122,8 @@ class Cell(NamedTuple):
 
 
 def cell(values: Sequence[float]) -> Cell:
-    """With the interval between order statistics that has the median in 95 % of all cases; of less
-    than six values that is not to be had, and it reaches from the least to the greatest."""
+    """The median, with the interval between order statistics that contains the true median in 95 %
+    of cases. Fewer than six values have no such interval; it is then from lowest to highest."""
     n, ordered = len(values), sorted(values)
     if n < 3:
         return Cell(median(values))
@@ -133,9 +133,9 @@ def cell(values: Sequence[float]) -> Cell:
 
 
 class Results:
-    """A record by row, (group, name of the contender), and title of the column.
+    """A record, indexed by row, (group, name of the contender), and by column title.
 
-    rounds: figures of each, with the facts of the contender; of what was not measured these alone.
+    rounds: figures of each round, with the contender's facts; only the facts if not measured.
     """
 
     def __init__(self, question: Question, record: Record) -> None:
@@ -151,10 +151,10 @@ class Results:
         self.columns = {title: self.columns[title] for title in shown or self.columns}
 
     def values(self, row: tuple[str, str], column: Column) -> list[Any]:
-        """Of each round; none where a figure is missing."""
+        """One value per round; empty where a figure is missing."""
         own, first = self.rounds[row], (row[0], self.contenders[row]["first"])
         base = [{}] if first == row else self.rounds.get(first, [{}])
-        base = base if len(base) == len(own) else base[:1] * len(own)  # one was not measured
+        base = base if len(base) == len(own) else base[:1] * len(own)  # one is not measured
         try:
             return [column.value(*pair) for pair in zip(own, base, strict=True)]
         except KeyError:
@@ -172,7 +172,7 @@ class Results:
         return float("nan") if found is None else found.median
 
     def range(self, title: str, form: str = "{:.2f}") -> str:
-        """As "1.2 to 1.8", of the medians of all rows that have this cell."""
+        """Range of the medians of all rows that have this cell, such as "1.2 to 1.8"."""
         cells = [self.cell(*row, title) for row in self.rows]
         if not (found := [each.median for each in cells if each is not None]):
             return "(not measured)"
@@ -188,12 +188,12 @@ class Results:
             reason = self.contenders[row]["reason"]
             name = f"{row[1]} (not measured: {reason})" if reason else row[1]
             lines.append([*[row[0], name][-width:], *texts])
-        if len(lines) == 2:  # upright, so that many columns can be read
+        if len(lines) == 2:  # transposed, so that many columns can be read
             lines = [list(pair) for pair in zip(*lines, strict=True)][width - 1 :]
         return markdown(lines[0], lines[1:])
 
     def notes(self) -> list[str]:
-        """Of contenders, each once, and of the run."""
+        """Notes of the contenders, without repetitions, and of the run."""
         found = dict.fromkeys(
             f"{name}: {note}"
             for (_, name), rounds in self.rounds.items()
@@ -215,13 +215,13 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def about(record: Record) -> str:
-    """The machine and the settings, in a line."""
+    """The machine and the settings, in one line."""
     apart = {"contenders", "command", "others_share_of_cores"}
     return ", ".join(f"{name} {value}" for name, value in record.items() if name not in apart)
 
 
 def report(question: Question, page: Path | None, records: Sequence[Record]) -> Results:
-    """Print the first record, and write a page of all."""
+    """Print the first record, and write a page of all records."""
     results = Results(question, records[0])
     parts = [about(records[0]), results.table(), question.result(results), *results.notes()]
     print("\n\n".join(filter(None, parts)), flush=True)
@@ -231,7 +231,7 @@ def report(question: Question, page: Path | None, records: Sequence[Record]) -> 
 
 
 def others_in(file: Path | None, record: Record) -> list[Record]:
-    """Records of a file that are of other machines."""
+    """Records in a file that are from other machines."""
     found = json.loads(file.read_text()) if file is not None and file.exists() else []
     if not isinstance(found, list):
         raise ValueError(f"--json {file}: no record of this benchmark; name another file")
@@ -243,7 +243,7 @@ def machine(record: Record) -> tuple[Any, ...]:
 
 
 def write_page(file: Path, question: Question, records: Sequence[Record]) -> None:
-    """The newest record with its picture, the others' tables; below "## Notes" nothing changes."""
+    """The newest record with its picture, tables of the others; keeps text below "## Notes"."""
     title, method = question.text
     results, *others = (Results(question, each) for each in records)
     notes = file.read_text().partition(NOTES)[2] if file.exists() else ""
@@ -266,11 +266,11 @@ COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#9
 
 
 def draw(file: Path, results: Results) -> None:
-    """A PNG. bars: a panel for each drawn column; lines along the contenders' x, and curves of
-    columns that are lists: a panel for each drawn column and group."""
+    """Writes a PNG. bars: one panel per drawn column. lines (along the contenders' x) and curves
+    (of columns whose values are lists): one panel per drawn column and group."""
     paint = {"bars": bars, "lines": lines, "curves": curves}[results.question.picture]
     drawn = results.question.drawn or [next(iter(results.columns))]
-    # Lines have no panel for groups of contenders without a place along them.
+    # Lines have no panel for groups of contenders without an x.
     shown = (row for row in results.rows if paint is not lines or results.contenders[row]["x"])
     groups = dict.fromkeys(group for group, _ in shown) or {"": None}
     high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
@@ -294,12 +294,12 @@ def bars(axes: Axes, results: Results, title: str, _: str) -> None:
             axes.barh(place, found.median, xerr=errors, color=colour, capsize=2)
     names = [f"{group}: {name}" if group else name for group, name in results.rows]
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(len(names) - 0.5, -0.5)  # rows without this column have their place, too
+    axes.set_ylim(len(names) - 0.5, -0.5)  # leaves space for rows without this column
     axes.set_xlabel(title)
 
 
 def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
-    """titles: of columns, several separated by " | ", each a line."""
+    """titles: column titles, separated by " | "; each column is one line."""
     rows = [row for row in results.rows if row[0] == group]
     for colour, title in zip(COLOURS, titles.split(" | "), strict=False):
         cells = [(results.contenders[row]["x"], results.cell(*row, title)) for row in rows]
@@ -313,7 +313,7 @@ def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
 
 
 def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
-    """Of the last round; on a log axis where values are a hundred times others."""
+    """Curves of the last round; the axis is logarithmic if values differ by a factor above 100."""
     rows = [row for row in results.rows if row[0] == group]
     seen: list[float] = []
     for colour, row in zip(cycle(COLOURS), rows, strict=False):
@@ -327,8 +327,8 @@ def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
 
 
 def rows(record: Record) -> list[Record]:
-    """A flat row of each contender, medians over rounds, to compare runs with. mfu and hfu are
-    percent; figures of a profile are those of the last round."""
+    """One flat row per contender, to compare runs: medians over rounds; mfu and hfu in percent;
+    profile figures from the last round."""
     found = []
     for each in record["contenders"]:
         row: Record = {"model": each["group"], "contender": each["name"]}

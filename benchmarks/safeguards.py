@@ -1,10 +1,10 @@
-"""What a check of the replicas and the watch for failures cost.
+"""The cost of checking replicas, and of the watch for failures.
 
-Two gloo processes of one thread share the quickstart's model in bf16 (t = 2) or hold one each
-(d = 2); 4 samples of 256 tokens a step on both together. A check hashes all that the two hold in
-common, and its time holds the wait for the slower of them. Watched processes run inside `launch`,
-others on a plain process group, with a model so small (t = 2, fp32, 2 layers of hidden 64, 256
-tokens) that a step is little but its collectives: an upper bound. There a turn is 100 steps.
+Two gloo processes with one thread each share the quickstart's model in bf16 (t = 2) or hold one
+each (d = 2), with 4 samples of 256 tokens per step on both together. A check hashes everything that
+both hold, and its time includes the wait for the slower one. Watched processes run inside `launch`,
+others on a plain process group, with a model so small (t = 2, fp32, 2 layers of hidden size 64, 256
+tokens) that a step is mostly collectives: an upper bound. There a turn is 100 steps.
 """
 
 import sys
@@ -52,7 +52,7 @@ def hundred_steps(rank: Rank, is_watched: bool) -> Turn:
         environ = {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.size), "MASTER_ADDR": host}
         environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         mesh = run.enter_context(launch(config.parallel, environ))
-        atexit.register(run.close)  # both ranks leave together
+        atexit.register(run.close)  # both ranks exit together
     else:
         mesh = steps.mesh_of(rank, config)
     step = steps.Run(config, steps.build(config, mesh))
@@ -60,7 +60,7 @@ def hundred_steps(rank: Rank, is_watched: bool) -> Turn:
 
 
 def contenders(flags: Flags) -> Iterator[Contender]:
-    """Time steps, and checks; steps with the watch and without."""
+    """Time steps and checks, and steps with and without the watch."""
     for t in (1, 2):
         own = {"flags": [*FLAGS.format(t).split(), str(2 * t), "--bf16"]}
         for name, run in (("step", steps.ours), ("check", check)):

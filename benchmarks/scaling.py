@@ -1,17 +1,17 @@
 """Section 5.1 of the paper measured: weak scaling, strong scaling and the number of heads.
 
-    torchrun --nproc-per-node 8 benchmarks/scaling.py --device cuda    # alone it starts the ranks
+    torchrun --nproc-per-node 8 benchmarks/scaling.py --device cuda    # or python: starts the ranks
 
-The share of linear is 100 P_t / (t P_1) x T_1 / T_t of P parameters and T seconds of a step, where
-t counts tensor-parallel ranks alone, as the batch grows with the copies; the speed-up is T_1 / T_t.
-A step is the program's own, on random tokens, with every layer recomputed and dropout as in the
-paper; batch 8 for each copy. FLOP/s are the paper's: 4 x the layers' forward and 3 x the logits,
-with the padded vocabulary; MFU leaves out recomputation and padding. Communication is of one step
-under the profiler: the share of time in which an axis communicates or waits for its ranks, and in
-which nothing is computed beside it; not on a CPU where both axes do. On a CPU the models are
-miniatures: 1/8 of the width, 1/4 of the layers, 1/2 of the heads, 1/8 of the sequence and 1/32 of
-the vocabulary, on 2 copies; the paper's figures are of its own models. Ranks on a CPU share memory
-bandwidth and caches, of which a rank alone has all: efficiency is lost that GPUs do not lose.
+The share of linear is 100 P_t / (t P_1) x T_1 / T_t for P parameters and T seconds per step; t
+counts only tensor-parallel ranks, as the batch grows with the copies. The speed-up is T_1 / T_t. A
+step is the program's own, on random tokens, with every layer recomputed and dropout as in the
+paper, and a batch of 8 per copy. FLOP/s are counted as in the paper: 4 x the layers' forward and
+3 x the logits, with the padded vocabulary; MFU excludes recomputation and padding. Communication is
+measured in one step under the profiler: the share of time in which an axis communicates or waits
+for its ranks, and the exposed share, without concurrent computation; not on a CPU where both axes
+communicate. On a CPU the models are miniatures, unlike the paper's: 1/8 of the width, 1/4 of the
+layers, 1/2 of the heads, 1/8 of the sequence, 1/32 of the vocabulary, 2 copies. CPU ranks lose
+efficiency that GPUs keep, as they share memory bandwidth and caches that a single rank has alone.
 """
 
 import sys
@@ -46,13 +46,13 @@ LINEAR, SPEED_UP = "share of linear", "speed-up"
 PRECISIONS = {
     "fp32": "--no-fp16 --no-bf16",
     "bf16": "--no-fp16 --bf16",
-    "fp16": "--initial-loss-scale 4096",  # no search for it while time is taken
+    "fp16": "--initial-loss-scale 4096",  # no search for the loss scale while timing
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """A model of table 1 on tensor x copies ranks. heads: if not those of the preset."""
+    """A model of table 1 on tensor x copies ranks. heads: those of the preset if None."""
 
     preset: str
     tensor: int
@@ -60,7 +60,7 @@ class Point:
     heads: int | None = None
 
     def flags(self, precision: str, *, is_small: bool) -> list[str]:
-        """Of pretrain_gpt2.py."""
+        """Flags of pretrain_gpt2.py."""
         model = parse(PretrainGPT2Config, ["--preset", self.preset], {}).model
         heads, padded = self.heads or model.num_attention_heads, ROWS
         words = f"--preset {self.preset} --tensor-model-parallel-size {self.tensor} "
@@ -73,9 +73,9 @@ class Point:
 
 
 def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
-    """Of every point of section 5.1 what the paper says; the first is the base of all.
+    """The paper's figures for every point of section 5.1; the first point is the base of all.
 
-    In miniature the numbers of heads, which are halved, are compared on as many ranks as there are.
+    In miniature, the (halved) numbers of heads are compared on as many ranks as are available.
     """
     small, large = MODELS[0].preset, MODELS[-1].preset
     copies, tensor = COPIES, MODELS[-1].tensor
@@ -87,7 +87,7 @@ def studies(ranks: int, *, is_small: bool) -> dict[Point, dict[str, float]]:
     for size, speed_up in STRONG.items():
         found.setdefault(Point(small, size), {})[SPEED_UP] = speed_up
     for heads, share in HEADS.items():
-        if is_small or heads < max(HEADS):  # which the preset has, as a point of figure 5
+        if is_small or heads < max(HEADS):  # the largest is the preset's, a point of figure 5
             found[Point(large, tensor, heads=heads)] = {LINEAR: share}
     return found
 
@@ -100,7 +100,7 @@ def train(rank: Rank, flags: list[str]) -> Turn:
 
 
 def result(found: Results) -> str:
-    """The last point that was measured of each kind."""
+    """The last measured point of each kind."""
     cells = ((row, found.cell(*row, LINEAR)) for row in found.rows)
     last = {
         found.rounds[row][0]["kind"]: f"{cell.text('{:.1%}', is_ratio=True)} ({row[1]})"
@@ -112,10 +112,10 @@ def result(found: Results) -> str:
 
 
 def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]:
-    """Measure scaling, on a CPU in miniature.
+    """Measure scaling; on a CPU in miniature.
 
     Args:
-        hardware: of scripts/hardware/ or a file, for what tools/plan.py predicts and for MFU.
+        hardware: name in scripts/hardware/ or a file, for predictions of tools/plan.py and MFU.
     """
     is_small = flags.device == "cpu"
     most = max(world_size(os.environ), 2 if is_small else torch.cuda.device_count())
@@ -129,11 +129,11 @@ def contenders(flags: Flags, hardware: str | None = None) -> Iterator[Contender]
         kind = "model parallel" if point.copies == 1 else "model and data parallel"
         facts = {"parameters": parameters, "executed": step.executed_flops / size}
         facts["kind"] = "number of heads" if point.heads else kind
-        if peak:  # MFU of a step of a second, in %
+        if peak:  # MFU in % if a step took one second
             facts["mfu"] = 100 * step.flops / size / peak
         if machine:
             facts["predicted"] = predict(step, machine).total
-        done = {LINEAR: parameters / point.tensor, SPEED_UP: 1.0}  # by a step
+        done = {LINEAR: parameters / point.tensor, SPEED_UP: 1.0}  # work per step
         for study, value in paper.items():
             facts |= {study: done[study], f"{study}, paper": value}
         model = point.preset.rpartition("_")[2].upper()

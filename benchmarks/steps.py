@@ -1,7 +1,7 @@
 """Training steps of this project as contenders, by the flags of pretrain_gpt2.py.
 
-Whatever the program can do is a contender: another layout, recomputation, dropout or precision is
-another list of flags. A step is one micro-batch of each data-parallel rank. Samples are random
+Every feature of the program can be a contender: another layout, recomputation, dropout or precision
+is another list of flags. A step is one micro-batch per data-parallel rank. Samples are random
 tokens, a function of their number, so that peers read the same.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch._dynamo  # which recomputation imports: modules do not count as its memory
+import torch._dynamo  # recomputation imports it; imported here, it does not count as its memory
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,12 +32,12 @@ from tools.layouts.job import open_samples
 AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 SEED = 1234
 LEARNING_RATE = 1e-3
-# Dense bf16 in NVIDIA's datasheets of H100 SXM and H200, FLOP/s.
+# Dense bf16 FLOP/s in NVIDIA's datasheets of H100 SXM and H200.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
 
 def peak_of(device: str) -> float | None:
-    """FLOP/s of the GPU, where they are known."""
+    """Peak FLOP/s of the GPU; None if unknown."""
     return PEAKS.get(torch.cuda.get_device_name()) if device == "cuda" else None
 
 
@@ -46,8 +46,8 @@ def read(
     ranks: int = 1,
     settings: type[AnyPretrainConfig] = PretrainGPT2Config,  # type: ignore[assignment]
 ) -> AnyPretrainConfig:
-    """The settings of pretrain_gpt2.py, or of another kind of model. Raises UsageError where so
-    many ranks do not fit."""
+    """The settings of pretrain_gpt2.py, or of another kind of model. Raises UsageError if they do
+    not fit this number of ranks."""
     given = parse(settings, list(flags), {})
     config = replace(given, training=replace(given.training, global_batch_size=None))
     config.check(ranks)
@@ -59,7 +59,7 @@ def precision_of(config: PretrainConfig) -> str:
 
 
 def batch_of(config: PretrainConfig, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-    """Of the data-parallel rank `rank` of `ranks`."""
+    """The batch of a step for data-parallel rank `rank` of `ranks`."""
     size = config.training.micro_batch_size
     numbers = np.arange(size) + (step * ranks + rank) * size
     return open_samples(config)[0].batch(numbers.tolist()).numbered(numbers)
@@ -73,8 +73,8 @@ def build(
     fast: bool = False,
     pipeline: PipelinePlan = UNCUT,
 ) -> TrainState:
-    """A run at step 0. fast: initial weights of the device's generator, see draw, so that no rank
-    draws a large model whole on the host."""
+    """A run at step 0. fast: draw initial weights with the device's generator (see draw), so that
+    no rank draws a whole large model on the host."""
     state = build_state(
         config.model,
         mesh,
@@ -103,8 +103,8 @@ def draw_weights(state: TrainState) -> None:
 
 
 def draw(name: str, spec: ShardingSpec, values: Tensor) -> None:
-    """Fill a parameter, or a rank's slice, by the device's generator: the same for one rank and a
-    peer, not for every layout."""
+    """Fill a parameter, or a rank's slice, with the device's generator: the same values for one
+    rank and a peer, but not for every layout."""
     if spec.std is None:
         values.fill_(spec.fill)
     else:
@@ -113,7 +113,7 @@ def draw(name: str, spec: ShardingSpec, values: Tensor) -> None:
 
 
 def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
-    """The contender's ranks as the settings cut them. of_ranks: see stubbed_mesh."""
+    """The mesh of the contender's ranks for these settings. of_ranks: see stubbed_mesh."""
     sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
     options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
     if of_ranks == 1:
@@ -122,9 +122,9 @@ def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
 
 
 def stubbed_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int, **options: Any) -> Mesh:
-    """Only the first of so many ranks runs; its collectives leave their tensors as they are, and
-    take no time. Other arguments: see build_mesh."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
+    """A mesh of `of_ranks` ranks of which only the first runs; its collectives do not change their
+    tensors, and take no time. Other arguments: see build_mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # there is no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)
     return replace(build_mesh(sizes, rank.device, **options), control=ControlGroup())
@@ -132,7 +132,7 @@ def stubbed_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int, **options:
 
 @dataclass
 class Run:
-    """Of this project; a turn is one training step, on the next samples."""
+    """A run of this project; a turn is one training step, on the next samples."""
 
     config: PretrainConfig
     state: TrainState

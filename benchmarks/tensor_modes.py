@@ -1,22 +1,22 @@
 """A pair of layers in 1D, and in 2D by SUMMA and gathered.
 
-The MLP of a transformer layer, h to 4h, GELU, 4h to h, forward and backward, on four ranks of a
-thread each; gradients are added to fp32 buckets, as in training. 1D cuts one matrix by columns and
-the other by rows; 2D cuts both in blocks on 2 x 2 ranks, and multiplies block by block (SUMMA), or
-what is gathered beforehand. Before anything is timed each rank compares its part of the outputs
-and of all gradients with those of whole layers of plain torch, of fewer tokens.
+The MLP of a transformer layer, h to 4h, GELU, 4h to h, forward and backward, on four ranks with one
+thread each; gradients are added to fp32 buckets, as in training. 1D shards one matrix by columns
+and the other by rows. 2D shards both in blocks over 2 x 2 ranks, and multiplies block by block
+(SUMMA) or after gathering. Before timing, each rank compares its part of the outputs and of all
+gradients with whole layers in plain torch, on fewer tokens.
 
-Calls and bytes are of a rank, of a forward and backward, bytes as in a ring. The formulas have n
-tokens in all, q x q ranks and w bytes a number:
+Calls and bytes are per rank, for one forward and backward, with bytes as in a ring. In the
+formulas, n is the total number of tokens, q x q the ranks and w the bytes per number:
 
-    1D    4 (q^2 - 1) / q^2 n h w                         the stream is summed once each way
+    1D    4 (q^2 - 1) / q^2 n h w                         hidden states are summed once each way
     2D    (q - 1) / q^2 ((15 n h + 16 h h) w + 32 h h)    gradients of weights are summed in fp32
 
-Counted memory is that of all tensors on a rank of a GPU that are made from forward to backward, at
-most, in units of the stream, n h: of the pair, and of three whole layers with full recomputation.
-Peak memory is that of the processes of all ranks. Ranks are processes on one machine that exchange
-through gloo on few cores: their times say nothing about NCCL, where calls are kernels that go on
-beside matmuls, and a link is much slower than memory.
+Counted memory is the peak of all tensors made from forward to backward on one GPU rank, in units of
+the hidden states, n h: for the pair, and for three whole layers with full recomputation. Peak
+memory is that of the processes of all ranks. Ranks are processes on one machine with few cores that
+communicate through gloo. Their times say nothing about NCCL, where calls are kernels that overlap
+with matmuls, and where a link is much slower than memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ RATIO = "time / 1D"
 
 
 def build(name: str, mesh: Mesh, hidden: int, layers: int = 0) -> nn.Module:
-    """The pair, or so many layers, on meta."""
+    """The pair, or `layers` transformer layers, on meta."""
     config = GPT2Config(
         num_layers=max(1, layers),
         hidden_size=hidden,
@@ -90,14 +90,14 @@ def build(name: str, mesh: Mesh, hidden: int, layers: int = 0) -> nn.Module:
 
 
 def own(x: Tensor, mesh: Mesh) -> Tensor:
-    """Of [n, h] what this rank holds of the stream."""
+    """This rank's shard of hidden states x [n, h]."""
     tokens, hidden = mesh.tokens, mesh.hidden
     return x.chunk(tokens.size)[tokens.rank].chunk(hidden.size, 1)[hidden.rank].contiguous()
 
 
 def differences(model: nn.Module, buckets: GradientBuckets, mesh: Mesh, hidden: int) -> list[float]:
-    """Of this rank's part of y, dx and each gradient, from those of whole layers in plain torch, in
-    fp32, over the norm of the latter."""
+    """Relative differences of this rank's part of y, dx and each gradient from whole layers in
+    plain torch, in fp32: norm of the difference over the latter's norm."""
     dtype = next(model.parameters()).dtype
     whole = build(ONE, serial_mesh(mesh.device), hidden)
     materialize(whole, device=mesh.device, dtype=dtype, seed=SEED)
@@ -161,7 +161,7 @@ def pair(rank: Rank, name: str, dtype: str, hidden: int, tokens: int) -> Turn:
 
 
 def peak(name: str, dtype: str, hidden: int, tokens: int, layers: int = 0) -> float:
-    """Of the pair or of so many layers, on a GPU, counted without memory, in n h."""
+    """Peak memory of the pair or of `layers` layers on a GPU, counted on meta, in n h."""
     mode, sizes = MESHES[name]
     mesh = absent_mesh(sizes, META, tensor_parallel_mode=mode)
     model = build(name, mesh, hidden, layers)
@@ -194,11 +194,11 @@ def contenders(
     """Compare a pair of layers on four ranks.
 
     Args:
-        hidden_sizes: of the stream, h.
-        tokens: of all ranks, n.
-        dtypes: of weights and activations.
-        stub_communication: run one rank of each, whose collectives move nothing, and compare
-            nothing.
+        hidden_sizes: hidden sizes, h.
+        tokens: tokens of all ranks together, n.
+        dtypes: dtypes of weights and activations.
+        stub_communication: run one rank of each with collectives that move nothing, and without
+            comparison.
     """
     for dtype, hidden, name in product(dtypes, hidden_sizes, MESHES):
         sizes = {"hidden": hidden, "tokens": tokens}

@@ -1,11 +1,11 @@
 """Text to tokens.
 
-JSON lines to the ids of a uint16 .bin, by tools/preprocess_data.py with one worker, and by a peer
-in the shape of Megatron's own: a Pool, whose worker parses and encodes a document with the
-`tokenizers` library and sends ids back as a list, which the first process writes. Every round has
-generated text of its own and new processes, whose caches are empty; both have to write the same
-bytes. MB are those of the JSON lines, CPU seconds those of all processes. The start, timed on one
-line, is not part of the speed; the Pool's worker starts with its vocabulary.
+JSON lines become ids in a uint16 .bin file, by tools/preprocess_data.py with one worker, and by a
+peer built like Megatron's own: a Pool whose worker parses and encodes a document with the
+`tokenizers` library and sends the ids back as a list, which the first process writes. Every round
+generates new text and starts new processes with empty caches; both have to write the same bytes.
+MB count the JSON lines, CPU seconds all processes. Start-up, timed on one line, is not part of the
+speed; the Pool's worker starts with its vocabulary loaded.
 """
 
 import sys
@@ -42,7 +42,7 @@ def encode(files: tuple[str, str], line: bytes) -> list[int]:
 
 
 def run(rank: Rank, name: str, folder: str, files: tuple[str, str]) -> Turn:
-    """files: of the vocabulary."""
+    """files: vocab.json and merges.txt."""
     shards = find_shards([Path(folder, str(rank.round), "shards")])
     size = sum(shard.stat().st_size for shard in shards)
     binary, line = Path(folder, f"{name}_text_document.bin"), Path(folder, "line.json")
@@ -78,13 +78,13 @@ def contenders(
     text: tuple[Path, ...] = (),
     size: str = "50MB",
 ) -> Iterator[Contender]:
-    """Tokenise text of this size, made of JSON lines, by default of English of this Python.
+    """Tokenise JSON lines of this size, generated from `text` (default: files of this Python).
 
     Args:
-        tokenizer: folder of vocab.json and merges.txt.
+        tokenizer: folder with vocab.json and merges.txt.
     """
     files = [str(tokenizer.resolve() / name) for name in ("vocab.json", "merges.txt")]
-    load(*files)  # what is wrong with it is said before text is made
+    load(*files)  # reports errors before text is generated
     for seed in range(flags.rounds or QUESTION.rounds):
         generate(scratch() / str(seed), text, size, seed)
     for name in (OURS, PEER):

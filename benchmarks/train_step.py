@@ -1,14 +1,14 @@
-"""Whole training steps beside those of others.
+"""Whole training steps compared with those of others.
 
 A step is forward, loss, backward, reduction, clipping by the global norm and fused AdamW, without
 dropout, from the same weights on the same samples. A run whose contenders differ in the losses of
-their first steps reports nothing; on a CPU those with recomputation have the same bit for bit.
-`peers.py` says what each contender is. Memory is that of all ranks above what their modules take;
-what Megatron-Core imports late counts as its memory. FLOPs, with recomputation and all of
-attention, and what a rank keeps for the backward are those of tools/plan.py. The floor is the
-step's matmuls alone: its ratio is the share of the floor that this project reaches. Against peers a
-claim is made for hidden sizes of 768 and sequences of 512 tokens or more alone; smaller models are
-shown beside. On gloo nothing is said of NCCL.
+their first steps reports nothing; on a CPU, losses with recomputation have to be equal bit for bit.
+`peers.py` describes the contenders. Memory is that of all ranks without their imported modules;
+late imports of Megatron-Core count as its memory. FLOPs, with recomputation and all of attention,
+and the memory that a rank keeps for the backward are those of tools/plan.py. The floor is only the
+step's matmuls: its ratio is the share of the floor that this project reaches. Claims against peers
+are made only for hidden sizes from 768 and sequences from 512 tokens up; smaller models are also
+shown. Figures over gloo say nothing about NCCL.
 """
 
 import sys
@@ -36,7 +36,7 @@ OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"
 DROPPED = "--attention-dropout 0.1 --hidden-dropout 0.1"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-VARIANTS = {  # and their flags
+VARIANTS = {  # name: flags
     OURS: "",
     "this project, sequence parallel": "--sequence-parallel",
     "this project, full recomputation": "--recompute-granularity full",
@@ -48,7 +48,7 @@ VARIANTS = {  # and their flags
     f"{DROPOUT}, attention's by flex": f"{DROPPED} --attention-dropout-rng coordinates-flex",
 }
 ALONE, SEVERAL, ANY = range(1, 2), range(2, 1000), range(1, 1000)
-PEERS: dict[str, tuple[Any, range]] = {  # and their tensor-parallel sizes
+PEERS: dict[str, tuple[Any, range]] = {  # name: (function, tensor-parallel sizes)
     "plain torch": (peers.plain, ALONE),
     "plain torch, compiled": (partial(peers.plain, compiled=True), ALONE),
     "transformers": (peers.transformers, ALONE),
@@ -63,8 +63,8 @@ NEEDS = {
     "Megatron-Core": ("megatron.core",),
 }
 USUAL = (OURS, "plain torch", "transformers", "DTensor", "Megatron-Core", FLOOR)
-MADE_OF = {"llama_1b": "llama_tutorial"}  # models that have no preset of their own
-SIZES = {  # flags of a preset
+MADE_OF = {"llama_1b": "llama_tutorial"}  # presets for models without their own
+SIZES = {  # flags added to a preset
     "gpt2_124m": "--seq-length 512 --micro-batch-size 2 --vocab-size 50304",
     "gpt2_30m": "--vocab-size 8192",
     "quickstart": "--vocab-size 2048",
@@ -76,7 +76,7 @@ TOLERANCES = {  # of the losses
     PretrainGPT2Config: {"fp32": 1e-5, "bf16": 3e-3},
     PretrainLlamaConfig: {"fp32": 1e-5, "bf16": 2e-2},
 }
-SMALL = (  # of a model that any machine trains in a moment
+SMALL = (  # flags of a model that any machine trains in a moment
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 "
     "--max-position-embeddings 32 --make-vocab-size-divisible-by 8 --vocab-size 512 "
 )
@@ -85,7 +85,7 @@ RATIO = "time / the first's"
 
 
 def result(found: Results) -> str:
-    """Of the models that claims are made for."""
+    """Figures of the models for which claims are made."""
     claims = [
         f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
         for group, name in found.rows
@@ -113,15 +113,15 @@ def contenders(
     """Compare steps.
 
     Args:
-        presets: of pretrain_gpt2.py, or of pretrain.py --model llama; or llama_1b.
-        dtypes: of weights and activations; most peers compute under autocast.
-        tensor_parallel: ranks that the model is cut over.
-        threads: of all ranks of a contender together.
-        program_flags: of the program: --program-flags="--num-layers 2 --hidden-size 64".
-        stub_communication: run one rank of each layout, whose collectives move nothing.
-        small: in miniature, to try it: of presets, dtypes and sizes the first of each.
-        fast_weights: initial weights of the device's generator; else those of a training, which the
-            host draws at 10 seconds for a billion.
+        presets: presets of pretrain_gpt2.py or of pretrain.py --model llama, or llama_1b.
+        dtypes: dtypes of weights and activations; most peers compute under autocast.
+        tensor_parallel: numbers of ranks that the model is sharded over.
+        threads: threads of all ranks of a contender together.
+        program_flags: flags of the program: --program-flags="--num-layers 2 --hidden-size 64".
+        stub_communication: run one rank of each layout, with collectives that move nothing.
+        small: a miniature, to try it: only the first of presets, dtypes and sizes.
+        fast_weights: draw initial weights with the device's generator; else the host draws those of
+            a training run, in 10 seconds per billion.
     """
     names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
@@ -165,7 +165,7 @@ def contenders(
             if name in VARIANTS:
                 facts |= {"executed": executed, "kept": step.trace.kept}
             if (peak := steps.peak_of(flags.device)) and dtype == "bf16":
-                # HFU and MFU of a step of a second, in %
+                # HFU and MFU in % if a step took one second
                 facts |= {"hfu": 100 * executed / peak, "mfu": 100 * useful / peak}
         tolerance = TOLERANCES[kind][dtype]
         if flags.device == "cpu" and "recomputation" in name and names[0] == OURS:

@@ -1,8 +1,8 @@
-"""A program with all processes that it starts: seconds, memory, and a limit on it.
+"""Runs a program, and measures seconds and memory of all its processes, with a memory limit.
 
-RLIMIT_DATA holds each process to the limit; a look at /proc every 20 ms ends all of them when they
-together hold more anonymous and shared memory (pages of files can be dropped). A process whose
-parent ends first becomes a child of this one: CPU seconds are the kernel's of every process.
+RLIMIT_DATA limits each process. /proc is read every 20 ms, and all processes are ended when their
+anonymous and shared memory together exceeds the limit (pages of files can be dropped). A process
+whose parent ends first becomes a child of this one, so the kernel's CPU seconds cover all of them.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from benchmarks.processes import ROOT, status_bytes
 
 
 def watched(*words: object, limit: int | None = None) -> Figures:
-    """Run Python with these words to its end, then end what it has left behind. limit: bytes.
+    """Run Python with these words to its end, then end its remaining processes. limit: bytes.
 
-    Returns wall and cpu seconds and peak_bytes of all processes together. Raises MemoryError where
-    the limit stops it, RuntimeError with its last output where it fails.
+    Returns wall and cpu seconds and peak_bytes of all processes together. Raises MemoryError if the
+    limit stops it, and RuntimeError with its last output if it fails.
     """
     command = [sys.executable, *map(str, words)]
     bound = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit)) if limit else None
@@ -42,7 +42,7 @@ def watched(*words: object, limit: int | None = None) -> Figures:
                     child.wait(0.02)
         finally:
             wall = time.perf_counter() - wall
-            child.kill()  # unless it has ended
+            child.kill()  # no effect if it has ended
             child.wait()
             while left := below("self") - others:
                 for pid in left:
@@ -61,15 +61,15 @@ def watched(*words: object, limit: int | None = None) -> Figures:
 
 
 def below(process: str) -> set[str]:
-    """The numbers of its children, of theirs, and so on."""
+    """Process ids of all descendants."""
     found = set[str]()
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
         for file in Path(f"/proc/{process}/task").glob("*/children"):
             found |= set(file.read_text().split())
     return found.union(*map(below, found))
 
 
 def memory(process: str) -> int:
-    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended in the meantime
         return status_bytes("RssAnon", process) + status_bytes("RssShmem", process)
     return 0

@@ -1,16 +1,16 @@
-"""ZeRO beside torch's fully_shard and ZeroRedundancyOptimizer.
+"""ZeRO compared with torch's fully_shard and ZeroRedundancyOptimizer.
 
-GPT-2 of hidden 768 and 12 layers, vocabulary 50,257, on two ranks that read different samples of
-256 tokens. At stage 3 the peer is a plain GPT-2 of torch under `fully_shard` (FSDP2), each block
-and the rest a unit of its own; at stage 2 the same with reshard_after_forward=False, which keeps
-weights from the forward on; at stage 1 DistributedDataParallel with ZeroRedundancyOptimizer. This
-project keeps what it frees for later (glibc's mallopt), and so does fully_shard in a second row of
-stage 3. Beside stage 3 stands this project's stage 0, on the same samples, too: what stage 3 takes
-longer is communication that no computation hides. All begin with the same weights, read the same
-random tokens and update by AdamW with clipping; a turn is one update, and losses of two are
-compared. In bf16 weights are bf16 when they are used, masters, moments and sums of gradients fp32:
-fully_shard by MixedPrecisionPolicy, DistributedDataParallel under autocast. Memory is the peak from
-the first turn on, the mean of the ranks, above what modules take.
+GPT-2 with hidden size 768, 12 layers and vocabulary 50,257, on two ranks that read different
+samples of 256 tokens. At stage 3 the peer is a GPT-2 in plain torch under `fully_shard` (FSDP2),
+with one unit per block and one for the rest; at stage 2 the same with reshard_after_forward=False,
+which keeps gathered weights after the forward; at stage 1 DistributedDataParallel with
+ZeroRedundancyOptimizer. This project does not return freed memory to the system (glibc's mallopt);
+a second row of stage 3 runs fully_shard like that, too. Stage 3 is also compared with this
+project's stage 0 on the same samples: its extra time is communication that no computation hides.
+All start from the same weights, read the same random tokens and update by AdamW with clipping. A
+turn is one update; losses of two are compared. In bf16, weights are used in bf16, and masters,
+moments and gradient sums are fp32: fully_shard by MixedPrecisionPolicy, DistributedDataParallel
+under autocast. Memory is the ranks' mean peak from the first turn on, without imported modules.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def without(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
 
 
 def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
-    """(true size of the vocabulary, weights of PlainGPT2 by their names)"""
+    """(unpadded vocabulary size, weights of PlainGPT2 by name)"""
     vocab_size = open_samples(config)[1]
     weights = peers.initial_weights(config.model, vocab_size)
     return vocab_size, peers.in_parts(weights, 1)
@@ -111,7 +111,7 @@ def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False
 class Sharded(peers.Training):
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.is_cast = False  # by the units' policy
+        self.is_cast = False  # no autocast: the units' policy casts
 
 
 def redundancy(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
@@ -129,7 +129,7 @@ def redundancy(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
 
 
 class Redundancy(peers.Training):
-    """Ranks share out the optimizer's state."""
+    """The optimizer state is sharded over the ranks."""
 
     def __init__(self, rank: Rank, config: PretrainGPT2Config, model: nn.Module) -> None:
         self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -172,9 +172,9 @@ def contenders(
     """Compare training steps under ZeRO.
 
     Args:
-        stages: of ZeRO, each a group beside torch's nearest.
-        dtypes: of weights and activations.
-        program_flags: of pretrain_gpt2.py: --program-flags="--num-layers 2".
+        stages: ZeRO stages, each compared with the nearest equivalent in torch.
+        dtypes: dtypes of weights and activations.
+        program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 2".
     """
     for dtype, stage in product(dtypes, stages):
         precision = "--bf16" if dtype == "bf16" else "--no-bf16"

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/huggingface_gpt2.py --tensor 2 --save trained
     torchrun --nproc-per-node 4 examples/huggingface_gpt2.py --tensor 2 --load trained
 
---save and --load are folders of transformers, of whole weights by their own names. Losses are the
-same at every layout and by both plans.
+--save and --load are folders in the format of transformers, with whole weights under their own
+names. Losses are the same at every layout and with both plans.
 """
 
 import sys
@@ -28,10 +28,10 @@ from megatron.api import Column, Local, Row, Vocabulary
 BATCH, SEQUENCE, WORDS = 8, 32, 101
 SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQUENCE}
 TOKENS: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
-# torch's dropout draws otherwise at each layout; `pretrain.py --model huggingface` has one of ours.
+# torch's dropout differs between layouts; `pretrain.py --model huggingface` has one of ours.
 STILL: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIG = GPT2Config(**SIZES, **TOKENS, **STILL)
-MEGATRON: dict[str, Any] = {  # column and row layers by turns; each rank computes its own heads
+MEGATRON: dict[str, Any] = {  # column and row layers alternate; each rank computes its own heads
     "*.attn.c_attn": Column(parts=3),
     "*.attn": Local("num_heads", "split_size"),
     "*.attn.c_proj": Row(),
@@ -39,7 +39,7 @@ MEGATRON: dict[str, Any] = {  # column and row layers by turns; each rank comput
     "*.mlp.c_proj": Row(),
     "*.wte": Vocabulary(),
 }
-LITERAL: dict[str, Any] = {  # the tutorial's: matmuls are shared out, every rank has all heads
+LITERAL: dict[str, Any] = {  # the tutorial's: matmuls are divided, every rank has all heads
     "*.attn.c_*": Column(gather=True),
     "*.mlp.c_fc": Column(),
     "*.mlp.c_proj": Row(),
@@ -49,7 +49,7 @@ PLANS = {"megatron": MEGATRON, "literal": LITERAL}
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The sum over logits [b, s, v] of this rank's samples / the number in the global batch."""
+    """The sum over this rank's logits [b, s, v] / the number of terms in the global batch."""
     shifted = logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
     return F.cross_entropy(*shifted, reduction="sum") / (BATCH * (SEQUENCE - 1))
 
@@ -66,7 +66,7 @@ def train(model: Any, plan: str, mesh: api.Mesh, steps: int) -> Iterator[tuple[f
         with gradients.accumulate(is_last=True):
             loss = loss_of(model(tokens, use_cache=False).logits, tokens)
             loss.backward()
-        norm = api.clip_grad_norm(gradients, 1.0)  # torch's would be of this rank's shards
+        norm = api.clip_grad_norm(gradients, 1.0)  # torch's sees only the shards of this rank
         optimizer.step()
         yield float(api.all_reduce(loss.detach(), mesh.axis("batch"))), float(norm)
 
@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("--save", help="folder to write the trained model to")
     flags = parser.parse_args()
 
-    torch.manual_seed(1)  # the same weights on every rank, of which each keeps its shards
-    with api.user_errors(os.environ):  # bad input is one line, before processes meet
+    torch.manual_seed(1)  # the same weights on every rank, which keeps its shards of them
+    with api.user_errors(os.environ):  # bad input gives one line, before processes connect
         parallel = api.ParallelConfig(tensor_model_parallel_size=flags.tensor)
         parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
         folder = GPT2LMHeadModel.from_pretrained

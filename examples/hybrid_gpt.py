@@ -1,9 +1,9 @@
-"""GPT-2 XL, hybrid parallel, as Colossal-AI's tutorial "Train GPT using hybrid parallelism".
+"""GPT-2 XL, hybrid parallel, as in Colossal-AI's tutorial "Train GPT using hybrid parallelism".
 
     torchrun --nproc-per-node 4 examples/hybrid_gpt.py --data-path web.jsonl \\
         --vocab-file vocab.json --merge-file merges.txt --log-dir runs/hybrid
 
-Other processes are data parallelism. pretrain_gpt2.py --preset gpt2_xl_colossalai is the same run,
+Further processes are data-parallel. pretrain_gpt2.py --preset gpt2_xl_colossalai is the same run,
 with checkpoints, evaluation and resume.
 """
 
@@ -42,8 +42,8 @@ from megatron.api import (
     user_errors,
 )
 
-# torch.optim.Adam(parameters, lr=1.5e-4, weight_decay=1e-2): decay is added to the gradient, and is
-# of every parameter.
+# torch.optim.Adam(parameters, lr=1.5e-4, weight_decay=1e-2): decay is added to the gradient, for
+# every parameter.
 OPTIMIZER = OptimizerConfig(
     weight_decay=1e-2, decoupled_weight_decay=False, decay_biases_and_norms=True, clip_grad=0.0
 )
@@ -88,7 +88,7 @@ def train(state: TrainState, data: Samples, flags: argparse.Namespace) -> Iterat
 
 def main() -> None:
     flags = read_flags()
-    with user_errors(os.environ):  # bad input is one line, before processes meet
+    with user_errors(os.environ):  # bad input gives one line, before processes connect
         stages = flags.pipeline_model_parallel_size
         virtual = flags.num_virtual_stages_per_pipeline_rank if stages > 1 else None
         parallel = TrainingParallelConfig(
@@ -123,7 +123,7 @@ def main() -> None:
         assert data is not None
         vocab_size = corpus.vocab_size
         plan = plan_pipeline(parallel, model, seq_length=flags.seq_length, vocab_size=vocab_size)
-        plan.program(0, flags.num_micro_batches)  # refuses what the schedule does not have
+        plan.program(0, flags.num_micro_batches)  # refuses what the schedule does not support
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     with launch(parallel) as mesh:

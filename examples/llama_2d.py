@@ -1,13 +1,13 @@
-"""Llama on two axes, as PyTorch's tutorial "Train your large model on multiple GPUs with tensor
-parallelism": tensor x fully sharded data parallelism, the loss on logits that stay cut along the
-vocabulary.
+"""Llama on two axes, as in PyTorch's tutorial "Train your large model on multiple GPUs with tensor
+parallelism": tensor x fully sharded data parallelism, with the loss on logits that stay cut along
+the vocabulary.
 
     torchrun --nproc-per-node 4 examples/llama_2d.py --tensor-model-parallel-size 2 \\
         --dataset-name HuggingFaceFW/fineweb --dataset-config sample-10BT \\
         --vocab-file bpe_50K.json --save checkpoints
 
-The same command goes on from the newest checkpoint in --save, on any number of processes and at any
---zero-stage: Adam's moments, learning rate and place in the data are those of the step. pretrain.py
+The same command resumes from the newest checkpoint in --save, on any number of processes and at any
+--zero-stage, with the Adam moments, learning rate and place in the data of that step. pretrain.py
 --model llama --preset llama_tutorial --zero-stage 3 is the same run.
 """
 
@@ -104,7 +104,7 @@ def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
         num_attention_heads=flags.num_attention_heads,
         num_query_groups=flags.num_query_groups,
     )
-    # LinearLR from a tenth of the rate, then CosineAnnealingLR to 0; decay of every parameter.
+    # LinearLR from a tenth of the rate, then CosineAnnealingLR to 0; all parameters decay.
     optimizer = OptimizerConfig(
         lr=1e-3,
         min_lr=0.0,
@@ -118,8 +118,8 @@ def configs(flags: argparse.Namespace) -> tuple[LlamaConfig, OptimizerConfig]:
 
 
 def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer, dict[str, Any]]:
-    """The documents in their order, what tokenises them, and what a resumed run has to find again;
-    a sample is [BOT] text [EOT], cut and padded, and padding is not scored."""
+    """The documents in order, their tokenizer, and facts that a resumed run has to match. A sample
+    is [BOT] text [EOT], cut and padded; padding is not scored."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", flags.vocab_file, None)
     read: Callable[[str], Documents] = partial(open_documents, key=flags.text_column)
     if flags.dataset_name:
@@ -142,8 +142,8 @@ def open_data(flags: argparse.Namespace) -> tuple[Samples, Tokenizer, dict[str, 
 def facts_of(
     flags: argparse.Namespace, model: LlamaConfig, tokenizer: Tokenizer, identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of the run, for its checkpoints: tools/generate.py and the conversions read them, and where
-    one differs the run is another."""
+    """Facts of the run for its checkpoints. tools/generate.py and the conversions read them; if one
+    differs, it is another run."""
     names = ("global_batch_size", "epochs", "seq_length", "lr_warmup_iters", "pure_bf16", "no_bf16")
     data = {"tokenizer_type": tokenizer.kind, "begin_token": "[BOT]"}
     return {
@@ -161,7 +161,7 @@ def train(
     flags: argparse.Namespace,
     save: Callable[[], object],
 ) -> Iterator[StepResult]:
-    """From the state's step to the last one; what does not fill the last batch is left out."""
+    """Trains from the state's step to the last one; leaves out what does not fill a last batch."""
     batch, mesh = flags.global_batch_size, state.mesh
     steps = flags.epochs * data.samples_per_epoch // batch
     for micro_batches in prefetch(
@@ -178,7 +178,7 @@ def train(
 
 def main() -> None:
     flags = read_flags()
-    with user_errors(os.environ):  # bad input is one line, before processes meet
+    with user_errors(os.environ):  # bad input gives one line, before processes connect
         parallel = ParallelConfig(tensor_model_parallel_size=flags.tensor_model_parallel_size)
         model, optimizer = configs(flags)
         precision = PrecisionConfig(bf16=not flags.no_bf16, pure_bf16=flags.pure_bf16)

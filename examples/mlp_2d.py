@@ -1,11 +1,11 @@
 """Colossal-AI's MLP (listing 1 of its paper, 1024 -> 8192 -> norm -> 1024) in 1D, 2D, 2.5D and 3D
-tensor parallelism, beside plain torch. (Of data x tensor parallelism: llama_2d.py.)
+tensor parallelism, beside plain torch. (For data x tensor parallelism see llama_2d.py.)
 
     torchrun --nproc-per-node 4 examples/mlp_2d.py --mode 2d
     torchrun --nproc-per-node 8 examples/mlp_2d.py --mode 2.5d --depth 2
     torchrun --nproc-per-node 8 examples/mlp_2d.py --mode 3d
 
-Of one mode alone, the layers have names: Linear2D(mesh, 1024, 8192), LayerNorm2D(mesh, 8192).
+Layers of a single mode have names, too: Linear2D(mesh, 1024, 8192), LayerNorm2D(mesh, 8192).
 """
 
 import sys
@@ -28,7 +28,7 @@ BATCH, SEQUENCE = 8, 4
 
 
 def build(mesh: api.Mesh, width: int) -> nn.Sequential:
-    """The model's sizes are whole ones; the factory of the mesh's mode cuts its layers."""
+    """The sizes are whole ones; the factory of the mesh's mode cuts the layers."""
     make = api.layer_factory(mesh)
     return nn.Sequential(
         make.column(width, INSIDE * width),  # into the parallel region: Linear2D, Linear3D
@@ -39,7 +39,7 @@ def build(mesh: api.Mesh, width: int) -> nn.Sequential:
 
 
 def plain_twin(model: nn.Sequential, width: int) -> nn.Sequential:
-    """The same with torch's layers, whole on every rank."""
+    """The same model with torch's layers, whole on every rank."""
     inner = INSIDE * width
     twin = nn.Sequential(
         nn.Linear(width, inner), nn.LayerNorm(inner), nn.GELU(), nn.Linear(inner, width)
@@ -50,7 +50,7 @@ def plain_twin(model: nn.Sequential, width: int) -> nn.Sequential:
 
 
 def kept(model: nn.Module, x: Tensor) -> int:
-    """Numbers that this rank keeps for the backward, weights aside."""
+    """Number of elements that this rank keeps for the backward, without weights."""
     found = {each.data_ptr(): 0 for each in model.parameters()}
 
     def note(each: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def kept(model: nn.Module, x: Tensor) -> int:
 def train(
     mesh: api.Mesh, model: nn.Module, twin: nn.Module, width: int, steps: int
 ) -> Iterator[tuple[float, float]]:
-    """Yields the loss of each step, and that of plain torch, which reads all samples alone."""
+    """Yields (loss, loss of plain torch, which reads all samples by itself) of each step."""
     gradients = api.GradientBuckets(model)
     ours, plain = (torch.optim.Adam(each.parameters(), lr=1e-3) for each in (model, twin))
     for step in range(steps):
@@ -75,7 +75,7 @@ def train(
         own = x[mesh.rank("batch") :: mesh.size("batch")]
         own, wanted = (api.split_stream(each, mesh) for each in (own, own.flip(-1)))
         with gradients.accumulate(is_last=True):
-            # The sum over own numbers / the number of all: the ranks' losses add up to the mean.
+            # The sum over this rank's numbers / the number of all: the losses add up to the mean.
             loss = F.mse_loss(model(own), wanted, reduction="sum") / x.numel()
             loss.backward()
         ours.step()
@@ -84,7 +84,7 @@ def train(
         its_loss.backward()
         plain.step()
         terms = loss.detach()
-        for axis in ("batch", "hidden"):  # whose ranks have other samples, or other columns
+        for axis in ("batch", "hidden"):  # the ranks have different samples or different columns
             api.all_reduce(terms, mesh.axis(axis))
         yield terms.item(), its_loss.item()
 
@@ -99,7 +99,7 @@ def main() -> None:
     flags = parser.parse_args()
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    with api.user_errors(os.environ):  # bad input is one line
+    with api.user_errors(os.environ):  # bad input gives one line
         parallel = api.ParallelConfig(
             tensor_model_parallel_size=flags.tensor or world,
             tensor_parallel_mode=flags.mode,
@@ -115,7 +115,7 @@ def main() -> None:
         ):
             if mesh.is_first:
                 print(f"step {step} | loss {loss:.4f} | plain torch {its_loss:.4f}")
-        # what each rank holds
+        # Parameters and activations of each rank.
         x = torch.zeros(BATCH // mesh.size("batch"), SEQUENCE, flags.width, device=mesh.device)
         held = [sum(p.numel() for p in model.parameters()), kept(model, api.split_stream(x, mesh))]
         for rank, (weights, activations) in enumerate(mesh.control.gather(held)):

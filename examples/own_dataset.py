@@ -1,9 +1,9 @@
-"""A data set of one's own, trained on by the project's GPT-2.
+"""Your own data set, on which the project's GPT-2 is trained.
 
     torchrun --nproc-per-node 2 examples/own_dataset.py --text README.md
 
-A data set gives samples by their numbers. As each is a function of its number alone, every layout
-reads the same, nothing is built at the start, and a resumed run goes on where it was.
+A data set returns samples by their numbers. Each sample depends only on its number. So every layout
+reads the same samples, nothing is built at the start, and a resumed run continues where it was.
 """
 
 import sys
@@ -34,7 +34,7 @@ MODEL = GPT2Config(num_layers=2, hidden_size=64, num_attention_heads=4)
 
 
 class Characters:
-    """Windows of a text at random places, a token a byte; batch() is all that training calls."""
+    """Windows at random places of a text, one token per byte; training calls only batch()."""
 
     def __init__(self, text: bytes, seed: int) -> None:
         self.ids, self.seed = np.frombuffer(text, np.uint8).astype(np.int64), seed

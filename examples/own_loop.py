@@ -1,9 +1,9 @@
-"""GPT-2 in a loop of one's own, saved and resumed at any layout.
+"""GPT-2 in your own training loop, saved and resumed at any layout.
 
     torchrun --nproc-per-node 2 examples/own_loop.py --tensor 2 --save checkpoints --steps 20
     torchrun --nproc-per-node 2 examples/own_loop.py --tensor 1 --save checkpoints --steps 40
 
-The second command goes on where the first ended, with a whole model on each of two ranks.
+The second command resumes where the first ended, with a whole model on each of two ranks.
 """
 
 import sys
@@ -41,7 +41,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_iters=5)
 
 
 def train(state: TrainState, steps: int) -> Iterator[StepResult]:
-    """Up to this step of the run; samples and dropout depend on numbers, not on ranks."""
+    """Trains up to this step of the run; samples and dropout depend on numbers, not on ranks."""
     data = RandomText(vocabulary=VOCABULARY, length=SEQUENCE, seed=1)
     batches = prefetch(
         data,

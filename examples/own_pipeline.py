@@ -1,10 +1,10 @@
-"""A model of one's own in pipeline stages, with an optimizer of torch.
+"""Your own model in pipeline stages, with a torch optimizer.
 
     torchrun --nproc-per-node 4 examples/own_pipeline.py --pipeline 4
 
-Stages 1 and 2 share a linear layer; stages 1, 2 and 3 a norm; the first and the last one the table
-of words. With --pipeline 2 each rank has two stages, and two models read different samples; with
---pipeline 1 a rank has all: the numbers are the same.
+Stages 1 and 2 share a linear layer; stages 1, 2 and 3 a norm; the first and the last stage the
+table of words. With --pipeline 2 each rank has two stages, and two models read different samples;
+with --pipeline 1 each rank has all stages. The numbers are the same.
 """
 
 import sys
@@ -30,7 +30,7 @@ WORDS, SEQUENCE, HIDDEN, MICRO_BATCHES, CLIP = 101, 16, 32, 8, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Text(api.Batch):
-    tokens: Any  # int64 [b, s]; what is learned of each is the token before it
+    tokens: Any  # int64 [b, s]; the model predicts, at each token, the one before it
 
 
 class Embed(api.PipelineStage):
@@ -40,7 +40,7 @@ class Embed(api.PipelineStage):
 
     def forward(self, batch: Any, *inputs: Tensor) -> Any:
         x = self.words(batch.tokens)
-        return x, x.cumsum(1)  # a stage passes on as many tensors as it likes
+        return x, x.cumsum(1)  # a stage may return any number of tensors
 
 
 class Block(api.PipelineStage):
@@ -52,7 +52,7 @@ class Block(api.PipelineStage):
     def forward(self, batch: Any, *inputs: Tensor) -> Any:
         x, memory = inputs  # [b, s, HIDDEN], [b, s, width]
         x = x + F.gelu(self.same(self.norm(x + self.into(memory))))
-        return x, self.out(x).cumsum(1)  # and of any shape
+        return x, self.out(x).cumsum(1)  # of any shape
 
 
 class Head(api.PipelineStage):
@@ -79,7 +79,7 @@ def loss(logits: Tensor, batch: Any) -> Tensor:
 
 
 def draw(step: int, number: int) -> Text:
-    """A micro-batch, a function of its number alone."""
+    """A micro-batch; it depends only on the step and its number."""
     return Text(tokens=np.random.default_rng([step, number]).integers(WORDS, size=(2, SEQUENCE)))
 
 
@@ -97,7 +97,7 @@ def train(model: api.PipelineModel, steps: int) -> Iterator[tuple[float, float]]
 
 
 def build(mesh: api.Mesh) -> api.PipelineModel:
-    # The loss is a sum, and its mean is over the tokens of the global batch.
+    # The loss is a sum; its mean is over the tokens of the global batch.
     return api.PipelineModel(mesh, STAGES, loss, lambda batch: batch.tokens.size, seed=1, ties=TIES)
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     flags = parser.parse_args()
 
-    with api.user_errors(os.environ):  # bad input is one line
+    with api.user_errors(os.environ):  # bad input gives one line
         parallel = api.TrainingParallelConfig(pipeline_model_parallel_size=flags.pipeline)
         parallel.check(int(os.environ.get("WORLD_SIZE", "1")))
     with api.launch(parallel) as mesh:

@@ -1,9 +1,9 @@
-"""Our layers in a module, a loop and an optimizer of one's own.
+"""Our layers in your own module, training loop and optimizer.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_mlp.py --tensor 2
 
 Each rank holds half of the columns of one weight and half of the rows of the other (section 3 of
-the paper). With --tensor 1 both hold all and read different samples: the numbers are the same.
+the paper). With --tensor 1 each holds all and reads different samples: the numbers are the same.
 """
 
 import sys
@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 def draw(numbers: range) -> Tensor:
-    """x [b, s, h] of these samples, each a function of its number alone."""
+    """x [b, s, h] of these samples; each depends only on its number."""
     generators = [torch.Generator().manual_seed(number) for number in numbers]
     return torch.stack([torch.randn(SEQUENCE, HIDDEN, generator=each) for each in generators])
 
@@ -56,14 +56,14 @@ def train(mesh: Mesh, model: nn.Module, steps: int) -> Iterator[tuple[float, flo
     gradients = GradientBuckets(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for first in range(0, steps * BATCH, BATCH):
-        # Ranks of different models read different samples, ranks of one model the same.
+        # Ranks of different models read different samples, ranks of one model the same ones.
         x = draw(range(first + mesh.rank("batch"), first + BATCH, mesh.size("batch")))
         x = x.to(mesh.device)
         with gradients.accumulate(is_last=True):
-            # The sum over own samples / the number of all: the ranks' losses add up to the mean.
+            # The sum over this rank's samples / the number of all: the losses add up to the mean.
             loss = F.mse_loss(model(x), x.flip(-1), reduction="sum") / (BATCH * SEQUENCE * HIDDEN)
             loss.backward()
-        norm = clip_grad_norm(gradients, CLIP)  # torch's would take the norm of this rank's shards
+        norm = clip_grad_norm(gradients, CLIP)  # torch's sees only the shards of this rank
         optimizer.step()
         yield float(all_reduce(loss.detach(), mesh.axis("batch"))), float(norm)
 

@@ -1,11 +1,11 @@
-"""ZeRO with a model of one's own: plain layers of torch, at any stage.
+"""ZeRO with your own model: plain torch layers, at any stage.
 
     torchrun --nproc-per-node 2 examples/zero_own_model.py --zero-stage 3 --save checkpoints
     torchrun --nproc-per-node 4 examples/zero_own_model.py --zero-stage 1 --save checkpoints \\
         --steps 40
 
-Ranks read different samples and share out moments and masters (stage 1), gradients (2) and weights
-(3); the numbers are the same. The second command goes on where the first ended.
+Ranks read different samples and divide moments and masters (stage 1), gradients (2) and weights
+(3); the numbers are the same. The second command resumes where the first ended.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """Tokens, int64 [b, s], to logits [b, s, WORDS]. Stage 3 gathers the weights of one block while
-    the one before it computes: it finds them, as they are the elements of a list."""
+    the previous one computes: it finds the blocks because they are the elements of a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, mesh: Mesh, numbers: range) -> Tensor:
-    """This rank's part of the mean over these samples, each a function of its number alone."""
+    """This rank's part of the mean over these samples; each depends only on its number."""
     own = numbers[mesh.rank("batch") :: mesh.size("batch")]
     generators = [torch.Generator().manual_seed(number) for number in own]
     draws = [torch.randint(WORDS, (SEQUENCE,), generator=each) for each in generators]
     tokens = torch.stack(draws).to(mesh.device)
     labels = tokens.cumsum(1) % WORDS
-    # The sum over own samples / the number of all: the ranks' losses add up to the mean.
+    # The sum over this rank's samples / the number of all: the ranks' losses add up to the mean.
     total = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (len(numbers) * SEQUENCE)
 
@@ -87,7 +87,7 @@ def train(
     begun = 0
     if save and (found := newest_checkpoint(save, mesh)):
         begun = found.manifest["step"]
-        load_checkpoint(found, optimizer.slices())  # of any stage, on any number of ranks
+        load_checkpoint(found, optimizer.slices())  # saved at any stage, on any number of ranks
         optimizer.loaded(updates=begun)
     size = BATCH // MICRO_BATCHES
     for step in range(begun, steps):
@@ -108,8 +108,8 @@ def train(
 
 @torch.no_grad()
 def evaluate(mesh: Mesh, model: nn.Module) -> float:
-    """Mean loss of samples that training does not see. In stage 3 every rank runs the model as
-    often as the others: each has a part of the weights."""
+    """Mean loss of samples that training does not see. In stage 3 all ranks have to run the model
+    equally often, because each has a part of the weights."""
     return float(all_reduce(loss_of(model, mesh, range(-BATCH, 0)), mesh.axis("batch")))
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--save", help="directory of checkpoints, to resume from and to save in")
     flags = parser.parse_args()
 
-    torch.manual_seed(1)  # the same on every rank, which then has the same weights
+    torch.manual_seed(1)  # the same on every rank, so all have the same weights
     with launch(ParallelConfig()) as mesh:
         model = Model().to(mesh.device)
         for step, loss, norm in train(mesh, model, flags.zero_stage, flags.steps, flags.save):

@@ -1,7 +1,7 @@
-"""What would train or measure something else than was meant, and say nothing of it.
+"""Checks against input that would silently train or measure something other than intended.
 
-Each check returns what it counted, for the record. It warns with the number where that is more
-than good data has, and raises ValueError, with the flag that would help, where it is far more.
+Each check returns its counts, for the record. It warns where a count is higher than in good data,
+and raises ValueError, with the flag that would help, where it is far higher.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, j
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase
 from tasks.protocol import BESIDE
 
-# RACE cut at the paper's 512 tokens is the case that has to pass: 7 % of its sequences are longer,
-# of the high schools' 10 %. At 384 it would be 42 %.
+# RACE cut at the paper's 512 tokens has to pass: 7 % of its sequences are longer, and 10 % of
+# those of the high schools. At 384 tokens it would be 42 %.
 WARN_TRUNCATED = 0.05
-# Of questions, whose end says more than that of a passage. Of RACE's development set, with an
-# option, none has over 48 tokens, and the paper's share is 128; of SQuAD's none has over 64.
+# For questions, whose end matters more than that of a passage. In RACE's development set no
+# question with its option has over 48 tokens (the paper keeps 128); in SQuAD's none has over 64.
 WARN_CUT_QUESTIONS = 0.01
 
 
@@ -37,7 +37,7 @@ class ChecksConfig:
     """Largest share of the tokens that may be [UNK]; more is an error."""
 
     allow_lower_case: bool = field(default=False, metadata=BESIDE)
-    """Take text without capitals though the model's vocabulary has them."""
+    """Accept text without capitals though the model's vocabulary has them."""
 
     def __post_init__(self) -> None:
         share(self, "max_truncated", "max_unknown")
@@ -50,13 +50,13 @@ class InputChecks:
     config: ChecksConfig
     tokenizer: BertTokenizer
     seq_length: int
-    positions: int  # that the model has
+    positions: int  # the model's number of positions
 
     def check(
         self, place: str, texts: Iterable[str], tokens: NDArray[Any], lengths: NDArray[Any]
     ) -> dict[str, Any]:
-        """place: flag and file, for messages; texts: that the sequences are made of; tokens: of
-        these texts; lengths: [N], of the sequences before they are cut."""
+        """place: flag and file, for messages; texts: the texts in the sequences; tokens: the tokens
+        of these texts; lengths: [N], lengths of the sequences before cutting."""
         config = self.config
         return {
             **check_casing(place, texts, self.tokenizer, config.allow_lower_case),
@@ -70,8 +70,8 @@ class InputChecks:
 def check_truncation(
     place: str, lengths: NDArray[Any], seq_length: int, positions: int, most: float
 ) -> dict[str, Any]:
-    """lengths: [N], of the sequences before they are cut; positions: that the model has; most:
-    --max-truncated. place: flag and file, for the message."""
+    """lengths: [N], lengths of the sequences before cutting; positions: the model's number of
+    positions; most: --max-truncated; place: flag and file, for the message."""
     longest, count = int(lengths.max()), int((lengths > seq_length).sum())
     share = count / len(lengths)
     message = (
@@ -93,8 +93,8 @@ def check_truncation(
 
 
 def check_cut(message: str, share: float, cure: str, warn_above: float, most: float) -> None:
-    """Warn above one share of what is cut; ValueError above the other, `most`, which is
-    --max-truncated. message: what is cut, with the number."""
+    """Warn if the share that is cut is above `warn_above`; raise ValueError if it is above `most`,
+    which is --max-truncated. message: what is cut, and how many."""
     if share > most:
         allowed = f"--max-truncated {np.ceil(100 * share) / 100:.2f} would let them be cut"
         raise ValueError(f"{message}; {cure}, or {allowed}")
@@ -105,7 +105,7 @@ def check_cut(message: str, share: float, cure: str, warn_above: float, most: fl
 def check_unknown(
     place: str, tokens: NDArray[Any], tokenizer: BertTokenizer, most: float
 ) -> dict[str, int]:
-    """tokens: the ids of all texts, without special ones; most: --max-unknown."""
+    """tokens: the ids of all texts, without special tokens; most: --max-unknown."""
     count = int((tokens == tokenizer.unknown).sum())
     works = "a model of this language or script"
     if message := judge_unknown(place, count, len(tokens), most, works):
@@ -116,7 +116,7 @@ def check_unknown(
 def check_casing(
     place: str, texts: Iterable[str], tokenizer: BertTokenizer, allow: bool
 ) -> dict[str, int]:
-    """Whether text for a vocabulary with capitals has some. allow: --allow-lower-case."""
+    """Check that text for a vocabulary with capitals has some. allow: --allow-lower-case."""
     casing = count_casing(texts)
     works = f"a model of {BertWordPieceLowerCase.kind}"
     if message := judge_casing(place, casing, tokenizer, allow=allow, works=works):
@@ -125,7 +125,7 @@ def check_casing(
 
 
 def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:
-    """Nothing is given twice; warns of what is both trained and evaluated on."""
+    """Raise UsageError if a path is given twice; warn of data in both training and evaluation."""
     for name, paths in (("--train-data", train), ("--valid-data", valid)):
         once = {path.resolve(): path for path in paths}
         if len(once) < len(paths):
@@ -141,14 +141,14 @@ def check_apart(train: Sequence[Path], valid: Sequence[Path]) -> None:
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Which class a label of the files means."""
+    """Maps labels in the files to classes."""
 
     names: tuple[str, ...]  # of the classes, in the order of their ids
     others: Mapping[str, int] = field(default_factory=dict)  # further spellings, such as "1"
-    cure: str = ""  # what to say of a number that is no such spelling
+    cure: str = ""  # message for a number that is not one of these spellings
 
     def id_of(self, label: object, place: str) -> int:
-        """Raises ValueError, naming the place, for what is no label."""
+        """The class id of a label. Raises ValueError, naming the place, for an unknown label."""
         is_number = isinstance(label, int | float) and not isinstance(label, bool)
         spelt = str(label) if is_number else label
         if isinstance(spelt, str):
@@ -168,14 +168,14 @@ class LabelMap:
 
 
 def majority(right: NDArray[np.int64]) -> float:
-    """The share of the most frequent one: the accuracy of who always names it."""
+    """Share of the most frequent class: the accuracy of always predicting it."""
     return float(np.bincount(right).max() / len(right))
 
 
 def check_classes(
     place: str, ids: NDArray[Any], names: Sequence[str], *, trained: bool
 ) -> dict[str, int]:
-    """How many examples each class has. trained: to be trained on, which one class cannot be."""
+    """Number of examples per class. trained: whether a single class is an error (training data)."""
     counts = np.bincount(ids, minlength=len(names)).tolist()
     found = [name for name, count in zip(names, counts, strict=True) if count]
     if trained and len(found) == 1:

@@ -1,9 +1,9 @@
-"""The protocol of a task, and what a model says of a task's windows at any layout.
+"""The protocol of a task, and the scores that a model gives to its windows, at any layout.
 
 The module of a task has
-    Settings, a dataclass made from TaskSettings;
+    Settings, a dataclass derived from TaskSettings;
     prepare(settings, manifest, tokenizer) -> Task, which reads and checks its input without torch.
-README.md adds one in 40 lines.
+README.md adds a task in 40 lines.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     compare_paper: bool = False
-    """Show the paper's figures beside the result, and put them into the record."""
+    """Show the paper's figures next to the result, and put them into the record."""
 
     output: Path | None = None
-    """JSON file for the result, which is printed as well."""
+    """JSON file for the result, which is also printed."""
 
     def __post_init__(self) -> None:
         writable(self, "output")
@@ -48,7 +48,7 @@ class ReportConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(ReportConfig):
     micro_batch_size: int = 8
-    """Windows of one forward pass; changes the result by rounding alone."""
+    """Windows per forward pass; it changes the result only by rounding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +57,7 @@ class EvaluationConfig(ReportConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """What every task takes; each adds fields of its own."""
+    """Settings that all tasks have; each task adds its own fields."""
 
     trained: TrainedConfig
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -65,14 +65,14 @@ class TaskSettings:
 
     @property
     def files(self) -> Sequence[Path]:
-        """The input, which the record identifies: every field that is the path of a file."""
+        """Input files, which the record identifies: every field that is the path of a file."""
         return [each for each in vars(self).values() if isinstance(each, Path) and each.is_file()]
 
 
 @dataclass(frozen=True)
 class Window:
-    """One forward pass: inputs and labels of equal length; labels from `first` on are scored, one
-    at least. Label i is the token that follows inputs[: i + 1]."""
+    """One forward pass: inputs and labels of equal length. Labels from `first` on are scored, at
+    least one. Label i is the token that follows inputs[: i + 1]."""
 
     inputs: Tokens
     labels: Tokens
@@ -80,7 +80,7 @@ class Window:
 
 
 class WindowSequence(Protocol):
-    """Windows by number, 0 to len - 1: a list, or what makes each when it is asked for."""
+    """Windows by number, 0 to len - 1: a list, or an object that makes each window on demand."""
 
     def __len__(self) -> int: ...
 
@@ -89,12 +89,12 @@ class WindowSequence(Protocol):
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model gave the scored labels of each window, in the order of the windows."""
+    """A model's scores for the scored labels of each window, in the order of the windows."""
 
     log_probability: NDArray[np.float64]  # [N], natural, summed over the window's scored labels
-    tokens: NDArray[np.int64]  # [N], how many those are
+    tokens: NDArray[np.int64]  # [N], number of scored labels
     hits: NDArray[np.int64]  # [N], how many of them were the most probable token
-    last_hit: NDArray[np.bool_]  # [N], whether the last of them was
+    last_hit: NDArray[np.bool_]  # [N], whether the last of them was the most probable token
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,29 +108,29 @@ class Scores:
         return np.equal(self.hits, self.tokens)
 
     def perplexity(self, count: float) -> float:
-        """exp of the total negative log-likelihood over `count`; infinite where that is too big."""
+        """exp of the total negative log-likelihood / `count`; infinite if that overflows."""
         mean = -float(self.log_probability.sum()) / count
         return inf if mean > 700 else exp(mean)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts to continue with the most probable token each time."""
+    """Texts to continue by greedy decoding: the most probable token each time."""
 
     tokens: Sequence[Tokens]
     is_done: Callable[[Sequence[int]], bool]  # whether these new tokens are enough
-    most: int  # new tokens of one prompt
-    ends: Sequence[int]  # tokens that end a text and are left out
+    most: int  # largest number of new tokens per prompt
+    ends: Sequence[int]  # tokens that end a text; they are not part of the result
 
 
 class Task(ABC):
-    """How many windows there are, one of them, and the figures that their scores give."""
+    """The windows of a task (len and indexing), and the figures computed from their scores."""
 
     prompts: Prompts | None = None
-    """Of a task that compares what the model writes."""
+    """Set by a task that compares the text that the model writes."""
     windows: WindowSequence
-    """Those of a task that has made them; one that makes each when it is asked for has its own
-    __len__ and __getitem__ instead."""
+    """All windows, where the task makes them in advance. A task that makes each window on demand
+    overrides __len__ and __getitem__ instead."""
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -140,10 +140,10 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> Mapping[str, Any]:
-        """The figures, JSON; only the first rank asks. Under "conventions" stands what each means,
-        by its name, and under "protocol", if need be, how they were taken.
+        """The figures, JSON; called only on the first rank. "conventions" gives the meaning of each
+        figure by its name, and "protocol", where needed, how the figures were measured.
 
-        continuations: the new tokens of each prompt; none without prompts.
+        continuations: the new tokens of each prompt; empty without prompts.
         """
 
 
@@ -151,12 +151,12 @@ class Task(ABC):
 class Sliding:
     """Windows of at most `length` in which every token but the first is scored exactly once.
 
-    The first window scores all it predicts, each later one its last `stride` tokens, which so have
-    at least length - stride tokens before them.
+    The first window scores all the tokens that it predicts. Each later window scores its last
+    `stride` tokens, so each of them has at least length - stride tokens of context.
 
-    Window k starts at k x stride, and the last one may be shorter: the paper's way (appendix E:
-    length 1024, stride 32) and that of its authors' code. reach_back: the last window starts so
-    early that it is full, which gives its tokens more context: the way of lm-evaluation-harness.
+    Window k starts at k x stride, and the last one may be shorter, as in the paper (appendix E:
+    length 1024, stride 32) and its authors' code. reach_back: the last window starts early enough
+    to be full, which gives its tokens more context, as in lm-evaluation-harness.
     """
 
     tokens: Tokens
@@ -185,11 +185,11 @@ class Sliding:
 def encode_targets(
     tokenizer: Tokenizer, places: Sequence[str], contexts: Sequence[str], targets: Sequence[str]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """(ids of the context, ids of the target) of each pair: the ids of context + target, cut where
-    those of the context end.
+    """(ids of the context, ids of the target) of each pair: the ids of context + target, split
+    where the ids of the context end.
 
-    places: where each stands, for the ValueError where no id begins at the target. There
-    lm-evaluation-harness cuts inside an id, and scores what is left.
+    places: location of each pair in the input, for messages. Raises ValueError where no id begins
+    at the target; lm-evaluation-harness splits inside the id there, and scores the rest.
     """
     wholes = list(map(add, contexts, targets))
     pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(wholes), strict=True)
@@ -208,9 +208,9 @@ def score_windows(
 ) -> Scores:
     """Score all windows, sharded over the data-parallel ranks, with a progress bar called `name`.
 
-    Every rank returns the same. Neither batch size nor padding nor layout changes it but for
-    rounding. Raises, on every rank, ValueError where a window is longer than the model's positions,
-    and DivergedError where log-probabilities are not numbers.
+    Every rank returns the same scores. Batch size, padding and layout change them only by rounding.
+    Raises, on every rank, ValueError where a window is longer than the model's positions, and
+    DivergedError where log-probabilities are not finite.
     """
     import torch
 
@@ -237,7 +237,7 @@ def _score_batch(model: Decoder, mesh: Mesh, batch: Sequence[Window]) -> NDArray
 
     from megatron.train.evaluate import score
 
-    # Padding stands on the right, where a causal model does not look.
+    # Padding is on the right, where a causal model does not attend to it.
     tokens = _padded([window.inputs for window in batch])
     labels = _padded([window.labels for window in batch])
     first, end = (
@@ -257,7 +257,7 @@ def _score_batch(model: Decoder, mesh: Mesh, batch: Sequence[Window]) -> NDArray
 
 
 def _padded(rows: Sequence[Tokens]) -> NDArray[np.int64]:
-    """[b, longest], zeros after the end of each."""
+    """[b, longest], each row padded with zeros at its end."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for place, row in zip(padded, rows, strict=True):
         place[: len(row)] = row

@@ -1,8 +1,8 @@
-"""A pretrained BERT with the head of a task (paper, section 5.2): its data, weights and answers.
+"""A pretrained BERT with the head of a task (paper, section 5.2): its data, weights and logits.
 
-The order of an epoch's examples is a function of (seed, epoch). A step takes the next ones of the
-global batch size, and the last step of an epoch those that are left: every example is seen once an
-epoch, and weighs as much as the others of its step.
+The order of an epoch's examples is a function of (seed, epoch). A step takes the next
+global_batch_size examples, and the last step of an epoch the remaining ones: every example is used
+once per epoch, with the same weight as the others of its step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tasks.protocol import Example, FinetuneSettings
 def make_batch(
     examples: Sequence[Example], counted: int | None = None, parts: int = 1, longest: int = 0
 ) -> ExampleBatch:
-    """The batch of these examples, all with as many options and numbers in their labels.
+    """The batch of these examples, which all have equally many options and equally long labels.
 
-    counted: of how many of them, the first ones, the loss is taken; all if not given. parts: into
-    which the tokens of a sequence are cut; it is padded to a multiple. longest: tokens to which it
-    is padded at least.
+    counted: how many examples, from the first on, are part of the loss; all if not given. parts:
+    number of shards along the tokens; sequences are padded to a multiple of it. longest: number of
+    tokens that sequences are at least padded to.
     """
     sequences = [each for example in examples for each in example.options]
     lengths = np.array([len(each.tokens) for each in sequences])[:, None]
@@ -63,7 +63,7 @@ def make_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The examples of each optimizer step of a training, a function of the step's number."""
+    """The examples of each optimizer step of a training run, as a function of the step number."""
 
     examples: Sequence[Example]
     seed: int
@@ -79,17 +79,17 @@ class Steps:
         return self.epochs * self.per_epoch
 
     def numbers(self, step: int) -> NDArray[np.int64]:
-        """The numbers of the examples of a step, counted from 0."""
+        """Indices of the examples of a step; both are counted from 0."""
         epoch, place = divmod(step, self.per_epoch)
         start, size = place * self.global_batch_size, len(self.examples)
         places = np.arange(start, min(start + self.global_batch_size, size))
         return permute(places, size, seed=self.seed, epochs=np.full_like(places, epoch))
 
     def micro_batches(self, step: int, mesh: Mesh) -> list[ExampleBatch]:
-        """This rank's share of a step, as many batches of one size as every rank has.
+        """This rank's share of a step: equally many batches of equal size on every rank.
 
-        Examples of similar length go together, so that there is little padding. Where they do not
-        go round, what is short is filled with one that does not count.
+        Examples of similar length are batched together, to save padding. Where the examples do not
+        divide evenly, batches are filled with an example that is not part of the loss.
         """
         rows = [(number, self.examples[number]) for number in self.numbers(step)]
         rows.sort(key=lambda row: -row[1].longest)
@@ -97,12 +97,13 @@ class Steps:
         shares = rounds * mesh.batch.size
         size = -(-len(rows) // shares)
         cuts = [len(rows) * number // shares for number in range(shares + 1)]
-        epochs_before = step // self.per_epoch * len(self.examples)  # each drops other elements
+        # Numbers of samples go on over the epochs, so that dropout differs in each.
+        epochs_before = step // self.per_epoch * len(self.examples)
         batches = []
         for share in range(mesh.batch.rank, shares, mesh.batch.size):
             own = rows[cuts[share] : cuts[share + 1]]
             numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
-            # Ranks of one model compute together, and so with as many tokens.
+            # Ranks of one model replica compute together, and need the same number of tokens.
             longest = rows[cuts[share - mesh.tokens.rank]][1].longest
             batch = make_batch(examples, len(own), mesh.stream.size, longest)
             batches.append(batch.numbered(np.array(numbers) + epochs_before))
@@ -112,12 +113,12 @@ class Steps:
 def finetuned_config(
     pretrained: ModelConfig, head: Head, labels: Sequence[str], **changes: Any
 ) -> FinetunedConfig:
-    """The config of a pretrained BERT with this head in place of its own; changes: of dropout
-    and the like, which belong to the run and not to the weights."""
-    # Other kernels compute the same model, and need not be installed where it is fine-tuned. Its
-    # dropout is by coordinates, also where that is slower, and of the embeddings --hidden-dropout.
+    """The config of a pretrained BERT with this head in place of its own. changes: settings such as
+    dropout, which belong to the run and not to the weights."""
+    # torch's LayerNorm computes the same model; other kernels may not be installed here. Dropout is
+    # by coordinates, even where that is slower; the embeddings' is --hidden-dropout.
     other: dict[str, Any] = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
-    other["cpu_offload_activations"] = False  # how the run before saved memory
+    other["cpu_offload_activations"] = False  # a memory setting of the pretraining run
     settings = {**asdict(pretrained), "embedding_dropout": None, **other, **changes}
     return FinetunedConfig(head=head, labels=tuple(labels), **settings)
 
@@ -143,12 +144,11 @@ def start(
     mesh: Mesh,
     zero_stage: int = 0,
 ) -> TrainState:
-    """A run at step 0 with the weights of the pretrained BERT, and a head drawn from the seed.
-    zero_stage: of ZeRO.
+    """A run at step 0 with the weights of the pretrained BERT, and a head initialised from the
+    seed. zero_stage: ZeRO stage.
 
     Raises ValueError, naming the first one, where the checkpoint lacks a weight other than the
-    head's, or has another one than those of the pretraining heads and, for a span's model, of the
-    pooler.
+    head's, or has one that is not used here (except the pretraining heads' and a span's pooler).
     """
     state = build_state(
         config,
@@ -175,11 +175,11 @@ def logits_of(
     micro_batch_size: int,
     name: str,
 ) -> list[NDArray[np.float32]]:
-    """The model's answer to each example: [classes], [options], or [n, 2] for the n tokens of its
-    sequence; the same on every rank, with a progress bar called `name`.
+    """The model's logits for each example: [classes], [options], or [n, 2] for the n tokens of its
+    sequence; the same on every rank. `name` is the label of the progress bar.
 
-    Neither batch size nor padding nor layout changes it but for rounding. Raises DivergedError
-    where logits are not numbers.
+    Batch size, padding and layout change them only by rounding. Raises DivergedError where logits
+    are not finite.
     """
     was_training = model.training
     model.eval()
@@ -201,7 +201,7 @@ def logits_of(
                 flat[ends[number] - count : ends[number]] = row.flatten()[:count]
             calls += 1
         if calls * micro_batch_size * mesh.copies.size < len(examples):
-            answer([0])  # whose logits nobody reads, as on other ranks: it may gather weights
+            answer([0])  # logits unused: other ranks make one call more, and it may gather weights
     model.train(was_training)
     whole = all_reduce(flat.to(mesh.device), mesh.copies).cpu().numpy()
     if not np.isfinite(whole).all():
@@ -211,7 +211,7 @@ def logits_of(
 
 
 def _shape_of(example: Example, config: FinetunedConfig) -> tuple[int, ...]:
-    """Of the logits of this example."""
+    """Shape of the logits of this example."""
     if config.head == "span":
         return (len(example.options[0].tokens), 2)
     return (len(config.labels) if config.head == "classifier" else len(example.options),)

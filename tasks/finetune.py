@@ -1,4 +1,4 @@
-"""Fine-tuning over several seeds with the training loop, and evaluating what was fine-tuned."""
+"""Fine-tuning over several seeds with the training loop, and evaluation of fine-tuned models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tasks.protocol import Finetuning, figure_name
 from tasks.record import arrange, describe
 
 METRICS = "metrics.jsonl"
-LINES = 10  # of metrics in an epoch
+LINES = 10  # of metrics per epoch
 PROTOCOL = {
     "figures": "at the top level: medians over the seeds, each at its last epoch",
     "last_epoch": "median, lowest and highest over the seeds, each at its last epoch",
@@ -57,14 +57,14 @@ PROTOCOL = {
 }
 DATA = {"--train-data": "train_data", "--valid-data": "valid_data"}
 Result: TypeAlias = dict[str, Any]
-"""Of a seed: its number, best epoch, checkpoints, and of each epoch loss and figures."""
+"""Result of a seed: number, best epoch, checkpoints, and loss and figures of each epoch."""
 Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
-"""By evaluation, of each of its examples."""
+"""Logits of each example, by evaluation."""
 
 
 @dataclass(kw_only=True)
 class FinetuneRun:
-    """What all seeds have in common, and how far the fine-tuning has come."""
+    """Data that all seeds share, and the progress of the fine-tuning."""
 
     plan: Plan
     mesh: Mesh
@@ -72,10 +72,10 @@ class FinetuneRun:
     pretrained: Checkpoint
     config: FinetunedConfig
     identity: Mapping[str, Any]
-    """What a finished seed must have in common with this command to be reused."""
+    """Values that a finished seed must share with this command to be reused."""
     finished: dict[int, Result] = field(default_factory=dict)
-    seed: int | None = None  # that is trained
-    epoch: int = 0  # of it, counted from 1; 0 before the first one
+    seed: int | None = None  # the seed in training
+    epoch: int = 0  # its epoch, counted from 1; 0 before the first one
 
     @property
     def best(self) -> str:
@@ -86,7 +86,7 @@ class FinetuneRun:
         return None if save is None else save / f"seed_{seed}"
 
     def status(self) -> str:
-        """What a signal now would leave, and what to do."""
+        """Message for a stop by a signal: what is finished, and how to continue."""
         place = f"in epoch {self.epoch}" if self.epoch else "before its first epoch"
         stopped = "stopped" if self.seed is None else f"seed {self.seed} stopped {place}"
         if self.plan.settings.save is None:
@@ -99,11 +99,11 @@ class FinetuneRun:
 def fine_tune(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(record, figures for the paper's table) of training with every seed."""
+    """Train with every seed; returns (record, figures for the paper's table)."""
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.seeds)
     run: FinetuneRun | None = None
-    # A signal ends the process at once: of an epoch that is not done nothing could be used.
+    # A signal ends the process at once: an unfinished epoch leaves nothing that could be used.
     try:
         with StopSignals(), ExitStack() as stack:
             with user_errors(environ, agreed=True):
@@ -128,9 +128,9 @@ def fine_tune(
 
 
 def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan with the precision that pretraining would choose, where --dtype is not given.
+    """The plan with the precision that pretraining would choose, if --dtype is not given.
 
-    Raises ValueError, on every rank, where the devices of the ranks differ in that.
+    Raises ValueError, on every rank, where the ranks' devices would choose different ones.
     """
     dtype = choose_precision(plan.settings.dtype, mesh, "--dtype", ("--dtype", "fp32"))
     settings: Any = replace(plan.settings, dtype=dtype)
@@ -139,7 +139,7 @@ def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
 
 
 def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun:
-    """Find the newest whole checkpoint to start from."""
+    """The run, which starts from the newest undamaged checkpoint."""
     settings, task = plan.settings, plan.task
     pretrained = find_newest(plan.models[0], mesh)
     manifest = pretrained.manifest
@@ -171,7 +171,7 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun
 
 
 def train_seed(run: FinetuneRun, seed: int) -> None:
-    """Train with this seed; its result is kept in --save and in `run.finished`."""
+    """Train with this seed; the result goes to --save and to `run.finished`."""
     mesh, settings, directory = run.mesh, run.plan.settings, run.directory(seed)
     run.seed, run.epoch = seed, 0
     steps = Steps(
@@ -185,7 +185,7 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
     assert settings.dtype is not None  # with_dtype
     assert optimizer.lr_decay_iters is not None
     with user_errors(run.environ, agreed=True):
-        if directory is not None:  # with what an interrupted run left
+        if directory is not None:  # it may hold checkpoints of an interrupted run
             folders = step_folders(directory) if mesh.is_first else []
             if mesh.is_first and (folders or (directory / METRICS).exists()):
                 print(f"{directory}: this seed was interrupted and begins anew", file=sys.stderr)
@@ -232,13 +232,13 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
         kept = {"identity": run.identity, "files": names, "result": result}
         write_atomically(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
     run.seed, run.finished[seed] = None, result
-    # Hooks of the gradients refer to the model that holds them; the next one needs its memory.
+    # Gradient hooks form a reference cycle with the model; the next model needs its memory.
     del state, loop, epochs
     gc.collect()
 
 
 def remove_all(folders: Sequence[Path], mesh: Mesh) -> None:
-    """Remove folders on the first rank; every rank calls this, and raises where that fails."""
+    """Remove folders on the first rank. Every rank calls this, and raises if that fails."""
 
     def act() -> None:
         for folder in folders if mesh.is_first else ():
@@ -248,8 +248,8 @@ def remove_all(folders: Sequence[Path], mesh: Mesh) -> None:
 
 
 class Epochs:
-    """The epochs of a seed for the loop: the batches, the evaluation at the end of each, and the
-    checkpoints of the last and the best one."""
+    """The epochs of a seed, for the loop: batches, the evaluation at the end of each epoch, and the
+    checkpoints of the last and the best epoch."""
 
     def __init__(self, run: FinetuneRun, steps: Steps, metrics: Metrics) -> None:
         self.run, self.steps, self.metrics = run, steps, metrics
@@ -269,8 +269,8 @@ class Epochs:
             self.examples_seen += count
 
     def evaluate(self, state: TrainState) -> None:
-        """Judge the model on all evaluations, and record it with the mean loss of the epoch, that
-        of steps which fp16 skipped left out."""
+        """Run all evaluations, and record the figures with the epoch's mean loss, without the steps
+        that fp16 skipped."""
         run, size = self.run, self.steps.micro_batch_size
         loss = self.loss_sum / self.examples_seen if self.examples_seen else nan
         self.loss_sum = self.examples_seen = 0.0
@@ -287,7 +287,7 @@ class Epochs:
         self.done.append({**line, "figures": figures, "checkpoint": None})
 
     def save(self, state: TrainState, validation_loss: float | None) -> None:
-        """Save the epoch if it is the last or the best, and remove the one that was the best."""
+        """Save the epoch if it is the last or the best one, and remove the previous best."""
         run, number = self.run, len(self.done)
         directory = run.directory(self.steps.seed)
         is_best = self.best() == number - 1
@@ -313,7 +313,7 @@ class Epochs:
                 "figures": self.done[-1]["figures"],
             },
         }
-        # Without the optimizer's state: an epoch is not resumed.
+        # Without the optimizer's state: fine-tuning does not resume from an epoch.
         slices, beside = state.weights(), run.config.files(run.pretrained.path)
         files = {**beside, **run.plan.tokenizer.files}
         path = save_checkpoint(directory, state.step, slices, facts, run.mesh, files).path
@@ -324,7 +324,7 @@ class Epochs:
             epoch["checkpoint"] = None
 
     def best(self) -> int:
-        """The place of the first epoch with the highest figure."""
+        """Index of the first epoch with the highest figure."""
         values = [float(epoch["figures"][self.run.best]) for epoch in self.done]
         return max(range(len(values)), key=lambda place: (isfinite(values[place]), values[place]))
 
@@ -338,7 +338,7 @@ class Epochs:
 
 
 def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int) -> str:
-    """Where it began, and what may help here."""
+    """Message: where the divergence began, and what may help."""
     scaler, found = state.scaler, error.found
     scale = f" at loss scale {scaler.scale:g}" if scaler.is_scaling else ""
     seen = f"; first seen in {found.what}, on the rank at {found.coordinates}" if found else ""
@@ -351,9 +351,9 @@ def _divergence(error: NonFiniteError, state: TrainState, seed: int, epoch: int)
 
 
 def load_finished(run: FinetuneRun, seeds: Sequence[int]) -> None:
-    """Load the results of the seeds that --save holds finished; the first rank's hold for all.
+    """Load the results of the seeds finished in --save; the first rank reads them for all.
 
-    Raises ValueError, on every rank, where one is of another command.
+    Raises ValueError, on every rank, where one is from another command.
     """
 
     def read() -> None:
@@ -368,7 +368,7 @@ def load_finished(run: FinetuneRun, seeds: Sequence[int]) -> None:
 
 
 def read_result(file: Path, run: FinetuneRun) -> Result:
-    """The result of a finished seed; ValueError, with what differs, where it is of another run."""
+    """The result of a finished seed; ValueError, naming the difference, if from another run."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         result: Result = kept["result"]
@@ -393,7 +393,7 @@ def read_result(file: Path, run: FinetuneRun) -> Result:
 
 
 def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(record, figures for the paper's table); only the first rank asks."""
+    """(record, figures for the paper's table); called only on the first rank."""
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
     here = {"last_epoch": medians(last), "best_epoch": medians(best)}
@@ -413,8 +413,8 @@ def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any],
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median, lowest and highest of each figure over the seeds; of mappings one by one. Counts that
-    all seeds agree on are left out."""
+    """Median, lowest and highest value of each figure over the seeds, also inside mappings. Counts
+    that are equal for all seeds are left out."""
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
         if isinstance(values[0], int) and len(set(values)) == 1:
@@ -425,12 +425,12 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over the seeds, and counts that all agree on."""
+    """The median of each figure over the seeds, and counts that are equal for all seeds."""
     return _of_each(rows, lambda values: values[0] if len(set(values)) == 1 else median(values))
 
 
 def _of_each(rows: Sequence[Mapping[str, Any]], of: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    """of: the values of a figure; None leaves it out, and so does a value that is no number."""
+    """of: maps the values of a figure to a result, or None to skip it; non-numbers are skipped."""
     found: dict[str, Any] = {}
     for name, value in rows[0].items():
         values = [row[name] for row in rows]
@@ -448,7 +448,7 @@ def _is_number(value: Any) -> bool:
 def evaluate_models(
     plan: Plan, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(record, figures for the paper's table) of each model, and of the mean of their logits."""
+    """(record, figures for the paper's table): each model and, of several, their mean logits."""
     rows, every = [], []
     for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
         with user_errors(environ, agreed=True):
@@ -474,14 +474,14 @@ def evaluate_models(
 
 
 def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The record; figures may have a "protocol"."""
+    """The record; figures may contain "protocol"."""
     words = {"labels": list(plan.task.labels), "notes": dict(plan.task.notes)}
     conventions = {"conventions": dict(plan.task.conventions)}
     return arrange(plan.name, {**conventions, **figures}, {**words, **facts, **plan.facts})
 
 
 def ask(task: Finetuning, model: Any, config: Any, mesh: Mesh, size: int, label: str) -> Logits:
-    """The model's logits of every example of all evaluations, the same on every rank."""
+    """The model's logits for every example of all evaluations, the same on every rank."""
     return {
         name: logits_of(model, config, mesh, examples, size, f"{label} {name}".strip())
         for name, examples in task.evaluations.items()
@@ -489,7 +489,7 @@ def ask(task: Finetuning, model: Any, config: Any, mesh: Mesh, size: int, label:
 
 
 def mean_logits(every: Sequence[Logits]) -> Logits:
-    """The mean of the models' logits of each example (paper, table 5: ensemble)."""
+    """The models' mean logits for each example (paper, table 5: ensemble)."""
     return {
         name: [np.mean(each, axis=0) for each in zip(*(own[name] for own in every), strict=True)]
         for name in every[0]
@@ -497,7 +497,7 @@ def mean_logits(every: Sequence[Logits]) -> Logits:
 
 
 def judge(task: Finetuning, logits: Logits) -> dict[str, Any]:
-    """The figures of all evaluations by their names in the record, as JSON has them."""
+    """The figures of all evaluations, by their names in the record, as JSON values."""
     each = {name: task.figures(name, logits[name]) for name in task.evaluations}
     named = {
         figure_name(evaluation, figure): value
@@ -506,7 +506,7 @@ def judge(task: Finetuning, logits: Logits) -> dict[str, Any]:
     }
     further = task.combined(each)
     assert not named.keys() & further.keys(), "two figures of one name"
-    # A numpy scalar becomes a number.
+    # Numpy scalars become numbers.
     text = json.dumps(named | dict(further), default=lambda value: value.item())
     figures: dict[str, Any] = json.loads(text)
     return figures

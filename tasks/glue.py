@@ -1,13 +1,13 @@
 """MNLI and QQP (section 5.3, table 5): the class of a pair of texts.
 
-A sequence is [CLS] first text [SEP] second text [SEP]. Of a pair that is too long the longer text
-loses its end until both fit, as in BERT.
+A sequence is [CLS] first text [SEP] second text [SEP]. If it is too long, tokens are cut from the
+end of the longer text until both fit, as in BERT.
 
 Files of labelled pairs of texts: GLUE's .tsv as released, and JSON.
 
 .tsv: a header names the columns, of which three are read; quotes are not special. JSON: the
 objects are {"text_a", "text_b", "label"}, or have the columns' names as keys; they are the values
-of one object, the items of a list, or one a line. Which it is, the content tells.
+of one object, the items of a list, or one per line. The content decides which format it is.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventio
 from tasks.reading import read_marked
 
 SIMPLE = ("text_a", "text_b", "label")
-MOST_BAD = 0.01  # of the rows; GLUE's own QQP has about one of 100,000 that a line end has torn
+MOST_BAD = 0.01  # share of the rows; in GLUE's QQP a line end splits about one in 100,000
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the files of a task hold."""
+    """Contents of a task's files."""
 
-    columns: tuple[str, str, str]  # of the first text, the second one and the label
+    columns: tuple[str, str, str]  # names for the first text, the second text and the label
     labels: LabelMap
-    cure: str  # which files would work
-    none: str | None = None  # the label of pairs that have none, which are left out
+    cure: str  # for messages: which files would work
+    none: str | None = None  # value that stands for "no label"; such pairs are left out
     with_f1: bool = False
 
 
@@ -51,14 +51,14 @@ class Pairs:
     ids: list[int] = field(default_factory=list)
     unlabelled: int = 0
     bad: list[str] = field(default_factory=list)
-    """What is wrong with each row that was left out, and where it stands."""
+    """The rows that were left out: location and error of each."""
 
 
 def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
-    """Warns of rows that are left out because a column or a text of theirs is missing.
+    """Warns of rows that are left out because they lack a column or a text.
 
-    Raises ValueError or OSError, naming flag, file and line, where these are more than one in a
-    hundred, and for a label that is not in the map.
+    Raises ValueError or OSError, naming flag, file and line, if more than one row in a hundred is
+    left out, and for a label that is not in the map.
     """
     text = read_marked(flag, file, form.cure)
     place = f"{flag} {file}"
@@ -67,7 +67,7 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     pairs, count = Pairs(), 0
     for where, row in rows:
         count += 1
-        if isinstance(row, str):  # what is wrong with it
+        if isinstance(row, str):  # the row's error
             pairs.bad.append(f"{where}: {row}")
             continue
         first, second, label = row
@@ -91,7 +91,7 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
 
 
 def parse_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
-    """(where it stands, its texts and label, or what is wrong with it) of each row."""
+    """(location, [text, text, label] or an error message) of each row."""
     lines = text.removesuffix("\n").split("\n")
     header = [name.strip() for name in lines[0].split("\t")]
     numbers = _find_columns(place, header, form)
@@ -121,7 +121,7 @@ def _find_columns(place: str, header: Sequence[str], form: Form) -> list[int]:
 
 
 def parse_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
-    """(where it stands, its texts and label) of each object."""
+    """(location, [text, text, label]) of each object."""
     for where, record in _json_records(place, text, form):
         if not isinstance(record, dict):
             raise ValueError(f"{where} is no JSON object but {type(record).__name__}; {form.cure}")
@@ -150,7 +150,7 @@ def _json_records(place: str, text: str, form: Form) -> Iterator[tuple[str, Any]
 
 
 def _is_record(line: str) -> bool:
-    """Whether the line is an object by itself, and no object of objects."""
+    """Whether the line is a whole JSON object, and not an object of objects."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -165,7 +165,7 @@ def _parse(place: str, text: str, form: Form) -> Any:
         raise ValueError(f"{place} is not JSON ({error}); {form.cure}") from error
 
 
-# The order of the paper's authors, which is that of the alphabet. Others count from entailment.
+# The order of the paper's authors, which is alphabetical. Others start with entailment.
 MNLI_FORM = Form(
     ("sentence1", "sentence2", "gold_label"),
     LabelMap(
@@ -176,7 +176,7 @@ MNLI_FORM = Form(
     ),
     "GLUE's train.tsv, dev_matched.tsv and dev_mismatched.tsv of MNLI would work, or JSON of "
     "objects with text_a, text_b and label",
-    none="-",  # of pairs on which those who labelled them did not agree
+    none="-",  # for pairs on which the annotators did not agree
 )
 QQP_FORM = Form(
     ("question1", "question2", "is_duplicate"),
@@ -254,16 +254,16 @@ class MNLISettings(GlueSettings):
     global_batch_size: int = 128
 
     train_data: tuple[Path, ...] = ()
-    """What to train on: GLUE's train.tsv of MNLI (columns sentence1, sentence2, gold_label), or
-    JSON of {"text_a", "text_b", "label"}: a list, or one a line. Labels are contradiction,
-    entailment and neutral; pairs with "-" are left out. Without it a fine-tuned model is
+    """Training data: GLUE's train.tsv of MNLI (columns sentence1, sentence2, gold_label), or JSON
+    of {"text_a", "text_b", "label"}: a list, or one object per line. Labels are contradiction,
+    entailment and neutral; pairs with "-" are left out. Without this flag a fine-tuned model is
     evaluated."""
 
     valid_data: tuple[Path, ...]
-    """What to evaluate on, after every epoch: files of the same formats, dev_matched.tsv and
-    dev_mismatched.tsv. One with matched or mismatched in its name gives the figures that begin with
-    it (dev_matched.tsv: matched_accuracy), other ones of several those of their name (a.tsv:
-    a_accuracy); a single other one has no such word (accuracy)."""
+    """Evaluation data, used after every epoch: files of the same formats, dev_matched.tsv and
+    dev_mismatched.tsv. If a name contains matched or mismatched, its figures begin with that word
+    (matched_accuracy). Otherwise, figures begin with the file's name if there are several files
+    (a.tsv: a_accuracy), and have no such prefix for a single file (accuracy)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,20 +276,20 @@ class QQPSettings(GlueSettings):
     global_batch_size: int = 128
 
     train_data: tuple[Path, ...] = ()
-    """What to train on: GLUE's train.tsv of QQP (columns question1, question2, is_duplicate), or
-    JSON of {"text_a", "text_b", "label"}: a list, or one a line. Labels are 0 or not_duplicate, 1
-    or duplicate. Without it a fine-tuned model is evaluated."""
+    """Training data: GLUE's train.tsv of QQP (columns question1, question2, is_duplicate), or JSON
+    of {"text_a", "text_b", "label"}: a list, or one object per line. Labels are 0 or not_duplicate,
+    1 or duplicate. Without this flag a fine-tuned model is evaluated."""
 
     valid_data: tuple[Path, ...]
-    """What to evaluate on, after every epoch: files of the same formats, dev.tsv. A single one
-    gives accuracy and f1, of several each gives figures that begin with its name (a.tsv:
+    """Evaluation data, used after every epoch: files of the same formats, dev.tsv. A single file
+    gives accuracy and f1. With several files, the figures of each begin with its name (a.tsv:
     a_accuracy)."""
 
 
 def prepare(
     settings: GlueSettings, manifest: dict[str, Any], tokenizer: BertTokenizer
 ) -> Classified:
-    """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
+    """Raises ValueError or OSError, naming the flag, for data that cannot be used."""
     form = settings.form
     check_apart(settings.train_data, settings.valid_data)
     positions = manifest["config"]["model"]["max_position_embeddings"]
@@ -312,8 +312,8 @@ def prepare(
 
 
 def name_files(files: Sequence[Path]) -> dict[str, Path]:
-    """The evaluation that each file is: mismatched or matched where its name says so, or else
-    "" of the only one and the name without its ending of several."""
+    """The files by name of their evaluation: mismatched or matched if the file's name contains it;
+    otherwise "" for a single file, and the file's name without suffix if there are several."""
     named: dict[str, Path] = {}
     for file in files:
         found = next((each for each in ("mismatched", "matched") if each in file.stem), None)
@@ -329,7 +329,7 @@ def name_files(files: Sequence[Path]) -> dict[str, Path]:
 def read(
     flag: str, files: Sequence[Path], form: Form, checks: InputChecks
 ) -> tuple[PairExamples, dict[str, Any]]:
-    """The pairs of these files, and what was counted."""
+    """(the pairs of these files, counts for the record)."""
     parts = [read_pairs(flag, file, form) for file in files]
     first, second = ([t for p in parts for t in getattr(p, n)] for n in ("first", "second"))
     shape = shape_of(checks.tokenizer, checks.seq_length)
@@ -352,7 +352,7 @@ def read(
 class MNLI:
     """MNLI (section 5.3, table 5): whether a sentence follows from another one, or contradicts it.
 
-    Files whose names have mismatched or matched in them are evaluations of that name.
+    Files whose names contain mismatched or matched are evaluations of that name.
     """
 
     Settings = MNLISettings
@@ -360,7 +360,7 @@ class MNLI:
 
 
 class QQP:
-    """QQP (section 5.3, table 5): whether two questions ask the same."""
+    """QQP (section 5.3, table 5): whether two questions ask the same thing."""
 
     Settings = QQPSettings
     prepare = staticmethod(prepare)

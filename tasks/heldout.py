@@ -1,9 +1,8 @@
 """A model on documents it has never seen: perplexities, bits per byte, last-word cloze.
 
-Every document is read after the model's begin mark, or an end mark where it has none, and closes
-with an end mark. The same total negative
-log-likelihood, closing marks included, is divided by tokens, words and bytes; the n-gram models
-predict the same tokens.
+Every document starts with the model's begin mark, or an end mark where the model has none, and ends
+with an end mark. The total negative log-likelihood, final marks included, is divided by tokens, by
+words and by bytes. The n-gram models predict the same tokens.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ LAST_WORD = re.compile(r"(?P<context>.*\S)(?P<word> [A-Za-z]+)[^A-Za-z\s]*\s*\Z"
 @dataclass(frozen=True, kw_only=True)
 class Settings(TaskSettings):
     input: tuple[Path, ...]
-    """Held-out documents, a JSON object a line: files, or folders that a corpus step filled."""
+    """Held-out documents, one JSON object per line: files, or output folders of a corpus step."""
 
     json_key: str = "text"
-    """Key of a line's text."""
+    """Key of the text in a line's object."""
 
     train_data: str
     """Prefix of the training data, for the n-gram models."""
 
     cloze_passages: int = 500
-    """Paragraphs of which the last word is asked for, spread evenly over the documents."""
+    """Number of paragraphs whose last word is predicted, spread evenly over the documents."""
 
     cloze_words: int = 20
-    """Words a paragraph needs to be one of them."""
+    """Fewest words of a paragraph that is used for the cloze figures."""
 
     def __post_init__(self) -> None:
         positive(self, "cloze_passages", "cloze_words")
@@ -88,7 +87,7 @@ class HeldOut(Task):
     train: NDArray[np.integer]
     tokenizer: Tokenizer
     windows: Sequence[Window]
-    cloze_passages: int  # the last so many windows
+    cloze_passages: int  # number of cloze passages, which are the last windows
 
     def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         first = len(scores) - self.cloze_passages
@@ -117,7 +116,7 @@ class HeldOut(Task):
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> HeldOut:
-    """Raise ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    """Raises ValueError or OSError, naming the flag, for input that cannot be evaluated."""
     texts, bad_lines = read_texts(settings.input, settings.json_key)
     train = training_tokens(settings.train_data, manifest)
     documents = tokenizer.encode_batch(texts)
@@ -131,7 +130,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 
 
 def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
-    """The documents of files, and how many lines hold none; each of those is named."""
+    """(documents of the files, number of lines without one); warns of each such line."""
     texts, bad_lines = [], 0
     for file in find_shards(paths):
         if not file.stat().st_size:
@@ -152,7 +151,7 @@ def read_texts(paths: Sequence[Path], key: str) -> tuple[list[str], int]:
 
 
 def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer]:
-    """The tokens of the documents that the model was trained on, end marks included."""
+    """Tokens of the documents that the model was trained on, end marks included."""
     try:
         data = IndexedDataset(prefix)
     except (ValueError, OSError) as error:
@@ -177,9 +176,9 @@ def cloze_windows(
     length: int,
     settings: Settings,
 ) -> Iterator[Window]:
-    """Paragraphs whose last word is to be told from the paragraph before it, spread evenly.
+    """Paragraphs, spread evenly, whose last word is predicted from the rest of the paragraph.
 
-    first: ids before each paragraph.
+    first: ids put before each paragraph.
     """
     passages = [
         found

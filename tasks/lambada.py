@@ -1,7 +1,7 @@
-"""LAMBADA (section 5.3): the last word of a passage, to be told from the passage before it.
+"""LAMBADA (section 5.3): predicts the last word of a passage from the rest of the passage.
 
 The paper's accuracy is the strict one: every token of the word has to be the most probable one,
-given the passage and the word's own tokens before it (teacher forcing).
+given the passage and the word's previous tokens (teacher forcing).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ CONVENTIONS = {
 @dataclass(frozen=True, kw_only=True)
 class Settings(TaskSettings):
     valid_data: Path
-    """The passages: {"text": ...} a line, or the original release in plain text."""
+    """The passages: one {"text": ...} per line, or the original release in plain text."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """tokens: of the whole passage, behind the begin mark; context: how many of them are before the
-    target."""
+    """tokens: begin mark, if any, and the whole passage; context: how many of these tokens are
+    before the target."""
 
     text: str
     target: str
@@ -73,14 +73,14 @@ class Passage:
 
 
 class Lambada(Task):
-    """One window for each passage, and its context to go on from."""
+    """One window per passage, and the passage's context as a prompt."""
 
     prompts: Prompts
 
     def __init__(
         self, passages: Sequence[Passage], form: str, positions: int, tokenizer: Tokenizer
     ) -> None:
-        """positions: that the model has; of a longer passage it reads the last ones."""
+        """positions: the model's number of positions; a longer passage loses its start."""
         self.passages, self.form, self.positions = passages, form, positions
         self.tokenizer = tokenizer
         longest = min(LONGEST_WORD, positions - 1)
@@ -97,7 +97,7 @@ class Lambada(Task):
         return Window(tokens[:-1], tokens[1:], len(tokens) - 1 - target)
 
     def ends_word(self, new: Sequence[int]) -> bool:
-        """Whether these tokens spell a word and more, or something else than a blank and a word."""
+        """Whether these tokens go on after a first word, or do not start with a blank."""
         text = self.tokenizer.decode_after(new)
         return not text.startswith(" ") or any(map(str.isspace, text[1:]))
 
@@ -136,8 +136,8 @@ class Lambada(Task):
 
 
 def spells(text: str, target: str) -> bool:
-    """Whether the text is the target (a blank and a word), and goes on with no letter or digit
-    before the next white space."""
+    """Whether the text starts with the target (a blank and a word), and has no letter or digit
+    between it and the next white space."""
     rest = text.removeprefix(target)
     if rest == text:
         return False
@@ -146,7 +146,7 @@ def spells(text: str, target: str) -> bool:
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> Lambada:
-    """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    """Raises ValueError or OSError, naming the flag, for input that cannot be evaluated."""
     form, lines = read_passages(settings.valid_data)
     positions = positions_of(manifest)
     contexts = [_context_of(*line) for line in lines]
@@ -163,8 +163,8 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
 
 
 def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
-    """(what form the file has, place and text of each passage); ValueError, naming the line, for
-    what is neither form."""
+    """(format of the file, [(location, text) of each passage]). Raises ValueError, naming the line,
+    for other formats."""
     text = read_text("--valid-data", file, CURE)
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
     lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
@@ -188,7 +188,7 @@ def _text_of(place: str, line: str) -> str:
 
 
 def _context_of(place: str, text: str) -> str:
-    """What stands before the last blank, without the blanks at its end."""
+    """Text before the last blank, without blanks at its end."""
     before, _, word = text.rpartition(" ")
     if not before.strip() or not word.strip():
         raise ValueError(f"{place}, does not end in a blank and a word after a context; {CURE}")

@@ -1,8 +1,8 @@
 """Evaluate a checkpoint, or fine-tune one: tasks/main.py --task WIKITEXT103 --load checkpoints ...
 
-Under torchrun the model is cut over the processes (--tensor-model-parallel-size). What each task
-takes: --task NAME --help. The result is one JSON record: what the figures mean, how they were
-taken, of which model and data, and last, to be seen on a screen, the figures.
+Under torchrun the model is sharded over the processes (--tensor-model-parallel-size). Flags of a
+task: --task NAME --help. The result is one JSON record: the meaning of the figures, how they were
+measured, the model and the data, and the figures at the end, where a screen shows them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from megatron.models.decoder import Decoder
     from megatron.parallel.mesh import Mesh
 
-# Where each is: a module, or one and a class. tasks/common.py and tasks/protocol.py say what it
-# has. One of one's own is named itself.
+# The module of each task, or module:class; tasks/common.py and tasks/protocol.py describe its
+# contents. A user's own task is given by its module's name.
 TASKS = {
     "WIKITEXT103": "tasks.wikitext103",
     "LAMBADA": "tasks.lambada",
@@ -57,7 +57,7 @@ def wants_list(arguments: Sequence[str]) -> bool:
 
 
 def list_tasks() -> str:
-    """The tasks, each with the first line of its docstring; none is imported."""
+    """The tasks, each with the first line of its docstring, without importing them."""
     lines = ["usage: tasks/main.py --task NAME --load DIRECTORY ...", ""]
     lines += [f"  {name:<12} {_summary(place)}" for name, place in TASKS.items()]
     own = "  tasks.mine   A module of your own: tasks/README.md says what it has."
@@ -76,7 +76,7 @@ def _summary(place: str) -> str:
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, and the others."""
+    """(NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, other arguments)."""
     words = [part for word in arguments for part in _split_equals(word)]
     if "--task" not in words[:-1]:
         raise UsageError("--task", None, f"given: {_KNOWN}; --help lists them")
@@ -131,7 +131,7 @@ def run_finetuned(
     command: Sequence[str],
     environ: Mapping[str, str],
 ) -> None:
-    """Fine-tune a BERT, evaluate fine-tuned ones, or judge the answers that a file holds."""
+    """Fine-tune a BERT, evaluate fine-tuned ones, or score the answers in a file."""
     with user_errors(environ):
         score_only = getattr(module, "score_only", None)
         figures = score_only(settings) if score_only is not None else None
@@ -164,7 +164,7 @@ def run_zero_shot(
     command: Sequence[str],
     environ: Mapping[str, str],
 ) -> None:
-    """Ask a GPT-2 or a Llama as it is; the record is published."""
+    """Evaluate a GPT-2 or a Llama without fine-tuning, and publish the record."""
     with user_errors(environ):
         if settings.evaluation.compare_paper:
             paper.columns_of(name)
@@ -183,7 +183,7 @@ def run_zero_shot(
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        # What else goes wrong here is a fault of the task, which its traceback finds.
+        # Any other exception here is a bug of the task, and its traceback is shown.
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             figures = evaluate(task, model, mesh, size, name)
         if mesh.is_first:
@@ -198,7 +198,7 @@ def run_zero_shot(
 def evaluate(
     task: Task, model: Decoder, mesh: Mesh, micro_batch_size: int, name: str
 ) -> Mapping[str, Any]:
-    """The task's figures on the first rank, nothing on the others; every rank calls this."""
+    """The task's figures on the first rank, {} on the others; every rank calls this."""
     scores = score_windows(model, mesh, task, micro_batch_size, name)
     continuations: list[list[int]] = []
     if task.prompts is not None:

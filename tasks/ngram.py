@@ -1,11 +1,11 @@
-"""Unigram and bigram models as yardsticks: the same training tokens, the same held-out tokens.
+"""Unigram and bigram models as baselines: the same training tokens, the same held-out tokens.
 
 A stream is a flat array of token ids in which every document ends in the end mark, so the last
 token of a stream is the end mark.  Every token of the held-out stream is predicted, end marks
-included; the first token of a document, and of the stream, is predicted from the end mark.  These
-are the tokens a GPT-2 predicts when it reads the same stream after one end mark.  Perplexities are
-exp of the mean negative log probability (natural) over those tokens; every id below the true
-vocabulary size has a probability above zero, padding has none.
+included; the first token of a document, and of the stream, is predicted from the end mark.  A
+GPT-2 predicts the same tokens when it reads the stream after one end mark.  Perplexities are exp of
+the mean negative log probability (natural) over those tokens.  Every id below the true vocabulary
+size has a probability above zero; padding has none.
 
 Discounts are those of modified Kneser-Ney (Chen and Goodman 1998, TR-10-98, section 3),
 interpolated.
@@ -27,8 +27,8 @@ FALLBACK_DISCOUNTS = np.array([0.0, 0.5, 1.0, 1.5])
 def discounts(counts: Counts) -> Floats:
     """D(0) = 0, D1, D2, D3+ from the counts of counts n1 to n4 (Chen and Goodman, eq. 26).
 
-    Where those give no discount between 0 and the count (too little text: some n is 0), the
-    fixed 0, 0.5, 1, 1.5.
+    Where these give no discount between 0 and the count (too little text: some n is 0), the fixed
+    values 0, 0.5, 1, 1.5.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6).astype(np.float64)
     if not n[1:5].all():
@@ -40,13 +40,13 @@ def discounts(counts: Counts) -> Floats:
 
 @dataclass(frozen=True)
 class Unigram:
-    """p(w) = max(c(w) - D, 0) / total, the mass taken off spread evenly over the vocabulary."""
+    """p(w) = max(c(w) - D, 0) / total, plus the discounted mass spread evenly over all ids."""
 
     probability: Floats  # [vocabulary]
 
     @classmethod
     def from_counts(cls, counts: Counts) -> "Unigram":
-        """counts: [vocabulary], of tokens or (the lower order of a bigram model) of contexts."""
+        """counts: [vocabulary], counts of tokens or, as lower order of a bigram, of contexts."""
         taken = discounts(counts)[np.minimum(counts, 3)]
         kept = counts - taken
         return cls((kept + taken.sum() / len(counts)) / counts.sum())
@@ -62,9 +62,9 @@ class Bigram:
     """p(w | v) = max(c(v w) - D, 0) / c(v) + backoff(v) x lower(w); lower(w) after an unseen v."""
 
     keys: Counts  # [distinct bigrams], v x vocabulary + w, ascending
-    kept: Floats  # [distinct bigrams], the first summand
+    kept: Floats  # [distinct bigrams], the first term
     backoff: Floats  # [vocabulary]
-    lower: Unigram  # of continuation counts: in how many contexts v a word w was seen
+    lower: Unigram  # from continuation counts: the number of contexts v in which w occurs
 
     @classmethod
     def fit(cls, tokens: Tokens, vocabulary: int) -> "Bigram":
@@ -109,7 +109,7 @@ def perplexity(probability: Floats) -> float:
 
 
 def bigram_keys(tokens: Tokens, vocabulary: int) -> Counts:
-    """previous x vocabulary + token; before the first token stands the end mark, the last one."""
+    """previous x vocabulary + token; the first token follows the end mark, the last token."""
     return np.roll(tokens, 1).astype(np.int64) * vocabulary + tokens
 
 

@@ -1,7 +1,7 @@
-"""Two texts as BERT reads them, [CLS] first [SEP] second [SEP], of many in little memory.
+"""Pairs of texts as BERT reads them, [CLS] first [SEP] second [SEP], in little memory.
 
-A text is encoded once and its pairs are put together when they are asked for: the passages of
-RACE, each of which is read with some fourteen answers, so take 70 MB in place of 600.
+A text is encoded once, and a pair is joined when it is requested. The passages of RACE, each of
+which is read with some fourteen answers, take 70 MB this way and 600 MB otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AT_ONCE = 4096  # texts; the library holds some hundred bytes for each of their 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of tokens, one after another."""
+    """Rows of tokens of different lengths, concatenated."""
 
     tokens: NDArray[np.int32]  # [all]
     starts: NDArray[np.int64]  # [rows + 1]
@@ -40,10 +40,10 @@ class Ragged:
 
 
 def encode(texts: Sequence[str], tokenizer: BertTokenizer) -> Ragged:
-    """The tokens of each text, without special ones.
+    """The tokens of each text, without special tokens.
 
-    Runs of white space count as one blank, as WordPiece takes them, and so do the control
-    characters among them (a vertical tab, say), which it would drop and so join two words.
+    Runs of white space become one blank, as in WordPiece. Control characters that are white space
+    (a vertical tab, say) become one, too: WordPiece would drop them and so join two words.
     """
     parts, counts = [], [np.zeros(1, np.int64)]
     for start in range(0, len(texts), AT_ONCE):
@@ -59,9 +59,9 @@ def encode(texts: Sequence[str], tokenizer: BertTokenizer) -> Ragged:
 class Shape:
     """How two texts become one sequence of at most `length` tokens.
 
-    cut, of a pair that is too long: "longest" takes tokens off the end of the longer text until
-    both fit, and of equally long ones off the second, as BERT does; "second" takes them off the
-    end of the second text alone. first: tokens kept of the first text, whatever its pair has.
+    cut, for a pair that is too long: "longest" removes tokens from the end of the longer text (the
+    second one if both are equally long) until both fit, as BERT does; "second" removes them only
+    from the end of the second text. first: most tokens kept of the first text, in every pair.
     """
 
     cls: int
@@ -77,7 +77,7 @@ class Shape:
         assert self.cut == "longest" or most + SPECIAL < self.length, "no room for the second text"
 
     def kept(self, first: int, second: int) -> tuple[int, int]:
-        """How many tokens are kept of texts of so many tokens."""
+        """How many tokens are kept of two texts of these lengths."""
         first = first if self.first is None else min(first, self.first)
         room = self.length - SPECIAL
         if self.cut == "longest":
@@ -85,7 +85,7 @@ class Shape:
         return first, min(second, room - first)
 
     def join(self, first: NDArray[np.int32], second: NDArray[np.int32]) -> Encoding:
-        """The sequence, whose tokens are int32."""
+        """The joined sequence; its tokens are int32."""
         a, b = self.kept(len(first), len(second))
         tokens = np.empty(a + b + SPECIAL, np.int32)
         tokens[0], tokens[a + 1], tokens[-1] = self.cls, self.sep, self.sep
@@ -99,7 +99,7 @@ def shape_of(tokenizer: BertTokenizer, length: int, **more: Any) -> Shape:
 
 @dataclass(frozen=True)
 class PairExamples(Sequence[Example]):
-    """Examples of a classifier: pair k is first[k] and second[k], and of the class classes[k]."""
+    """Examples of a classifier: pair k is first[k] and second[k], and its class is classes[k]."""
 
     first: Ragged
     second: Ragged
@@ -117,5 +117,5 @@ class PairExamples(Sequence[Example]):
 
     @property
     def whole(self) -> NDArray[np.int64]:
-        """[pairs], the lengths that the sequences would have uncut."""
+        """[pairs], the lengths of the sequences before cutting."""
         return self.first.lengths + self.second.lengths + SPECIAL

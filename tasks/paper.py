@@ -1,4 +1,4 @@
-"""The paper's results, zero-shot (table 3) and fine-tuned (table 5), to stand beside a result."""
+"""The paper's results, zero-shot (table 3) and fine-tuned (table 5), to compare with a result."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Columns:
 
     table: int
     figures: tuple[str, ...]
-    """What the task's record calls them."""
+    """Their names in the task's record."""
     values: Mapping[str, tuple[float, ...]]
-    """By model."""
+    """The paper's figures, by model."""
     note: str
-    """On what the paper's figures were measured."""
+    """Data that the paper's figures were measured on."""
     source: str = ""
-    """What input gives a record that has them, where not every one does."""
+    """Input that gives a record with these figures, where not every input does."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Figures that are the paper's only where the record has these, too, of which they are."""
+    """Combined figures, which equal the paper's only if the record also has these parts of them."""
 
     def missing(self, figures: Collection[str]) -> list[str]:
-        """Which of the table's a record with these figures does not have."""
+        """The table's figures that a record with these figures lacks."""
         return [
             each
             for each in self.figures
@@ -120,7 +120,7 @@ def columns_of(task: str) -> Columns:
 
 
 def check_figures(task: str, figures: Collection[str]) -> None:
-    """Warn of figures of the table that the record will not have; UsageError as `columns_of`."""
+    """Warn of the table's figures that the record will lack; UsageError as in `columns_of`."""
     columns = columns_of(task)
     if missing := columns.missing(figures):
         partly = [each for each in missing if each in figures]
@@ -133,10 +133,10 @@ def check_figures(task: str, figures: Collection[str]) -> None:
 
 
 def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int) -> dict[str, Any]:
-    """The rows of the table beside these figures, JSON; the model nearest in size is marked.
+    """The rows of the table and these figures, JSON; the model nearest in size is marked.
 
-    here: by what each row of figures is, such as "this_model"; others than the table's are left
-    out, and one that is missing is null, which the note says of one that is of a part of the data.
+    here: figures by the label of their row, such as "this_model". Figures that are not in the table
+    are left out, missing ones are null; the note names those that cover only a part of the data.
     """
     columns = columns_of(task)
     rows: dict[str, dict[str, float | None]] = {}
@@ -167,7 +167,7 @@ def compare(task: str, here: Mapping[str, Mapping[str, float]], parameters: int)
 
 
 def as_text(comparison: Mapping[str, Any], parameters: int) -> str:
-    """The same as lines for a person."""
+    """The same as lines of text."""
     figures = comparison["figures"]
     lines = [f"paper, table {comparison['table']}: {', '.join(figures)}"]
     for row in comparison["rows"]:

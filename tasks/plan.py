@@ -1,4 +1,4 @@
-"""What a command of fine-tuning asks for: settings, models and input, checked without torch."""
+"""The plan of a fine-tuning command: settings, models and input, checked without torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tasks.common import ReportConfig
 from tasks.protocol import FinetuneSettings, Finetuning
 from tasks.record import identify
 
-RESULT = "result.json"  # of a seed that is finished
-TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may name, too
+RESULT = "result.json"  # exists once a seed is finished
+TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may use, too
 TRAINING = (
     *TABLE_6,
     "lr_warmup_fraction",
@@ -33,23 +33,23 @@ TRAINING = (
     "attention_dropout",
     "recompute_granularity",
 )
-ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation by rounding alone
+ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation only by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that a run needs beside the mesh."""
+    """Everything that a run needs except the mesh."""
 
     name: str
     settings: FinetuneSettings
     task: Finetuning
     tokenizer: Tokenizer
     models: Sequence[Sequence[Path]]
-    """Of each model that was given, its checkpoint and older ones, should that be damaged."""
+    """One list per given model: its checkpoint, then older ones to use if that is damaged."""
     dtypes: Sequence[str]
-    """What each of these is evaluated in."""
+    """Dtype in which each of these models is evaluated."""
     facts: Mapping[str, Any]
-    """For the record: input, command, hyper-parameters, what the checks of the input allowed."""
+    """For the record: input, command, hyper-parameters, limits of the input checks."""
 
 
 def make_plan(
@@ -131,7 +131,7 @@ def check_models(settings: FinetuneSettings) -> None:
 
 
 def check_judged(settings: FinetuneSettings) -> None:
-    """Raise UsageError for settings of a model where answers in a file are judged without one."""
+    """Raise UsageError for model settings where answers in a file are scored without a model."""
     if settings.evaluation.compare_paper:
         raise UsageError(
             "--compare-paper",
@@ -145,8 +145,8 @@ def check_judged(settings: FinetuneSettings) -> None:
 
 
 def _refuse(settings: Sequence[Setting], needed: str) -> None:
-    """Raise UsageError for the first setting that is not at its default, and does nothing without
-    what is `needed`; those that presets of table 6 set are a warning."""
+    """Raise UsageError for the first of these settings that is not at its default: it has no effect
+    without `needed`. For settings of the table 6 presets, only warn."""
     changed = [each for each in settings if each.is_changed]
     for each in changed:
         if each.name not in TABLE_6:
@@ -160,7 +160,7 @@ def _refuse(settings: Sequence[Setting], needed: str) -> None:
 def open_models(
     settings: FinetuneSettings, world: int
 ) -> list[tuple[Sequence[Path], Tokenizer, dict[str, Any]]]:
-    """Of each model that is given what `open_trained` says; warns where one is given twice."""
+    """The result of `open_trained` for each given model; warns where one is given twice."""
     name, loads = "--ensemble", settings.ensemble
     if settings.load is not None:
         name, loads = "--load", (settings.load,)
@@ -181,13 +181,13 @@ def open_models(
 
 
 def dtype_of(manifest: Mapping[str, Any]) -> str:
-    """What a model was fine-tuned in; fp32 for one that was imported, where it is not known."""
+    """Dtype in which a model was fine-tuned; fp32 for an imported one, where it is unknown."""
     precision: str = manifest["precision"]
     return "fp32" if "imported_from" in manifest else precision
 
 
 def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise UsageError where the checkpoint is not of the kind that is trained or evaluated."""
+    """Raise UsageError where the checkpoint's kind cannot be trained or evaluated."""
     is_finetuned = manifest["kind"] == FinetunedConfig.kind
     if is_finetuned and settings.train_data:
         raise UsageError(
@@ -220,10 +220,10 @@ def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> Non
 
 
 def warn_unfinished(given: str, load: str, path: Path, finetuned: Mapping[str, Any]) -> None:
-    """Of the checkpoint of a seed that did not come to its end, where `load` does not name it.
+    """Warn of a checkpoint of an unfinished seed, unless `load` names that checkpoint itself.
 
-    given: the flag of `load`. finetuned: how the model at `path` was, of its manifest. A folder
-    that has been copied elsewhere is as it was meant to be.
+    given: the flag of `load`. finetuned: the entry "finetuned" of the manifest at `path`. There is
+    no warning for a folder that was copied elsewhere.
     """
     seed, epoch = finetuned.get("seed"), finetuned.get("epoch")
     if path.parent.resolve().name != f"seed_{seed}" or (path.parent / RESULT).exists():
@@ -239,9 +239,9 @@ def warn_unfinished(given: str, load: str, path: Path, finetuned: Mapping[str, A
 
 
 def warn_of_changes(settings: FinetuneSettings, path: Path, finetuned: Mapping[str, Any]) -> None:
-    """Of settings that change the figures, and are not those that the model was fine-tuned with.
+    """Warn of settings that change the figures and differ from those of the fine-tuning.
 
-    finetuned: how the model of the checkpoint at `path` was, of its manifest.
+    finetuned: the entry "finetuned" of the manifest of the checkpoint at `path`.
     """
     then = finetuned.get("hyper_parameters", {})
     for name, now in hyper_parameters(settings).items():
@@ -257,12 +257,12 @@ def warn_of_changes(settings: FinetuneSettings, path: Path, finetuned: Mapping[s
 class Setting:
     name: str
     value: Any
-    is_changed: bool  # from its default
-    decides: bool  # what is learned or said; else it says where things are, or how much is run
+    is_changed: bool  # differs from its default
+    decides: bool  # affects training or answers; else only paths or the amount of work
 
 
 def settings_of(config: Any) -> Iterator[Setting]:
-    """Every setting, those of configs in it included, but of the report and of the layout."""
+    """Every setting, nested configs included, except those of the report and of the layout."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
@@ -279,8 +279,8 @@ def settings_of(config: Any) -> Iterator[Setting]:
 
 
 def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
-    """What, beside data, model and seed, decides a result, as JSON; training's where it trains. The
-    precision of an evaluation is that of each model."""
+    """Settings that decide a result besides data, model and seed, as JSON. Those of training are
+    included only in training, and so is the dtype: an evaluation uses that of each model."""
     left_out = () if settings.train_data else (*TRAINING, "dtype")
     return {
         each.name: each.value if isinstance(each.value, int | float | None) else str(each.value)
@@ -290,6 +290,6 @@ def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
 
 
 def checks_of(settings: FinetuneSettings) -> dict[str, Any]:
-    """What the checks of the input allow; nothing of a task without them."""
+    """Limits of the input checks; empty for a task without checks."""
     names = {field.name for field in fields(ChecksConfig)}
     return {each.name: each.value for each in settings_of(settings) if each.name in names}

@@ -1,13 +1,12 @@
 """RACE (section 5.3, table 5): the right one of four answers to a question about a passage.
 
-A sequence is [CLS] question and option [SEP] passage [SEP], as the paper's authors order them: the
-option stands in place of every "_" of the question, or after a blank behind a question without
-one. A passage loses its end where the sequence is too long.
+A sequence is [CLS] question and option [SEP] passage [SEP], in the order of the paper's authors.
+The option replaces every "_" of the question; a question without "_" is followed by a blank and
+the option. The end of the passage is cut where the sequence is too long.
 
-RACE as released: middle/ and high/, in them a JSON object a file, a passage and its questions.
-
-{"article": text, "questions": [text, ...], "options": [[text, text, text, text], ...],
-"answers": ["A" to "D", ...]}; further keys are not read.
+RACE as released: folders middle/ and high/ with one JSON object per file, a passage and its
+questions: {"article": text, "questions": [text, ...], "options": [[text, text, text, text], ...],
+"answers": ["A" to "D", ...]}; other keys are not read.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ ARCHIVES = (".tar", ".gz", ".xz", ".tgz", ".txz", ".zip")
 class RaceQuestion:
     text: str
     options: Sequence[str]  # four
-    right: int  # number of the right one
+    right: int  # index of the right option
 
     @property
     def filled(self) -> list[str]:
-        """The question with each option."""
+        """The question filled in with each option."""
         if "_" in self.text:
             return [self.text.replace("_", option) for option in self.options]
         return [f"{self.text} {option}" for option in self.options]
@@ -70,10 +69,10 @@ class RacePassage:
 
 
 def find_levels(flag: str, path: Path, split: str) -> dict[str, Path]:
-    """The folder of each level that is there: in the path, or the path itself.
+    """The folder of each level that exists: inside the path, or the path itself.
 
-    split: which of train, dev and test to take where the path holds these, or RACE/ that does.
-    Raises ValueError or OSError, naming the flag, where there is neither.
+    split: train, dev or test; the folder to use if the path, or RACE/ inside it, has such folders.
+    Raises ValueError or OSError, naming the flag, where no level is found.
     """
     if path.is_file():
         raise ValueError(f"{flag} {path} is a file; {_unpack(path)}")
@@ -98,10 +97,10 @@ def _unpack(file: Path) -> str:
 
 
 def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, int]]:
-    """(the passages of a folder's .txt files, in the order of their names, what was counted).
+    """(passages of a folder's .txt files, in the order of their names; counts for the record).
 
-    Warns of passages without a question, which are two of the release, and of texts that are
-    blank. Raises ValueError, naming file and question, for what is not as released.
+    Warns of passages without a question, of which the release has two, and of blank texts.
+    Raises ValueError, naming file and question, where the format is not that of the release.
     """
     files = sorted(folder.glob("*.txt"))
     if not files:
@@ -168,7 +167,7 @@ def _text(place: str, what: str, value: Any) -> str:
 
 
 OPTIONS = len(LETTERS)
-ENOUGH = 20  # questions whose answers are all the same one by chance in less than one of 10^11
+ENOUGH = 20  # so many equal answers occur by chance in less than one of 10^11 cases
 CONVENTIONS = {
     "questions": "of four options each, of the level of schools that the name begins with, or of "
     "all levels that were read",
@@ -180,22 +179,22 @@ CONVENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
-    """Of a folder that holds train/ and dev/ --train-data and --valid-data take their own each."""
+    """In a folder with train/ and dev/, --train-data reads train/ and --valid-data dev/."""
 
     train_data: tuple[Path, ...] = ()
-    """What to train on: folders as released, that hold middle/, high/ or both (RACE/train), or
-    folders of these names; in them a .txt file a passage, JSON of {"article", "questions",
-    "options", "answers"}. Of a folder that holds train/ that is taken. Without it a fine-tuned
-    model is evaluated."""
+    """Training data: folders as released, with middle/, high/ or both (RACE/train), or folders of
+    these names. They hold one .txt file per passage, JSON of {"article", "questions", "options",
+    "answers"}. If a folder holds train/, that is used. Without this flag a fine-tuned model is
+    evaluated."""
 
     valid_data: tuple[Path, ...]
-    """What to evaluate on, after every epoch: folders of the same kind (RACE/dev; of one that holds
-    dev/ that is taken). Each level gives the figures that begin with its name (middle_accuracy);
-    accuracy is of all that was read."""
+    """Evaluation data, used after every epoch: folders of the same kind (RACE/dev; if a folder
+    holds dev/, that is used). The figures of a level begin with its name (middle_accuracy);
+    accuracy is over all levels read."""
 
     max_qa_length: int | None = None
-    """Tokens kept of a question with an option; a quarter of --seq-length if not given, which of
-    512 is the 128 of the paper's authors."""
+    """Tokens kept of a question with an option; a quarter of --seq-length if not given (for 512 the
+    128 of the paper's authors)."""
 
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
@@ -221,9 +220,9 @@ class Questions(Sequence[Example]):
     """Questions with their four options; a passage is encoded once for all of its questions."""
 
     passages: Ragged
-    options: Ragged  # each with its question; four rows a question
+    options: Ragged  # each with its question; four rows per question
     passage_of: NDArray[np.int64]  # [questions]
-    right: NDArray[np.int64]  # [questions], the right option
+    right: NDArray[np.int64]  # [questions], index of the right option
     shape: Shape
 
     def __len__(self) -> int:
@@ -239,7 +238,7 @@ class Questions(Sequence[Example]):
 
     @property
     def whole(self) -> NDArray[np.int64]:
-        """[4 x questions], the lengths that the sequences would have with nothing cut."""
+        """[4 x questions], the lengths of the sequences before cutting."""
         passages = self.passages.lengths[self.passage_of]
         return self.options.lengths + np.repeat(passages, OPTIONS) + SPECIAL
 
@@ -280,7 +279,7 @@ class Race(Finetuning):
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokenizer) -> Race:
-    """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
+    """Raises ValueError or OSError, naming the flag, for data that cannot be used."""
     train = find_all("--train-data", settings.train_data, "train")
     valid = find_all("--valid-data", settings.valid_data, "dev")
     check_apart(*([path for paths in each.values() for path in paths] for each in (train, valid)))
@@ -299,7 +298,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokeniz
 
 
 def find_all(flag: str, paths: Sequence[Path], split: str) -> dict[str, list[Path]]:
-    """The folders of each level that is there, middle first."""
+    """The folders of each level that exists, middle first."""
     found = [find_levels(flag, path, split) for path in paths]
     levels = {level: [each[level] for each in found if level in each] for level in LEVELS}
     return {level: folders for level, folders in levels.items() if folders}
@@ -308,7 +307,7 @@ def find_all(flag: str, paths: Sequence[Path], split: str) -> dict[str, list[Pat
 def read_questions(
     flag: str, folders: Sequence[Path], shape: Shape, checks: InputChecks
 ) -> tuple[Questions, dict[str, Any]]:
-    """The questions of these folders, and what was counted."""
+    """(the questions of these folders, counts for the record)."""
     read = [read_level(flag, folder) for folder in folders]
     left_out = {key: sum(counted[key] for _, counted in read) for key in read[0][1]}
     passages = [passage for found, _ in read for passage in found]
@@ -335,10 +334,10 @@ def read_questions(
 
 
 def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: InputChecks) -> int:
-    """How many questions with an option lose their end, as check_truncation does of sequences.
+    """How many questions with an option have their end cut; as check_truncation for sequences.
 
-    lengths: [4 x questions]. What is lost is mostly the option itself: of a question without a
-    blank to fill the four would be one and the same.
+    lengths: [4 x questions]. The cut part is mostly the option itself: the four sequences of a
+    question without a blank to fill would be equal.
     """
     assert shape.first is not None
     count, longest = int((lengths > shape.first).sum()), int(lengths.max())

@@ -1,4 +1,4 @@
-"""Input files of the tasks, read whole: what cannot be read is named with what would work."""
+"""Reads whole input files of the tasks; errors name the file and what would work instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = codecs.BOM_UTF8.decode()
-ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ")  # what they begin with
+ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ")  # first bytes of zip, gzip and xz files
 
 
 def read_utf8(flag: str, file: Path, cure: str) -> str:
@@ -35,13 +35,13 @@ def read_utf8(flag: str, file: Path, cure: str) -> str:
 
 
 def read_marked(flag: str, file: Path, cure: str) -> str:
-    """The text of a file, whose byte-order mark is no part of it."""
+    """The text of a file, without a byte-order mark."""
     return read_utf8(flag, file, cure).removeprefix(MARK)
 
 
 def read_text(flag: str, file: Path, cure: str) -> str:
-    """The text of a file that a model reads as it is: ValueError, too, where it has what an editor
-    adds and the model would read, a byte-order mark or carriage returns."""
+    """The text of a file that a model reads as it is. Raises ValueError, too, where an editor has
+    added a byte-order mark or carriage returns, which the model would read."""
     text = read_utf8(flag, file, cure)
     for mark, what in ((MARK, "a byte-order mark"), ("\r\n", "a carriage return")):
         if mark in text:
@@ -51,7 +51,7 @@ def read_text(flag: str, file: Path, cure: str) -> str:
 
 
 def read_json(flag: str, file: Path, cure: str) -> Any:
-    """What a file of JSON holds."""
+    """Contents of a JSON file."""
     try:
         return json.loads(read_marked(flag, file, cure))
     except json.JSONDecodeError as error:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-# Of the kinds of model that have them.
+# Only some kinds of model have these.
 FURTHER = ("residual_order", "head", "labels", "num_query_groups", "rotary_base", "rope_scaling")
 FURTHER += ("hf_model",)
 
 
 def identify(path: Path) -> dict[str, Any]:
-    """What tells whether two records are of the same input: of a folder, all files in it by name
-    and content."""
+    """Path, size and SHA-256 of an input, to compare records. The hash of a folder covers the name
+    and content of all files in it."""
     if path.is_file():
         return {"file": str(path), "bytes": path.stat().st_size, "sha256": sha256(path)}
     files = sorted(each for each in path.rglob("*") if each.is_file())
@@ -42,13 +42,13 @@ def identify(path: Path) -> dict[str, Any]:
 
 
 def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The record: words first and numbers last, where a screen shows them."""
+    """The record: words first, and numbers last, where a screen shows them."""
     words = {key: figures[key] for key in ("conventions", "protocol") if key in figures}
     return {"task": name, **words, **facts, **figures}
 
 
 def describe(checkpoint: Checkpoint, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
-    """What was evaluated, and on what."""
+    """Facts about the evaluated model and the environment."""
     from megatron.parallel.sharding import sharding_specs
     from megatron.train.state import environment
 
@@ -82,7 +82,7 @@ def publish(
     task: str = "",
     here: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Print the record, then the paper beside it, and write it whole or not at all.
+    """Print the record, then the comparison with the paper, and write the record atomically.
 
     task, here: see `paper.compare`; without `here` nothing is compared.
     """

@@ -1,10 +1,10 @@
 """WikiText103: perplexities as in the paper (section 5.3, appendix E) and as others count.
 
-One total of log-probabilities has many perplexities: over sub-word tokens or over words, counted
-this way or that, of the whole file as one stream or of articles that are each read alone. Each is
-in the record, under a name of its own and with its convention. The figures per document are of a
-second reading, of as many windows as the first has where they do not overlap: twice the time, and
-at the paper's --overlapping-eval 32 of a window of 1024 a thirtieth more.
+One total log-probability gives many perplexities: per sub-word token or per word, for different
+ways to count words, over the whole file as one stream or over articles read separately. Each is in
+the record, under its own name and with its convention. The figures per document need a second pass
+over the file. It has as many windows as the first one has without overlap: twice the time then,
+and a thirtieth more with the paper's --overlapping-eval 32 and a window of 1024.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Settings(TaskSettings):
     """wiki.test.tokens or wiki.valid.tokens, as released."""
 
     overlapping_eval: int | None = None
-    """Stride of the window, of which only so many new tokens are scored (the paper's is 32); the
-    whole window if not given."""
+    """Stride of the window, which is also the number of tokens scored per window (32 in the paper);
+    the whole window if not given."""
 
     window: int | None = None
-    """Tokens that the model reads at most; all its positions if not given."""
+    """Largest number of tokens that the model reads at once; all its positions if not given."""
 
     def __post_init__(self) -> None:
         positive(self, "window")
@@ -138,7 +138,7 @@ def bits(scores: Scores) -> float:
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) -> WikiText103:
-    """Raises ValueError or OSError, naming the flag, for what cannot be evaluated."""
+    """Raises ValueError or OSError, naming the flag, for input that cannot be evaluated."""
     length, stride = choose_window(settings, manifest)
     text = read_articles(settings.valid_data)
     detokenised, articles = detokenise(text), cut_articles(text)
@@ -185,7 +185,7 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
 
 
 def read_articles(file: Path) -> str:
-    """The file's text. Raises ValueError or OSError for one without titles of articles."""
+    """The file's text. Raises ValueError or OSError for a file without article titles."""
     text = read_text("--valid-data", file, CURE)
     if not any(map(TITLE.fullmatch, text.split("\n"))):
         raise ValueError(
@@ -195,7 +195,7 @@ def read_articles(file: Path) -> str:
 
 
 def cut_articles(text: str) -> list[str]:
-    """The articles, each from its title on, as lm-evaluation-harness's data set has them."""
+    """The articles, each starting with its title, as in lm-evaluation-harness's data set."""
     articles: list[list[str]] = [[]]
     for line in text.split("\n"):
         if TITLE.fullmatch(line):
@@ -205,13 +205,13 @@ def cut_articles(text: str) -> list[str]:
 
 
 def _inside(opening: str, closing: str) -> tuple[str, str]:
-    """Takes the blanks off just inside a pair of brackets or quotes."""
+    """A rule that removes blanks just inside a pair of brackets or quotes."""
     start, end = re.escape(opening), re.escape(closing)
     return rf"{start}\s*([^{end}]*?)\s*{end}", rf"{opening}\1{closing}"
 
 
-# In this order, each on the result of those before. The second is the authors' slip, which they
-# meant for apostrophes before years: it is kept, since the numbers are compared with theirs.
+# Applied in this order, each to the result of the previous ones. The second is a mistake of the
+# authors, meant for apostrophes before years; it is kept, to compare the numbers with theirs.
 RULES = (
     ("s '", "s'"),
     ("/' [0-9]/", "/'[0-9]/"),

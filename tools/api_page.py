@@ -54,7 +54,7 @@ refuse `torch.autocast`. `model.compile()` keeps the names of parameters, which
 
 
 def source(value: Any) -> Any:
-    """The definition of a class or function as its source has it, with defaults as written."""
+    """The syntax tree of a class or function, with defaults as written in its source."""
     return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
 
 
@@ -66,7 +66,7 @@ def signature(name: str, function: ast.FunctionDef) -> str:
 
 
 def fields_of(value: type) -> str:
-    """A line for each field of a dataclass, with the docstring or the comment behind it."""
+    """A line for each field of a dataclass, with the docstring or comment that follows it."""
     found: dict[str, str] = {}
     for owner in filter(is_dataclass, reversed(value.__mro__)):
         lines, body = inspect.getsource(owner).splitlines(), source(owner).body
@@ -85,7 +85,7 @@ def fields_of(value: type) -> str:
 
 
 def described(value: Any, name: str) -> Iterator[str]:
-    """Signature and docstring, of a class also its fields, methods and properties."""
+    """Signature and docstring; for a class also its fields, methods and properties."""
     definition = source(value)
     if isinstance(definition, ast.FunctionDef):
         yield signature(name, definition)

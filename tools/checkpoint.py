@@ -1,10 +1,10 @@
-"""Look at checkpoints: which there are, whether they are whole, what they hold.
+"""Inspect checkpoints: list them, check that they are complete, show their contents.
 
     python tools/checkpoint.py ls checkpoints
     python tools/checkpoint.py verify checkpoints --step 1000
     python tools/checkpoint.py show checkpoints
 
-DIR is what was given to --save, or one step_XXXXXXXX in it. Torch is not needed.
+DIR is the directory that was given to --save, or one step_XXXXXXXX in it. Torch is not needed.
 """
 
 import sys
@@ -39,7 +39,7 @@ from megatron.config.parse import parse_call, user_errors
 
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
-# What else a --save directory may hold, by the folder's name.
+# Kinds of other folders in a --save directory, and the patterns of their names.
 OTHERS = {
     "abandoned": rf"{STEP_FOLDER}\.abandoned(-[0-9]+)?",
     "partial, of a save that runs or was killed": rf"\.{STEP_FOLDER}\.partial",
@@ -50,10 +50,10 @@ OTHERS = {
 def ls(directory: Directory, json: bool = False) -> None:
     """List the checkpoints: step, size, date, run, layout, validation loss, state.
 
-    Sizes are looked at, contents are not: verify reads everything.
+    Only sizes are checked, not contents; verify reads everything.
 
     Args:
-        directory: of checkpoints, or one of them.
+        directory: directory of checkpoints, or one of them.
         json: print JSON.
     """
     folders = _folders(directory) + _others(directory)
@@ -75,9 +75,9 @@ def verify(
     """Read every byte of every checkpoint; the status is 0 only if all of them are whole.
 
     Args:
-        directory: of checkpoints, or one of them.
-        step: look at this one alone.
-        newest: look at the highest step alone.
+        directory: directory of checkpoints, or one of them.
+        step: verify only the checkpoint of this step.
+        newest: verify only the highest step.
         json: print JSON.
     """
     folders = _chosen(directory, step)[: 1 if newest else None]
@@ -92,11 +92,11 @@ def verify(
 
 
 def show(directory: Directory, step: int | None = None, json: bool = False) -> None:
-    """Show what the newest checkpoint holds: settings, counters, environment, tensors.
+    """Show the contents of the newest checkpoint: settings, counters, environment, tensors.
 
     Args:
-        directory: of checkpoints, or one of them.
-        step: show this one.
+        directory: directory of checkpoints, or one of them.
+        step: show the checkpoint of this step.
         json: print JSON.
     """
     folder = _chosen(directory, step)[0]
@@ -122,7 +122,7 @@ def show(directory: Directory, step: int | None = None, json: bool = False) -> N
 
 
 def _folders(directory: Path) -> list[Path]:
-    """The checkpoints, the highest step first; `directory` may be one itself."""
+    """The checkpoints, highest step first; `directory` may itself be one."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; one given to --save would work")
     if (

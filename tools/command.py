@@ -1,4 +1,4 @@
-"""Commands as a user types them at the root of the repository: written down, and run."""
+"""Formats and runs commands as a user types them at the root of the repository."""
 
 import os
 import re
@@ -25,12 +25,12 @@ LAUNCHER_NOISE = re.compile(r"^[EW]\d{4} .*torch/distributed/")
 class Command:
     argv: tuple[str, ...]
     tuning: tuple[str, ...] = ()
-    """More arguments, that suit the machine and change no byte of what is written."""
+    """Further arguments that depend on the machine; they do not change a byte of the output."""
     environ: Mapping[str, str] = field(default_factory=dict)
     label: str = ""
-    """Put before each line of its output, where several run at a time."""
+    """Prefix of each line of its output if several commands run at the same time."""
     accepts: Callable[[int], bool] = not_
-    """Whether an exit status is a good end; asked when it has ended."""
+    """Whether an exit status means success; called when the command has ended."""
 
     def __str__(self) -> str:
         """As typed into a shell at the root of the repository."""
@@ -40,7 +40,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Failure:
-    """A command that ended badly, and the end of its stderr."""
+    """A command that failed, and the end of its stderr."""
 
     command: Command
     status: int
@@ -48,7 +48,7 @@ class Failure:
 
 
 def shown(path: Path) -> str:
-    """The path as a command at the root of the repository would name it."""
+    """The path as written in a command at the root of the repository."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
@@ -62,7 +62,7 @@ def on_all(command: Command, cores: int) -> Command:
 
 
 def run_commands(commands: Sequence[Command], root: Path) -> Failure | None:
-    """Run them side by side, their output shown as it comes; the first that fails ends all."""
+    """Run them in parallel and show their output as it comes; the first failure ends all."""
     with ExitStack() as stack:
         running = [stack.enter_context(Running(command, root)) for command in commands]
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -80,12 +80,12 @@ def run_commands(commands: Sequence[Command], root: Path) -> Failure | None:
 
 
 class Running:
-    """A started command: what it prints passes through here; it is ended with its `with`."""
+    """A started command. Its output is passed on here; leaving the `with` block terminates it."""
 
     def __init__(self, command: Command, root: Path) -> None:
         self.command = command
         self.tail = b""
-        self.unfinished: dict[IO[bytes], bytes] = {}  # lines of a labelled command
+        self.unfinished: dict[IO[bytes], bytes] = {}  # incomplete lines of a labelled command
         environ = {**os.environ, **terminal(), **command.environ}
         self.process = subprocess.Popen(
             command.argv + command.tuning,
@@ -101,7 +101,7 @@ class Running:
         return [each for each in (self.process.stdout, self.process.stderr) if each is not None]
 
     def pass_on(self, stream: IO[bytes]) -> bool:
-        """Show the next piece of a stream, which waits for one; False at its end."""
+        """Wait for the next bytes of a stream and show them; returns False at its end."""
         chunk = os.read(stream.fileno(), 4096)
         is_error = stream is self.process.stderr
         if is_error:
@@ -112,14 +112,14 @@ class Running:
         return bool(chunk)
 
     def _labelled(self, stream: IO[bytes], chunk: bytes) -> bytes:
-        """The lines that are whole by now, at the end of the stream all."""
+        """The lines that are complete so far; at the end of the stream all lines."""
         text = self.unfinished.pop(stream, b"") + (chunk or b"\n")
         *lines, self.unfinished[stream] = text.split(b"\n")
         label = self.command.label.encode() + b" | "
         return b"".join(label + line + b"\n" for line in lines if line)
 
     def failure(self) -> Failure | None:
-        """How it ended, which is waited for; None where the command accepts that."""
+        """Wait for its end; returns the failure, or None if the command accepts the status."""
         status = self.process.wait()
         if self.command.accepts(status):
             return None
@@ -134,17 +134,17 @@ class Running:
 
 
 def terminal() -> dict[str, str]:
-    """What a progress bar behind a pipe cannot see: the width, and whether anybody looks on."""
+    """Environment for progress bars in a pipe: the width; rare updates if stderr is no terminal."""
     if sys.stderr.isatty():
         return {"COLUMNS": str(shutil.get_terminal_size().columns)}
     return {"TQDM_MININTERVAL": "10", "TQDM_NCOLS": "80"}
 
 
 def cause(tail: str) -> str:
-    """The lines of a failed command's stderr that say why.
+    """The lines of a failed command's stderr that give the cause.
 
-    From "error:" on where a program says it; else the last lines before a launcher's summary.
-    Of a progress bar only its last state.
+    Starts at "error:" if the output has it; otherwise the last lines before a launcher's summary.
+    Progress bars are reduced to their last state.
     """
     lines = [line.rstrip().rpartition("\r")[2] for line in tail.split("\n")]
     lines = list(takewhile(lambda line: not LAUNCHER_NOISE.match(line), filter(None, lines)))

@@ -1,22 +1,22 @@
-"""Train the same model at several layouts on this machine, and compare: the numbers are the same
+"""Train the same model at several layouts on this machine, and check that the numbers are equal
 and the work is divided.
 
     python -m tools.compare_layouts --preset quickstart --micro-batch-size 2 --steps 3 \
         tensor=2 tensor=2,data=2,sequence
 
-A LAYOUT is `serial`, or words with commas between them: tensor=N, data=N and pipeline=N processes,
-tensor=4:2d, tensor=8:2.5d:2 (of depth 2) or tensor=8:3d of another --tensor-parallel-mode,
-`sequence` for sequence parallelism, virtual=N stages of each pipeline rank, schedule=KIND of the
-pipeline, zero=N for a stage of ZeRO. Each is trained by processes of its own, from the same seed
-and the same samples (random tokens without --data-path); in fp64 and without dropout, unless the
-command line asks for either (an unmodified model of transformers has the dropout of its
-config.json, the same at every layout).
-Flags of pretrain.py may follow (--kind is its --model), but for those of layout, checkpoints,
-records and evaluation; what presets say of these does not hold.
+A LAYOUT is `serial`, or comma-separated words: tensor=N, data=N and pipeline=N for the number of
+processes; tensor=4:2d, tensor=8:2.5d:2 (depth 2) or tensor=8:3d for another --tensor-parallel-mode;
+`sequence` for sequence parallelism; virtual=N for virtual stages of each pipeline rank;
+schedule=KIND for the pipeline's schedule; zero=N for a ZeRO stage. Each layout is trained by its
+own processes, with the same seed and samples (random tokens without --data-path). Training is in
+fp64 without dropout, unless flags ask for either (an unmodified model of transformers has the
+dropout of its config.json, the same at every layout).
+Flags of pretrain.py may follow (--kind is its --model), except those of layout, checkpoints,
+records and evaluation; values of these in presets are ignored.
 
 Exit status: 0 all are equal, 1 a difference is beyond --tolerance, 2 a wrong argument, a failure,
-or equal numbers that say nothing (a norm that is zero or never finite, a loss or weights that do
-not move, a parameter without a gradient).
+or equal numbers that prove nothing (a norm that is zero or never finite, a loss or weights that do
+not change, a parameter without a gradient).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from tools.processes import count_gpus, on_ranks
 if TYPE_CHECKING:
     from tools.layouts.train import Report
 
-# Above what layouts differ by, of correct ones; bf16 and fp16 keep 8 and 11 bits.
+# Larger than the differences between correct layouts; bf16 and fp16 keep 8 and 11 bits.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 DIFFERENCES = ("loss", "norm", "gradient", "weight")
 PRECISION = {"--bf16", "--no-bf16", "--fp16", "--pure-bf16"}
-# Settings of a training that a comparison does not have, and why.
+# Training settings that a comparison refuses, by reason.
 REFUSED = {
     "a LAYOUT says it, such as tensor=2,sequence": (
         *("tensor_model_parallel_size", "model_parallel_size", "sequence_parallel"),
@@ -79,25 +79,25 @@ REFUSED = {
 @dataclass(frozen=True, kw_only=True)
 class ComparisonConfig:
     layouts: tyro.conf.Positional[tuple[str, ...]]
-    """LAYOUT [LAYOUT ...]: serial, or such as tensor=2,data=2,sequence, data=2,zero=3, or
+    """LAYOUT [LAYOUT ...]: serial, or e.g. tensor=2,data=2,sequence, data=2,zero=3, or
     tensor=4:2d."""
 
     steps: int = 3
-    """Optimizer steps of each layout, the first ones of a training."""
+    """Number of optimizer steps of each layout, from the start of training."""
 
     against: str = "serial"
-    """Layout that the others are compared with: another one for a model too large for a process."""
+    """Layout that the others are compared with; not serial for a model too large for a process."""
 
     tolerance: float | None = None
-    """Largest relative difference of losses, gradient norms, gradients and weights that passes; if
-    not given, what suits the precision."""
+    """Largest accepted relative difference of losses, gradient norms, gradients and weights; by
+    default depends on the precision."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of one's own; if not given, the one that the preset's name
-    says, else gpt2."""
+    """Kind of model, or module:NAME of your own; by default the one in the preset's name, or else
+    gpt2."""
 
     json: Path | None = None
-    """File for a row per layout."""
+    """JSON file to write, with a row per layout."""
 
     def __post_init__(self) -> None:
         if not self.layouts:
@@ -112,7 +112,7 @@ class ComparedTraining(TrainingConfig):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit status."""
+    """Run the comparison; returns the exit status."""
     with interruptible(environ), user_errors(environ), TemporaryDirectory() as folder:
         config, precision = read_settings(arguments, environ)
         asked = config.comparison
@@ -148,13 +148,13 @@ def is_within(value: float | None, tolerance: float) -> bool:
 
 
 def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Any, str]:
-    """(the settings, the name of the precision). What presets say of dropout, precision and layout
-    does not hold here. Raises UsageError for flags that would do nothing."""
+    """(the settings, the name of the precision). Dropout, precision and layout of presets are
+    ignored. Raises UsageError for flags that would do nothing."""
     given = {word.partition("=")[0].replace("_", "-") for word in arguments if word[:2] == "--"}
     for reason, names in REFUSED.items():
         for spelt in given & {spelling for n in names for spelling in (flag(n), switch(n, False))}:
             raise UsageError(spelt, None, f"left out: {reason}")
-    # What presets say of them does not hold where one is given.
+    # If a precision flag is given, those of presets are switched off.
     names = ("fp16",) if "--pure-bf16" in given else ("fp16", "bf16", "pure_bf16")
     of_presets = [switch(name, False) for name in names] if given & PRECISION else []
     program = program_of(arguments, comparison=ComparisonConfig, training=ComparedTraining)
@@ -173,8 +173,8 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
 
 
 def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dict[str, Job]:
-    """What each layout trains, by its name, the reference first; raises ValueError for a layout at
-    which this model or batch cannot be trained, and for data that cannot be read."""
+    """The job of each layout, by name, the reference first. Raises ValueError for a layout at which
+    this model or batch cannot be trained, and for data that cannot be read."""
     layouts = [parse_layout(name) for name in names]
     copies = lcm(*(layout.size("data") for layout in layouts))
     batch = config.training.global_batch_size or config.training.micro_batch_size * copies
@@ -192,7 +192,7 @@ def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dic
         )
         try:
             jobs[layout.name].config.check(layout.ranks)
-        except UsageError as error:  # whose suggestion may be refused here
+        except UsageError as error:  # its suggestion may be refused here, so it is dropped
             cause = UsageError(error.flag, error.value, error.allowed)
             raise ValueError(f"layout {layout.name}: {cause}") from None
     open_samples(config)
@@ -200,9 +200,9 @@ def plan(config: Any, precision: str, names: Sequence[str], folder: Path) -> dic
 
 
 def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
-    """The reports of each layout, by rank; raises ChildProcessError where one fails."""
+    """The reports of each layout, by rank; raises ChildProcessError if one fails."""
     if count_gpus() < max(job.ranks for job in jobs.values()):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or some layouts would train on GPUs, others not
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise only some layouts would train on GPUs
     from tools.layouts.train import train_layout
 
     reports = {}
@@ -215,8 +215,8 @@ def run(jobs: Mapping[str, Job]) -> dict[str, list[Report]]:
 
 
 def row(name: str, reports: Sequence[Report], reference: Report) -> dict[str, Any]:
-    """What the JSON file holds of a layout: differences are relative, None where one is no number;
-    lists are by rank."""
+    """A layout's row in the JSON file. Differences are relative, and None if not finite; lists are
+    by rank."""
     first, counts = reports[0], [each.counts for each in reports]
     differences = {
         "loss": largest(first.losses, reference.losses),
@@ -236,8 +236,8 @@ def row(name: str, reports: Sequence[Report], reference: Report) -> dict[str, An
 
 
 def largest(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference; no number where one of both is none, as in a step that fp16
-    skips."""
+    """The largest relative difference; NaN or infinite if just one of two values is not finite, as
+    in a step that fp16 skips."""
     pairs = zip(found, wanted, strict=True)
     return float(
         np.max([abs(a - b) / abs(b) for a, b in pairs if isfinite(a) or isfinite(b)], initial=0)

@@ -1,15 +1,15 @@
-"""Checkpoints of the PyTorch tutorial "Train your large model on multiple GPUs with tensor
-parallelism" to checkpoints of this project, and back, so that a run goes on in the other program.
+"""Converts checkpoints of the PyTorch tutorial "Train your large model on multiple GPUs with tensor
+parallelism" to checkpoints of this project and back, so that a run resumes in the other program.
 
     python tools/convert_dcp.py import --from checkpoint-dist --to checkpoints --vocab-file
         bpe_50K.json --global-batch-size 32
     python tools/convert_dcp.py export --from checkpoints --to checkpoint-dist
 
-Weights, Adam's moments, learning rate's schedule, position in the data. tools/convert/tutorial.py
-lists what is read: folders that torch.distributed.checkpoint saved of {"model": ..., "optimizer":
-...} on any number of processes, plain tensors or DTensors, the optimizer's state by place or by
-name, lrscheduler.pt beside. The pickles in them are read as data: nothing that they name is
-imported or run. An export is written by torch's own save, whose metadata is a pickle.
+Weights, Adam's moments, the learning rate schedule and the position in the data are converted.
+Input is a folder that torch.distributed.checkpoint saved from {"model": ..., "optimizer": ...} on
+any number of processes, of plain tensors or DTensors, the optimizer's state by position or name,
+with lrscheduler.pt; tools/convert/tutorial.py lists its entries. Pickles in it are read as data:
+nothing that they name is imported or run. An export's metadata is a pickle, by torch's own save.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 Source = Annotated[Path, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
-# What else the tutorial reads.
+# Flags to train on data as the tutorial does.
 DATA = shlex.split("--pad --no-shuffle --begin-token [BOT] --end-token [EOT] --split 1,0,0")
-# The tutorial's, where neither a flag nor the checkpoint says it.
+# The tutorial's settings, used if neither a flag nor the checkpoint gives them.
 TUTORIAL = {
     "lr": 1e-3,
     "min_lr": 0.0,
@@ -70,7 +70,7 @@ TUTORIAL = {
     "adam_eps": 1e-8,
     "weight_decay": 0.1,
 }
-# What a folder of it has always.
+# Settings that are the same in every folder of the tutorial.
 FORM = {"lr_decay_style": "cosine", "decoupled_weight_decay": True, "decay_biases_and_norms": True}
 
 
@@ -87,24 +87,24 @@ def import_checkpoint(
     max_position_embeddings: int | None = None,
     layernorm_epsilon: float = 1e-5,
 ) -> None:
-    """Make a checkpoint of one of the tutorial's, for --load of pretrain.py --model llama.
+    """Make a checkpoint from one of the tutorial's, for --load of pretrain.py --model llama.
 
     Args:
         source: folder that the script saved, with .metadata and .distcp files.
-        to: directory of the checkpoint, which must not be there.
-        global_batch_size: samples of a step of the script, all processes together: with the number
-            of steps they say how far it has read its data.
+        to: directory of the checkpoint; must not exist.
+        global_batch_size: samples per step of the script, over all processes; with the number of
+            steps it gives the position in the data.
         vocab_file: the tokenizer (bpe_50K.json, or a folder with a tokenizer.json).
-        no_tokenizer: import without a tokenizer. The programs that read text then need its file,
-            and can check nothing but its size.
-        scheduler: the scheduler's file; that which is alone in the folder if not given.
-        dtype: in which the run goes on; bf16 has moments and masters in fp32, pure-bf16 moments in
-            bf16 and no masters. As in the folder if not given.
-        num_attention_heads: heads of the queries; those of keys and values follow from k_proj. As
-            wide as the rotary buffers if not given, and without these 12 where hidden is 768.
+        no_tokenizer: import without a tokenizer. Programs that read text then need its file, and
+            can check only its size.
+        scheduler: the scheduler's file; by default the only one in the folder.
+        dtype: precision of the resumed run; bf16 has moments and masters in fp32, pure-bf16 moments
+            in bf16 and no masters. By default that of the folder.
+        num_attention_heads: heads of the queries; those of keys and values follow from k_proj. By
+            default derived from the rotary buffers; without these, 12 if hidden is 768.
         rotary_base: base of the rotary frequencies.
-        max_position_embeddings: the longest sequence that the model can read; as many as the rotary
-            buffers have, or else 2048, if not given.
+        max_position_embeddings: the longest sequence that the model can read; by default the
+            length of the rotary buffers, or else 2048.
         layernorm_epsilon: added to the mean square in RMSNorm.
     """
     refuse_existing(to)
@@ -159,7 +159,7 @@ def import_checkpoint(
 def find_tokenizer(
     vocab_file: str | None, no_tokenizer: bool, vocab_size: int
 ) -> Tokenizer | NoTokenizer:
-    """That of the flags, of no more ids than the model has rows in its word embedding."""
+    """The tokenizer of the flags. Raises UsageError if it has more than vocab_size ids."""
     if no_tokenizer and vocab_file is not None:
         works = ("--vocab-file", vocab_file)
         raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
@@ -175,8 +175,8 @@ def find_tokenizer(
 
 
 def precision_of(saved: Saved) -> Precision:
-    """That of the folder's weights and moments. Raises UsageError where they have several, or one
-    in which no run here computes."""
+    """The precision of the folder's weights and moments. Raises UsageError if weights have several
+    dtypes, or one that is not supported here."""
     found = sorted({item.dtype for item in saved.weights.values()})
     known: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
     if len(found) > 1 or found[0] not in known:
@@ -189,9 +189,9 @@ def precision_of(saved: Saved) -> Precision:
 def read_tensors(
     saved: Saved, section: LlamaConfig, precision: Precision
 ) -> dict[tuple[str, str], Tensor]:
-    """{(kind, our name): whole tensor} of all that a checkpoint keeps of a run: weights, moments,
-    masters. Raises ValueError, naming the entry, for one of another shape than the model has, or
-    that is not finite."""
+    """{(kind, our name): whole tensor} for all tensors of a checkpoint: weights, moments, masters.
+    Raises ValueError, naming the entry, if a shape differs from the model's, or a tensor is not
+    finite."""
     import torch
     from tqdm import tqdm
 
@@ -230,7 +230,7 @@ def read_tensors(
 
 
 def check_rotary(saved: Saved, section: LlamaConfig) -> None:
-    """Raise UsageError where the rotary buffers are not those of the model."""
+    """Raise UsageError if the rotary buffers are not those of the model."""
     import torch
 
     from megatron.parallel.layers_llama import RotaryEmbedding
@@ -240,9 +240,9 @@ def check_rotary(saved: Saved, section: LlamaConfig) -> None:
     for key, item in saved.rotary.items():
         if len(item.shape) == 2 and (end := key.rpartition(".")[2]) in ("cos", "sin"):
             theirs, ours = item.tensor(), angles[:, : item.shape[1]]
-            # Position, frequency and their product are rounded, to half of eps each, and the result
-            # is: in bf16 fast turns are soon unknown, and slow ones tell the base. Ours are fp32,
-            # and other machines' powers differ from ours in their last digits.
+            # Position, frequency, their product and the result are each rounded, by half of eps:
+            # in bf16 high frequencies are soon lost, and low ones determine the base. Ours are
+            # fp32, and powers on other machines differ from ours in the last digits.
             eps = torch.finfo(theirs.dtype).eps + 4 * torch.finfo(torch.float32).eps
             error = (theirs.float() - getattr(ours, end)()).abs()
             if not (error <= eps * (0.5 + 1.5 * ours)).all():
@@ -261,23 +261,23 @@ def export_checkpoint(
     dtype: Literal["fp32", "bf16"] | None = None,
     state_keys: Literal["place", "name"] = "place",
 ) -> None:
-    """Make a folder that the tutorial's script loads, of a checkpoint of a Llama.
+    """Make a folder that the tutorial's script loads from a checkpoint of a Llama.
 
-    Settings of the optimizer and of its schedule that are not given are those of the run that saved
-    the checkpoint, else the tutorial's.
+    Settings of the optimizer and its schedule default to those of the run that saved the
+    checkpoint, or else to the tutorial's.
 
     Args:
-        source: directory of checkpoints, of which the newest is used, or one of them.
-        to: folder to make, which must not be there.
+        source: directory of checkpoints (the newest is used), or one of them.
+        to: folder to make; must not exist.
         lr: highest learning rate.
         min_lr: learning rate at the end.
-        lr_warmup_iters: steps of warm-up.
+        lr_warmup_iters: number of warm-up steps.
         lr_warmup_init: learning rate of the first step; 0.1 x --lr in the tutorial.
-        train_iters: steps of the whole run, at whose end the cosine ends.
-        dtype: of all tensors. That of the checkpoint's masters, or else of its weights, if not
-            given.
-        state_keys: of the optimizer's state: place, as optimizer.state_dict() has them, or name, as
-            torch.distributed.checkpoint.state_dict.get_state_dict has them.
+        train_iters: number of steps of the whole run, at whose end the cosine ends.
+        dtype: dtype of all tensors; by default that of the checkpoint's masters, or else of its
+            weights.
+        state_keys: keys of the optimizer's state: place, as in optimizer.state_dict(), or name, as
+            in torch.distributed.checkpoint.state_dict.get_state_dict.
     """
     refuse_existing(to)
     start = find_start(CheckpointConfig(load=str(source)), "--from")
@@ -298,7 +298,7 @@ def export_checkpoint(
     known = TUTORIAL | {name: value for name, value in run.items() if value is not None}
     known.setdefault("lr_decay_iters", configs.get("training", {}).get("train_iters"))
     known.setdefault("lr_warmup_init", 0.1 * known["lr"])
-    if lr is not None:  # the warm-up begins at the same share of it
+    if lr is not None:  # the warm-up starts at the same fraction of it
         known["lr_warmup_init"] *= lr / known["lr"]
     given = {
         "lr": lr,
@@ -339,8 +339,8 @@ def export_checkpoint(
 
 
 def llama_of(manifest: Any, path: Path) -> LlamaConfig:
-    """The config of a checkpoint that is a Llama as the tutorial has it. Raises UsageError for any
-    other."""
+    """The config of a checkpoint of a Llama like the tutorial's. Raises UsageError for any other
+    checkpoint."""
     if "config" not in manifest:
         allowed = "a checkpoint that says what model it holds, as those of pretrain.py"
         raise UsageError("--from", path, allowed)
@@ -361,7 +361,7 @@ def llama_of(manifest: Any, path: Path) -> LlamaConfig:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise UsageError where torch's SequentialLR has no such schedule."""
+    """Raise UsageError if torch's SequentialLR has no such schedule."""
     lr, warmup, end = schedule.lr, schedule.lr_warmup_iters, schedule.lr_decay_iters
     if end is None or end < 2:
         works = ("--train-iters", "10000")

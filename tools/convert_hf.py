@@ -1,12 +1,12 @@
-"""Models in HuggingFace's form to checkpoints of this project, and back.
+"""Converts models in HuggingFace's format to checkpoints of this project, and back.
 
     python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
     python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
 
-GPT-2, Llama, BERT in both orders of norm and residual, and BERT with the head of a task; what
---model huggingface trained, of any kind, is exported, and needs no import. Bits are moved and never
-changed. At the end both programs compute the logits of some prompts, and where
-these differ there is no result.
+Supports GPT-2, Llama, BERT (post-LN and pre-LN), and BERT with the head of a task. Any model that
+was trained with --model huggingface can be exported, and needs no import. Values are copied bit for
+bit. At the end both programs compute the logits of some prompts; if these differ, nothing is
+written.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ def import_model(
     tokenizer_type: str | None = None,
     no_tokenizer: bool = False,
 ) -> None:
-    """Make a checkpoint of a model in HuggingFace's form, for --load of this project's programs.
+    """Make a checkpoint from a model in HuggingFace's format, for --load of programs here.
 
     Args:
         source: folder with config.json, safetensors and tokenizer, or the name of one on the hub.
-        to: directory of the checkpoint, which must not be there.
+        to: directory of the checkpoint; must not exist.
         vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
             folder without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
-        tokenizer_type: kind of the vocabulary, where no tokenizer_config.json tells its casing;
-            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own. Of a
-            Llama it is that, or GPT2BPETokenizer.
-        no_tokenizer: import the weights alone. The programs that read text then need the files
-            of the tokenizer, and can check nothing but its size.
+        tokenizer_type: kind of the vocabulary, if no tokenizer_config.json gives its casing;
+            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own. A Llama
+            has this kind or GPT2BPETokenizer.
+        no_tokenizer: import only the weights. Programs that read text then need the files of the
+            tokenizer, and can check only its size.
     """
     refuse_existing(to)
     folder = find_folder(source)
@@ -115,17 +115,17 @@ def export_model(
     merge_file: str | None = None,
     tokenizer_type: str | None = None,
 ) -> None:
-    """Make a folder of a checkpoint that classes of transformers load: AutoTokenizer, and for a
-    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining; of an unmodified
-    model that with the names and files of the folder that it was trained from.
+    """Make a folder from a checkpoint that classes of transformers load: AutoTokenizer, and for a
+    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining. For an unmodified
+    model it has the names and files of the folder that the model was trained from.
 
     Args:
-        source: directory of checkpoints, of which the newest is used, or one of them.
-        to: folder to make, which must not be there.
+        source: directory of checkpoints (the newest is used), or one of them.
+        to: folder to make; must not exist.
         vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
             checkpoint without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a checkpoint without a tokenizer.
-        tokenizer_type: kind of the vocabulary, where it is not that which the checkpoint names.
+        tokenizer_type: kind of the vocabulary, if it differs from the one the checkpoint names.
     """
     refuse_existing(to)
     start = find_start(CheckpointConfig(load=source), "--from")
@@ -164,7 +164,7 @@ def export_model(
 
 
 def export_unmodified(folders: Sequence[Path], to: Path) -> None:
-    """Of the newest whole checkpoint of the folders, of an unmodified model of transformers."""
+    """Export an unmodified model of transformers from the newest complete checkpoint."""
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.mesh import serial_mesh
     from tools.convert.unmodified import compare_model, write_model

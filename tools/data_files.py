@@ -1,4 +1,4 @@
-"""The files of data sets: writing, joining, replacing and verifying what megatron/data reads."""
+"""Writes, joins, replaces and verifies the files of data sets, which megatron/data reads."""
 
 import contextlib
 import hashlib
@@ -33,19 +33,19 @@ from megatron.data.indexed import (
     sum_shards,
 )
 
-CHUNK = 1 << 20  # entries of an array handled at a time, where arrays may not fit in memory
+CHUNK = 1 << 20  # entries handled at a time in arrays that may not fit in memory
 
 
 def pack_header(dtype: np.dtype[Any], sequences: int, documents: int) -> bytes:
-    """The beginning of an .idx."""
+    """The header of an .idx file."""
     (code,) = (code for code, known in DTYPES.items() if known == dtype)
     return HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1)
 
 
 class IndexedDatasetWriter:
-    """Writes a .bin, its .idx and its .json as a stream, in bounded memory.
+    """Writes a .bin, its .idx and its .json incrementally, in bounded memory.
 
-    A document is a sequence, or with `sentences` one or several. Until commit() all goes to
+    A document is one sequence, or with `sentences` one or more. Until commit() everything is in
     temporary files beside the final ones; leaving the `with` block without it removes them.
     """
 
@@ -56,7 +56,7 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self._sentences = sentences
         self._prefix = prefix
-        # The last one holds the documents until the index is put together.
+        # The last file holds the documents until the index is assembled.
         self._files = [with_suffix(prefix, suffix) for suffix in (".bin", ".idx", ".documents")]
         streams = [temporary(file).open("w+b") for file in self._files]
         self._binary, self._index, self._documents = streams
@@ -78,9 +78,9 @@ class IndexedDatasetWriter:
         sizes: NDArray[np.int32],
         sentences: NDArray[np.int32] | None = None,
     ) -> None:
-        """Append documents: all their tokens, and how many of them each sequence has, int32.
+        """Append documents: all their tokens, and the number of tokens of each sequence, int32.
 
-        sentences: how many sequences each document has, int32, of a data set of sentences.
+        sentences: number of sequences of each document, int32, for a data set of sentences.
         """
         assert tokens.dtype == self.dtype
         assert (sentences is not None) == self._sentences
@@ -108,9 +108,9 @@ class IndexedDatasetWriter:
         eod: int | None,
         shuffled: bool | None = None,
     ) -> Description:
-        """Put the data set in place, over an older one if there is one; the index comes last.
+        """Move the data set to its final place and replace any older one; the index is moved last.
 
-        eod: the id that every document added ends with, if it does. shuffled: whether the
+        eod: the id that every added document ends with, if there is one. shuffled: whether the
         documents were added in random order.
         """
         assert self.documents > 0
@@ -132,7 +132,7 @@ class IndexedDatasetWriter:
             idx_sample_sha256=sampled_sha256(temporary(index)),
             shuffled=shuffled,
         )
-        # Without its index a data set is absent: at no moment do files of two of them mix.
+        # Without its index a data set is absent, so files of two data sets never mix.
         index.unlink(missing_ok=True)
         temporary(binary).replace(binary)
         description.write(self._prefix)
@@ -141,7 +141,7 @@ class IndexedDatasetWriter:
         return description
 
     def _finish_index(self) -> None:
-        """Behind the sizes, which are written: the pointers, the documents; then the header."""
+        """Append pointers and documents after the sizes in the file, then write the header."""
         self._index.flush()
         index = temporary(self._files[1])
         sizes = np.memmap(index, "<i4", "r", offset=HEADER.size, shape=(self.sequences,))
@@ -159,7 +159,7 @@ class IndexedDatasetWriter:
 
 
 def join_descriptions(shards: Sequence[Description]) -> Description:
-    """That of a data set of these, in their order; the same one again if it is alone."""
+    """The description of a data set of these shards, in order; a single one is returned as is."""
     if len(shards) == 1:
         return shards[0]
     names = [field.name for field in fields(ShardFacts) if field.name != "name"]
@@ -173,20 +173,19 @@ def join_descriptions(shards: Sequence[Description]) -> Description:
 def move_data_set(
     staged: Sequence[str], prefix: str, description: Description, tokenizer: Mapping[str, bytes]
 ) -> None:
-    """Move shards to where `prefix` is, and write its sidecar and the tokenizer's files.
+    """Move shards to `prefix`, and write its sidecar and the tokenizer's files.
 
-    staged: prefixes of the shards, on the same file system.  tokenizer: {name: content}.  At no
-    moment do files of two data sets mix: until the last index is in place, the data set is absent.
-    After a crash the same call goes on, as a shard that is no longer where it was staged has been
-    moved.
+    staged: prefixes of the shards, on the same file system. tokenizer: {name: content}. Files of
+    two data sets never mix: the data set is absent until the last index is in place. After a crash
+    the same call resumes: a shard that is no longer at its staged place has already been moved.
     """
     targets = [prefix + name for name in description.pairs]
     old = None
     with contextlib.suppress(ValueError):  # a damaged one is about to be replaced
         old = Description.read(prefix)
     if old != description:
-        # The older data set goes, but for the .bin files that are about to be replaced; its sidecar
-        # goes last, as it says which shards there are.
+        # Remove the older data set, except the .bin files that are about to be replaced. Its
+        # sidecar is removed last, as it lists the shards.
         prefixes = {prefix, *(prefix + name for name in (old.pairs if old else ()))}
         for each in prefixes:
             with_suffix(each, ".idx").unlink(missing_ok=True)
@@ -207,10 +206,10 @@ def _move(sources: Sequence[str], targets: Sequence[str], suffix: str) -> None:
 
 
 def _write_tokenizer(prefix: str, files: Mapping[str, bytes]) -> None:
-    """All files or none; a folder that holds just these is left as it is."""
+    """Write all files or none; a folder that already has exactly these is left as it is."""
     folder = tokenizer_folder(prefix)
     staging = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(staging, ignore_errors=True)  # remains of a killed run
     if folder.is_dir() and files == {file.name: file.read_bytes() for file in folder.iterdir()}:
         return
     staging.mkdir()
@@ -226,22 +225,22 @@ def _write_tokenizer(prefix: str, files: Mapping[str, bytes]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What verify() found in a sound data set."""
+    """Counts that verify() found in an intact data set."""
 
     documents: int
     sequences: int
     tokens: int
     highest_id: int
     described: bool
-    """Whether a sidecar was there to compare counts, checksums and vocabulary with."""
+    """Whether there is a sidecar; counts, checksums and vocabulary were then compared with it."""
 
 
 def verify(prefix: str) -> Report:
-    """Read the whole data set and check all that can be; the structure, which is quick, first.
+    """Read the whole data set and check it; the structure is quick to check and comes first.
 
-    Raises ValueError, naming file and fault, where it is cut short or overflowing, has ids outside
-    its vocabulary, or differs from its sidecar; FileNotFoundError where it is not. An index without
-    a sidecar may select, repeat and reorder sequences; then these are read.
+    Raises ValueError, naming file and fault, if it is truncated or too long, has ids outside its
+    vocabulary, or differs from its sidecar; FileNotFoundError if it does not exist. Without a
+    sidecar an index may select, repeat and reorder sequences; only the selected ones are read.
     """
     data = IndexedDataset(prefix)
     description = data.description
@@ -269,10 +268,10 @@ def verify(prefix: str) -> Report:
 
 
 def _check_index(shard: IndexedShard, *, in_order: bool, sentences: bool) -> None:
-    """That each sequence lies in the .bin, and documents are in order.
+    """Check that each sequence lies inside the .bin, and documents are in order.
 
-    in_order: that each sequence starts where the one before it ends, too. sentences: that each
-    document has a sentence, and each sentence a token.
+    in_order: also check that each sequence starts where the previous one ends. sentences: also
+    check that each document has a sentence, and each sentence a token.
     """
     damaged, runs = f"{shard.prefix}.idx is damaged", shard.find_runs()
     if in_order and (len(runs) > 1 or shard.pointers[0]):

@@ -1,10 +1,10 @@
-"""What a run started here would use, found by running it: devices, kernels, links, limits.
+"""Finds, by running them, the devices, kernels, links and limits that a run here would use.
 
     python tools/doctor.py
     torchrun --nproc-per-node 2 tools/doctor.py --tensor-model-parallel-size 2
 
-Ends with status 0 unless something that training needs is broken; what is wrong is listed last,
-each with a cure.
+Exits with status 0 unless something that training needs is broken. Problems are listed last, each
+with a cure.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ REINSTALL = "install the versions of requirements.txt; for a GPU, torch's build 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     save: str = "."
-    """Folder in which a run would keep its checkpoints."""
+    """Folder in which a run would save its checkpoints."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision in which the layers are run; auto is that of training without a flag."""
+    """Precision in which the layers are run; auto is the default of training."""
 
     json: str | None = None
-    """File for all that was found, for scripts."""
+    """JSON file for all results, for scripts."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(self, world: int) -> None:
-        """Raise ValueError or OSError where the processes or the file do not fit."""
+        """Raise ValueError or OSError if the number of processes or the file is not possible."""
         self.parallel.check(world)
         if self.json is not None and not Path(self.json).absolute().parent.is_dir():
             raise UsageError("--json", self.json, "in a folder that is there")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit status. Every rank runs the all-reduces, the first one all the rest."""
-    # Below this level torch's profiler tells on standard error that it starts and stops.
+    """Returns the exit status. Every rank runs the all-reduces; the first runs everything else."""
+    # Below this level torch's profiler reports on standard error that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
@@ -86,14 +86,14 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def local_processes(environ: Mapping[str, str]) -> int:
-    """Processes of this run on this machine."""
+    """Number of processes of this run on this machine."""
     return int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def examine(
     report: Report, settings: Settings, device: torch.device, environ: Mapping[str, str]
 ) -> None:
-    """Add what one process finds out alone."""
+    """Add the findings that need only one process."""
     from megatron.train.launch import default_precision
     from megatron.train.state import DTYPES
     from tools.probes import kernels, libraries, machine

@@ -1,11 +1,11 @@
 """Encoders of preprocessing: the `tokenizers` library, which is the reference, and faster ones.
 
-gigatoken encodes a byte-level BPE a hundred times faster, and no WordPiece, for which "words" asks
-the reference once for each word.  A faster one is taken where it can be had for the vocabulary and
-gives the reference's ids on the probes, which are made of what encoders get wrong.
+gigatoken encodes a byte-level BPE a hundred times faster, but no WordPiece; for this "words" asks
+the reference once for each word.  A faster encoder is used if it supports the vocabulary and gives
+the reference's ids on the probes, texts that encoders often get wrong.
 
-gigatoken 0.10 knows a newer Unicode than tokenizers 0.23: it takes 4,657 characters for letters
-that the reference does not, and so cuts a contraction such as 's after one of them otherwise.
+gigatoken 0.10 has a newer Unicode than tokenizers 0.23: it treats 4,657 characters as letters that
+the reference does not, and thus splits a contraction such as 's after one of them differently.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron.data.tokenizer_base import EncodedTexts, encode_arrays
 from megatron.libraries import MissingLibrary, load
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")
-CACHED = 1 << 22  # characters of words; with their ids some 100 MB
+CACHED = 1 << 22  # characters of cached words; with their ids some 100 MB
 PROBES = (
     "",
     "the thing, in the inn; then The END.",
@@ -48,13 +48,13 @@ PROBES = (
 
 
 class Encoder:
-    """Texts to ids, in the calling process alone: by the `tokenizers` library, the reference."""
+    """Encodes texts to ids in the calling process: by the `tokenizers` library, the reference."""
 
     name = "tokenizers"
-    """As in CHOICES."""
+    """One of CHOICES."""
 
     def __init__(self, library: Any, reason: str = "") -> None:
-        """library: a tokenizers.Tokenizer.  reason: why not a faster one, if there is a reason."""
+        """library: a tokenizers.Tokenizer.  reason: why no faster encoder is used, if known."""
         self._library = library
         self.description = f"tokenizers {version('tokenizers')}{f' ({reason})' if reason else ''}"
 
@@ -68,7 +68,7 @@ class Gigatoken(Encoder):
     name = "gigatoken"
 
     def __init__(self, library: Any) -> None:
-        """MissingLibrary without gigatoken, RuntimeError for a vocabulary that it does not know."""
+        """Raises MissingLibrary without gigatoken, RuntimeError for an unsupported vocabulary."""
         self._bpe = load("gigatoken").Tokenizer.from_json(library.to_str())
         self.description = f"gigatoken {version('gigatoken')}"
 
@@ -80,16 +80,16 @@ class Gigatoken(Encoder):
 
 
 class Words(Encoder):
-    """The `tokenizers` library, asked once for each stretch of text between two spaces.
+    """The `tokenizers` library, called once for each distinct stretch of text between two spaces.
 
-    For BERT's WordPiece, which cuts text at every space and looks at nothing beyond one.
+    For BERT's WordPiece, which splits text at every space and does not look beyond one.
     """
 
     name = "words"
 
     def __init__(self, library: Any, limit: int = CACHED) -> None:
-        """limit: characters of words that are kept. ValueError for a library that may look beyond
-        a space."""
+        """limit: characters of words that are cached. Raises ValueError for a library that may look
+        beyond a space."""
         kinds = type(library.model).__name__, type(library.pre_tokenizer).__name__
         if kinds != ("WordPiece", "BertPreTokenizer"):
             raise ValueError(f"it is for a WordPiece, and this is a {kinds[0]}")
@@ -117,12 +117,12 @@ FASTER: tuple[type[Gigatoken | Words], ...] = (Gigatoken, Words)
 def build_encoder(choice: str, library: Any) -> Encoder:
     """The encoder of this name, or with "auto" the fastest whose ids are the reference's.
 
-    library: a tokenizers.Tokenizer.  ValueError, naming --encoder, for a choice that cannot be met.
+    library: a tokenizers.Tokenizer.  Raises ValueError, naming --encoder, for an impossible choice.
     """
     if choice not in CHOICES:
         raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
     makers = [maker for maker in FASTER if choice in ("auto", maker.name)]
-    # Only a HuggingFaceTokenizer has to say so. What it holds beside may not show in the probes.
+    # Only a HuggingFaceTokenizer sets this. Its other settings may not show in the probes.
     if library.encode_special_tokens and makers:
         if choice != "auto":
             raise ValueError(
@@ -145,7 +145,7 @@ def build_encoder(choice: str, library: Any) -> Encoder:
 
 
 def find_difference(encoder: Encoder, reference: Encoder) -> str | None:
-    """The first probe for which the ids are not the reference's, None if there is no such."""
+    """A message with the first probe whose ids differ from the reference's, or None."""
     found, expected = encoder.arrays(PROBES), reference.arrays(PROBES)
     ids, known = (np.split(ids, np.cumsum(sizes)[:-1]) for ids, sizes in (found, expected))
     for text, ours, theirs in zip(PROBES, ids, known, strict=True):

@@ -1,10 +1,10 @@
 """Continue prompts with a trained GPT-2 or Llama: python tools/generate.py --load DIR --prompt ...
 
-Prints a JSON list of {"prompt", "text" (the continuation alone), "tokens" (its ids), "finished":
-"end of document" or "length", "number" (of the prompt, from 1), and what else the text depends on}.
-Before a prompt stands --begin-token, or what the model's texts began with in training, or nothing,
-but an empty one then begins with the end mark, as a document does. Under torchrun the model is cut
-over the processes and the prompts are sharded over its copies; neither changes a text.
+Prints a JSON list of {"prompt", "text" (only the continuation), "tokens" (its ids), "finished":
+"end of document" or "length", "number" (of the prompt, from 1), and all else the text depends on}.
+Each prompt is preceded by --begin-token, or by the token that began texts in training, if any; if
+there is none, an empty prompt begins with the end mark, as a document does. Under torchrun the
+model is sharded over the processes and prompts over its copies; neither changes a text.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ class Settings:
     trained: TrainedConfig
 
     prompt: tuple[str, ...] = ()
-    """Texts to continue; one that begins with a hyphen as --prompt=--text. An empty one begins
-    with the end mark. Text like <|endoftext|> is read as the characters it is made of, where
-    transformers reads the mark, so that the continuations differ."""
+    """Texts to continue; write one that begins with a hyphen as --prompt=--text. An empty one
+    begins with the end mark. Text like <|endoftext|> is read as its characters, while transformers
+    reads it as the mark, so continuations differ."""
 
     prompt_file: Path | None = None
-    """File of texts to continue, UTF-8, one a line and no line blank."""
+    """UTF-8 file of texts to continue, one per line, without blank lines."""
 
     interactive: bool = False
-    """Continue each line that is typed, up to an empty one or the end of the input."""
+    """Continue each typed line, until an empty line or the end of the input."""
 
     begin_token: str | None = None
-    """Token of the vocabulary before each prompt, such as <s> or <|begin_of_text|>. If not given,
-    the checkpoint says it: its --begin-token or, of an imported model, what its tokenizer puts
-    there."""
+    """Token of the vocabulary before each prompt, such as <s> or <|begin_of_text|>. By default that
+    of the checkpoint: its --begin-token or, for an imported model, the token that its tokenizer
+    adds there."""
 
     max_new_tokens: int = 100
-    """Tokens after the prompt, unless the document ends before; both fit the model's positions."""
+    """New tokens, unless the document ends earlier; must fit the positions after the prompt."""
 
     greedy: bool = False
     """Always take the most probable token; the same as --temperature 0."""
 
     temperature: float | None = None
-    """Divides the logits; 0 always takes the most probable token. 1 if not given."""
+    """Divides the logits; 0 always takes the most probable token. The default is 1."""
 
     top_k: int = 0
-    """Draw from the k most probable tokens; 0 from all."""
+    """Draw from the k most probable tokens; 0 draws from all."""
 
     top_p: float = 1.0
-    """Draw from the fewest tokens, of those of --top-k, that together have this probability."""
+    """Draw from the smallest set of tokens, of those of --top-k, with this total probability."""
 
     seed: int = 1234
-    """Seed of the draws; those of a prompt depend on it and on the prompt's number alone."""
+    """Seed of the draws; those of a prompt depend only on it and on the prompt's number."""
 
     micro_batch_size: int = 8
-    """Prompts that are continued together; does not change a text."""
+    """Number of prompts that are continued together; does not change a text."""
 
     output: Path | None = None
-    """JSON file for the list of prompts and continuations, which is printed as well."""
+    """JSON file for the list of prompts and continuations, which is also printed."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -129,7 +129,7 @@ class Settings:
 
 
 def make_reader(settings: Settings, tokenizer: Tokenizer, manifest: Mapping[str, Any]) -> Reader:
-    """Raises UsageError for a --begin-token that the vocabulary lacks."""
+    """Raises UsageError if the vocabulary lacks --begin-token."""
     positions = positions_of(manifest)
     begin = settings.begin_token
     begin = begin_token_of(manifest, tokenizer) if begin is None else begin
@@ -137,7 +137,7 @@ def make_reader(settings: Settings, tokenizer: Tokenizer, manifest: Mapping[str,
 
 
 def read_prompts(settings: Settings, reader: Reader) -> list[Prompt]:
-    """Those of --prompt or of --prompt-file; none where they are typed.
+    """The prompts of --prompt or --prompt-file; an empty list if they are typed.
 
     Raises ValueError or FileNotFoundError, naming prompt or file and line.
     """
@@ -149,14 +149,14 @@ def read_prompts(settings: Settings, reader: Reader) -> list[Prompt]:
 def converse(
     model: Decoder, mesh: Mesh, reader: Reader, settings: Settings
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """(prompt, its new tokens) of each line that is typed; every rank computes all of them."""
+    """(prompt, its new tokens) for each typed line; every rank computes all of them."""
     from megatron.inference.generate import generate
 
     count = 0
     for number, line in enumerate(typed_lines(mesh), start=1):
         try:
             prompt = reader.prompt(f"line {number}", line)
-        except ValueError as error:  # the next line may do
+        except ValueError as error:  # goes on with the next line
             if mesh.is_first:
                 print(f"error: {error}", file=sys.stderr)
             continue
@@ -171,7 +171,7 @@ def converse(
 def answer(
     model: Decoder, mesh: Mesh, prompts: Sequence[Prompt], reader: Reader, settings: Settings
 ) -> list[dict[str, Any]]:
-    """The record of each prompt but for the checkpoint; typed ones are answered as they come."""
+    """The record of each prompt, without the checkpoint; typed ones are answered as they come."""
     from megatron.inference.generate import generate_all
 
     if settings.interactive:
@@ -201,7 +201,7 @@ def answer(
 
 
 def as_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """A JSON list of objects, one fact a line: the ids of a prompt are together."""
+    """A JSON list of objects with one fact per line: all ids of a prompt are on one line."""
 
     def dumped(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
@@ -214,7 +214,7 @@ def as_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def publish(records: Sequence[Mapping[str, Any]], settings: Settings) -> None:
-    """Print what has not been printed, and write the file whole or not at all."""
+    """Print the records unless they were typed and answered; write the file whole or not at all."""
     text = as_text(records)
     if not settings.interactive:
         print(text, flush=True)
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with launch(settings.parallel, environ) as mesh:
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
-        # Any other error is a fault of the program, which its traceback finds.
+        # Any other error is a bug in the program, and keeps its traceback.
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             records = answer(model, mesh, prompts, reader, settings)
         if mesh.is_first:
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def describe(checkpoint: Checkpoint, settings: Settings, reader: Reader) -> dict[str, str | None]:
-    """Which weights wrote the text, and in what they were computed."""
+    """The weights that generated the text, and the dtype of the computation."""
     return {
         "checkpoint": str(checkpoint.path),
         "checkpoint_hash": checkpoint.manifest["checksum"],

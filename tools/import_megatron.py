@@ -2,9 +2,9 @@
 --to CKPT --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
 
 The files are pickles, and are read as data: nothing that they name is imported or run. The
-checkpoint has the weights, in the dtype that they are stored in, and the tokenizer. Nothing of the
-other program is here to compare logits with; that the checkpoint reads back bit for bit, and
-computes finite logits, is checked before it gets its name.
+checkpoint has the weights, in their stored dtype, and the tokenizer. The other program is not
+available to compare logits with. Before the checkpoint gets its name, this program checks that it
+reads back bit for bit and computes finite logits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tools.convert.stored_args import FLAGS
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     source: Annotated[str, tyro.conf.arg(name="from")]
-    """Directory of Megatron-LM's checkpoints, one iteration in it, or one model_optim_rng.pt."""
+    """Directory of Megatron-LM's checkpoints, folder of one iteration, or a model_optim_rng.pt."""
 
     to: str
-    """Directory that the checkpoint is written to; it must not be there yet."""
+    """Directory that the checkpoint is written to; must not exist."""
 
     tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer that made the training data."""
+    """Kind of tokenizer that encoded the training data."""
 
     vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
     """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder). Also spelt
@@ -54,13 +54,13 @@ class Settings:
     """The byte-pair encoding's merges (merges.txt)."""
 
     num_attention_heads: int | None = None
-    """Attention heads of a layer; needed where no args are stored with the weights."""
+    """Attention heads per layer; needed if no args are stored with the weights."""
 
     layernorm_epsilon: float | None = None
-    """Added to the variance in LayerNorm; 1e-5 where neither flag nor stored args say it."""
+    """Added to the variance in LayerNorm; 1e-5 if neither the flag nor stored args give it."""
 
     make_vocab_size_divisible_by: int | None = None
-    """The vocabulary was padded to a multiple of this times the ranks; 128 as above."""
+    """The vocabulary was padded to a multiple of this times the ranks; 128 by default, as above."""
 
     def __post_init__(self) -> None:
         positive(self, *FLAGS)

@@ -1,12 +1,12 @@
-"""Show samples as text, and statistics of many beside what is to be expected.
+"""Show samples as text, and statistics of many samples beside the expected values.
 
     python tools/inspect_data.py --data-path P_text_sentence --samples 2 --statistics 2000
     python tools/inspect_data.py --data-path P_text_document --seq-length 1024 --eod-mask-loss
 
-Prints what pretrain_bert.py, or of whole documents pretrain_gpt2.py, would train on with the same
-flags. In a sample of BERT {[MASK] <- word} says what the model reads and what it has to predict. A
-sample of GPT-2 is shown document by document, with their positions and what they attend to; {text}
-counts in no loss.
+Prints the samples that pretrain_bert.py, or for whole documents pretrain_gpt2.py, would train on
+with the same flags. In a sample of BERT {[MASK] <- word} shows what the model reads and what it has
+to predict. A sample of GPT-2 is shown document by document, with positions and the tokens attended
+to; {text} does not count in the loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, build_token
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.inputs import open_bert_data
 
-WIDTH = 100  # characters of a line
+WIDTH = 100  # characters per line
 AT_ONCE = 64  # samples read together
 NOTES = """
 Samples are numbered by tokens. A number is spare where its document has no block of sentences left
@@ -55,25 +55,25 @@ Documents of one sentence are counted among at most {statistics:,} of a data set
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     samples: int = 2
-    """Samples of the training split that are shown."""
+    """Number of samples of the training split to show."""
 
     first: int = 0
     """Number of the first sample shown."""
 
     statistics: int = 2000
-    """Samples, from number 0 on, that the statistics are of."""
+    """Number of samples, from number 0 on, that the statistics cover."""
 
     seed: int = 1234
-    """Seed of the training whose samples are shown."""
+    """Seed of the training run whose samples are shown."""
 
     reset_position_ids: bool = False
-    """Of GPT-2: count positions from 0 again after each end-of-document mark."""
+    """GPT-2 only: restart positions at 0 after each end-of-document mark."""
 
     reset_attention_mask: bool = False
-    """Of GPT-2: let no token attend to an earlier document."""
+    """GPT-2 only: let no token attend to an earlier document."""
 
     eod_mask_loss: bool = False
-    """Of GPT-2: leave out the loss where the input is an end-of-document mark."""
+    """GPT-2 only: leave out the loss where the input is an end-of-document mark."""
 
     data: BertDataConfig = field(default_factory=BertDataConfig)
 
@@ -83,7 +83,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of the table of statistics: shares."""
+    """A line of the table of statistics; found and expected are shares, at most 1."""
 
     name: str
     found: float
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def reads_documents(data_path: Sequence[str]) -> bool:
-    """Whether the last data set is one of whole documents; False where it cannot be opened."""
+    """Whether the last data set is one of whole documents; False if it cannot be opened."""
     try:
         return not IndexedDataset(data_path[-1]).has_sentences
     except (IndexError, ValueError, OSError):
@@ -182,7 +182,7 @@ def shown_gpt2(
 
 
 def shown_documents(number: int, batch: GPT2Batch, eod: int | None, tokenizer: Tokenizer) -> str:
-    """The only sample of the batch, a document at a time."""
+    """The only sample of the batch as text, document by document."""
     tokens, is_counted, positions = batch.tokens[0], batch.loss_mask[0] > 0, batch.positions[0]
     bounds = [0, *(np.flatnonzero(tokens[:-1] == eod) + 1).tolist(), len(tokens)]
     lines = [
@@ -205,7 +205,7 @@ def shown_documents(number: int, batch: GPT2Batch, eod: int | None, tokenizer: T
 
 
 def gpt2_statistics(data: GPT2Dataset, corpus: Corpus, settings: Settings) -> Iterator[Row]:
-    """Expected shares are those of the whole data sets, by their weights."""
+    """Rows of statistics. Expected shares are those of the whole data sets, by their weights."""
     batches = [data.batch(some) for some in _chunks(range(settings.statistics))]
     is_mark = np.concatenate([batch.tokens == corpus.eod for batch in batches])
     in_loss = np.concatenate([batch.loss_mask for batch in batches])
@@ -262,7 +262,7 @@ def marked(
     tokens: NDArray[np.int64],
     tokenizer: BertTokenizer,
 ) -> str:
-    """The text of a segment, with {what is read <- what is to be predicted} for each n-gram."""
+    """The text of a segment, with {input text <- text to predict} for each masked n-gram."""
     texts = []
     for run in np.split(np.arange(len(labels)), np.flatnonzero(np.diff(is_masked)) + 1):
         text = tokenizer.decode(labels[run].tolist())
@@ -319,7 +319,7 @@ def _of_ngrams(
 
 
 def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) -> Iterator[Row]:
-    """What of the text, and of a sample's room, is not used; it depends on the documents."""
+    """Unused shares of the text and of the samples' tokens, which depend on the documents."""
     count = len(samples)
     content = sum(len(ids) for sample in samples for ids in sample.labels)
     truncated = sum(sample.pair.truncated for sample in samples)
@@ -333,7 +333,7 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
 
 
 def _words(sample: BertSample, tokenizer: BertTokenizer) -> Iterator[NDArray[np.bool_]]:
-    """Of each segment, which of its words are to be predicted, with all of their pieces."""
+    """For each segment, bool [words]: whether all pieces of the word are to be predicted."""
     for ids, is_masked in zip(sample.labels, sample.is_masked, strict=True):
         is_start = ~tokenizer.is_continuation[ids]
         is_start[0] = True
@@ -352,7 +352,7 @@ def _chunks(numbers: range) -> Iterator[range]:
 
 
 def _wrapped(text: str) -> str:
-    """Every line of the text, indented and cut at blanks."""
+    """The text with every line indented and wrapped at blanks."""
     wrapper = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(wrapper.fill(line) for line in text.split("\n") if line.strip())
 

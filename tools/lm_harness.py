@@ -3,8 +3,8 @@
     python tools/lm_harness.py --load checkpoints --tasks lambada_openai,wikitext \
         --lambada-data lambada_test.jsonl --wikitext-data wiki.test.tokens --output harness.json
 
-Tasks, prompts and metrics are the harness's, log-probabilities this project's. Under torchrun every
-data-parallel rank scores its share, and the model may be cut over the processes.
+The harness provides tasks, prompts and metrics, this project log-probabilities. Under torchrun each
+data-parallel rank scores its share, and the model may be sharded over the processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-HARNESS = "lm-eval"  # pip's name of it
+HARNESS = "lm-eval"  # its name for pip
 harness_tasks = Library("lm_eval.tasks")
 defaults = Library("lm_eval.defaults")
 evaluator = Library("lm_eval.evaluator")
@@ -54,29 +54,29 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     tasks: str
-    """Names of the harness's tasks, with commas between them."""
+    """Comma-separated names of the harness's tasks."""
 
     include_path: Path | None = None
-    """Folder of definitions of tasks besides the harness's own."""
+    """Folder of task definitions in addition to the harness's own."""
 
     lambada_data: Path | None = None
-    """Passages for lambada_openai in place of its data set: {"text": ...} a line, or plain text."""
+    """Passages for lambada_openai in place of its data set: {"text": ...} lines, or plain text."""
 
     wikitext_data: Path | None = None
     """Raw WikiText (wiki.test.tokens) for wikitext in place of its data set."""
 
     limit: int | None = None
-    """Documents of each task, the first ones; all if not given."""
+    """Evaluate only the first documents of each task; all by default."""
 
     micro_batch_size: int = 8
-    """Windows of one forward pass; changes the result by rounding alone."""
+    """Windows per forward pass; changes the result only by rounding."""
 
     output: Path | None = None
-    """JSON file for the result, which is printed as well."""
+    """JSON file for the result, which is also printed."""
 
     def __post_init__(self) -> None:
         positive(self, "limit")
-        assert self.evaluation  # its checks
+        assert self.evaluation  # runs its checks
         if not self.names:
             raise UsageError(
                 "--tasks", None, "followed by names", works=("--tasks", "lambada_openai,wikitext")
@@ -102,13 +102,13 @@ class Settings:
 
     @property
     def local_data(self) -> dict[str, Path]:
-        """The file of each task that is to read one."""
+        """The local file of each task that has one."""
         files = {task: getattr(self, name) for task, name in LOCAL.items()}
         return {task: file for task, file in files.items() if file is not None}
 
 
 def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
-    """Definitions for the tasks that read local files; their errors name this program's flags."""
+    """Write definitions for tasks that read local files; errors name this program's flags."""
     for task, file in files.items():
         try:
             texts = READERS[task](file)
@@ -118,9 +118,9 @@ def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
 
 
 def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
-    """What knows these tasks; raises UsageError where nothing does.
+    """A task manager that knows these tasks; raises UsageError if none does.
 
-    The harness's own definitions, fourteen thousand files, are read only where they are needed.
+    The harness's own definitions, fourteen thousand files, are read only if needed.
     """
     paths = [str(folder) for folder in folders]
     manager = harness_tasks.TaskManager(include_path=paths, include_defaults=False)
@@ -138,10 +138,10 @@ def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
 
 
 def ask(lm: LM, names: Sequence[str], manager: TaskManager, limit: int | None) -> dict[str, Any]:
-    """What the harness finds, without standard errors; the same on every rank."""
+    """Results of the harness, without standard errors; the same on every rank."""
     tasks = manager.load(list(names))
     for task in tasks["tasks"].values():
-        task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)  # which examples a prompt shows
+        task.set_fewshot_seed(defaults.DEFAULT_OTHER_SEED)  # chooses the examples in a prompt
     return {**evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0)}
 
 

@@ -1,4 +1,4 @@
-"""The data set of a finished run: moved from its folder to a prefix, and summed up in a line."""
+"""Moves the data set of a finished run from its folder to a prefix, and summarizes it in a line."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ REJECTED = ".rejected.jsonl"
 
 
 def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, bytes]) -> str:
-    """Move the data set and the rejected lines to the prefix, and remove the folder; a summary.
+    """Move data set and rejected lines to the prefix, remove the folder, and return a summary.
 
     filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.  Another
     data set at the prefix is replaced, with a message.
@@ -32,7 +32,7 @@ def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
     inside, beside = folder / "rejected.jsonl", with_suffix(prefix, REJECTED)
     if not _set_aside(manifest):
         beside.unlink(missing_ok=True)
-    elif inside.exists():  # or else it was moved before a crash
+    elif inside.exists():  # otherwise it was moved before a crash
         inside.replace(beside)
     line = summary(manifest, description, beside)
     if (replaced := find_data_set(prefix, unless=description)) is not None:
@@ -44,7 +44,7 @@ def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
 
 
 def summary(manifest: Mapping[str, Any], description: Description, rejected: Path) -> str:
-    """rejected: the file of the lines that were set aside, if there are any."""
+    """A line that sums up the data set. rejected: the file of the rejected lines, if any."""
     sentences = "" if description.sentences is None else f"{description.sentences} sentences, "
     shards = f" in {len(description.shards)} shards" if description.shards else ""
     unknown = ""
@@ -58,11 +58,11 @@ def summary(manifest: Mapping[str, Any], description: Description, rejected: Pat
 
 
 def find_data_set(prefix: str, unless: Description | None = None) -> str | None:
-    """What is known of a data set at the prefix; None where there is none, or `unless` itself."""
+    """Describes the data set at the prefix; None if there is none, or if it equals `unless`."""
     if not any(with_suffix(prefix, suffix).exists() for suffix in (".json", ".idx")):
         return None
     old = None
-    with contextlib.suppress(ValueError):  # of a damaged sidecar
+    with contextlib.suppress(ValueError):  # the sidecar may be damaged
         old = Description.read(prefix)
     if old is None:
         return prefix
@@ -72,7 +72,7 @@ def find_data_set(prefix: str, unless: Description | None = None) -> str | None:
 
 
 def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, Any]]:
-    """The .bin files, for a manifest."""
+    """Facts about the .bin files, for a manifest."""
     for name, facts in description.pairs.items():
         file = with_suffix(data_path + name, ".bin")
         yield {
@@ -84,7 +84,7 @@ def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, 
 
 
 def left_out(books: Mapping[str, Any], reasons: str = "") -> Iterator[str]:
-    """What of the input is not in the data set.  books: a funnel's, or a manifest."""
+    """The parts of the input that are not in the data set.  books: a funnel's, or a manifest."""
     bad = _set_aside(books)
     yield f"{bad} lines set aside{reasons}" if bad else "no line set aside"
     if empty := _dropped(books, NO_TOKEN):
@@ -96,7 +96,7 @@ def left_out(books: Mapping[str, Any], reasons: str = "") -> Iterator[str]:
 
 
 def _set_aside(books: Mapping[str, Any]) -> int:
-    """Lines that hold no document."""
+    """Number of lines that hold no document."""
     return _dropped(books, BAD_LINE) + _dropped(books, DAMAGED_FILE)
 
 

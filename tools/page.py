@@ -1,5 +1,5 @@
-"""What the reports have in common: a page that is one file, runs nothing and asks no network; the
-table of what the steps of tools.corpus did; the curve and the last figures of a training run."""
+"""Common parts of the reports: a page that is one file without scripts or network access; the table
+of what the steps of tools.corpus did; the loss curve and last figures of a training run."""
 
 import io
 import json
@@ -53,7 +53,7 @@ NONE = "\N{EN DASH}"  # an empty cell
 
 
 def document(title: str, style: str, body: str) -> str:
-    """The whole page.  style: of its own, after what is common.  title: escaped here."""
+    """The whole page.  style: the page's own CSS, after the common one.  title: escaped here."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -69,7 +69,7 @@ def section(title: str, content: str) -> str:
 
 
 def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
-    """Large numbers.  facts: (number, what it is, what stands beside it), escaped here."""
+    """Tiles with large numbers.  facts: (number, its name, a remark), escaped here."""
     cells = "".join(
         f'<div class="tile"><b>{escape(number)}</b><span>{escape(name)}</span>'
         f'<span class="soft">{escape(beside)}</span></div>'
@@ -79,7 +79,7 @@ def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
-    """head: HTML."""
+    """A table.  head: HTML of the column titles."""
     titles = "".join(f"<th>{title}</th>" for title in head)
     return f'<div class="scroll {kind}"><table><tr>{titles}</tr>{"".join(rows)}</table></div>'
 
@@ -107,7 +107,7 @@ def decimal(number: float, places: int = 2) -> str:
 
 
 def percent(share: float | None) -> str:
-    """None: nothing was asked."""
+    """The share in percent; a dash for None, which means that nothing was asked."""
     return NONE if share is None else f"{100 * share:.1f} %"
 
 
@@ -119,8 +119,8 @@ def megabytes(number: int) -> str:
     return f"{number / 1e6:.2f} MB"
 
 
-LISTS = ("inputs", "shards", "versions")  # of a manifest
-# name of a step, title of its row
+LISTS = ("inputs", "shards", "versions")  # lists in a manifest
+# {name of a step: title of its row}
 STEPS = {
     "harvest": "Collect from this Python",
     "extract": "Extract",
@@ -139,7 +139,7 @@ FUNNEL_STYLE = """
 
 
 def step_facts(manifest: Path) -> Facts:
-    """What a step's manifest says, without files and checksums, and the first line set aside."""
+    """A step's manifest, without files and checksums, and the first rejected line."""
     whole_manifest = json.loads(manifest.read_bytes())
     facts = {key: value for key, value in whole_manifest.items() if key not in LISTS}
     rejected = manifest.with_name("rejected.jsonl")
@@ -151,7 +151,7 @@ def read_lines(path: Path) -> list[Facts]:
 
 
 def funnel(corpus: Facts) -> str:
-    """corpus: of each step in order, by its name, what `step_facts` gave."""
+    """The table of steps.  corpus: {name of the step: result of `step_facts`}, in order."""
     largest = max(step["input"]["bytes"] for step in corpus.values()) or 1
     rows = []
     for name, step in corpus.items():
@@ -174,7 +174,7 @@ def funnel(corpus: Facts) -> str:
 
 
 def remarks(name: str, step: Facts) -> list[str]:
-    """What a step dropped and why, or how it dealt the documents."""
+    """Remarks about what a step dropped and why, or how it split the documents."""
     lines = [
         f"{reason}: {whole(count['documents'])} ({megabytes(count['bytes'])})"
         for reason, count in step["dropped"].items()
@@ -224,7 +224,7 @@ def loss_curve(
 ) -> str:
     """Training and validation loss over steps as inline SVG in the page's own colours.
 
-    term: of the loss, as metrics call it.
+    term: name of the loss term in the metrics.
     """
     matplotlib.use("svg")
     settings = {"svg.fonttype": "none", "svg.hashsalt": "quickstart", "font.family": "sans-serif",
@@ -250,7 +250,7 @@ def loss_curve(
 
 
 def in_page(svg: str) -> str:
-    """The <svg> element alone: no document type, metadata or size, the page's colours."""
+    """Only the <svg> element, without document type, metadata and size, in the page's colours."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)

@@ -1,4 +1,4 @@
-"""What a training run takes, before it is started: memory, communication, time. No GPU.
+"""Predict memory, communication and time of a training run before it is started. Needs no GPU.
 
     python tools/plan.py --preset scripts/presets/gpt2_scaling_8.3b.toml --gpus 512 --hardware dgx2h
     python tools/plan.py --kind huggingface --hf-model DIR --seq-length 1024 --gpus 2
@@ -8,11 +8,10 @@
                                                      # all-reduces too
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
 
-Every flag of pretraining may follow the preset: --kind KIND is that of pretrain.py's --model. The
-model itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Of a
-pipeline each stage is planned; memory is that of the fullest one, time that of the slowest one and
-the bubble of the schedule. The word schedule proves a pipeline schedule, or with --file one's own,
-and shows it.
+Every flag of pretraining may follow the preset; --kind KIND is pretrain.py's --model. The model
+itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Each stage of
+a pipeline is planned: memory is that of the fullest stage, time that of the slowest one plus the
+schedule's bubble. The word schedule proves and shows a pipeline schedule, or with --file your own.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -44,16 +43,16 @@ from tools.planning import gantt, search
 from tools.planning.hardware import known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
-MOST_ROWS = 12  # of the layouts that are found
+MOST_ROWS = 12  # most layouts that --search prints
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilesConfig:
     json: Path | None = None
-    """File for all that was found."""
+    """JSON file for all results."""
 
     picture: Path | None = None
-    """PNG: of a plan where time and memory go, of figure5 and figure3 one like the paper's."""
+    """PNG file: parts of a plan's time and memory; for figure5 and figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
@@ -65,19 +64,19 @@ class FilesConfig:
 @dataclass(frozen=True, kw_only=True)
 class QuestionConfig(FilesConfig):
     gpus: int
-    """Devices of the job."""
+    """Number of devices of the job."""
 
     hardware: str | None = None
-    """Name of a file in scripts/hardware/, or a file like them; if not given, dgx2h, the machine
-    of the paper (2018), with a warning."""
+    """Name of a file in scripts/hardware/, or a similar file; by default dgx2h, the machine of the
+    paper (2018), with a warning."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of one's own; if not given, the one that the preset's name
-    says, else gpt2."""
+    """Kind of model, or module:NAME of your own; by default the one in the preset's name, or else
+    gpt2."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch, the pipeline and the stage of ZeRO
-    stay as they are."""
+    """List the layouts that fit, best first; the global batch, the pipeline and the ZeRO stage are
+    not varied."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,25 +86,25 @@ class QuestionConfig(FilesConfig):
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(FilesConfig):
     hardware: str = DEFAULT_HARDWARE
-    """Name of a file in scripts/hardware/ that has an anchor, or a file like it."""
+    """Name of a file in scripts/hardware/ that has an anchor, or a similar file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModesConfig(FilesConfig):
     hardware: str = "p100"
-    """Name of a file in scripts/hardware/, or a file like them, whose memory is meant."""
+    """Name of a file in scripts/hardware/, or a similar file; only its memory is used."""
 
     most_gpus: int = 64
-    """Tensor-parallel modes on up to so many devices, at least 4."""
+    """Largest number of devices of the tensor-parallel modes, at least 4."""
 
     hidden_size: int = 4096
-    """Of a GPT-2, which is as deep as the memory lets it be."""
+    """Hidden size of a GPT-2, which has as many layers as the memory allows."""
 
     num_attention_heads: int = 64
-    """Heads of a layer."""
+    """Attention heads per layer."""
 
     seq_length: int = 1024
-    """Tokens of a sample."""
+    """Tokens per sample."""
 
     global_batch_size: int = 16
     """Samples of all devices together."""
@@ -125,17 +124,17 @@ class ScheduleConfig(FilesConfig):
     """Kind of schedule; interleaved takes --virtual."""
 
     pipeline: int | None = None
-    """Ranks of the pipeline axis."""
+    """Number of ranks of the pipeline axis."""
 
     micro_batches: int | None = None
-    """Micro-batches of a step, on each of the ranks that read different samples."""
+    """Micro-batches per step and data-parallel rank."""
 
     virtual: int = 1
-    """Virtual stages of each rank."""
+    """Virtual stages per rank."""
 
     file: Path | None = None
-    """A schedule of one's own in place of all these: what --json writes, {"actions": [["0F0",
-    "0B0"], ...]} by rank: stage, F, B or its halves I and W, micro-batch."""
+    """Your own schedule in place of all these, in the format of --json: {"actions": [["0F0",
+    "0B0"], ...]} by rank. An action is stage, F, B or its halves I and W, micro-batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,14 +160,14 @@ class ScheduleConfig(FilesConfig):
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     measure: Path
-    """File for a description of the machine at hand, which --hardware takes."""
+    """File to write with a description of this machine, for --hardware."""
 
     def __post_init__(self) -> None:
         writable(self, "measure")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit status."""
+    """Run the program; returns the exit status."""
     given = {word.partition("=")[0] for word in arguments}
     with user_errors(environ):
         if "figure5" in arguments[:1]:
@@ -192,16 +191,16 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def plan(config: Any) -> bool:
-    """Print what the settings take, and with --search which layouts fit; whether these fit."""
+    """Print the plan, and with --search the layouts that fit; returns whether the settings fit."""
     question, gpus = config.question, config.question.gpus
     for flag, is_given in (
         ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
         ("--cpu-offload-activations", config.model.cpu_offload_activations),
     ):
-        if is_given:  # or what it takes off the device would be counted on it
+        if is_given:  # the plan would count on the device what the flag moves to the host
             raise UsageError(flag, None, "left out: a plan does not know what lives on the host")
     search.check(config, gpus)
-    load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch takes its seconds
+    load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch's import, which is slow
 
     from tools.planning import record
     from tools.planning.software import find_hardware
@@ -248,7 +247,7 @@ def study(settings: StudyConfig) -> None:
 
 
 def compare_modes(settings: ModesConfig) -> None:
-    hardware = load_hardware(settings.hardware)  # before torch takes its seconds
+    hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
 
     from tools.planning import figure3
 

@@ -1,4 +1,4 @@
-"""Draw training and validation losses of runs, from what they left in metrics.jsonl.
+"""Draw training and validation losses of runs from their metrics.jsonl.
 
 python tools/plot.py runs/mine/own --output runs/mine/own/loss.png
 python tools/plot.py runs/small runs/large --term mlm_loss --output losses.svg
@@ -33,12 +33,12 @@ def plot(
     output: Path,
     term: str = "loss",
 ) -> None:
-    """Draw a line of training losses and a dashed one of validation losses for each run.
+    """Draw a solid line of training losses and a dashed one of validation losses for each run.
 
     Args:
         runs: folders of runs (their --save), or their files of metrics.
         output: the picture: .png, .svg or .pdf.
-        term: of the loss, as metrics.jsonl calls it; a BERT has mlm_loss and sop_loss, too.
+        term: name of the loss term in metrics.jsonl; a BERT also has mlm_loss and sop_loss.
     """
     if output.suffix not in FORMATS:
         works = ("--output", str(output.with_suffix(".png")))

@@ -3,16 +3,15 @@
     python tools/preprocess_data.py --input FILE|FOLDER... --output-prefix P --workers N ...
     python tools/preprocess_data.py verify P_text_document
 
-The first leaves P_text_document.bin, .idx and .json, or with much text several pairs
-P_text_document_00000.bin, .idx and so on beside one .json, which training reads as one data set;
-and P_text_document.tokenizer/, the tokenizer's files, which training's checkpoints then hold.
-What is written does not depend on the workers.  Lines that hold no document are set aside in
-P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a sequence of
-its own, and the name is P_text_sentence.  A share of [UNK] above --max-unknown is refused; so is
-text in lower case for a vocabulary with capitals.  After a crash the same command goes on from
-where it was.
+The first command writes P_text_document.bin, .idx and .json, or for large input several pairs
+P_text_document_00000.bin, .idx and so on with one .json, which training reads as one data set. It
+also writes the tokenizer's files to P_text_document.tokenizer/, which checkpoints then include.
+The output does not depend on the number of workers.  Lines that hold no document are written to
+P_text_document.rejected.jsonl.  With --split-sentences, for BERT, each sentence is a separate
+sequence, and the name is P_text_sentence.  A share of [UNK] above --max-unknown is an error; so is
+lower-case text for a vocabulary with capitals.  After a crash the same command resumes.
 With --output FOLDER instead of a prefix it is a step like those of tools.corpus: FOLDER gets
-text_document.*, rejected.jsonl and a manifest.  The second command checks the files.
+text_document.*, rejected.jsonl and a manifest.  The second command verifies the files.
 """
 
 import sys
@@ -62,25 +61,25 @@ from tools.tokenise import (
     unit_bytes,
 )
 
-WAVE = 64  # shards whose tokens may stand on disk twice at a time
-MARGIN = 2  # times --max-unknown that a sample may hold before all is read
+WAVE = 64  # most shards whose tokens are on disk twice at the same time
+MARGIN = 2  # the share of [UNK] in a sample may be this times --max-unknown; more fails early
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     input: tuple[Path, ...]
-    """Files of JSON lines, a document a line, and *.txt, each a document (plain, .gz or .zst), or
-    folders of them."""
+    """Files of JSON lines, one document per line, and *.txt files, one document each (plain, .gz
+    or .zst), or folders of them."""
 
     json_key: str = "text"
-    """Key of a line's text; it is part of the name of what is written."""
+    """Key of the text in a line; it is part of the output's name."""
 
     output_prefix: str | None = None
-    """P, for P_text_document.bin and its companions.  `verify P_text_document` in place of all
+    """P, for P_text_document.bin and the other files.  `verify P_text_document` in place of all
     flags checks them."""
 
     output: Path | None = None
-    """Instead of a prefix: a folder to fill, as the steps of tools.corpus do."""
+    """Output folder, instead of a prefix, as for the steps of tools.corpus."""
 
     tokenizer_type: str = "GPT2BPETokenizer"
     """Kind of tokenizer."""
@@ -96,38 +95,38 @@ class Settings:
     """End each document with an end-of-document mark."""
 
     split_sentences: bool = False
-    """Keep the sentences of a document apart, as pretrain_bert.py reads them, for a data set
-    P_text_sentence.  A line end ends a sentence; its rules are those of English."""
+    """Write each sentence as a sequence, as pretrain_bert.py needs, to a data set P_text_sentence.
+    A line end ends a sentence; other rules are those of English."""
 
     max_unknown: float = MAX_UNKNOWN
     """Largest share of a WordPiece's tokens that may be [UNK]; more is an error, and above 0.01
     there is a warning.  A BPE has no [UNK]."""
 
     allow_lower_case: bool = False
-    """Take text without capitals though the vocabulary, a BertWordPieceCase, has them."""
+    """Accept text without capitals for a vocabulary with capitals (BertWordPieceCase)."""
 
     encoder: str = "auto"
     """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
-    BPE; words, the reference once for each word, for a WordPiece; auto is one of these two where it
-    is there and gives the reference's ids on a set of tricky strings. A HuggingFaceTokenizer is
-    always encoded by tokenizers."""
+    BPE; words, the reference once for each word, for a WordPiece; auto selects one of the last two
+    if it is installed and gives the reference's ids on a set of tricky strings. A
+    HuggingFaceTokenizer is always encoded by tokenizers."""
 
     shard_size: str = "1GB"
-    """How much input becomes one .bin and .idx, at most; a compressed file is not cut."""
+    """Largest amount of input for one .bin and .idx; a compressed file is not split."""
 
     workers: int = len(os.sched_getaffinity(0))
-    """Processes, or jobs with --scheduler slurm.  They do not change what is written."""
+    """Number of processes, or of jobs with --scheduler slurm; does not change the output."""
 
     scheduler: str = "local"
     """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
 
     shard: str | None = None
-    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
-    until nothing is left, then run the command without it."""
+    """K/N: do only every N-th task, starting with the K-th (K from 0), for job arrays; repeat until
+    no task is left, then run the command without this flag."""
 
     overwrite: bool = False
-    """Replace a data set that is there, or what other settings or other input have left in the
-    folder --output."""
+    """Replace an existing data set, or the results of other settings or other input in the folder
+    --output."""
 
     def __post_init__(self) -> None:
         positive(self, "workers")
@@ -158,7 +157,7 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Where the work is done; one beside a prefix goes when all has been taken out of it."""
+        """The work folder; with a prefix it is beside it, and removed when all is moved out."""
         return self.output or Path(f"{self.data_path}.work")
 
     @property
@@ -168,17 +167,17 @@ class Settings:
 
     @property
     def given(self) -> str:
-        """The input, flag and files, for messages."""
+        """The input's flag and files, for messages."""
         return f"--input {' '.join(map(str, self.input))}"
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """One for each process."""
+        """The tokenizer; built once per process."""
         return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def run(settings: Settings) -> None:
-    """Write the data set.  ValueError, naming the flag, where that cannot be."""
+    """Write the data set.  Raises ValueError, naming the flag, if that is impossible."""
     start = time.monotonic()
     check(settings)
     chosen = token_settings(settings)
@@ -194,7 +193,7 @@ def run(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    # A manifest in the work folder is of a run that was cut off while it put its files in place.
+    # A manifest in the work folder is from a run that was killed while it moved its files.
     may_replace = settings.overwrite or (settings.folder / MANIFEST).exists()
     if settings.output is None and not may_replace and (found := find_data_set(settings.data_path)):
         prefix = str(settings.output_prefix)
@@ -221,16 +220,16 @@ def say_warning(warning: str | None) -> None:
 
 @functools.cache
 def warn(message: str) -> None:
-    """Once in a process: a run of the corpus pipeline tokenises training and validation."""
+    """Warn once per process: the corpus pipeline tokenises training and validation data in it."""
     say_warning(message)
 
 
 def token_settings(settings: Settings) -> TokenSettings:
-    """Checks input and tokenizer, and says which encoder it is."""
+    """Checks input and tokenizer, and prints which encoder is used."""
     shard_bytes = parse_size("--shard-size", settings.shard_size)
     total = sum(file.stat().st_size for file in find_shards(settings.input))
     tokenizer, vocab_file = settings.tokenizer, settings.vocab_file
-    if vocab_file is not None and vocab_file.is_dir():  # the tokenizer has found it there
+    if vocab_file is not None and vocab_file.is_dir():  # the tokenizer found its file in it
         vocab_file /= file_names(settings.tokenizer_type)[0]
     files = vocab_file, settings.merge_file
     encoder = load_encoder(settings.tokenizer_type, *files, settings.encoder)
@@ -261,7 +260,7 @@ def token_settings(settings: Settings) -> TokenSettings:
 
 
 def check_sample(settings: Settings, chosen: TokenSettings) -> None:
-    """ValueError at once where the input surely does not fit the vocabulary."""
+    """Raise ValueError early if a sample shows that the input does not fit the vocabulary."""
     tokenizer, where = settings.tokenizer, f"{settings.given}, a sample of it"
     if not isinstance(tokenizer, BertTokenizer):
         return
@@ -281,13 +280,13 @@ def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> No
 
 
 def are_shuffled(paths: Sequence[Path]) -> bool | None:
-    """True if every path is of a folder whose manifest says so; else None: it is not known."""
+    """True if every path is in a folder whose manifest says so, else None (unknown)."""
     manifests = [read_manifest(path if path.is_dir() else path.parent) for path in paths]
     return all(found and found.get("shuffled") for found in manifests) or None
 
 
 def tokenise(step: StepRun, settings: Settings) -> None:
-    """Fill the folder."""
+    """Tokenise the input into the step's folder."""
     chosen = step.settings
     assert isinstance(chosen, TokenSettings)
     results, parts = encode_and_join(step, chosen)
@@ -325,11 +324,11 @@ def tokenise(step: StepRun, settings: Settings) -> None:
 
 
 def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool) -> None:
-    """Warn of lines that lack the key of --json-key; UsageError where they left nothing."""
+    """Warn of lines without the key of --json-key; raise UsageError if no document is left."""
     count = sum(result["lines_without_key"] for result in results)
     if not count:
         return
-    characters: dict[str, int] = {}  # of text under each other key
+    characters: dict[str, int] = {}  # {other key: characters of its text}
     for result in results:
         for key, size in result["other_keys"].items():
             characters[key] = characters.get(key, 0) + size
@@ -345,7 +344,7 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
 
 
 def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:
-    """(results of all units, Descriptions of all shards); None for a shard without text."""
+    """(results of all units, descriptions of all shards, None for a shard without text)."""
     shards = list(enumerate(group_units(step.units, settings.shard_bytes)))
     results: list[Any] = []
     parts: list[Any] = []
@@ -389,5 +388,5 @@ def main(argv: Sequence[str]) -> None:
         run(parse(Settings, argv, os.environ))
 
 
-if __name__ == "__main__":  # by its name, so that workers find its functions
+if __name__ == "__main__":  # imported by name, so that workers find its functions
     importlib.import_module("tools.preprocess_data").main(sys.argv[1:])

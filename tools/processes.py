@@ -1,5 +1,5 @@
-"""Processes of this machine: how many train, and on what (every GPU that a batch can be dealt to,
-else the CPU); and a function on several of them."""
+"""Processes of this machine: how many train, and on which device (as many GPUs as can share the
+batch, or else the CPU); and a function that runs another one on several processes."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ class Processes:
     micro_batch_size: int
     device: str
     threads: int
-    """Of each process on a CPU; set for GPUs too, as one that is listed may not work."""
+    """CPU threads of each process; set for GPUs, too, as a listed GPU may not work."""
 
     @property
     def world(self) -> int:
@@ -34,7 +34,7 @@ class Processes:
 
 
 def count_gpus() -> int:
-    """GPUs that a program would see, found without torch."""
+    """Number of GPUs that a program would see, found without torch."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -43,18 +43,18 @@ def count_gpus() -> int:
     for uuid in re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", listed.stdout):
         if uuid.startswith("GPU-"):
             instances[uuid] = []
-        else:  # they follow their GPU
+        else:  # MIG instances are listed after their GPU
             instances[next(reversed(instances))].append(uuid)
     return visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), instances)
 
 
 def visible_gpus(visible: str | None, instances: Mapping[str, Sequence[str]]) -> int:
-    """Devices that CUDA shows a process.
+    """Number of devices that CUDA shows a process.
 
-    visible: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs, or None where it is not set. The
-    list ends at the first entry that names no device, such as -1, and one that names a device twice
-    shows none. instances: {UUID of each GPU, by its number: UUIDs of its MIG instances}; where a
-    device that is named has such, CUDA shows one instance alone.
+    visible: CUDA_VISIBLE_DEVICES, numbers or beginnings of UUIDs, or None if it is not set. CUDA
+    ignores the list from the first entry on that names no device, such as -1, and shows no device
+    if one is named twice. instances: {UUID of each GPU: UUIDs of its MIG instances}, in the order
+    of GPU numbers; if a listed device has MIG instances, CUDA shows only one instance.
     """
     gpus = list(instances)
     if visible is None:
@@ -87,9 +87,9 @@ def visible_gpus(visible: str | None, instances: Mapping[str, Sequence[str]]) ->
 
 
 def fit_processes(config: PretrainConfig, gpus: int, cores: int) -> Processes:
-    """Every GPU that the batch can be dealt to; the CPU where there are fewer than one model needs.
+    """As many GPUs as can share the batch, or the CPU if there are too few GPUs for one model.
 
-    Raises ValueError, naming flags, where the settings do not fit together.
+    Raises ValueError, naming flags, if the settings do not fit together.
     """
     size = config.parallel.tensor_model_parallel_size
     config.check(size)
@@ -105,8 +105,8 @@ def fit_processes(config: PretrainConfig, gpus: int, cores: int) -> Processes:
 
 
 def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]:
-    """What function(*arguments) returns on each of so many processes of this machine, by rank.
-    Raises ChildProcessError where one fails."""
+    """Run function(*arguments) on `ranks` processes of this machine; returns its results by rank.
+    Raises ChildProcessError if one fails."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -125,7 +125,7 @@ def on_ranks(ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]
         start_method="forkserver",
     )
     before = logging.root.manager.disable
-    logging.disable()  # of this process, which starts ranks: they say themselves what has failed
+    logging.disable()  # only in this process, which starts the ranks: they report their own errors
     try:
         found = elastic_launch(settings, function)(*arguments)
         return [found[rank] for rank in range(ranks)]

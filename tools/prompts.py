@@ -1,4 +1,4 @@
-"""Texts to continue: of the command line, of a file, or typed; and how they become prompts."""
+"""Texts to continue, from the command line, from a file or typed, and their encoding to prompts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns text into prompts that a model of so many positions can continue.
+    """Turns text into prompts that a model with this number of positions can continue.
 
-    begin_token: see --begin-token; raises UsageError for one that the vocabulary lacks.
+    begin_token: see --begin-token; raises UsageError if the vocabulary lacks it.
     """
 
     tokenizer: Tokenizer
@@ -36,7 +36,7 @@ class Reader:
     max_new_tokens: int
     begin_token: str | None = None
     begin: Sequence[int] = field(init=False)
-    """What stands before each prompt."""
+    """Token ids at the beginning of each prompt."""
 
     def __post_init__(self) -> None:
         token = self.begin_token
@@ -48,8 +48,8 @@ class Reader:
         object.__setattr__(self, "begin", begin)
 
     def prompt(self, place: str, content: bytes) -> Prompt:
-        """place: where the content stands, for the message of the ValueError if it is not UTF-8
-        or does not fit."""
+        """place: source of the content, for the message. Raises ValueError if the content is not
+        UTF-8 or does not fit the model's positions."""
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -68,7 +68,7 @@ class Reader:
 
 
 def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
-    """{flag and number: content}; bytes that were no UTF-8 are themselves again."""
+    """{flag and number: content}; bytes that are not UTF-8 are restored as they were typed."""
     return {f"--prompt {n}": t.encode(errors="surrogateescape") for n, t in enumerate(texts, 1)}
 
 
@@ -96,9 +96,9 @@ def of_file(file: Path) -> dict[str, bytes]:
 
 
 def typed_lines(mesh: Mesh) -> Iterator[bytes]:
-    """What is typed at the first rank up to an empty line, line by line, on every rank.
+    """On every rank the lines that are typed at the first rank, until an empty one.
 
-    The others are told every second that nothing has come, since a long silence is a failure.
+    The first rank sends the others a message every second, as a long silence counts as a failure.
     """
     lines = Lines(sys.stdin.fileno()) if mesh.is_first else None
     is_seen = mesh.is_first and sys.stdin.isatty() and sys.stderr.isatty()
@@ -119,10 +119,10 @@ def _show(sign: str, is_seen: bool) -> None:
 
 
 class Lines:
-    """Lines of a terminal, pipe or file, waited for so long at most.
+    """Lines of a terminal, pipe or file, read with a time limit.
 
-    The descriptor itself is read: a thread that waited in Python's own reader would hold its lock
-    when the program ends, which aborts it.
+    Reads the descriptor directly: a thread that waits in Python's own reader would hold its lock
+    when the program ends, which aborts the program.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -135,7 +135,7 @@ class Lines:
             if not select.select([self._descriptor], [], [], seconds)[0]:
                 return None
             more = os.read(self._descriptor, 1 << 16)
-            self._unread += more or b"\n"  # which ends the last line, if it has no end
+            self._unread += more or b"\n"  # at the end of the input, ends the last line
         line, end, rest = self._unread.partition(b"\n")
         if not end:
             return None

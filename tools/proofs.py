@@ -1,4 +1,4 @@
-"""Proofs of plans, by every rank of a launch."""
+"""Proofs of tensor-parallel plans, run by every rank of a launch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.parallel.mesh import build_mesh
 from megatron.parallel.plan import PlanError
 
 Outcome = Proof | str
-"""The latter is why there is none."""
+"""A string gives the reason why there is no proof."""
 
 
 def prove_at(configs: Sequence[HuggingFaceConfig], sizes: Sequence[int]) -> list[list[Outcome]]:
-    """Of each config at each tensor size; every rank of a launch calls this, the data axis takes
-    the ranks that are left."""
+    """The outcome for each config at each tensor size. Every rank of a launch calls this; the data
+    axis takes the remaining ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     meshes = [build_mesh({"tensor": size}, torch.device("cpu")) for size in sizes]

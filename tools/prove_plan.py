@@ -1,13 +1,13 @@
-"""Prove that a model of transformers, cut by a plan, computes what the unmodified one computes.
+"""Prove that a model of transformers, sharded by a plan, computes the same as the unmodified one.
 
     python -m tools.prove_plan --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
 
-A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is cut over 2 and over
-4 processes on this machine, and its loss, its logits, every gradient and the output of every module
-are compared with the unmodified model's. See docs/parallelism.md for plans.
+A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is sharded over 2 and
+over 4 processes on this machine. Its loss, its logits, every gradient and the output of every
+module are compared with the unmodified model's. See docs/parallelism.md for plans.
 
-Exit status: 0 the plan is right at each of the two sizes at which the model can be cut, 1 a module
-is wrong, 2 a wrong argument or no proof.
+Exit status: 0 the plan is right at those of the two sizes that the model can be sharded over, 1 a
+module is wrong, 2 a wrong argument or no proof.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def prove_plan(
     show: bool = False,
     json: Path | None = None,
 ) -> int:
-    """Prove that a model of transformers, cut by a plan, computes what the unmodified one computes:
-    loss, logits and every gradient of a tiny one in fp64, at 2 and at 4 ranks.
+    """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified
+    one: loss, logits and every gradient of a tiny model in fp64, on 2 and on 4 ranks.
 
-    Exit status: 0 the plan is right at each of the two sizes at which the model can be cut, 1 a
-    module is wrong, 2 a wrong argument or no proof.
+    Exit status: 0 the plan is right at those of the two sizes that the model can be sharded over,
+    1 a module is wrong, 2 a wrong argument or no proof.
 
     Args:
         model: A folder with a config.json, or a name on the HuggingFace hub.
-        plan: auto, by transformers' own plan or one of this project's; or a TOML file.
-        masked: Whether it predicts masked tokens; by default what its config.json says.
-        show: List modules with what they become, their shapes and their communication.
-        json: File for what is found.
+        plan: auto, for transformers' own plan or one of this project's; or a TOML file.
+        masked: Whether it predicts masked tokens; by default decided by its config.json.
+        show: List modules with their replacements, shapes and communication.
+        json: JSON file for the results.
     """
     config = read(model, plan, masked)
     if json is not None:
@@ -112,8 +112,8 @@ def prove_plan(
 
 
 def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
-    """Raises UsageError for a model or a plan that cannot be read, and where pretrain.py has the
-    model as one of the other kind than `masked` says."""
+    """The config of the model. Raises UsageError if the model or plan cannot be read, or if
+    `masked` contradicts the model's kind in pretrain.py."""
     try:
         described = read_hf_config(model)
         own = kind_of({"model_type": "", **json.loads(described)})
@@ -130,15 +130,15 @@ def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
 
 
 def renamed(error: UsageError) -> UsageError:
-    """With this program's name of --hf-model."""
+    """The error with this program's flag --model in place of --hf-model."""
     name = "--model" if error.flag == "--hf-model" else error.flag
-    works = () if name == "--model" else error.works  # flags of pretrain.py
+    works = () if name == "--model" else error.works  # these would be flags of pretrain.py
     return UsageError(name, error.value, error.allowed, works=works)
 
 
 def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
-    """What modules of the model itself become on the first of so many ranks, as rows of the table,
-    layers of the same shape in one; or why it cannot be cut so."""
+    """Rows of the table: modules of the full-size model and their replacements on the first of
+    `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded."""
     import torch
 
     from megatron.models.build import build_on_meta
@@ -154,7 +154,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
         plan = plan_of(unmodified(config, model.auto_class), config.stated_plan)
     except PlanError as error:
         return str(error)
-    except Exception as error:  # of transformers' code of any model
+    except Exception as error:  # any model's code in transformers may raise it
         if isinstance(error.__cause__, PlanError):
             return str(error.__cause__)
         if isinstance(error, UsageError):
@@ -188,7 +188,7 @@ def becomes(module: Any) -> str:
 
 
 def said(style: Any) -> str:
-    """The style without what it is by default."""
+    """The style in words, without its default values."""
     if hasattr(style, "attributes"):
         words = [*style.attributes, *(f"{name}={value}" for name, value in style.values)]
     else:
@@ -206,7 +206,7 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def sent(module: Any) -> str:
-    """The communication of a module that is cut."""
+    """The communication of a sharded module."""
     from megatron.parallel import planned
 
     if isinstance(module, planned.SharedHeads):
@@ -250,7 +250,7 @@ def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit status."""
+    """Run the program; returns the exit status."""
     with interruptible(environ), user_errors(environ):
         return parse_call(prove_plan, arguments, environ)()
 

@@ -1,4 +1,4 @@
-"""Stages that are run once: each leaves a stamp, and is reused while the stamp holds."""
+"""Stages that run once: each writes a stamp, and is reused as long as the stamp is valid."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from megatron.data.files import sha256
 from tools.command import Command, Failure, cause, run_commands
 from tools.corpus.shards import placed
 
-STAMPS = "stages"  # the folder of the stamps; its presence says that a folder is a program's own
-OWNER = "owner"  # the file in it that names the program
+STAMPS = "stages"  # folder of the stamps; its presence marks an output folder of a program
+OWNER = "owner"  # file in it that names the program
 
 
 class StageError(Exception):
@@ -30,21 +30,21 @@ class Stage:
     name: str
     commands: tuple[Command, ...]
     side_by_side: bool = False
-    """Whether the commands run at the same time, and not one after the other."""
+    """Whether the commands run in parallel rather than one after the other."""
     inputs: tuple[Path, ...] = ()
-    """Files from outside whose content counts; what earlier stages left needs no mention."""
+    """External files whose contents matter; outputs of earlier stages need not be listed."""
     outputs: tuple[Path, ...] = ()
-    """Files and folders that it leaves; removed before it runs."""
+    """Files and folders that the stage writes; removed before it runs."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Kept in the stamp for the report."""
+    """Facts to keep in the stamp for the report."""
 
     def fingerprint(self) -> str:
-        """Changes with the commands, but for what suits the machine, and the inputs' content."""
+        """Hash of the commands without their machine-dependent tuning, and of the inputs."""
         facts = [[command.argv for command in self.commands], [sha256(p) for p in self.inputs]]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def sizes(self, out: Path) -> dict[str, int]:
-        """Bytes of every file among the outputs, named from `out` on."""
+        """{path relative to `out`: bytes} of every file among the outputs."""
         files = (file for output in self.outputs for file in sorted(files_of(output)))
         return {str(file.relative_to(out)): file.stat().st_size for file in files}
 
@@ -68,9 +68,9 @@ def own_folder(
     flag: str = "--out",
     owner: str = "the quickstart",
 ) -> None:
-    """Make `out` the program's own, or empty it of what the program wrote.
+    """Mark `out` as the program's folder; with `fresh` first remove what the program wrote to it.
 
-    ValueError, naming the flag, for a folder with something else in it.
+    Raises ValueError, naming the flag, for a folder with anything else in it.
     """
     mark = out / STAMPS / OWNER
     if out.is_file() or (out.exists() and any(out.iterdir()) and not (out / STAMPS).is_dir()):
@@ -88,9 +88,9 @@ def own_folder(
 
 
 def run_stages(stages: Sequence[Stage], out: Path, root: Path) -> None:
-    """Run the stages in order, commands from `root`; reuse those finished before.
+    """Run the stages in order, with commands started in `root`; reuse finished ones.
 
-    From the first stage that has to run all others run too.  Raises StageError.
+    After the first stage that has to run, all later ones run, too.  Raises StageError.
     """
     for number, stage in enumerate(stages, start=1):
         title = f"[{number}/{len(stages)}] {stage.name}"
@@ -113,13 +113,13 @@ def stamp_file(out: Path, name: str) -> Path:
 
 
 def read_stamp(out: Path, name: str) -> dict[str, Any] | None:
-    """What is known of a finished stage; None if it has not finished."""
+    """The stamp of a finished stage; None if it has not finished."""
     file = stamp_file(out, name)
     return json.loads(file.read_bytes()) if file.exists() else None
 
 
 def is_finished(stage: Stage, stamp: Mapping[str, Any], out: Path) -> bool:
-    """Whether nothing has changed: the outputs are whole, commands and inputs are the same."""
+    """Whether nothing has changed: sizes of the outputs, commands and inputs are the same."""
     if not all(output.exists() for output in stage.outputs):
         return False
     same_outputs = stamp["outputs"] == stage.sizes(out)
@@ -139,7 +139,7 @@ def write_stamp(stage: Stage, seconds: float, out: Path) -> None:
 
 
 def run_stage(stage: Stage, root: Path) -> float:
-    """Run the stage's commands; the seconds they took."""
+    """Run the stage's commands; returns the seconds they took."""
     start = time.monotonic()
     batches = [stage.commands] if stage.side_by_side else [(each,) for each in stage.commands]
     for batch in batches:
@@ -163,9 +163,9 @@ def explain(stage: Stage, failure: Failure, root: Path) -> str:
 
 
 def finished_stamps(out: Path, names: Sequence[str], flag: str, cure: str) -> dict[str, Any]:
-    """What these stages left; ValueError, naming the flag, if one has not finished.
+    """The stamps of these stages; raises ValueError, naming the flag, if one has not finished.
 
-    cure: what to run then.
+    cure: for the message, what to run then.
     """
     stamps = {name: read_stamp(out, name) for name in names}
     for name, stamp in stamps.items():
@@ -177,7 +177,7 @@ def finished_stamps(out: Path, names: Sequence[str], flag: str, cure: str) -> di
 def tell_plan(stages: Sequence[Stage], minutes: Mapping[str, float] = MappingProxyType({})) -> None:
     """Print the stages and their commands, as typed at the root of the repository.
 
-    minutes: that are planned for a stage, by its name.
+    minutes: planned minutes by name of the stage.
     """
     for number, stage in enumerate(stages, start=1):
         together = ", all at the same time" if stage.side_by_side else ""
@@ -190,9 +190,9 @@ def tell_plan(stages: Sequence[Stage], minutes: Mapping[str, float] = MappingPro
 
 
 def run_program(function: Callable[..., None], name: str) -> None:
-    """Call it with the command line's flags; what is wrong ends the program with one message.
+    """Call the function with the command line's flags; an error ends the program with one message.
 
-    name: of the program, as its user types it.
+    name: the program, as its user types it.
     """
     with user_errors({}):
         try:

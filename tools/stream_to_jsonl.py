@@ -3,14 +3,13 @@
     python -m tools.stream_to_jsonl --dataset-name NAME|FOLDER|FILE [--dataset-config C]
         [--dataset-split S] [--text-column T] [--documents N] --output FILE.jsonl
 
-Training reads no stream. The order of samples is a function of (seed, sample number), and a stream
-has no access by number: a shuffled one draws from a buffer, which a resumed run fills in another
-order than the run before it did, and to skip what was read takes a pass over it. A file has every
-document at a known place, so that a run resumes exactly, at any layout.
+Training does not read streams. The order of samples is a function of (seed, sample number), and a
+stream has no access by number. A shuffled stream draws from a buffer, which a resumed run fills in
+another order than the original run, and skipping what was read takes a pass over it. A file has
+every document at a known position, so a run resumes exactly, at any layout.
 
-Memory is bounded: of parquet a row group is held. No more of the stream is read than --documents
-needs. The file appears under its name when it is whole; after a crash the same command starts
-again.
+Memory is bounded: it holds one row group of a parquet file. Only as much of the stream is read as
+--documents needs. The file gets its name when it is complete; after a crash run the command again.
 """
 
 import sys
@@ -59,11 +58,11 @@ def stream_to_jsonl(
 
     Args:
         dataset_name: a data set on the hub, or a local folder or file (JSON, CSV, parquet, text).
-        output: the file to write, FILE.jsonl, that is not there.
-        dataset_config: of a data set that has several.
-        dataset_split: by default train; also train+test.
-        text_column: the column of the text.
-        documents: how many to write, the first of the stream; by default all.
+        output: the file to write, FILE.jsonl; must not exist.
+        dataset_config: the configuration, for a data set that has several.
+        dataset_split: the split, by default train; train+test is possible, too.
+        text_column: the column with the text.
+        documents: write only this many documents, the first of the stream; by default all.
     """
     if documents is not None and documents < 1:
         raise UsageError("--documents", documents, "above 0", works=("--documents", "1000"))
@@ -99,7 +98,7 @@ def stream_to_jsonl(
 
 
 def refuse(output: Path) -> NoReturn:
-    """Raise UsageError, which suggests a name that is free."""
+    """Raise UsageError, which suggests an unused name."""
     stem = output.name.partition(".jsonl")[0] if ".jsonl" in output.name else output.stem
     names = (f"{stem}_{number}.jsonl" if number else f"{stem}.jsonl" for number in count())
     free = next(each for each in map(output.with_name, names) if not each.exists())
@@ -109,9 +108,9 @@ def refuse(output: Path) -> NoReturn:
 
 @contextmanager
 def alone(output: Path) -> Iterator[None]:
-    """As the only run that writes this file; what one that was killed has left of it is removed.
+    """Make this the only run that writes the file, and remove the remains of a killed run.
 
-    Raises UsageError where another is at it, and where the file is there.
+    Raises UsageError if another run is writing the file, or if it exists.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"), timeout=0)
@@ -131,9 +130,9 @@ def alone(output: Path) -> Iterator[None]:
 
 
 def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
-    """What each row has in the column.
+    """The value of the column in each row.
 
-    Raises ValueError, naming the flag, where there is no such column, and where the stream breaks.
+    Raises ValueError, naming the flag, if there is no such column, or if the stream breaks off.
     """
     rows = iter(stream)
     for number in count():
@@ -144,7 +143,7 @@ def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
             raise ValueError(f"{name} breaks off after {number} rows: {reason}") from error
         if row is None:
             return
-        if not number:  # the first row tells the columns where the stream does not say them
+        if not number:  # the first row shows the columns if the stream does not list them
             known = stream.features
             schema = known.arrow_schema if known else pa.Table.from_pylist([row]).schema
             check_column(column, schema, name)
@@ -152,7 +151,7 @@ def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
 
 
 def to_line(text: object) -> bytes | None:
-    """A line of JSON, as a reader of JSON lines takes it; None for what holds no text."""
+    """A JSON line, as readers of JSON lines accept it; None if there is no text."""
     if not isinstance(text, str) or not text or text.isspace():
         return None
     return orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)

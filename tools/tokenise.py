@@ -1,9 +1,9 @@
-"""What the workers of tools/preprocess_data.py do: units of JSON lines to tokens, tokens to shards.
+"""Work of the workers of tools/preprocess_data.py: units of JSON lines to tokens, these to shards.
 
 A unit is encoded into three files: its tokens, the size of each sequence (a document, or a sentence
-of one) and how many of these each document has; a shard is the units of some range of the input,
-one after another.  So all workers are busy whether there is one shard or many, and what is written
-does not depend on how many there are.
+of one) and the number of sequences of each document. A shard is the concatenation of the units of
+some range of the input.  Thus all workers are busy whether there is one shard or many, and the
+output does not depend on the number of workers.
 """
 
 import os
@@ -31,57 +31,57 @@ from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder
 from tools.sentences import split_sentences
 
-BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # that are encoded at a time, whichever comes first
-JOINED_TOKENS = 1 << 23  # that are held at a time while a shard is put together
+BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # encoded in one call, whichever is reached first
+JOINED_TOKENS = 1 << 23  # held in memory at a time while a shard is joined
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
 PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
 NO_TOKEN = "without a token"
-LINES_LOOKED_AT = 100  # of a unit, for the keys of lines without text
-UNITS = 64  # at least, if they do not become too small: work for all workers
-SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # of a look at the input
+LINES_LOOKED_AT = 100  # lines without text per unit whose keys are counted
+UNITS = 64  # least number, unless units become too small, to give work to all workers
+SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # limits of a sample of the input
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSettings(StepSettings):
-    """What decides the tokens: made of the flags of tools/preprocess_data.py."""
+    """The settings that determine the tokens, made from the flags of tools/preprocess_data.py."""
 
     json_key: str
     tokenizer_type: str
     vocab_file: Path | None
     merge_file: Path | None
     fingerprint: str
-    """Of the tokenizer; with it come its vocab_size and its end mark."""
+    """Fingerprint of the tokenizer; it covers vocab_size and the end mark."""
     vocab_size: int
     eod: int | None
-    """The mark that every document is to end with, if there is to be one."""
+    """Id of the mark at the end of every document, if there is one."""
     unknown: int | None
-    """The id of [UNK], if the tokenizer has one."""
+    """Id of [UNK], if the tokenizer has one."""
     sentences: str | None
-    """What splits documents into sentences, name and version; None where they stay whole."""
+    """Name and version of the sentence splitter; None if documents are not split."""
     encoder: str
     shard_bytes: int
-    """Of input, for one shard of output."""
+    """Bytes of input for one shard of output."""
     shuffled: bool | None
 
-    no_parameters: ClassVar = frozenset({"unknown"})  # which the fingerprint says, too
+    no_parameters: ClassVar = frozenset({"unknown"})  # the fingerprint covers it
 
     def load_encoder(self) -> Encoder:
-        """One for each process."""
+        """The encoder; built once per process."""
         files = self.vocab_file, self.merge_file
         return load_encoder(self.tokenizer_type, *files, self.encoder)
 
     def part(self, unit: str, suffix: str) -> Path:
-        """A file that holds what a unit was encoded to."""
+        """One of the files that a unit was encoded into."""
         return self.output / WORK / "parts" / f"{unit}{suffix}"
 
     def staged(self, shard: int) -> str:
-        """Prefix of a shard before it is put in place."""
+        """Prefix of a shard before it is moved to its final place."""
         return str(self.output / WORK / "staged" / f"{shard:05}")
 
 
 @cache
 def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
-    # A worker is one of --workers: the tokenizers library would take all cores for each.
+    # There are --workers processes; the tokenizers library would use all cores in each of them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files = [str(file) if file else None for file in (vocab_file, merge_file)]
     return build_tokenizer(kind, *files)
@@ -91,7 +91,7 @@ def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) 
 def load_encoder(
     kind: str, vocab_file: Path | None, merge_file: Path | None, choice: str
 ) -> Encoder:
-    """Made once in a process, whether it is named or left to choose."""
+    """The encoder; built once per process, even if `choice` names the one that "auto" selects."""
     if choice != "auto":
         chosen = load_encoder(kind, vocab_file, merge_file, "auto")
         if chosen.name == choice:
@@ -107,12 +107,12 @@ class Passage(NamedTuple):
 
 
 def unit_bytes(total: int, shard_bytes: int) -> int:
-    """How the input is cut: into UNITS or more, but none larger than a shard."""
+    """Bytes of a unit: gives UNITS units or more, none larger than a shard."""
     return min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT, shard_bytes)
 
 
 def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
-    """The units of each shard: even shares of the input, of shard_bytes at most as units go."""
+    """The units of each shard: equal shares of the input, of at most about shard_bytes."""
     sizes = [unit.stop - unit.start for unit in units]
     total = sum(sizes)
     shards = -(-total // shard_bytes)
@@ -123,17 +123,17 @@ def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
 
 class Encoded(NamedTuple):
     ids: NDArray[np.uint32]
-    """Of all documents, one after another."""
+    """Token ids of all documents, concatenated."""
     sizes: NDArray[np.int32]
-    """How many of them each sequence has, 1 or more."""
+    """Number of ids of each sequence, 1 or more."""
     sequences: NDArray[np.int32]
-    """How many sequences each document has, 0 where it has no token."""
+    """Number of sequences of each document, 0 if it has no token."""
     empty: int
-    """Sentences without a token, which are left out."""
+    """Number of sentences without a token, which are left out."""
 
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
-    """Write the tokens of the unit's documents and their sizes; returns its counts, for JSON."""
+    """Write the unit's tokens, and the sizes of its sequences; returns its counts, for JSON."""
     funnel, empty, other_keys = Funnel(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
@@ -160,7 +160,7 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
 
 
 def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
-    """The tokens of documents, cut into sentences and ended by marks as the settings say."""
+    """The tokens of documents, with sentences and end marks according to the settings."""
     is_split = settings.sentences is not None
     parts = [split_sentences(text) if is_split else [text] for text in texts]
     ids, sizes = settings.load_encoder().arrays(list(chain.from_iterable(parts)))
@@ -176,7 +176,7 @@ def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
 
 
 def sample_texts(units: Sequence[Unit], key: str) -> list[str]:
-    """The beginnings of some documents, from all over the input.  key: of a line's text."""
+    """The beginnings of documents from all over the input.  key: key of the text in a line."""
     some = units[:: -(-len(units) // SAMPLE_UNITS)]
     return [
         passage.text[:SAMPLE_CHARACTERS]
@@ -192,7 +192,7 @@ def _read_passages(
 ) -> Iterator[Passage]:
     """The documents of a unit; lines without one are set aside in the funnel.
 
-    other_keys: gets the characters of text under each key of the first lines that lack this one.
+    other_keys: counts the characters of text under each key of the first lines that lack `key`.
     """
     for line in read_shard(unit.file, unit.start, unit.stop, key=key):
         try:
@@ -231,7 +231,7 @@ def _count(counts: Counts, passage: Passage) -> None:
 def join_shard(
     number: int, units: tuple[str, ...], settings: TokenSettings
 ) -> dict[str, Any] | None:
-    """Put the parts of the units together; the shard's Description, None if it has no document."""
+    """Join the parts of the units; returns the shard's Description, None if it has no document."""
     staged = settings.staged(number)
     Path(staged).parent.mkdir(parents=True, exist_ok=True)
     dtype, is_split = token_dtype(settings.vocab_size), settings.sentences is not None
@@ -263,13 +263,13 @@ def join_shard(
 def _read_part(
     settings: TokenSettings, unit: str, dtype: np.dtype[Any]
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int32]]]:
-    """What a unit was encoded to, some documents at a time: tokens, sizes, sequences of each."""
+    """(tokens, sizes, sequences) of a unit's parts, some documents at a time."""
     binary, *counts = (settings.part(unit, suffix) for suffix in PARTS)
     sizes, sequences = (np.fromfile(file, np.int32) for file in counts)
     if not len(sequences):
         return
     tokens = np.memmap(binary, dtype, "r")
-    # Where each document begins, and the last one ends, in sequences and in tokens.
+    # Start of each document and end of the last one, counted in sequences and in tokens.
     starts = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[starts]
     cuts = np.searchsorted(offsets[1:], np.arange(0, offsets[-1], JOINED_TOKENS), side="right")

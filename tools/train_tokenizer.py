@@ -6,8 +6,8 @@
         --special-tokens '[BOT]' '[EOT]' '[PAD]'
 
 A BPE has GPT-2's pre-tokenizer and <|endoftext|> as the last id; in a tokenizer.json it has the
-given special tokens as the first ids.  A WordPiece begins with [PAD], and a warning tells where
-much of its own text is [UNK].  Files that are there are replaced.
+given special tokens as the first ids.  A WordPiece begins with [PAD]; there is a warning if much of
+its training text is [UNK].  Existing files are replaced.
 """
 
 import sys
@@ -49,11 +49,11 @@ from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import cut, placed
 
 BYTES = 256
-# What begins a text, by its usual names, as END_MARKS and PAD_MARKS end and pad it.
+# Usual names of the mark that begins a text; END_MARKS end texts and PAD_MARKS pad them.
 BEGIN_MARKS = ("[BOT]", "<s>", "[CLS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>")
-MOST_LETTERS = 1000  # that a WordPiece knows, as BERT's; rarer ones are [UNK]
-UNIT_BYTES = 1 << 40  # a file is read from its start to its end
-SAMPLE, SAMPLE_CHARACTERS = 500, 4000  # documents, and the most of one, that [UNK] is counted in
+MOST_LETTERS = 1000  # in the vocabulary of a WordPiece, as in BERT's; rarer ones are [UNK]
+UNIT_BYTES = 1 << 40  # so large that every file is one unit
+SAMPLE, SAMPLE_CHARACTERS = 500, 4000  # documents and characters of each in which [UNK] is counted
 
 Files = Mapping[str, bytes]
 
@@ -70,15 +70,15 @@ def train_tokenizer(
     Args:
         input: files of JSON lines with a "text" in each, and *.txt, each a document (plain, .gz or
             .zst), or folders of them.
-        vocab_size: ids in all: 256 bytes, the merges, and the end mark or the special tokens; or
-            five marks, letters and pieces; fewer come out where the text has no more pairs to
-            merge.
+        vocab_size: total number of ids. For a BPE: 256 bytes, merges, and the end mark or the
+            special tokens; for a WordPiece: five marks, letters and pieces. The result has fewer
+            ids if the text has no more pairs to merge.
         output_dir: the folder for vocab.json and merges.txt, for vocab.txt, or for tokenizer.json
-            and tokenizer_config.json; those that are there are replaced.
+            and tokenizer_config.json; existing ones are replaced.
         tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, or
             HuggingFaceTokenizer, a byte-level BPE in a tokenizer.json.
-        special_tokens: of a HuggingFaceTokenizer: its first ids, an end mark among them, such as
-            [EOT] or <|endoftext|>. Text that spells one is ordinary text.
+        special_tokens: only for a HuggingFaceTokenizer: its first ids, including an end mark such
+            as [EOT] or <|endoftext|>. Text that spells one is ordinary text.
     """
     if tokenizer_type not in TRAINERS:
         known = ", ".join(TRAINERS)
@@ -98,12 +98,12 @@ def train_tokenizer(
 
 
 def differs(file: Path, content: bytes) -> bool:
-    """Whether the file is there and holds something else."""
+    """Whether the file exists with other content."""
     return file.is_file() and file.read_bytes() != content
 
 
 def check_special_tokens(special_tokens: Sequence[str], tokenizer_type: str) -> None:
-    """UsageError for those that the kind does not take, or that lack an end mark."""
+    """Raise UsageError if the kind has no special tokens, or if they lack an end mark."""
     name, given = "--special-tokens", " ".join(special_tokens) or None
     has_end = not set(special_tokens).isdisjoint(END_MARKS)
     if tokenizer_type != HuggingFaceTokenizer.kind:
@@ -123,7 +123,7 @@ def check_special_tokens(special_tokens: Sequence[str], tokenizer_type: str) -> 
 def check_vocab_size(
     vocab_size: int, tokenizer_type: str = GPT2BPETokenizer.kind, special_tokens: int = 0
 ) -> None:
-    """ValueError for one that has no room for what every vocabulary of the kind holds."""
+    """Raise ValueError for a size too small for the ids that every vocabulary of the kind has."""
     if tokenizer_type == GPT2BPETokenizer.kind:
         least, needed = BYTES + 1, f"the {BYTES} bytes and the end mark"
     elif tokenizer_type == HuggingFaceTokenizer.kind:
@@ -142,7 +142,7 @@ def check_vocab_size(
 def build_byte_pairs(
     paths: Sequence[Path], vocab_size: int, special_tokens: Sequence[str] = ()
 ) -> Tokenizer:
-    """special_tokens: the first ids."""
+    """Train a byte-level BPE. special_tokens: get the first ids."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -190,12 +190,12 @@ def train_byte_pairs(paths: Sequence[Path], vocab_size: int) -> Files:
 
 def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bool) -> Files:
     tokenizer = build_wordpiece(MARKS, is_lower_case=is_lower_case)
-    # A letter takes two ids, so that all of them get a quarter of the ids at most.
+    # A letter takes two ids; all letters together get at most a quarter of the ids.
     sample: list[str] = []
     most = min(MOST_LETTERS, vocab_size // 8)
     letters = find_letters(tokenizer, sampled(texts(paths), sample), most)
-    # Left to itself the library numbers continuations in an order that changes from run to run,
-    # and of pairs that are equally frequent merges the one with the lower numbers.
+    # By itself the library numbers continuations in an order that changes from run to run, and
+    # merges, of equally frequent pairs, the one with the lower numbers.
     alphabet = [*letters, *continuations(tokenizer, letters)]
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
@@ -213,7 +213,7 @@ def train_wordpiece(paths: Sequence[Path], vocab_size: int, *, is_lower_case: bo
 
 
 def sampled(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
-    """The same texts; the beginnings of some, from all over them, are left in `sample`."""
+    """Yields the same texts, and adds the beginnings of some, evenly spaced, to `sample`."""
     stride = 1
     for number, text in enumerate(texts):
         if number % stride == 0:
@@ -225,7 +225,7 @@ def sampled(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
 
 
 def tell_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None:
-    """Warn where much of the text that it was trained on is [UNK].  most: letters that it knows."""
+    """Warn if much of the training text is [UNK].  most: limit of the tokenizer's letters."""
     encodings = tokenizer.encode_batch(sample, add_special_tokens=False)
     ids = [number for encoding in encodings for number in encoding.ids]
     share = ids.count(MARKS.index(UNKNOWN)) / max(1, len(ids))
@@ -242,7 +242,7 @@ def tell_unknown(tokenizer: Tokenizer, sample: Sequence[str], most: int) -> None
 
 
 def find_letters(tokenizer: Tokenizer, texts: Iterator[str], most: int) -> list[str]:
-    """The most frequent characters, in their order in Unicode."""
+    """The `most` most frequent characters, in Unicode order."""
     counts = Counter[str]()
     for text in texts:
         counts.update("".join(tokenizer.normalizer.normalize_str(text).split()))
@@ -250,7 +250,7 @@ def find_letters(tokenizer: Tokenizer, texts: Iterator[str], most: int) -> list[
 
 
 def continuations(tokenizer: Tokenizer, letters: Sequence[str]) -> Iterator[str]:
-    """Of the letters that can stand within a word, as punctuation and Chinese ones cannot."""
+    """Continuation pieces of letters that can be inside a word: no punctuation or Chinese ones."""
     for letter in letters:
         word = tokenizer.normalizer.normalize_str(f"a{letter}")
         if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1:
@@ -268,9 +268,9 @@ TRAINERS: dict[str, Callable[..., Files]] = {
 
 
 def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
-    """The documents' texts, one at a time; lines that hold none are counted and said, once.
+    """The documents' texts, one at a time; a warning counts lines without one, unless `again`.
 
-    ValueError, naming the first such line, where there is no document at all.
+    Raises ValueError, naming the first such line, if there is no document at all.
     """
     funnel = Funnel()
     for unit in cut(find_shards(paths), UNIT_BYTES):

@@ -1,7 +1,7 @@
 """SQuAD's files as released, of either version, checked.
 
 1.1: every question has an answer in its passage. 2.0: every question has "is_impossible", and no
-answers where that is true. Which of the two a file is, its questions tell. "plausible_answers" and
+answers where that is true. The questions decide which version a file is. "plausible_answers" and
 other keys are not read.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tasks.reading import read_json
 
 CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
-MOST_MISPLACED = 0.01  # of the answers; a file with more has been changed
+MOST_MISPLACED = 0.01  # share of the answers; a file with more has been changed
 KINDS = {str: "a text", list: "a list", int: "a number", bool: "true or false"}
 Version: TypeAlias = Literal["1.1", "2.0"]
 
@@ -29,20 +29,20 @@ Version: TypeAlias = Literal["1.1", "2.0"]
 class Answer:
     text: str
     start: int | None  # its first character in the passage; None where the passage lacks the text
-    moved: bool  # whether the file says another one than where the passage has the text
+    moved: bool  # whether the file's answer_start differs from it
 
 
 @dataclass(frozen=True)
 class Question:
     id: str
     text: str
-    passage: int  # its number
-    answers: Sequence[Answer]  # none where it cannot be answered
-    is_impossible: bool | None  # None: the file does not say, as 1.1
+    passage: int  # index of the passage
+    answers: Sequence[Answer]  # empty where the question cannot be answered
+    is_impossible: bool | None  # None: not in the file, as in 1.1
 
     @property
     def placed(self) -> Answer | None:
-        """The first answer that stands in the passage."""
+        """The first answer that occurs in the passage."""
         return next((each for each in self.answers if each.start is not None), None)
 
 
@@ -60,20 +60,20 @@ class Squad:
 
     @property
     def moved(self) -> list[str]:
-        """The question of each answer that is elsewhere in its passage than the file says."""
+        """Question id of each answer that is elsewhere in its passage than the file says."""
         return [q.id for q in self.questions for each in q.answers if each.moved]
 
     @property
     def lost(self) -> list[str]:
-        """The question of each answer that is nowhere in its passage."""
+        """Question id of each answer that is nowhere in its passage."""
         return [q.id for q in self.questions for each in q.answers if each.start is None]
 
 
 def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED) -> Squad:
-    """Raises ValueError or OSError, naming file and question, for what is not as released.
+    """Raises ValueError or OSError, naming file and question, for files not as released.
 
-    An answer that is not where its answer_start says counts at the nearest place that has its text.
-    How many there are is a warning, and above a share of most_misplaced an error.
+    An answer that is not at its answer_start is placed at the nearest occurrence of its text. The
+    number of such answers is a warning, and above a share of most_misplaced an error.
     """
     place = f"{flag} {file}"
     passages: list[str] = []
@@ -94,7 +94,7 @@ def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED)
 
 
 def _paragraphs(place: str, content: Any) -> Iterator[tuple[str, str, list[Any]]]:
-    """(where it is, its passage, the questions) of each paragraph."""
+    """(location, passage, questions) of each paragraph."""
     for article, each in enumerate(_take(content, "data", list, place), 1):
         where = f"{place}, article {article}"
         for number, paragraph in enumerate(_take(each, "paragraphs", list, where), 1):
@@ -107,7 +107,7 @@ def _paragraphs(place: str, content: Any) -> Iterator[tuple[str, str, list[Any]]
 
 def _question(named: str, entry: Any, passage: str, number: int) -> Question:
     is_impossible = _take(entry, "is_impossible", bool, named) if "is_impossible" in entry else None
-    # A question of the 1.1 that has no answer would be scored wrong whatever is said.
+    # A question of 1.1 without answers would be scored as wrong for every prediction.
     answers = [_answer(named, each, passage) for each in _take(entry, "answers", list, named)]
     if bool(is_impossible) == bool(answers):
         says = "says that it is impossible, and has" if answers else "is not impossible, and lacks"
@@ -125,14 +125,14 @@ def _answer(named: str, entry: Any, passage: str) -> Answer:
 
 
 def nearest(passage: str, text: str, start: int) -> int | None:
-    """Where the text stands in the passage: at `start` or as near to it as can be."""
+    """Position of the text in the passage that is nearest to `start`; None if it has none."""
     start = min(max(start, 0), len(passage))
     found = passage.rfind(text, 0, start + len(text)), passage.find(text, start)
     return min((each for each in found if each >= 0), key=lambda at: abs(at - start), default=None)
 
 
 def _take(entry: Any, key: str, kind: type, place: str) -> Any:
-    """entry[key], which has to be of this kind."""
+    """entry[key]; raises ValueError unless it is of this kind."""
     value = entry.get(key) if isinstance(entry, dict) else None
     if type(value) is not kind:
         raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {CURE}')

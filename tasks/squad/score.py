@@ -1,9 +1,9 @@
 """Exact match and F1 as the official scorers of SQuAD 1.1 and 2.0 count them.
 
 Answers are compared in lower case, without ASCII punctuation, without the words a, an and the, and
-with one blank between words. A question's exact match and F1 are those of the right answer that
-gives most. 2.0 has two rules more: right answers of which nothing is left do not count, and where
-either side is empty F1 is the exact match.
+with one blank between words. A question's exact match and F1 are the best over its right answers.
+2.0 has two more rules: right answers that are empty after this do not count, and where either side
+is empty F1 is the exact match.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ BEST = (
 
 @dataclass(frozen=True)
 class Marks:
-    """Of every question, in the order of the file, each in [0, 1]."""
+    """Scores in [0, 1] of every question, in the order of the file."""
 
     exact: NDArray[np.float64]  # [questions]
     f1: NDArray[np.float64]  # [questions]
 
 
 def conventions(version: Version) -> dict[str, str]:
-    """What each figure means."""
+    """The meaning of each figure, by its name."""
     every = {"questions": "of the file", "exact_match": EXACT, "f1": F1}
     if version == "1.1":
         return every
@@ -75,14 +75,14 @@ def normalise(text: str) -> str:
 
 
 def word_f1(answer: str, right: str) -> float:
-    """Of two normalised answers; 0 where they share no word."""
+    """F1 of the words of two normalised answers; 0 where they share no word."""
     words, gold = answer.split(), right.split()
     shared = (Counter(words) & Counter(gold)).total()
     return 2 * shared / (len(words) + len(gold)) if shared else 0.0
 
 
 def mark(squad: Squad, predictions: Mapping[str, str]) -> Marks:
-    """A question without a prediction counts as wrong."""
+    """The marks of all questions; one without a prediction counts as wrong."""
     marks = np.zeros((len(squad.questions), 2))
     for row, question in zip(marks, squad.questions, strict=True):
         if question.id in predictions:
@@ -96,18 +96,18 @@ def _mark(answer: str, right: set[str], is_v2: bool) -> tuple[float, float]:
         right = right - {""} or {""}
     exact = float(answer in right)
     f1 = max(word_f1(answer, each) for each in right)
-    # Of two empty answers: 2.0 calls their F1 1, 1.1 calls it 0.
+    # The F1 of two empty answers is 1 in 2.0, and 0 in 1.1.
     return exact, exact if is_v2 and not answer else f1
 
 
 def unanswered(squad: Squad, marks: Marks, is_left_out: NDArray[np.bool_]) -> Marks:
-    """The marks where these questions, [questions], are not answered: right if none have one."""
+    """Marks with masked questions, [questions], unanswered: right if they have no answer."""
     right = ~squad.has_answer
     return Marks(*(np.where(is_left_out, right, each) for each in (marks.exact, marks.f1)))
 
 
 def figures(squad: Squad, marks: Marks) -> dict[str, Any]:
-    """Means in per cent; for 2.0 also apart for questions with and without an answer."""
+    """Means in per cent; for 2.0 also separately for questions with and without an answer."""
     found: dict[str, Any] = {}
     if squad.version == "2.0":
         has = squad.has_answer
@@ -127,10 +127,10 @@ def _percent(marks: NDArray[np.float64]) -> float:
 def best_figures(
     squad: Squad, marks: Marks, answered: NDArray[np.bool_], odds: NDArray[np.float64]
 ) -> dict[str, float]:
-    """The highest exact match and F1 that a threshold of the odds can give, and which does.
+    """The highest exact match and F1 that a threshold of the odds can give, and that threshold.
 
-    answered: [questions], whether the prediction that has these marks is not empty;
-    odds: [questions], as high as no answer is likely.
+    answered: [questions], whether the prediction with these marks is not empty;
+    odds: [questions], the higher, the more likely it is that there is no answer.
     """
     found = {}
     for name, each in zip(BESTS, (marks.exact, marks.f1), strict=True):
@@ -143,8 +143,8 @@ def best_figures(
 
 
 def _best_threshold(gains: NDArray[np.float64], odds: NDArray[np.float64]) -> tuple[float, float]:
-    """(most that can be gained by answering all whose odds are at most a threshold, the lowest
-    such threshold); gains: [questions], over not answering."""
+    """(largest sum of gains of the questions whose odds are at most a threshold, the lowest such
+    threshold). gains: [questions], gain of answering over not answering."""
     order = np.argsort(odds, kind="stable")
     ranked, sums = odds[order], gains[order].cumsum()
     # Questions of equal odds are answered together.
@@ -159,10 +159,10 @@ def _best_threshold(gains: NDArray[np.float64], odds: NDArray[np.float64]) -> tu
 def score_file(
     squad: Squad, predictions: Path, na_prob_file: Path | None, threshold: float
 ) -> dict[str, Any]:
-    """The figures of a file of predictions; ValueError or OSError, naming flag and file.
+    """The figures of a file of predictions. Raises ValueError or OSError, naming flag and file.
 
-    na_prob_file: of odds, from which the best thresholds come; a question whose odds are above the
-    threshold counts as not answered.
+    na_prob_file: odds, from which the best thresholds are computed; a question whose odds are above
+    the threshold counts as not answered.
     """
     ids = [each.id for each in squad.questions]
     answers, missing = read_by_id("--predictions", predictions, ids, str)
@@ -179,7 +179,7 @@ def score_file(
 def read_by_id(
     flag: str, file: Path, ids: Sequence[str], kind: type[str] | type[float]
 ) -> tuple[dict[str, Any], int]:
-    """(the file's values by question id, how many questions have none); other ids are a warning."""
+    """(the file's values by question id, how many questions have none); warns of other ids."""
     place, cure = f"{flag} {file}", CURES[kind]
     values = read_json(flag, file, cure)
     if not isinstance(values, dict):
@@ -200,7 +200,7 @@ def read_by_id(
 
 
 def _read_odds(file: Path, squad: Squad, missing: int) -> NDArray[np.float64]:
-    """[questions], of a file that has all of them, as the predictions have to."""
+    """[questions]; raises ValueError unless odds and predictions have all questions."""
     place = f"--na-prob-file {file}"
     if squad.version == "1.1":
         raise ValueError(f"{place}: {squad.place} is of SQuAD 1.1, which has no no-answer score")

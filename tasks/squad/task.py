@@ -1,8 +1,8 @@
 """SQuAD 1.1 and 2.0 (section 5.3, table 5): the part of a passage that answers a question.
 
-The files are those that its authors released; which version they are of is told from their
-questions. In the paper's table the two are SQUAD 1.1 and SQUAD 2.0. Answers in a file are scored
-without a model by --predictions.
+The files are those that SQuAD's authors released; the questions in a file decide its version. The
+paper's table calls the two SQUAD 1.1 and SQUAD 2.0. --predictions scores the answers in a file
+without a model.
 """
 
 from __future__ import annotations
@@ -35,66 +35,66 @@ from tasks.squad.score import best_figures, conventions, figures, mark, score_fi
 from tasks.squad.windows import Windows, make_windows, read_answers
 
 OF_MODELS = ("doc_stride", "max_query_length", "max_answer_length", "null_score_diff_threshold")
-OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # which 1.1 does not have
+OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # only for 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
-    """--train-data and --valid-data name a file each."""
+    """--train-data and --valid-data take one file each."""
 
     judged = "predictions"
 
     train_data: tuple[Path, ...] = ()
-    """What to train on: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":
-    [{"paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}; which version it is of
-    is told from its questions). Without it a fine-tuned model is evaluated."""
+    """Training data: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":
+    [{"paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}; its questions decide
+    the version). Without this flag a fine-tuned model is evaluated."""
 
     valid_data: tuple[Path, ...]
-    """What to evaluate on, after every epoch: one such file, of the same version. Its name has no
-    say: the figures are exact_match, f1 and others that the record explains."""
+    """Evaluation data, used after every epoch: one such file, of the same version. Its name does
+    not matter: the figures are exact_match, f1 and others that the record explains."""
 
     seq_length: int = 384
-    """Longest sequence, in tokens, with its special ones; a passage that does not fit is read in
-    several."""
+    """Longest sequence, in tokens, special tokens included; a passage that does not fit is split
+    over several."""
 
     epochs: int = 2
-    """Times that every example is trained on."""
+    """Number of times that every example is trained on."""
 
     lr: float = 3e-5
     """Highest learning rate, from which it falls linearly to 0."""
 
     global_batch_size: int = 48
-    """Examples of an optimizer step; the last one of an epoch has those that are left."""
+    """Examples per optimizer step; the last step of an epoch has the remaining ones."""
 
     doc_stride: int = 128
-    """Tokens from the start of a window of a passage to that of the next one."""
+    """Tokens between the starts of two successive windows of a passage."""
 
     max_query_length: int = 64
-    """Tokens of a question; of a longer one the start is read, and --max-truncated is the largest
-    share of the questions that may be longer."""
+    """Most tokens read of a question; longer ones lose their end, and --max-truncated is the
+    largest share of the questions that may be longer."""
 
     max_answer_length: int = 30
-    """Tokens of an answer that the model gives."""
+    """Most tokens of an answer of the model."""
 
     null_score_diff_threshold: float = 0.0
-    """A question of SQuAD 2.0 is not answered where the score of no answer is more than this above
-    the best answer's."""
+    """A question of SQuAD 2.0 gets no answer where the score of no answer exceeds that of the best
+    answer by more than this."""
 
     predictions: Path | None = None
-    """JSON file of {question id: answer}, "" for no answer, to be scored in place of a model."""
+    """JSON file of {question id: answer}, "" for no answer, to score in place of a model."""
 
     na_prob_file: Path | None = None
-    """JSON file of {question id: number}, beside --predictions: high where no answer is likely."""
+    """JSON file of {question id: number}, with --predictions; high where no answer is likely."""
 
     na_prob_thresh: float | None = field(default=None, metadata=BESIDE)
     """A question whose number in --na-prob-file is above it counts as not answered; 1 if not
     given."""
 
     save_predictions: Path | None = None
-    """JSON file for the answers of the model that is evaluated, as --predictions reads it."""
+    """JSON file for the answers of the evaluated model, in the format of --predictions."""
 
     save_null_odds: Path | None = None
-    """JSON file for the score of no answer less that of the best answer, by question id."""
+    """JSON file for the score of no answer minus that of the best answer, by question id."""
 
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
@@ -118,7 +118,7 @@ class Settings(FinetuneSettings):
         self._check_files()
 
     def _check_files(self) -> None:
-        """Of the files that go together."""
+        """Raise UsageError for files that cannot be used together."""
         if self.predictions is not None:
             if self.load or self.ensemble or self.train_data:
                 raise UsageError(
@@ -143,12 +143,12 @@ class Settings(FinetuneSettings):
                 )
 
     def changed(self, names: Sequence[str]) -> list[str]:
-        """Those that are not at their defaults."""
+        """Those of these settings that are not at their defaults."""
         return [each for each in names if getattr(self, each) != getattr(Settings, each)]
 
     @property
     def files(self) -> Sequence[Path]:
-        """The input; the files that are written may be there from a run before."""
+        """Input files only: output files may be left over from a previous run."""
         further = [each for each in (self.predictions, self.na_prob_file) if each is not None]
         return [*self.train_data, *self.valid_data, *further]
 
@@ -166,7 +166,7 @@ class SquadTask(Finetuning):
 
     @property
     def squad(self) -> Squad:
-        """What is evaluated."""
+        """The evaluated file."""
         return self.evaluations[""].squad
 
     @property
@@ -178,7 +178,7 @@ class SquadTask(Finetuning):
         return conventions(self.squad.version)
 
     def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
-        """Writes the answers too, where the settings say so; of an ensemble its own are last."""
+        """Also writes the answers if set to; an ensemble's own replace those of its models."""
         squad, longest = self.squad, self.settings.max_answer_length
         found = read_answers(self.evaluations[name], logits, longest)
         ids = [each.id for each in squad.questions]
@@ -201,7 +201,7 @@ def _save(file: Path | None, by_id: Mapping[str, str | float]) -> None:
 
 
 def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertTokenizer) -> SquadTask:
-    """Raises ValueError or OSError, naming the flag, for what cannot be trained or evaluated."""
+    """Raises ValueError or OSError, naming the flag, for data that cannot be used."""
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
     for name in settings.changed(OF_NO_ANSWER) if valid.version == "1.1" else ():
@@ -228,7 +228,7 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
 def make_examples(
     squad: Squad, settings: Settings, tokenizer: BertTokenizer, *, training: bool
 ) -> tuple[Windows, dict[str, int]]:
-    """(the windows, what was counted), after the checks of what was given."""
+    """(the windows, counts for the record), after the checks of the input."""
     texts = [*squad.passages, *(each.text for each in squad.questions)]
     casing = check_casing(squad.place, texts, tokenizer, settings.checks.allow_lower_case)
     shape = shape_of(tokenizer, settings.seq_length, cut="second", first=settings.max_query_length)
@@ -251,7 +251,7 @@ def make_examples(
 
 
 def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
-    """Warn of what is lost of the data; raises ValueError where too many questions are cut."""
+    """Warn of lost data; raise ValueError where too many questions are cut."""
     place, questions, cut = windows.squad.place, counts["questions"], counts["truncated_questions"]
     message = (
         f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
@@ -277,10 +277,10 @@ def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Setting
 
 
 def score_only(settings: Settings) -> dict[str, Any] | None:
-    """The figures of --predictions; None without."""
+    """The figures of --predictions; None without that flag."""
     if settings.predictions is None:
         return None
-    # Only the texts of the right answers count here, wherever they stand.
+    # Only the texts of the right answers matter here, not their positions.
     squad = read_squad("--valid-data", settings.valid_data[0], most_misplaced=1.0)
     thresh = 1.0 if settings.na_prob_thresh is None else settings.na_prob_thresh
     found = score_file(squad, settings.predictions, settings.na_prob_file, thresh)

@@ -1,17 +1,15 @@
 """Sequences of a question and a part of its passage: [CLS] question [SEP] window [SEP].
 
-A passage that does not fit is cut into windows whose starts are --doc-stride tokens apart, so that
-they overlap, and an answer at the edge of one stands within another. A window without the whole
-answer is labelled as one of a question without answer, with the place of [CLS], in 1.1 too.
+A passage that does not fit is split into windows whose starts are --doc-stride tokens apart. They
+overlap, so an answer at the edge of one window is inside another. A window that lacks part of the
+answer is labelled like a question without an answer, with the position of [CLS], in 1.1 too.
 
-Answers from the logits of a question's windows.
-
-The likeliest span of all windows is the answer: the highest sum of its start's and its end's logit,
-of at most --max-answer-length tokens. A token that several windows have may start a span only in
-the one where the context around it is best, the way of BERT's authors. All such spans are looked
-at, not those of each window's 20 best starts and ends alone. The answer is that part of
-the passage as it is in the file, from character to character, so that nothing is put back together
-from tokens.
+Answers from the logits of a question's windows: the answer is the span, in any window, of at most
+--max-answer-length tokens with the highest sum of start and end logit. If a token is in several
+windows, it may start a span only in the window that has most context around it, as in the code of
+BERT's authors. All such spans are searched, not only those of each window's 20 best starts and
+ends. The answer is the same range of characters of the passage in the file; it is not rebuilt from
+tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ NO_ANSWER = (-1, -1)
 @dataclass(frozen=True)
 class Passages:
     tokens: Ragged
-    spans: NDArray[np.int32]  # [all tokens, 2], first and last + 1 character of each in its passage
+    spans: NDArray[np.int32]  # [all tokens, 2], first and last + 1 character in the passage
 
     def spans_of(self, passage: int) -> NDArray[np.int32]:
         return self.spans[self.tokens.starts[passage] : self.tokens.starts[passage + 1]]
 
     def find(self, question: Question) -> tuple[int, int]:
-        """The first and last token that have some character of the question's answer, the first one
-        that stands in its passage; NO_ANSWER without."""
+        """First and last token that overlap the question's answer, the first of its answers that
+        occurs in the passage; NO_ANSWER if there is none."""
         answer = question.placed
         if answer is None or answer.start is None:
             return NO_ANSWER
@@ -54,17 +52,17 @@ class Passages:
 
 @dataclass(frozen=True)
 class Windows(Sequence[Example]):
-    """The windows of the questions, in order; each is put together when it is asked for."""
+    """The windows of the questions, in order; each is made when it is requested."""
 
     squad: Squad
     questions: Sequence[Question]  # those that have windows
-    asked: Ragged  # the tokens of each, uncut
+    asked: Ragged  # tokens of each question, uncut
     passages: Passages
     shape: Shape
     table: NDArray[np.int32]
     """[windows, 5]: question; first and last + 1 token of the window in the passage; first and last
-    of the answer there, or NO_ANSWER."""
-    firsts: NDArray[np.int64]  # [questions + 1], each one's first window
+    token of the answer in the passage, or NO_ANSWER."""
+    firsts: NDArray[np.int64]  # [questions + 1], first window of each question
 
     def __len__(self) -> int:
         return len(self.table)
@@ -78,29 +76,29 @@ class Windows(Sequence[Example]):
         return Example((sequence,), (first + shift, last + shift) if has_answer else (0, 0))
 
     def ahead(self, question: int) -> int:
-        """Tokens before the passage in the question's sequences."""
+        """Number of tokens before the passage in the question's sequences."""
         return self[int(self.firsts[question])].options[0].second
 
     @property
     def truncated(self) -> int:
-        """Questions of which only the start is read."""
+        """Number of questions whose end is cut."""
         assert self.shape.first is not None
         return int((self.asked.lengths > self.shape.first).sum())
 
     @property
     def blank(self) -> list[str]:
-        """The questions that have no token."""
+        """Ids of the questions without tokens."""
         pairs = zip(self.questions, self.asked.lengths, strict=True)
         return [each.id for each, length in pairs if not length]
 
     @property
     def without_answer(self) -> int:
-        """Windows that are labelled so."""
+        """Number of windows labelled as without answer."""
         return int((self.table[:, 3] < 0).sum())
 
     @property
     def cut_answers(self) -> int:
-        """Questions that no window has the whole answer of, though their passage has it."""
+        """Number of questions whose answer is in the passage, but not whole in any window."""
         held = np.zeros(len(self.questions), bool)
         held[self.table[self.table[:, 3] >= 0, 0]] = True
         pairs = zip(self.questions, held, strict=True)
@@ -112,8 +110,8 @@ def make_windows(
 ) -> Windows:
     """The windows of the file's questions, of at most shape.length tokens.
 
-    training: without the questions whose answers are not in their passages, or have no tokens
-    there. Raises ValueError, naming the question, where a passage has no tokens.
+    training: leave out questions whose answers are not in their passages, or have no tokens there.
+    Raises ValueError, naming the question, where a passage has no tokens.
     """
     passages = locate(squad.passages, tokenizer)
     kept = [(each, passages.find(each)) for each in squad.questions]
@@ -136,10 +134,10 @@ def make_windows(
 
 
 def locate(texts: Sequence[str], tokenizer: BertTokenizer) -> Passages:
-    """The tokens of each text, and where in it they are."""
+    """The tokens of each text, and their characters in it."""
     ids, spans, counts = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], [0]
     for text in texts:
-        # As in `encode`: white space that WordPiece would drop, and so join two words.
+        # As in `encode`: WordPiece would drop some white space, and so join two words.
         own, places = tokenizer.offsets(re.sub(r"\s", " ", text))
         ids.append(np.array(own, np.int32))
         spans.append(np.array(places, np.int32).reshape(-1, 2))
@@ -148,29 +146,29 @@ def locate(texts: Sequence[str], tokenizer: BertTokenizer) -> Passages:
 
 
 def cut_passage(size: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of the tokens of each window of a passage, which has `size` tokens.
+    """(first, last + 1) token of each window of a passage of `size` tokens.
 
-    room: tokens of a window; stride: from one's start to the next one's, but at most room.
+    room: tokens per window; stride: distance between the starts of windows, at most room.
     """
     step = min(room, stride)
     for begin in range(0, max(size - room, 0) + step, step):
         yield begin, min(begin + room, size)
 
 
-PER_TOKEN = 0.01  # what a longer window adds to the context of its tokens
+PER_TOKEN = 0.01  # bonus on the context of a token, per token of its window
 
 
 @dataclass(frozen=True)
 class Answers:
-    texts: Sequence[str]  # of each question, none of them empty
+    texts: Sequence[str]  # one answer per question, none of them empty
     odds: NDArray[np.float64]  # [questions], see read_answers
 
 
 def read_answers(windows: Windows, logits: Sequence[NDArray[np.floating]], longest: int) -> Answers:
-    """logits: of each window, [its tokens, 2]; longest: tokens of an answer.
+    """logits: one array per window, [its tokens, 2]; longest: most tokens of an answer.
 
-    The odds of no answer are the lowest sum of the two logits of [CLS] in any window, less that of
-    the answer.
+    The odds of no answer are the lowest sum of the two logits of [CLS] in any window, minus the sum
+    of the answer's two logits.
     """
     texts, odds = [], []
     for number, question in enumerate(windows.questions):
@@ -191,8 +189,8 @@ def read_answers(windows: Windows, logits: Sequence[NDArray[np.floating]], longe
 
 
 def best_contexts(table: NDArray[np.integer]) -> list[NDArray[np.bool_]]:
-    """Of each window (first and last + 1 token, [windows, 2]) which of its tokens have no better
-    context in another one: as many tokens on the side where there are fewer."""
+    """For each window, a mask of its tokens that have no better context in another window. Context
+    is the number of tokens on the shorter side. table: [windows, 2], first and last + 1 token."""
     begins, ends = table[:, :1], table[:, 1:]
     places = np.arange(ends.max())
     context = np.minimum(places - begins, ends - 1 - places) + PER_TOKEN * (ends - begins)
@@ -204,8 +202,8 @@ def best_contexts(table: NDArray[np.integer]) -> list[NDArray[np.bool_]]:
 def best_span(
     starts: NDArray[np.float64], ends: NDArray[np.float64], longest: int
 ) -> tuple[float, int, int]:
-    """(sum, first, last) of the span [first, last] of at most `longest` tokens whose logits have
-    the highest sum; starts, ends: [n]."""
+    """(sum, first, last) of the span [first, last] of at most `longest` tokens with the highest sum
+    of logits. starts, ends: logits, [n]."""
     padded = np.append(ends, np.full(longest - 1, -np.inf))
     sums = starts[:, None] + sliding_window_view(padded, longest)  # [n, tokens after the first]
     first, more = divmod(int(sums.argmax()), longest)

@@ -1,1 +1,1 @@
-"""Checkpoints of others' programs, to this project's and back."""
+"""Converts checkpoints of other programs to this project's and back."""

@@ -1,7 +1,7 @@
 """BERT as transformers has it: BertForPreTraining is post-LN, MegatronBertForPreTraining pre-LN.
 
-The two differ in which norms there are and what they are called. A fine-tuned BERT has the head of
-a task in place of the two of pretraining.
+The two differ in their norms and the names of these. A fine-tuned BERT has the head of a task in
+place of the two heads of pretraining.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARAMETERS = ("weight", "bias")
 
 
 def _both(ours: str, theirs: str) -> tuple[Row, ...]:
-    """Weight and bias of a module."""
+    """Rows for the weight and bias of a module."""
     return tuple(Row(f"{ours}.{each}", (f"{theirs}.{each}",), AS_IS) for each in PARAMETERS)
 
 
@@ -113,7 +113,7 @@ DECODER = (
 
 
 def _settings(num_layers: int, hidden_size: int, heads: int) -> tuple[Setting, ...]:
-    """With the defaults of a class of configurations."""
+    """The settings of a BERT, with the defaults of one of transformers' config classes."""
     return (
         Setting("num_hidden_layers", "num_layers", num_layers),
         Setting("hidden_size", "hidden_size", hidden_size),
@@ -140,7 +140,7 @@ OPTIONS = (
     ),
     Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
 )
-# Theirs has the same function behind the MLP and in the head of masked tokens; here that is GeLU.
+# Theirs uses one function in both the MLP and the masked-token head; here the latter is GeLU.
 ACTIVATION = Choice("hidden_act", "activation", {"gelu": "gelu"})
 TIE = Choice("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False})
 LACKING = Lacking(
@@ -152,10 +152,10 @@ LACKING = Lacking(
 def _pretrained(
     name: str, model_type: str, order: ResidualOrder, settings: tuple[Setting, ...]
 ) -> Family:
-    """name: what classes of transformers begin with."""
+    """A BERT with its pretraining heads. name: the beginning of transformers' class names."""
     return Family(
         model_type=model_type,
-        # Old files of the second class hold both heads.
+        # Old files of the second class contain both heads.
         architectures=(f"{name}ForPreTraining", f"{name}ForMaskedLM"),
         here="a BERT with both heads of its pretraining",
         auto_class="AutoModelForPreTraining",
@@ -176,7 +176,7 @@ def _pretrained(
 
 
 def _finetuned(family: Family, head: str, task: str, theirs: str, here: str) -> Family:
-    """task: what transformers' class is for. theirs: its head."""
+    """A BERT with the head of a task. task: end of the class name. theirs: name of the head."""
     pooler = () if head == "span" else POOLER
     return replace(
         family,

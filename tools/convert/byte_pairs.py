@@ -1,5 +1,5 @@
-"""GPT-2's byte-level BPE in a folder: vocab.json and merges.txt, or tokenizer.json; or instead of
-it any other tokenizer.json."""
+"""GPT-2's byte-level BPE in a folder (vocab.json and merges.txt, or tokenizer.json), or any other
+tokenizer.json in its place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _write_model(folder: Path, model: Mapping[str, Any]) -> None:
 
 
 def _write_files(folder: Path, vocabulary: Mapping[str, int], merges: Iterable[str]) -> None:
-    """With the first line of the merges that some readers skip unread."""
+    """Write both files. merges.txt gets a version line, as some readers skip the first line."""
     (folder / VOCABULARY).write_text(json.dumps(vocabulary), encoding="utf-8")
     lines = ["#version: 0.2", *merges, ""]
     (folder / MERGES).write_text("\n".join(lines), encoding="utf-8", newline="\n")
@@ -68,8 +68,8 @@ def _write(folder: Path, tokenizer: Tokenizer, positions: int) -> None:
 
 
 def _write_described(folder: Path, tokenizer: HuggingFaceTokenizer, positions: int) -> None:
-    """Its own files; the configuration says what has been found out, and that the class is the one
-    that takes a tokenizer.json as it is."""
+    """Write the tokenizer's own files. The configuration gets the special tokens that were detected
+    and the class that loads any tokenizer.json unchanged."""
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     config = json.loads(tokenizer.files.get(CONFIG, b"{}"))
@@ -100,5 +100,5 @@ BYTE_PAIRS = Tokenizing(
     write=_write,
     around=lambda tokenizer: ([], []),
 )
-# Of a model whose tokenizer is any tokenizer.json, unless --tokenizer-type says that it is GPT-2's.
+# For models whose tokenizer is any tokenizer.json, unless --tokenizer-type says that it is GPT-2's.
 ANY_JSON = replace(BYTE_PAIRS, kind_of=lambda config: HuggingFaceTokenizer.kind)

@@ -1,10 +1,10 @@
 """The last step of a conversion: both programs compute the logits of the same prompts.
 
-In fp64, where only the order of additions tells equal models apart: by 1e-15 of the largest logit
-in a small one, by 2e-11 in one of 12 layers with weights so wild that attention sees one token. A
-GeLU in its other form, an epsilon off by a tenth or Q in the place of K move the logits of a head
-by 7e-7 and more, of a post-LN BERT; those of a GPT-2 by 5e-6. The tolerance lies between. A
-constant that all keys have more moves nothing, so that a bias of keys is not seen here.
+They compute in fp64, where equal models differ only by the order of additions: by 1e-15 of the
+largest logit in a small model, by 2e-11 in one of 12 layers with weights so wild that attention
+sees one token. The other form of GeLU, an epsilon off by a tenth or Q in place of K changes the
+logits of a head by at least 7e-7 in a post-LN BERT and 5e-6 in a GPT-2. The tolerance lies between.
+A constant added to all keys changes no logit, so an error in the keys' bias is not detected here.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LENGTHS = (1, 2, 17, 1024)  # of the prompts; the last bounds the time
 
 @dataclass(frozen=True)
 class Head:
-    """The largest difference of two logits of a head, its largest logit, and the largest difference
-    of one logit between tokens: without it weights reach no logit, and equal ones say nothing."""
+    """A head's largest difference of ours and theirs, its largest logit, and the largest spread of
+    one logit over tokens. Without spread no weight reaches a logit, and equality proves nothing."""
 
     name: str
     difference: float
@@ -45,7 +45,7 @@ class Head:
 
     @property
     def agrees(self) -> bool:
-        return self.difference <= TOLERANCE * self.largest  # NaN does not, either
+        return self.difference <= TOLERANCE * self.largest  # False for NaN, too
 
     @property
     def says_something(self) -> bool:
@@ -60,7 +60,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of every head, with the lengths of the prompts."""
+    """The comparison of every head, and the lengths of the prompts."""
 
     heads: tuple[Head, ...]
     lengths: tuple[int, ...]
@@ -74,10 +74,10 @@ class Agreement:
 
 
 def compare_logits(checkpoint: Path, folder: Path, family: Family) -> Agreement:
-    """The logits of the model at `checkpoint` and of that which transformers loads from `folder`.
+    """Compares the logits of the model at `checkpoint` with those of transformers from `folder`.
 
-    One after the other: the memory holds one model, and twice the logits. Raises ValueError with
-    the figures where they differ by more than TOLERANCE of the largest of the head.
+    The models run one after the other: memory holds one model, and the logits of both. Raises
+    ValueError with the figures if logits differ by more than TOLERANCE of the head's largest.
     """
     manifest = read_manifest(checkpoint)
     outputs = OUTPUTS[family.auto_class]
@@ -95,9 +95,9 @@ def agreement(
     logits: Mapping[str, tuple[Sequence[Tensor], Sequence[Tensor]]],
     lengths: tuple[int, ...],
 ) -> Agreement:
-    """logits: ours and theirs of each prompt, by the head. both: for the message, the models.
-    Raises ValueError with the figures where they differ by more than TOLERANCE of the largest, and
-    where a head has the same logits at every token."""
+    """logits: ours and theirs for each prompt, by head. both: names of the models for the message.
+    Raises ValueError with the figures if they differ by more than TOLERANCE of the largest, or if
+    a head has the same logits at every token."""
     heads = (_compare(name, *pair) for name, pair in logits.items())
     found = Agreement(tuple(heads), lengths)
     if not all(head.agrees for head in found.heads):
@@ -119,15 +119,15 @@ def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Hea
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    """The largest magnitude; NaN where any of the tensors has one."""
+    """The largest magnitude; NaN if any of the tensors contains NaN."""
     return float(torch.stack([each.abs().max() for each in tensors]).max())
 
 
 def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Prompt]:
-    """Tokens from the first to the last of the vocabulary in a fixed disorder.
+    """Tokens spread over the whole vocabulary, in a fixed shuffled order.
 
-    One sequence in each prompt, two where it is of one token; or, padded, two of two segments, of
-    which the second ends halfway, and other tokens of the vocabulary stand at its padding.
+    Each prompt has one sequence, or two if the model has only one position. With `padded` it has
+    two sequences of two segments; the second ends halfway, and its padding is arbitrary tokens.
     """
     rows = 2 if padded or positions == 1 else 1
     lengths = sorted({min(length, positions) for length in LENGTHS})
@@ -174,10 +174,10 @@ def _by_head(found: Sequence[Logits]) -> dict[str, list[Tensor]]:
 
 
 def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> None:
-    """Raise ValueError where the folder's tokenizer gives other ids than ours for some text.
+    """Raise ValueError if the folder's tokenizer gives other ids than ours for some text.
 
-    Texts that spell a mark are left out: there they are the mark, and here characters. What a
-    tokenizer.json puts before and after a text is left out, too.
+    Texts that spell a mark are left out: transformers reads the mark, this project its characters.
+    Tokens that a tokenizer.json puts before and after a text are left out, too.
     """
     import transformers
 
@@ -187,7 +187,7 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> N
     before, after = ([], []) if is_any else tokenizing.around(tokenizer)
     texts = [each for each in PROBES if not any(mark in each for mark in marks)]
     if type(other).__name__ == "LlamaTokenizer":
-        # In version 5 it loses a blank that a text begins with; tokenizer.json and 4 keep it.
+        # In version 5 it loses a leading blank of a text; tokenizer.json and version 4 keep it.
         texts = [each for each in texts if not each.startswith(" ")]
     for text in texts:
         found = other.encode(text, verbose=False, add_special_tokens=not is_any)

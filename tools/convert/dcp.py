@@ -1,10 +1,10 @@
 """A folder of torch.distributed.checkpoint, read as data: no pickle in it is run.
 
-    FOLDER/.metadata         pickle: every tensor with its chunks, and where in which file each lies
-    FOLDER/__0_0.distcp      objects of torch.save one after another: chunks, and what is no tensor
+    FOLDER/.metadata         pickle: every tensor with its chunks, and the file and offset of each
+    FOLDER/__0_0.distcp      consecutive objects of torch.save: chunks, and non-tensor objects
 
-torch's own reader calls pickle.load on `.metadata` and unpickles what is no tensor. Here all of it
-goes through `torch_file`, in which nothing that a file names is imported or called. Not read:
+torch's own reader calls pickle.load on `.metadata` and unpickles non-tensor objects. Here all of
+this goes through `torch_file`, which imports and calls nothing that a file names. Not supported:
 chunks that an extension has compressed, and safetensors in place of torch.save.
 """
 
@@ -29,8 +29,8 @@ ITEMSIZES = dict(STORAGES.values())
 
 @dataclass(frozen=True)
 class Section:
-    """Bytes of a file that hold one object of torch.save. offset, shape: of a chunk in its tensor;
-    empty for another object."""
+    """Bytes of a file that hold one object of torch.save. offset, shape: those of a chunk in its
+    tensor; empty for any other object."""
 
     file: Path
     start: int
@@ -45,8 +45,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Item:
-    """An entry of a folder that is not read yet. dtype: its name in torch; "" of what is no
-    tensor, which has one section. in_order: whether its place among the others is known."""
+    """An entry of a folder that is not read yet. dtype: its name in torch; "" for a non-tensor,
+    which has one section. in_order: whether its position among the others is known."""
 
     key: str
     dtype: str
@@ -55,8 +55,8 @@ class Item:
     in_order: bool = True
 
     def tensor(self) -> Tensor:
-        """The whole of it, on the CPU. Raises ValueError where a file is damaged or holds something
-        else than `.metadata` says."""
+        """The whole tensor, on the CPU. Raises ValueError if a file is damaged or does not contain
+        what `.metadata` says."""
         import torch
 
         whole = torch.empty(self.shape, dtype=getattr(torch, self.dtype))
@@ -75,18 +75,18 @@ class Item:
         return whole
 
     def value(self) -> Any:
-        """What is no tensor, or the number in a tensor of one element."""
+        """The non-tensor object, or the number in a tensor of one element."""
         if not self.dtype:
             return self.sections[0].read()
         return self.tensor().item() if prod(self.shape) == 1 else None
 
 
 def read_folder(folder: Path, given: str = "--from") -> dict[str, Item]:
-    """Every entry by its key, in the order in which they were saved; behind them, by name, those of
-    which it is not known. given: the flag of the folder.
+    """Every entry by its key, in the order in which they were saved. Entries whose place in it is
+    not known follow, sorted by name. given: the flag that names the folder.
 
-    Raises UsageError for a folder that is none of torch.distributed.checkpoint, ValueError or
-    OSError, naming the file, where one is damaged or missing. Nothing in the .distcp files is read.
+    Raises UsageError if the folder is not one of torch.distributed.checkpoint, ValueError or
+    OSError, naming the file, if one is damaged or missing. Does not read the .distcp files.
     """
     file = folder / METADATA
     if not file.is_file():
@@ -97,7 +97,7 @@ def read_folder(folder: Path, given: str = "--from") -> dict[str, Item]:
         metadata = _attributes(content, "Metadata")
         places = dict(_places(folder, metadata["storage_data"]))
         described = metadata["state_dict_metadata"]
-        # Its own order is that of ranks; `planner_data` has that of the dicts which were saved.
+        # The metadata is in the order of ranks; `planner_data` has the order of the saved dicts.
         keys = [key for key in metadata.get("planner_data") or () if key in described]
         items = {key: _item(key, described[key], places) for key in keys}
         for key in sorted(described.keys() - items.keys()):
@@ -126,7 +126,7 @@ def read_folder(folder: Path, given: str = "--from") -> dict[str, Item]:
 
 
 def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    """Of an object of torch's class `kind`, which was not built."""
+    """Attributes of an object of torch's class `kind`, which was not built."""
     if not isinstance(value, Placeholder) or value.stands_for.rpartition(".")[2] != kind:
         raise ValueError(f"{value!r:.80} is no {kind}")
     return value.state or {}
@@ -135,7 +135,7 @@ def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
 def _places(
     folder: Path, storage: Mapping[Any, Any]
 ) -> list[tuple[tuple[str, tuple[int, ...]], Section]]:
-    """((key, offset of a chunk), where it is) of everything in the files."""
+    """((key, offset of a chunk), its section) for everything in the files."""
     found = []
     for index, info in storage.items():
         where, place = _attributes(index, "MetadataIndex"), _attributes(info, "_StorageInfo")
@@ -158,7 +158,7 @@ def _item(
         return Item(key, "", (), (places[key, ()],))
     facts = _attributes(described, "TensorStorageMetadata")
     _attributes(facts["properties"], "TensorProperties")
-    dtype = facts["properties"].state[0]  # of a tuple
+    dtype = facts["properties"].state[0]  # the state is a tuple
     sections = []
     for chunk in facts["chunks"]:
         box = _attributes(chunk, "ChunkStorageMetadata")

@@ -1,4 +1,4 @@
-"""A checkpoint's model as a folder that transformers loads, tokenizer aside."""
+"""Writes a checkpoint's model as a folder that transformers loads, without the tokenizer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def write_model(
     family: Family,
     tokenizer: Tokenizer,
 ) -> None:
-    """Write configuration and weights, the latter in the dtype in which the checkpoint has them.
+    """Write configuration and weights, the latter in the checkpoint's dtype.
 
-    checkpoint: known to be whole. Raises ValueError for a checkpoint of another model, OSError
-    where a file cannot be written.
+    checkpoint: already verified to be whole. Raises ValueError for a checkpoint of another model,
+    OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
     section = config_of(manifest)
@@ -65,13 +65,13 @@ def write_model(
     except SafetensorError as error:
         raise OSError(f"{folder}: {reason(error)}") from error
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # like every other file: the library leaves it to its owner
+        file.chmod(0o644)  # like every other file; the library makes it readable by its owner only
 
 
 def _changed(
     config: dict[str, Any], family: Family, values: Mapping[str, Any], path: Path
 ) -> dict[str, Any]:
-    """The config.json that was imported, with what of `values` it does not say already."""
+    """The imported config.json, updated with those of `values` that it does not already state."""
     then = _config_values(family, describe(config, path).section, path)
     names = {"dtype": "torch_dtype"} if "dtype" not in config and "torch_dtype" in config else {}
     said = {names.get(name, name): value for name, value in values.items()}
@@ -86,7 +86,7 @@ def _changed(
 
 
 def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weights:
-    """Every parameter whole; the optimizer's tensors stay where they are."""
+    """Every parameter, whole. The optimizer's tensors are not read."""
     saved = {
         key.removeprefix("model."): getattr(torch, tensor["dtype"])
         for key, tensor in checkpoint.manifest["tensors"].items()
@@ -110,8 +110,8 @@ def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weight
 
 
 def _config_values(family: Family, section: ModelConfig, path: Path) -> dict[str, Any]:
-    """What their configuration says of the model; ValueError, naming the checkpoint, where it has
-    no way to say it."""
+    """The options of their configuration that describe the model. Raises ValueError, naming the
+    checkpoint, if it cannot express the model."""
     fields, values = asdict(section), dict[str, Any]()
 
     def refuse(ours: str, known: str) -> ValueError:

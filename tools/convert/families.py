@@ -1,5 +1,5 @@
-"""All kinds of model that are converted; of several with one name in a config.json, the class that
-saved it decides, and the first where none is named."""
+"""All kinds of model that are converted. If several have the same name in a config.json, the class
+that saved it decides; if none is named, the first of them is taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES: tuple[Family, ...] = tuple(
 
 
 def family_of(manifest: Mapping[str, Any]) -> Family:
-    """That of a checkpoint."""
+    """The family of a checkpoint's model."""
     kind, settings = manifest["kind"], manifest["config"]["model"]
     (family,) = (
         family

@@ -1,4 +1,4 @@
-"""A folder in HuggingFace's form: where it is, and whether its configuration can be met here."""
+"""A folder in HuggingFace's format: where it is, and whether this project has such a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 
 @dataclass(frozen=True)
 class Description:
-    """What the config.json of a folder says."""
+    """The contents of a folder's config.json."""
 
     family: Family
     section: ModelConfig
@@ -31,9 +31,9 @@ class Description:
 
 
 def find_folder(name: str) -> Path:
-    """The folder `name`, or that of the hub's model of this name, which is fetched.
+    """The folder `name`, or the folder of the hub's model of this name, which is downloaded.
 
-    Raises FileNotFoundError for what is neither, OSError where the hub does not give it.
+    Raises FileNotFoundError if it is neither, OSError if the download fails.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -46,7 +46,7 @@ def find_folder(name: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FETCHED)))
-    except Exception as error:  # those of its HTTP client are of no kind that it exports
+    except Exception as error:  # it does not export the error classes of its HTTP client
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise OSError(
             f"--from {name} is no folder here, and the hub did not give a model of this name "
@@ -55,11 +55,11 @@ def find_folder(name: str) -> Path:
 
 
 def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
-    """({name: content} of what a checkpoint keeps of the folder beside its weights, names of what
-    it does not keep). has_tokenizer: whether the files of the tokenizer are kept."""
+    """({name: content} of the files that a checkpoint keeps in addition to the weights, names of
+    the other files). has_tokenizer: whether the files of the tokenizer are kept."""
     names = ("config.json", *(BESIDE if has_tokenizer else BESIDE[:1]))
     kept = beside(folder, names=names)
-    # Those of weights, too, that are in another form, and not read.
+    # `others` includes files of weights in other formats, which are not read.
     read = [each for each in FETCHED if "safetensors" in each]
     others = (
         each.name
@@ -70,14 +70,14 @@ def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], l
 
 
 def read_description(folder: Path) -> Description:
-    """What the folder's model is; ValueError or OSError, naming the file and the option, where
-    this project has no such model."""
+    """Description of the folder's model. Raises ValueError or OSError, naming the file and the
+    option, if this project has no such model."""
     file = folder / "config.json"
     return describe(read_object(file), file)
 
 
 def describe(config: Mapping[str, Any], file: Path) -> Description:
-    """As read_description; config: what the file says."""
+    """Like read_description. config: the contents of the file."""
     family = _family(config, file)
     numbers = {row.theirs: _number(config, row, file) for row in family.settings}
     _check_options(config, family, numbers, file)
@@ -94,7 +94,7 @@ def describe(config: Mapping[str, Any], file: Path) -> Description:
 
 
 def _family(config: Mapping[str, Any], file: Path) -> Family:
-    """That of the configuration; of models with several heads the first where it names no class."""
+    """The family of the configuration; of several, the first if no class is named."""
     kind = config.get("model_type")
     families = [family for family in FAMILIES if family.model_type == kind]
     if not families:
@@ -115,7 +115,7 @@ def _family(config: Mapping[str, Any], file: Path) -> Family:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError or FileNotFoundError that names it."""
+    """The JSON object in a file. Raises ValueError or FileNotFoundError that names the file."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; {_what_would_work(file.parent)}")
     try:
@@ -128,7 +128,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _what_would_work(folder: Path) -> str:
-    """Instead of a folder that is not in HuggingFace's form."""
+    """For messages: a command or folder that works in place of one not in HuggingFace's format."""
     if one_step(folder) or step_folders(folder):
         return f"{folder} is a checkpoint of this project already: --load {folder} would work"
     for name in ("latest_checkpointed_iteration.txt", ".metadata"):
@@ -169,7 +169,7 @@ def _check_options(
 
 
 def _chosen(config: Mapping[str, Any], choice: Choice, file: Path) -> Any:
-    """The value of our field."""
+    """The value of our field for this option of theirs."""
     value = config.get(choice.theirs, next(iter(choice.values)))
     for theirs, ours in choice.values.items():
         if type(value) is type(theirs) and value == theirs:
@@ -180,7 +180,7 @@ def _chosen(config: Mapping[str, Any], choice: Choice, file: Path) -> Any:
 
 
 def _labels(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
-    """Names of the classes; where there are none, those that transformers gives."""
+    """Names of the classes; by default those of transformers."""
     names = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
     try:
         labels = tuple(names[str(number)] for number in range(len(names)))
@@ -201,7 +201,7 @@ def _section(family: Family, fields: Mapping[str, Any], file: Path) -> ModelConf
         for ours, theirs in [*((row.ours, row.theirs) for row in family.settings), *nested.items()]:
             said = said.replace(flag(ours), theirs)
         raise ValueError(f"{file} is no model of this project: {said}") from error
-    for row in family.settings:  # a number that is not given means the same
+    for row in family.settings:  # drop a number that equals the default of our field
         if row.meaning:
             without = replace(section, **{row.ours: None})
             if getattr(without, row.meaning) == fields[row.ours]:

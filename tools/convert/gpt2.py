@@ -23,7 +23,7 @@ from tools.convert.table import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Theirs is [in, out], ours [out, in]; a fused one [in, 3h] and [3, h, in]: columns [Q K V].
+# Theirs is [in, out], ours [out, in]; the fused QKV is [in, 3h], columns [Q K V], and [3, h, in].
 CONV1D = Transform(
     lambda ours: (ours.flatten(0, -2).t(),), lambda theirs, shape: theirs[0].t().reshape(shape)
 )
@@ -55,7 +55,7 @@ def _is_embedding(head: Tensor, weights: Mapping[str, Tensor]) -> bool:
 
 
 def _is_causal_mask(mask: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    """Whether [1, 1, s, s] lets each position see itself and those before it, and no other."""
+    """Whether [1, 1, s, s] lets each position see only itself and earlier ones."""
     positions = weights["wpe.weight"].shape[0]
     if mask.shape != (1, 1, positions, positions):
         return False
@@ -63,7 +63,7 @@ def _is_causal_mask(mask: Tensor, weights: Mapping[str, Tensor]) -> bool:
 
 
 def _is_mask_value(value: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    """Whether it is the one number, far below all scores, that stood for a masked score."""
+    """Whether it is the single number, far below all scores, that replaced masked scores."""
     return value.numel() == 1 and value.item() <= -1e4
 
 

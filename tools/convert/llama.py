@@ -1,6 +1,6 @@
 """Llama as transformers' LlamaForCausalLM has it.
 
-Theirs has no dropout but that of attention: what a run here adds is left out of an export.
+Theirs has dropout only in attention. An export omits any other dropout of a run here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _is_embedding(head: Tensor, weights: Mapping[str, Tensor]) -> bool:
 
 
 def _falls_from_1(frequencies: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    """Whether [d/2] could be rotary frequencies, which config.json says."""
+    """Whether [d/2] could be rotary frequencies, which config.json determines."""
     if frequencies.ndim != 1 or not len(frequencies) or frequencies[0] != 1:
         return False
     return bool((frequencies.diff() < 0).all() and (frequencies > 0).all())
@@ -107,16 +107,16 @@ OPTIONS = (
     Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
 )
 
-BASE = 10_000.0  # where a configuration has none
+BASE = 10_000.0  # if a configuration has none
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 TYPES = ("default", "llama3")
 PARTIAL = "partial_rotary_factor"
 
 
 def _rope_to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of rope_parameters, or as older files have it of rope_theta and rope_scaling; where there are
-    both, rope_scaling goes before rope_parameters, and a theta in either before rope_theta, as in
-    transformers."""
+    """Our fields from rope_parameters, or in older files from rope_theta and rope_scaling. As in
+    transformers, rope_scaling takes precedence over rope_parameters, and a theta inside either of
+    them over rope_theta."""
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(place) or {}
     if not isinstance(given, dict):
@@ -128,7 +128,7 @@ def _rope_to_ours(config: Mapping[str, Any]) -> dict[str, Any]:
             f"are or scaled as in Llama 3, {any_of(TYPES)}: this model cannot be converted"
         )
     known = {"rope_type", "type", "rope_theta", *SCALING}
-    if given.get(PARTIAL, 1) == 1:  # all of each head turns, as here
+    if given.get(PARTIAL, 1) == 1:  # the whole of each head is rotated, as here
         known.add(PARTIAL)
     if strange := sorted(given.keys() - known):
         value = any_of([given[strange[0]]])

@@ -1,8 +1,8 @@
-"""Megatron-LM's GPT-2 of 2019 and 2020: its tensors on t model-parallel ranks, and ours, whole.
+"""Megatron-LM's GPT-2 of 2019 and 2020: its shards on t model-parallel ranks to whole parameters.
 
     h hidden   a heads   d = h/a head size   p positions   v vocabulary, padded   t ranks
 
-Linear layers are [out, in] on both sides, and biases of row-parallel layers, norms and positions
+Linear layers are [out, in] in both. Biases of row-parallel layers, norms and position embeddings
 are on every rank. The order of the 3h/t rows of a rank's query_key_value changed twice:
 
     checkpoint_version   none or 0          1                2 and later
@@ -24,16 +24,16 @@ from tools.convert.torch_file import StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = ("float32", "float16", "bfloat16")  # that a checkpoint of this project has
-ORDERS = ("[3, a/t, d]", "[a/t, d, 3]", "[a/t, 3, d]")  # by version, the last for all later ones
+DTYPES = ("float32", "float16", "bfloat16")  # possible in a checkpoint of this project
+ORDERS = ("[3, a/t, d]", "[a/t, d, 3]", "[a/t, 3, d]")  # by version; the last holds for later ones
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor of theirs and the parameter of ours; {n} is the number of a layer.
+    """Names of a tensor of theirs and of our parameter; {n} is the number of a layer.
 
-    shape: of theirs, whole. cut: the dim of it that is cut over the ranks, None for a tensor that
-    every rank has. order: whether its rows are Q, K and V in one of the orders above.
+    shape: whole shape of theirs. cut: its dim that is sharded over the ranks, None for a tensor
+    that every rank has whole. order: whether its rows are Q, K and V in one of the orders above.
     """
 
     theirs: str
@@ -46,7 +46,7 @@ class Row:
 def _linear(
     theirs: str, ours: str, out: str, into: str, cut: int, order: bool = False
 ) -> list[Row]:
-    """Weight [out, in] cut along a dim, and bias, which is cut with the outputs or not at all."""
+    """Rows for a weight [out, in], sharded along dim `cut`, and its bias, sharded if cut is 0."""
     weight = Row(f"{theirs}.weight", f"{ours}.weight", (out, into), cut, order)
     return [weight, Row(f"{theirs}.bias", f"{ours}.bias", (out,), None if cut else 0, order)]
 
@@ -56,7 +56,7 @@ def _norm(theirs: str, ours: str) -> list[Row]:
 
 
 LAYER = "layers.{n}."
-# Drives names, shapes, cuts, and the count of what is used.
+# Determines names, shapes and cuts, and the check that every tensor is used exactly once.
 TABLE = (
     Row("word_embeddings.weight", "word_embedding.weight", ("v", "h"), cut=0),
     Row("position_embeddings.weight", "position_embedding.weight", ("p", "h")),
@@ -72,7 +72,7 @@ TABLE = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of the model at hand: a row of the table with its numbers."""
+    """One parameter of a given model: a row of the table with layer number and sizes filled in."""
 
     row: Row
     theirs: str
@@ -82,7 +82,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint that was looked at and fits together; no weight of it is read yet."""
+    """A checkpoint that was found consistent; none of its weights is read yet."""
 
     ranks: Sequence[Rank]
     section: ModelConfig
@@ -90,7 +90,7 @@ class Model:
     vocab_size: int
 
     def __str__(self) -> str:
-        """What was found out of it that its files do not show."""
+        """Facts that its files do not show by themselves: ranks, version and order of rows."""
         version = self.ranks[0].version
         order = ORDERS[min(int(version), 2)]
         ranks = f"{len(self.ranks)} model-parallel rank{'s' if len(self.ranks) > 1 else ''}"
@@ -98,11 +98,11 @@ class Model:
 
 
 def describe(ranks: Sequence[Rank], given: Mapping[str, Any], vocab_size: int) -> Model:
-    """The model that these ranks hold. given: settings by name, None where no flag was given.
+    """The model that these ranks hold. given: settings by name, None if the flag was not given.
 
-    Raises ValueError, naming the file or the flag, where tensors are missing, surplus or of another
-    shape, where the stored args, the flags and the tensors disagree, and where the vocabulary of
-    `vocab_size` is not that of the embedding.
+    Raises ValueError, naming the file or the flag, if tensors are missing, surplus or of another
+    shape, if the stored args, the flags and the tensors disagree, or if `vocab_size` does not fit
+    the rows of the embedding.
     """
     sizes = _sizes(ranks)
     section = section_of(ranks, given, sizes)
@@ -116,9 +116,9 @@ def describe(ranks: Sequence[Rank], given: Mapping[str, Any], vocab_size: int) -
 
 
 def read_weights(model: Model, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, whole tensor, in the dtype that is stored) of each entry.
+    """(our name, whole tensor in its stored dtype) for each entry.
 
-    Raises ValueError where a file is damaged, and where ranks do not agree on what each has.
+    Raises ValueError if a file is damaged, or if ranks differ in a tensor that each has whole.
     """
     for entry in entries:
         parts = [rank.tensors[entry.theirs].read() for rank in model.ranks]
@@ -146,7 +146,7 @@ def _merge(entry: Entry, parts: Sequence[Tensor], ranks: Sequence[Rank]) -> Tens
 
 
 def _in_order(part: Tensor, heads: int, version: float) -> Tensor:
-    """A rank's query_key_value [3h/t, ...] to [3, h/t, ...]; heads: of the rank."""
+    """Reorders a rank's query_key_value [3h/t, ...] to [3, h/t, ...]. heads: number on the rank."""
     rest = part.shape[1:]
     size = part.shape[0] // (3 * heads)
     if version == 0:
@@ -159,7 +159,7 @@ def _in_order(part: Tensor, heads: int, version: float) -> Tensor:
 
 
 def _sizes(ranks: Sequence[Rank]) -> dict[str, int]:
-    """The whole dims by the letters of the table, from the embeddings."""
+    """Sizes of the whole dims by their letters in the table, derived from the embeddings."""
     words = _matrix(ranks[0], "word_embeddings.weight")
     positions = _matrix(ranks[0], "position_embeddings.weight")
     h = positions.shape[1]
@@ -185,7 +185,7 @@ def _entries(num_layers: int, sizes: Mapping[str, int]) -> Iterator[Entry]:
 
 
 def _check_names(rank: Rank, entries: Iterable[Entry]) -> None:
-    """Every tensor is used exactly once: the names of the entries are those of the file."""
+    """Raise ValueError unless entries and file have the same names: each tensor is used once."""
     expected = {entry.theirs for entry in entries}
     if missing := sorted(expected - rank.tensors.keys()):
         raise ValueError(f"{rank.file} has no {missing[0]}, which a GPT-2 needs")
@@ -220,7 +220,7 @@ def _check_dtypes(ranks: Sequence[Rank]) -> None:
 
 
 def _check_vocabulary(rows: int, divisible_by: int, ranks: int, vocab_size: int) -> None:
-    """Rows of the embedding: those of the tokenizer, padded for this many ranks."""
+    """Check that the embedding has the tokenizer's number of rows, padded for this many ranks."""
     if rows < vocab_size:
         raise ValueError(
             f"the word embedding has {rows} rows, the tokenizer {vocab_size} ids; the --vocab-file "

@@ -1,6 +1,6 @@
-"""What two programs compute of the same prompt, head by head: ours, and the class of transformers.
+"""Logits of the same prompt, head by head, from our model and from the class of transformers.
 
-b sequences   s tokens of each   v vocabulary   m tokens that are not padding
+b sequences   s tokens per sequence   v vocabulary   m tokens that are not padding
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.train.evaluate import whole_logits
 
-Logits = dict[str, Tensor]  # by the head, in words
+Logits = dict[str, Tensor]  # by the head's name in words
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Logits of a prompt without those at padding; padded: whether such prompts can be read."""
+    """Functions to the logits of a prompt without its padding. padded: whether it may have any."""
 
     ours: Callable[[Any, Mesh, Prompt], Logits]
     theirs: Callable[[Any, Prompt], Logits]
@@ -77,7 +77,7 @@ def _their_classes(model: Any, prompt: Prompt) -> Logits:
 
 
 def _their_options(model: Any, prompt: Prompt) -> Logits:
-    """Each sequence as the one option of a question."""
+    """Reads each sequence as the only option of a question."""
     arguments = {name: each[:, None] for name, each in prompt.for_transformers().items()}
     return {"the task": model(**arguments).logits}
 
@@ -99,4 +99,4 @@ OUTPUTS: Mapping[str, Outputs] = {
     "AutoModelForMultipleChoice": Outputs(_our_scores, _their_options),
     "AutoModelForQuestionAnswering": Outputs(_our_spans, _their_spans),
 }
-"""By the class of transformers (Family.auto_class)."""
+"""Keys are classes of transformers (Family.auto_class)."""

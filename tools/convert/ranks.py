@@ -1,11 +1,11 @@
-"""Where Megatron-LM's checkpoints of 2019 and 2020 are, and what each model-parallel rank holds.
+"""Finds the files of Megatron-LM's checkpoints of 2019 and 2020, and reads each rank's contents.
 
     DIR/latest_checkpointed_iteration.txt               "250000", or "release"
     DIR/iter_0250000/mp_rank_00/model_optim_rng.pt      one file per model-parallel rank
 
-A file is a dict: "model", the weights of the rank, from 2020 on nested by module and before that
-flat by dotted names; "args", an argparse.Namespace, and "checkpoint_version", where they are kept;
-and optimizer and random states, which nobody here needs. Nothing in this file imports torch.
+A file is a dict. "model" has the weights of the rank, nested by module from 2020 on, before that
+flat with dotted names. "args" (an argparse.Namespace) and "checkpoint_version" may be absent. The
+optimizer and random states are not used here. Nothing in this file imports torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tools.convert.torch_file import Placeholder, StoredTensor, read_saved
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 
-# Modules that only hold others; 2019 and 2020 name different ones, and wrappers add "module".
+# Modules that only contain others; 2019 and 2020 have different ones, and wrappers add "module".
 HOLDERS = {"module", "language_model", "embedding", "transformer", "encoder"}
-# What a BERT has and a GPT-2 has not.
+# Modules and parameters that a BERT has and a GPT-2 does not.
 BERT = {"pooler", "lm_head", "binary_head", "tokentype_embeddings"}
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What the file of one model-parallel rank holds; tensors have the names of 2019."""
+    """Contents of one model-parallel rank's file; tensors have the names of 2019."""
 
     file: Path
     tensors: Mapping[str, StoredTensor]
@@ -39,9 +39,9 @@ class Rank:
 
 
 def find_files(source: Path) -> list[Path]:
-    """The files of all ranks of a --save directory, of one iteration in it, or just this file.
+    """Files of all ranks. source: a --save directory, the folder of an iteration, or one file.
 
-    Raises FileNotFoundError where there are none or one is missing, ValueError for other layouts.
+    Raises FileNotFoundError if there are none or one is missing, ValueError for other layouts.
     """
     if source.is_file():
         return [source]
@@ -79,7 +79,7 @@ def _iteration(source: Path) -> Path:
 
 
 def read_ranks(files: Sequence[Path]) -> list[Rank]:
-    """What each file holds, weights aside; ValueError where it is no GPT-2's, or they differ."""
+    """Each file's contents without its weights; ValueError if one is no GPT-2 or ranks disagree."""
     ranks = [_read_rank(file) for file in files]
     first = ranks[0]
     for rank in ranks[1:]:
@@ -123,7 +123,7 @@ def _by_name(file: Path, model: Mapping[Any, Any]) -> dict[str, StoredTensor]:
 
 
 def _leaves(file: Path, model: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all that is no dict."""
+    """(dotted name, value) of every value that is not a dict."""
     waiting: list[tuple[str, Mapping[Any, Any]]] = [("", model)]
     seen: set[int] = set()
     while waiting:
@@ -139,7 +139,7 @@ def _leaves(file: Path, model: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _short(name: str) -> str:
-    """language_model.encoder.layers.0.self_attention.dense.bias: layers.0.attention.dense.bias."""
+    """language_model.encoder.layers.0.self_attention.dense.bias -> layers.0.attention.dense.bias"""
     parts = name.split(".")
     while parts and parts[0] in HOLDERS:
         parts.pop(0)

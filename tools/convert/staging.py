@@ -1,4 +1,4 @@
-"""What a conversion writes stands beside its place until it is whole and checked."""
+"""A conversion writes to a temporary folder beside its target until all is written and checked."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 def refuse_existing(to: Path) -> None:
-    """Raise FileExistsError where `to` is there: a conversion replaces nothing."""
+    """Raise FileExistsError if `to` exists: a conversion replaces nothing."""
     if to.exists() or to.is_symlink():
         raise FileExistsError(f"--to {to} is there already; a name that is not would work")
 
 
 @contextmanager
 def staged(to: Path) -> Iterator[Path]:
-    """A folder beside `to`, which gets its name when the block ends, and is removed if it raises.
+    """A folder beside `to`. It is renamed to `to` when the block ends, and removed if that raises.
 
-    What a conversion that was killed has left there is removed first.
+    The remains of a killed conversion are removed first.
     """
     refuse_existing(to)
     staging = to.absolute().with_name(f".{to.absolute().name}.partial")

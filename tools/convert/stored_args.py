@@ -1,7 +1,7 @@
-"""The model's settings: what the tensors show, the args that are stored with them, and flags.
+"""The model's settings, from the tensors' shapes, the args that are stored with them, and flags.
 
-The releases of 2019 keep no args; then a flag says how many attention heads there are, which no
-tensor shows. What is said twice has to be the same.
+The releases of 2019 keep no args; then a flag gives the number of attention heads, which no tensor
+shows. A setting that is given twice must be the same both times.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from megatron.config.checks import UsageError, flag
 from megatron.config.model import GPT2Config, ModelConfig
 from tools.convert.ranks import Rank
 
-# Settings that a flag of this program may give, and what holds where neither args nor flag do.
+# Settings that a flag of this program may give, and the values if neither args nor flags do.
 FLAGS: Mapping[str, int | float | None] = {
     "num_attention_heads": None,
     "layernorm_epsilon": 1e-5,
     "make_vocab_size_divisible_by": 128,
 }
-# Settings that matter for training on alone; where args do not say, ours are taken.
+# Settings that only continued training needs; our defaults are used if args do not have them.
 TRAINING = ("init_method_std", "attention_dropout", "hidden_dropout")
 
 
 def section_of(
     ranks: Sequence[Rank], given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> ModelConfig:
-    """The section of a model whose whole dims are `sizes`, by the letters of the table.
+    """The config of the model. sizes: its whole dims by their letters in the table.
 
-    Raises ValueError where args, flags and tensors disagree, or a flag is needed.
+    Raises ValueError if args, flags and tensors disagree, or if a flag is needed.
     """
     first = ranks[0]
     _check_options(first)
@@ -51,7 +51,7 @@ def section_of(
     chosen = {name: _choose(first, name, given.get(name)) for name in FLAGS}
     training = {name: value for name in TRAINING if (value := _number(first, name)) is not None}
     settings: dict[str, Any] = {**shown, **chosen, **training}
-    # Code that knew this arg computed the exact GeLU where neither form of the other was asked for.
+    # Code that has this arg computes the exact GeLU unless it or openai_gelu selects the tanh form.
     if first.args.get("bias_gelu_fusion", True) is False and not first.args.get("openai_gelu"):
         settings["activation"] = "gelu"
     section = GPT2Config(**settings)
@@ -101,7 +101,7 @@ def _number(rank: Rank, name: str) -> int | float | None:
 
 
 def _check_options(rank: Rank) -> None:
-    """Refuse options that change the model's function and that this project does not have."""
+    """Raise ValueError for options that change the model's function and are not supported here."""
     args = rank.args
     if args.get("apply_residual_connection_post_layernorm"):
         raise ValueError(

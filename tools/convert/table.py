@@ -1,7 +1,7 @@
-"""What a conversion knows of one kind of model: tables, which drive both directions.
+"""Tables that describe how one kind of model is converted, in both directions.
 
-Their names are written without the prefix that some files have. `{n}` is the number of a layer.
-Nothing here needs torch: a configuration is checked before it comes.
+Names of theirs are written without the prefix that some files have. `{n}` is the number of a layer.
+Nothing here needs torch: a configuration is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Transform:
-    """How one parameter of this project becomes tensors of theirs, and back, bit for bit.
+    """Turns one parameter of this project into tensors of theirs, and back, bit for bit.
 
-    to_theirs: of the whole parameter. to_ours: of their tensors and the parameter's shape.
+    to_theirs: takes the whole parameter. to_ours: takes their tensors and the parameter's shape.
     """
 
     to_theirs: Callable[[Tensor], Sequence[Tensor]]
@@ -35,7 +35,7 @@ def _stack(theirs: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 AS_IS = Transform(lambda ours: (ours,), lambda theirs, shape: theirs[0])
-# Several tensors of theirs are one of ours; copies, for safetensors writes no two of one memory.
+# Several tensors of theirs form one of ours; cloned, as safetensors refuses tensors sharing memory.
 APART = Transform(lambda ours: [part.clone() for part in ours], _stack)
 
 
@@ -43,7 +43,7 @@ APART = Transform(lambda ours: [part.clone() for part in ours], _stack)
 class Row:
     """A parameter of this project, and the tensors of theirs that hold the same numbers.
 
-    is_optional: whether only some models have it.
+    is_optional: True if only some models have it.
     """
 
     ours: str
@@ -54,10 +54,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Spare:
-    """A tensor that some files have beside the weights, and which says nothing new.
+    """A redundant tensor that some files have in addition to the weights.
 
-    is_spare: of the tensor and of all tensors by name. otherwise: for the message, what is wrong
-    with one that does say something.
+    is_spare: whether it is redundant, given the tensor and all tensors by name. otherwise: for the
+    message, what is wrong with one that is not redundant.
     """
 
     theirs: str
@@ -67,10 +67,10 @@ class Spare:
 
 @dataclass(frozen=True)
 class Setting:
-    """A number of their configuration and the field of ModelConfig that is the same.
+    """A number in their configuration and the equivalent field of ModelConfig.
 
-    default: where the configuration has none. meaning: the property of ModelConfig that says what a
-    field of None means, where their configuration cannot hold a None.
+    default: used if the configuration has none. meaning: the property of ModelConfig with the value
+    that a field of None stands for; given if their configuration cannot hold a None.
     """
 
     theirs: str
@@ -81,10 +81,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """An option of theirs and the field of ModelConfig that is the same.
+    """An option of theirs and the equivalent field of ModelConfig.
 
-    values: theirs to ours. The first is what a configuration without the option means, and of
-    several with one meaning the first is what an export says.
+    values: theirs to ours. The first is the default of a configuration without the option. If
+    several have the same meaning, an export writes the first of them.
     """
 
     theirs: str
@@ -94,12 +94,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Nested:
-    """Options of theirs inside another one, `theirs`, and the fields of ModelConfig that are the
-    same.
+    """Options of theirs nested inside another one, `theirs`, and the equivalent fields of
+    ModelConfig.
 
-    older: options that say the same, and go before. names: of the fields, and what messages call
-    them. to_ours: from the whole configuration to values of the fields; raises ValueError that
-    names the option. to_theirs: from all fields to options.
+    older: options of older files with the same meaning, which take precedence. names: field to its
+    name in messages. to_ours: maps the whole configuration to values of the fields; raises
+    ValueError that names the option. to_theirs: maps all fields to options.
     """
 
     theirs: str
@@ -111,11 +111,11 @@ class Nested:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of theirs that this project has in one form alone.
+    """An option of theirs that this project supports in one form only.
 
-    allowed: the values that mean this form, for the numbers of the configuration; the first is what
-    an export says, and what one that is not there means. here: for the message, what this project
-    has.
+    allowed: maps the numbers of the configuration to the values that mean this form; the first is
+    written by an export, and is the default of an absent option. here: for the message, what this
+    project has.
     """
 
     theirs: str
@@ -124,12 +124,12 @@ class Option:
 
 
 def always(*values: Any) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
-    """What an option allows, whatever the numbers."""
+    """An `allowed` for Option that does not depend on the numbers."""
     return lambda numbers: values
 
 
 def is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the two are equal bit for bit, in dtype and shape too."""
+    """Whether the two are equal bit for bit, and in dtype and shape."""
     import torch
 
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
@@ -139,7 +139,7 @@ def is_same(tensor: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Lacking:
-    """Tensors, by the beginnings of their names, that files of some classes are without.
+    """Tensors, by the beginnings of their names, that are absent from files of some classes.
 
     because: for the message, after "has no tensor ..., ".
     """
@@ -155,16 +155,16 @@ class Family:
     model_type: str
 
     architectures: tuple[str, ...]
-    """Classes of transformers that save such weights; the first is what an export says."""
+    """Classes of transformers that save such weights; an export names the first."""
 
     here: str
     """For messages, what this project has."""
 
     auto_class: str
-    """Of transformers, which loads what was exported."""
+    """The class of transformers that loads an export."""
 
     section: type[ModelConfig]
-    """Describes such a model here, with these values in `fields`."""
+    """Our config class for such a model. `fields`: its values that all models of the kind share."""
 
     fields: Mapping[str, Any]
 
@@ -177,17 +177,17 @@ class Family:
     lacking: Lacking | None = None
 
     prefix: str
-    """Of names in some files, and in every export; `bare`: beginnings of names that have none."""
+    """Prefix of names in some files and in every export. `bare`: beginnings of names without it."""
 
     bare: tuple[str, ...] = ()
 
     old: Mapping[str, str]
-    """Ends of names in old files, and what they became."""
+    """Ends of names in old files, and their replacements."""
 
     tokenizing: Tokenizing
 
     special: Mapping[str, str]
-    """Ids that a configuration repeats, and the attributes of the tokenizer."""
+    """Token ids that a configuration repeats, and the tokenizer's attributes with these ids."""
 
     @property
     def has_labels(self) -> bool:
@@ -195,7 +195,7 @@ class Family:
         return self.fields.get("head") == "classifier"
 
     def name_of(self, key: str) -> str:
-        """The name in this table of a tensor that a file calls `key`."""
+        """The name in this table of the tensor `key` of a file."""
         name = key.removeprefix(self.prefix)
         for end, today in self.old.items():
             if name.endswith(end):
@@ -203,9 +203,9 @@ class Family:
         return name
 
     def key_of(self, name: str) -> str:
-        """What an export calls the tensor of this name in the table."""
+        """The name in an export of the tensor `name` of the table."""
         return name if name.startswith(self.bare) else self.prefix + name
 
     def section_of(self, fields: Mapping[str, Any]) -> ModelConfig:
-        """What describes the model of these fields; ValueError where there is no such model."""
+        """The config with these fields; raises ValueError if there is no such model."""
         return self.section(**self.fields, **fields)

@@ -1,7 +1,7 @@
-"""What a conversion knows of one kind of tokenizer, and of a folder in HuggingFace's form with one.
+"""How one kind of tokenizer is converted, and how a folder in HuggingFace's format holds it.
 
-Its files are this project's own, or tokenizer.json alone, as transformers writes it since its
-version 5; either way it is checked to be of this kind and no other.
+The files are the same as this project's own, or only tokenizer.json, as transformers writes since
+its version 5. Either way the tokenizer is checked to be of this kind.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 ADDED = "added_tokens.json"
 
-# What tokenizer.json has to say: a part of it, an option of the part, and the values allowed; an
-# option that is not there is the first of them.
+# Requirements on tokenizer.json: a part of it, an option of the part, and the allowed values. The
+# first is the default of an absent option.
 Parts = tuple[tuple[str, str, tuple[Any, ...]], ...]
-# The same of tokenizer_config.json.
+# The same for tokenizer_config.json, which has no parts.
 Options = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizing:
-    """A tokenizer and its files; whose: for messages, such as "GPT-2's"."""
+    """A tokenizer and its files. whose: its name in messages, such as "GPT-2's"."""
 
     whose: str
 
     kinds: tuple[str, ...]
-    """What --tokenizer-type calls it; all have the same files."""
+    """Its names as values of --tokenizer-type; all have the same files."""
 
     takes_any_json: bool = False
-    """Whether such a model may have another tokenizer, of any tokenizer.json, if the flag
-    --tokenizer-type HuggingFaceTokenizer says so."""
+    """Whether --tokenizer-type HuggingFaceTokenizer allows such a model another tokenizer, from
+    any tokenizer.json."""
 
     marks: tuple[str, ...]
-    """Tokens that are no text. transformers finds them in texts, and this project does not."""
+    """Special tokens. transformers recognizes them inside texts, and this project does not."""
 
     parts: Parts
     options: Options
 
     kind_of: Callable[[Mapping[str, Any]], str]
-    """The kind that a tokenizer_config.json means, from what it says; {} where there is none."""
+    """Maps the contents of tokenizer_config.json, {} if there is none, to the kind it means."""
 
     kind_of_json: Callable[[Mapping[str, Any]], str]
-    """The kind that a tokenizer.json is of, whose parts have been checked."""
+    """Maps the contents of a tokenizer.json, whose parts have been checked, to its kind."""
 
     write_files: Callable[[Path, Mapping[str, Any]], None]
-    """Write the tokenizer's files, from the `model` of a tokenizer.json with all its tokens."""
+    """Writes the tokenizer's files from the `model` of a tokenizer.json with all its tokens."""
 
     write: Callable[[Path, Tokenizer, int], None]
-    """Write what AutoTokenizer loads, and what its older versions do. The last argument is the
-    longest text in tokens, of which transformers warns."""
+    """Writes the files that AutoTokenizer and its older versions load. The last argument is the
+    number of tokens above which transformers warns."""
 
     around: Callable[[Any], tuple[list[int], list[int]]]
-    """Ids that transformers puts before and after a text, and this project's encode does not."""
+    """Ids that transformers adds before and after a text, and this project's encode does not."""
 
     cured: Callable[[str, str], str] = lambda said, file: said
-    """A message of this project with the words of a file of the folder, by its name, for flags."""
+    """Rewrites a message: options of the named file of the folder take the place of flags."""
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -88,10 +88,10 @@ def any_of(values: Iterable[Any]) -> str:
 
 
 def check_config(file: Path, content: Mapping[str, Any], tokenizing: Tokenizing) -> None:
-    """What a tokenizer_config.json says adds nothing to the vocabulary, and is of this kind."""
+    """Raise ValueError if tokenizer_config.json is of another kind or adds to the vocabulary."""
     for option, allowed in tokenizing.options:
         value = content.get(option, allowed[0])
-        if isinstance(value, dict):  # a mark with its blanks, as older versions wrote it
+        if isinstance(value, dict):  # a mark with its stripping rules, as older versions wrote it
             value = value.get("content")
         if value not in allowed:
             raise ValueError(
@@ -103,7 +103,7 @@ def check_config(file: Path, content: Mapping[str, Any], tokenizing: Tokenizing)
 
 
 def check_added(file: Path, tokens: Iterable[str], tokenizing: Tokenizing) -> None:
-    """Beside its vocabulary a tokenizer has no token but its marks."""
+    """Raise ValueError if any of the added tokens is not a mark."""
     if others := sorted(set(tokens) - set(tokenizing.marks)):
         raise ValueError(
             f"{file} adds the token {others[0]!r}; {tokenizing.whose} tokenizer has "
@@ -112,7 +112,7 @@ def check_added(file: Path, tokens: Iterable[str], tokenizing: Tokenizing) -> No
 
 
 def read_json(file: Path, content: Mapping[str, Any], tokenizing: Tokenizing) -> Tokenizer:
-    """The tokenizer in a tokenizer.json; ValueError, naming it, for one of another kind."""
+    """The tokenizer in a tokenizer.json; raises ValueError, naming the file, for another kind."""
     for part, option, allowed in tokenizing.parts:
         value = (content.get(part) or {}).get(option, allowed[0])
         if value not in allowed:

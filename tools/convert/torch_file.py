@@ -1,17 +1,17 @@
-"""The files of torch.save, read as data: nothing that they name is imported, and nothing called.
+"""Reads files of torch.save as data: nothing that they name is imported or called.
 
-The one place of this project that reads pickle. A pickle is a program that looks up names, and
-calls, builds and fills what it finds. Here it finds only what rebuilds tensors (NAMES), and for
-every other name a `Placeholder`, which keeps what it is given. A tensor is a `StoredTensor`, which
-says where its elements are, so that a file is looked at and refused before torch is imported or a
-weight is read.
+This is the only place in this project that reads pickle. A pickle is a program that looks up names,
+calls what they refer to, and builds and fills objects. Here a name gives either a function that
+rebuilds tensors (NAMES) or a `Placeholder`, which stores its arguments. A tensor becomes a
+`StoredTensor`, which records where its elements are. A file can thus be inspected and refused
+before torch is imported or a weight is read.
 
-torch.load is not used, not even with this unpickler: it hands archives that look like TorchScript
-to torch.jit.load, unpacks tar files, and looks for the source of the classes that a file names. The
-two formats are few lines each:
+torch.load is not used, not even with this unpickler: it passes archives that look like TorchScript
+to torch.jit.load, unpacks tar files, and looks for the source of classes that a file names. The
+two formats are short:
 
-    old   pickles of a magic number, a version, facts of the machine, the object, and the storages'
-          keys; then of each storage its number of elements (int64) and its elements
+    old   pickles of a magic number, a version, facts about the machine, the object, and the keys
+          of the storages; then each storage's number of elements (int64) and its elements
     zip   NAME/data.pkl, and the elements of each storage in NAME/data/KEY, not compressed
 """
 
@@ -50,18 +50,18 @@ STORAGES = {
 
 
 class SavedFile:
-    """A file, and by their keys the bytes of its storages; in the old format where they start."""
+    """A file and, by key, its storages' sizes in bytes; in the old format also their starts."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.archive: zipfile.ZipFile | None = None
-        self.root = ""  # of the names in the archive
+        self.root = ""  # prefix of the names in the archive
         self.nbytes: dict[str, int] = {}
         self.starts: dict[str, int] = {}
 
     def open_archive(self, content: BinaryIO | None = None) -> BinaryIO:
         """The pickle of the zip format; ValueError for an archive that torch.save did not write.
-        content: the archive, where it is not the whole file."""
+        content: the archive, if it is not the whole file."""
         try:
             self.archive = archive = zipfile.ZipFile(content or self.file)
             sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
@@ -82,7 +82,7 @@ class SavedFile:
             raise ValueError(f"{self.file} is damaged: {error}") from error
 
     def locate(self, stream: BinaryIO, keys: Any, itemsizes: Mapping[str, int]) -> None:
-        """Find the storages of the old format, which begin where the stream is."""
+        """Find the storages of the old format, which begin at the stream's position."""
         if not isinstance(keys, list):
             raise ValueError(f"{self.file} is damaged: it has no list of storages")
         end = self.file.stat().st_size
@@ -97,13 +97,13 @@ class SavedFile:
             stream.seek(nbytes, 1)
 
     def check(self, key: str, nbytes: int) -> None:
-        """Raise ValueError where the storage is missing or is shorter."""
+        """Raise ValueError if the storage is missing or shorter than nbytes."""
         if self.nbytes.get(key, -1) < nbytes:
             raise ValueError(f"{self.file} is damaged: storage {key!r:.50} is not whole")
 
     def read(self, key: str, start: int, nbytes: int) -> bytearray:
-        """Bytes of a storage from `start` on; ValueError where they are damaged, as the checksum of
-        an archive's entry says that is read to its end."""
+        """`nbytes` bytes of a storage from `start` on. Raises ValueError if they are damaged; in an
+        archive the checksum shows this if the entry is read to its end."""
         self.check(key, start + nbytes)
         try:
             if self.archive is None:
@@ -118,7 +118,7 @@ class SavedFile:
 
 
 class Sealed:
-    """What a file can make but not change."""
+    """Base of objects that a file can create but not change."""
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise pickle.UnpicklingError(f"{type(self).__name__} is given a state")
@@ -126,7 +126,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Storage(Sealed):
-    """Elements one after another; `start` is not 0 where it is a view of another storage."""
+    """Contiguous elements; `start` is not 0 if it is a view of another storage."""
 
     saved: SavedFile
     key: str
@@ -152,16 +152,16 @@ class StoredTensor(Sealed):
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last."""
+        """Number of elements of the storage from its first to its last, both included."""
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def check(self) -> None:
-        """Raise ValueError where the file is too short to hold it."""
+        """Raise ValueError if the file is too short to hold it."""
         storage = self.storage
         storage.saved.check(storage.key, (storage.start + storage.numel) * storage.itemsize)
 
     def read(self) -> Tensor:
-        """The tensor, contiguous, on the CPU; ValueError where the file is damaged."""
+        """The tensor, contiguous, on the CPU; ValueError if the file is damaged."""
         import torch
 
         dtype, storage = getattr(torch, self.dtype), self.storage
@@ -174,10 +174,10 @@ class StoredTensor(Sealed):
 
 
 class Placeholder:
-    """Stands for anything that a file names, of which `stands_for` is the name.
+    """Stands for an object that a file names; `stands_for` is that name.
 
-    arguments: of its construction; state: what it was given to be restored from, such as the
-    attributes of an argparse.Namespace. What is put into it is dropped.
+    arguments: those of its construction. state: the state it would be restored from, such as the
+    attributes of an argparse.Namespace. Items that are added to it are dropped.
     """
 
     stands_for = ""
@@ -210,7 +210,7 @@ def _placeholder(module: str, name: str) -> type[Placeholder]:
 
 
 class Table(dict[Any, Any]):
-    """Stands for collections.OrderedDict; the attributes of a state dict, versions, are dropped."""
+    """Stands for collections.OrderedDict; drops a state dict's attributes, which are versions."""
 
     __slots__ = ()
 
@@ -220,7 +220,7 @@ class Table(dict[Any, Any]):
 
 @dataclass(frozen=True)
 class StorageType(Sealed):
-    """Stands for a storage class of torch, of which a storage names its own."""
+    """Stands for a storage class of torch, which every storage names."""
 
     dtype: str
     itemsize: int
@@ -228,7 +228,7 @@ class StorageType(Sealed):
 
 @dataclass(frozen=True)
 class Builder(Sealed):
-    """Stands for a function of torch; called with its arguments it returns data of this module."""
+    """Stands for a function of torch; takes its arguments and returns objects of this module."""
 
     build: Callable[..., Any]
 
@@ -237,7 +237,7 @@ class Builder(Sealed):
 
 
 def _build_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    """As torch's: what follows (gradient, hooks, conjugation) is not of weights."""
+    """Like torch's. Further arguments (gradient, hooks, conjugation) are unused for weights."""
     numbers = (offset, *shape, *stride)
     if not isinstance(storage, Storage) or any(type(number) is not int for number in numbers):
         raise pickle.UnpicklingError("a tensor is made of something other than a storage and sizes")
@@ -245,7 +245,7 @@ def _build_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -
         raise pickle.UnpicklingError(f"no tensor has shape {shape}, stride {stride}")
     tensor = StoredTensor(storage, offset, tuple(shape), tuple(stride))
     last = offset + tensor.span if prod(shape) else 0
-    if max(last, prod(shape)) > storage.numel:  # nor one element many times
+    if max(last, prod(shape)) > storage.numel:  # prod: refuses one element repeated many times
         raise pickle.UnpicklingError(
             f"a tensor of shape {shape} lies beyond the {storage.numel} elements of storage "
             f"{storage.key}"
@@ -268,19 +268,19 @@ NAMES: Mapping[tuple[str, str], Any] = {
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds no class, imports no module. Texts of Python 2 are read as Latin-1, which is total."""
+    """Finds no class, imports no module. Reads Python 2 strings as Latin-1, which never fails."""
 
     def __init__(self, stream: BinaryIO, saved: SavedFile) -> None:
         super().__init__(stream, encoding="latin1")
         self.saved = saved
-        self.itemsizes: dict[str, int] = {}  # of the storages that were named, by their keys
+        self.itemsizes: dict[str, int] = {}  # of the storages named so far, by key
 
     def find_class(self, module: str, name: str) -> Any:
-        """The name is a key of a table and is never resolved, dots in it included."""
+        """Looks the name up in a table; neither it nor dots in it are ever resolved."""
         return NAMES.get((module, name)) or _placeholder(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, or the class of a module that is kept with its source in the old format."""
+        """A storage, or the class of a module, which the old format saves with its source."""
         start = 0
         match pid:
             case ("module", kind, _, _):
@@ -306,7 +306,7 @@ class Unpickler(pickle.Unpickler):
 def read_saved(file: Path) -> Any:
     """The object that torch.save wrote into `file`, its tensors as StoredTensor.
 
-    Raises ValueError for any other file and for one that is damaged, OSError where it is not there.
+    Raises ValueError for any other file and for a damaged one, OSError if it does not exist.
     """
     saved = SavedFile(file)
     with file.open("rb") as stream:
@@ -317,15 +317,15 @@ def read_saved(file: Path) -> Any:
                 raise ValueError(
                     f"{file} was not written by torch.save, or by a version unknown here"
                 )
-        _unpickle(stream, saved)  # facts of the machine that wrote it
+        _unpickle(stream, saved)  # facts about the machine that wrote it
         content, itemsizes = _unpickle(stream, saved)
         saved.locate(stream, _unpickle(stream, saved)[0], itemsizes)
         return content
 
 
 def read_section(file: Path, start: int, nbytes: int) -> Any:
-    """As read_saved, of an object that is `nbytes` bytes of `file` from `start` on, in the zip
-    format. The bytes are held in memory as long as a StoredTensor of them is."""
+    """Like read_saved, for an object in the zip format at `nbytes` bytes of `file` from `start` on.
+    The bytes stay in memory as long as a StoredTensor refers to them."""
     with file.open("rb") as stream:
         stream.seek(start)
         content = stream.read(nbytes)
@@ -334,17 +334,17 @@ def read_section(file: Path, start: int, nbytes: int) -> Any:
 
 
 def read_pickle(file: Path) -> Any:
-    """The object of a bare pickle, without tensors. Raises as read_saved."""
+    """The object of a plain pickle, without tensors. Raises like read_saved."""
     with file.open("rb") as stream:
         return _unpickle(stream, SavedFile(file))[0]
 
 
 def _unpickle(stream: BinaryIO, saved: SavedFile) -> tuple[Any, dict[str, int]]:
-    """(the next object of the stream, the item sizes of its storages by their keys)."""
+    """(the next object of the stream, the item sizes of its storages by key)."""
     unpickler = Unpickler(stream, saved)
     try:
         return unpickler.load(), unpickler.itemsizes
-    except Exception as error:  # a damaged pickle stumbles over whatever its instructions do
+    except Exception as error:  # instructions of a damaged pickle may raise anything
         raise ValueError(
             f"{saved.file} is damaged, or was not written by torch.save: {error}"
         ) from error

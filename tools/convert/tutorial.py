@@ -1,5 +1,5 @@
-"""What the script of the PyTorch tutorial "Train your large model on multiple GPUs with tensor
-parallelism" saves: a Llama of its own classes, torch's AdamW, and a SequentialLR.
+"""Reads checkpoints of the script of the PyTorch tutorial "Train your large model on multiple GPUs
+with tensor parallelism": a Llama of its own classes, torch's AdamW, and a SequentialLR.
 
     model.base_model.rotary_emb.cos, .sin              buffers [positions, head size]
     model.base_model.embed_tokens.weight
@@ -7,15 +7,15 @@ parallelism" saves: a Llama of its own classes, torch's AdamW, and a SequentialL
                               .post_attention_layernorm.weight, .mlp.{gate,up,down}_proj.weight
     model.base_model.norm.weight
     model.lm_head.weight
-    optimizer.state.KEY.{exp_avg,exp_avg_sq,step}      KEY: a parameter's place or its name
+    optimizer.state.KEY.{exp_avg,exp_avg_sq,step}      KEY: a parameter's position or its name
     optimizer.param_groups.0.{lr,betas,eps,...}
     lrscheduler.pt                                     torch.save(scheduler.state_dict())
 
-Parameters are known by the ends of their names, whatever is before `embed_tokens` and `layers`. KEY
-is the place in model.parameters() where the script saved optimizer.state_dict(), and the name where
-it saved that of torch.distributed.checkpoint.state_dict.get_state_dict, whose optimizer has counted
-one step more than the scheduler if its first save came before its first step. Updates are what the
-scheduler has counted; without its file, what the optimizer has.
+Parameters are recognized by the ends of their names; any prefix may precede `embed_tokens` and
+`layers`. KEY is the position in model.parameters() if the script saved optimizer.state_dict(). It
+is the name if it saved that of torch.distributed.checkpoint.state_dict.get_state_dict; its
+optimizer counts one step more than the scheduler if the first save came before the first step. The
+number of updates is the scheduler's count, or without its file the optimizer's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BEFORE, WITHIN, BEHIND = (
     ),
     ("norm.weight", "lm_head.weight"),
 )
-PREFIX = "base_model."  # of all but the head
+PREFIX = "base_model."  # of all names but the head's
 SCHEDULER = "lrscheduler.pt"
 _NAME = re.compile(
     r"(?:.*\.)?((?:layers\.\d+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj|"
@@ -60,19 +60,19 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def names_of(num_layers: int) -> list[str]:
-    """Names in the table LLAMA in the order of the script's model.parameters()."""
+    """The names in the table LLAMA, in the order of the script's model.parameters()."""
     layers = (f"layers.{n}.{each}" for n in range(num_layers) for each in WITHIN)
     return [*BEFORE, *layers, *BEHIND]
 
 
 def key_of(name: str) -> str:
-    """What the script calls the parameter of this name in LLAMA."""
+    """The script's name of the parameter with this name in LLAMA."""
     return name if name == "lm_head.weight" else PREFIX + name
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A SequentialLR of a LinearLR and a CosineAnnealingLR; updates: of the weights, so far."""
+    """A SequentialLR of a LinearLR and a CosineAnnealingLR. updates: number of updates so far."""
 
     lr: float
     min_lr: float
@@ -84,11 +84,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Saved:
-    """A folder of the script that fits together; no weight of it is read yet.
+    """A folder of the script that was found consistent; none of its weights is read yet.
 
-    weights: by name in LLAMA. moments: the same of each kind; none of an optimizer before its first
-    step. rotary: the buffers. settings: what is known of the optimizer and its schedule, by field
-    of OptimizerConfig. updates: of the weights, so far.
+    weights: by name in LLAMA. moments: by kind, then by name; empty for an optimizer before its
+    first step. rotary: the buffers. settings: known settings of the optimizer and its schedule, by
+    field of OptimizerConfig. updates: number of updates of the weights so far.
     """
 
     folder: Path
@@ -104,10 +104,10 @@ class Saved:
 
 
 def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
-    """What a folder of the script holds. scheduler: see find_scheduler.
+    """Read a folder of the script, without its weights. scheduler: see find_scheduler.
 
     Raises UsageError for a folder of another program, ValueError or OSError, naming file and entry,
-    where one is damaged or missing or entries do not fit together.
+    if one is damaged or missing or entries do not fit together.
     """
     items = read_folder(folder)
     weights, rotary = _split_model(folder, items)
@@ -163,7 +163,7 @@ def _split_model(
         else:
             raise ValueError(f"{folder} has a tensor {key}, which the tutorial's Llama has not")
     numbers = {int(name.split(".")[1]) for name in weights if name.startswith("layers.")}
-    for name in names_of(len(numbers) or 1)[:-1]:  # the head may be the word embedding
+    for name in names_of(len(numbers) or 1)[:-1]:  # the head may be tied to the word embedding
         if name not in weights:
             raise ValueError(f"{folder} has no {name}, which the tutorial's Llama has")
         if len(weights[name].shape) != (1 if "norm" in name else 2):
@@ -176,8 +176,8 @@ def _split_model(
 def _read_state(
     folder: Path, items: Mapping[str, Item], weights: Mapping[str, Item]
 ) -> tuple[dict[str, dict[str, Item]], int, bool]:
-    """(moments by kind and name, steps of the optimizer, whether the keys of its state are names):
-    none and 0 without state."""
+    """(moments by kind and name, steps of the optimizer, whether the keys of its state are names);
+    ({}, 0, False) without state."""
     by_name = True
     places = list(weights)  # in the order of the file, which is that of the script's model
     found: dict[str, dict[str, Item]] = {}
@@ -216,7 +216,7 @@ def _read_state(
 
 
 def _read_group(folder: Path, items: Mapping[str, Item]) -> dict[str, Any]:
-    """Settings of AdamW that all parameters have, by field of OptimizerConfig."""
+    """Settings of AdamW, the same for all parameters, by field of OptimizerConfig."""
     group: dict[str, Any] = {}
     for key, item in items.items():
         if (match := _GROUP.fullmatch(key)) is None:
@@ -237,8 +237,8 @@ def _read_group(folder: Path, items: Mapping[str, Item]) -> dict[str, Any]:
 
 
 def find_scheduler(folder: Path, given: Path | None) -> Path | None:
-    """The scheduler's file: the given one, or the one *.pt or *.pkl in the folder, or None. Raises
-    UsageError where the given one is not there, or the folder has several."""
+    """The scheduler's file: the given one, or the only *.pt or *.pkl in the folder, or None. Raises
+    UsageError if the given one does not exist, or the folder has several."""
     if given is not None:
         if not given.is_file():
             raise UsageError("--scheduler", given, "a file that is there")
@@ -251,8 +251,8 @@ def find_scheduler(folder: Path, given: Path | None) -> Path | None:
 
 
 def read_schedule(file: Path) -> Schedule:
-    """The schedule of a state dict, or of a scheduler that was pickled whole. Raises ValueError for
-    any other content and for a damaged file."""
+    """The schedule in a scheduler's state dict, or in a scheduler that was pickled as an object.
+    Raises ValueError for any other content and for a damaged file."""
     try:
         content = read_saved(file) if zipfile.is_zipfile(file) else read_pickle(file)
     except zipfile.BadZipFile as error:
@@ -291,10 +291,10 @@ def _dict(value: Any) -> Mapping[str, Any]:
 
 
 def section_of(saved: Saved, **given: Any) -> LlamaConfig:
-    """The model, of which sizes are the tensors' and the rest is given, by field of LlamaConfig.
-    Heads and positions that are None are those of the rotary buffers, or else the tutorial's.
+    """The model's config: sizes from the tensors, the rest from `given`, by field of LlamaConfig.
+    Heads and positions that are None come from the rotary buffers, or else from the tutorial.
 
-    Raises UsageError where heads do not fit the tensors, or either the rotary buffers.
+    Raises UsageError if heads do not fit the tensors, or heads or positions the rotary buffers.
     """
     h = saved.weights["embed_tokens.weight"].shape[1]
     rows = saved.weights["layers.0.self_attn.k_proj.weight"].shape[0]

@@ -1,7 +1,7 @@
-"""Writes what the tutorial's script loads: see `tutorial`.
+"""Writes checkpoints that the tutorial's script loads: see `tutorial`.
 
-torch.distributed.checkpoint.save writes the folder, `.metadata` included: that it is a pickle, and
-the scheduler's file another, is what the script's own loading asks for.
+torch.distributed.checkpoint.save writes the folder, including `.metadata`. This and the scheduler's
+file are pickles because the script's own loading requires it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Tensors = dict[str, Tensor]
 def read_tensors(
     checkpoint: Checkpoint, section: LlamaConfig, dtype: torch.dtype | None
 ) -> dict[str, Tensors]:
-    """{kind: {name in LLAMA: whole tensor}} of a checkpoint that is whole, kinds being "weight"
-    and, where it has them, MOMENTS. dtype: of all of them; None is the widest that it has weights
-    in, which are its masters where it has such."""
+    """{kind: {name in LLAMA: whole tensor}} of a complete checkpoint. Kinds are "weight" and, if it
+    has them, MOMENTS. dtype: dtype of all tensors; None is the widest that the checkpoint has
+    weights in: that of its masters, or of its weights if it has no masters."""
     saved = checkpoint.manifest["tensors"]
     entries = resolve(LLAMA, section, checkpoint.manifest["vocab_size"])
     first = entries[0].ours
@@ -77,10 +77,10 @@ def write_tutorial(
     by_name: bool,
 ) -> None:
     """Write the folder and the scheduler in it. tensors: see read_tensors. adamw: arguments of
-    torch's AdamW but the learning rate. by_name: whether the optimizer's state has the keys of
-    get_state_dict, not of optimizer.state_dict().
+    torch's AdamW except the learning rate. by_name: give the optimizer's state the keys of
+    get_state_dict rather than of optimizer.state_dict().
 
-    Raises ValueError where a tensor does not read back bit for bit.
+    Raises ValueError if a tensor does not read back bit for bit.
     """
     names = names_of(section.num_layers)
     parameters = {key_of(name): nn.Parameter(tensors["weight"][name]) for name in names}
@@ -97,7 +97,7 @@ def write_tutorial(
         state["state"] = {keys[number]: values for number, values in state["state"].items()}
         state["param_groups"][0]["params"] = keys
     model = {**rotary_buffers(section), **{key: each.detach() for key, each in parameters.items()}}
-    with warnings.catch_warnings(action="ignore"):  # that it runs in one process
+    with warnings.catch_warnings(action="ignore"):  # a warning that it runs in one process
         dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder, no_dist=True)
     torch.save(scheduler.state_dict(), folder / SCHEDULER)
     written = {f"model.{key}": tensor for key, tensor in model.items()}
@@ -110,7 +110,7 @@ def write_tutorial(
 
 
 def schedule_of(optimizer: torch.optim.Optimizer, schedule: Schedule) -> SequentialLR:
-    """The script's scheduler behind so many updates; the optimizer's learning rate is set to it."""
+    """The script's scheduler after schedule.updates steps; sets the optimizer's learning rate."""
     warmup = schedule.lr_warmup_iters
     first = LinearLR(
         optimizer,
@@ -122,8 +122,8 @@ def schedule_of(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Sequent
         optimizer, T_max=schedule.lr_decay_iters - warmup, eta_min=schedule.min_lr
     )
     scheduler = SequentialLR(optimizer, [first, then], milestones=[warmup])
-    optimizer.step()  # without gradients: nothing happens, but the scheduler asks for it
-    with warnings.catch_warnings(action="ignore"):  # of its own deprecated argument
+    optimizer.step()  # has no gradients and does nothing, but the scheduler expects a step
+    with warnings.catch_warnings(action="ignore"):  # a warning about its own deprecated argument
         for _ in range(schedule.updates):
             scheduler.step()
     return scheduler

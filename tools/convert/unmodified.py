@@ -1,4 +1,4 @@
-"""A checkpoint of an unmodified model of transformers as the folder that transformers loads.
+"""Writes a checkpoint of an unmodified model of transformers as a folder that transformers loads.
 
 Its weights have the names, shapes and bits that they had in the folder that training started from,
 as save_pretrained writes them today.
@@ -36,10 +36,10 @@ from tools.convert.families import FAMILIES
 
 
 def write_model(folder: Path, checkpoint: Checkpoint, shard_size: str = "5GB") -> None:
-    """Write configuration, weights in the dtype in which the checkpoint has them, and tokenizer.
+    """Write configuration, weights in the checkpoint's dtype, and tokenizer.
 
-    No more than a file of shard_size is in memory at a time, but for models whose files hold
-    something computed of their parameters. Raises OSError where a file cannot be written.
+    Memory holds at most one file of shard_size at a time, except for models whose files contain
+    values computed from the parameters. Raises OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
     section = config_of(manifest)
@@ -93,8 +93,8 @@ def _dtype_of(manifest: Mapping[str, Any], key: str) -> torch.dtype:
 
 
 def _saved(bare: Bare) -> set[str]:
-    """Names in a model's state that save_pretrained writes: one for each group of tied ones."""
-    ignored = set(bare.model._keys_to_ignore_on_save or ())  # of transformers 5.23
+    """Names in a model's state that save_pretrained writes: one for each group of tied tensors."""
+    ignored = set(bare.model._keys_to_ignore_on_save or ())  # as in transformers 5.23
     tied = bare.model.all_tied_weights_keys
     by_first: dict[str, list[str]] = {}
     for name in bare.state:
@@ -107,7 +107,7 @@ def _saved(bare: Bare) -> set[str]:
 
 
 def _names_in_files(bare: Bare, outline: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """{name in the model: name in files}; None where files hold something else than its tensors."""
+    """{name in the model: name in files}; None if files hold anything but the model's tensors."""
     numbers = {id(tensor): name for name, tensor in outline.items()}
     found = _converted(bare, dict(outline))
     if {id(tensor) for tensor in found.values()} != numbers.keys():
@@ -134,7 +134,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {reason(error)}") from error
-    file.chmod(0o644)  # like every other file: the library leaves it to its owner
+    file.chmod(0o644)  # like every other file; the library makes it readable by its owner only
 
 
 def _write_index(folder: Path, split: Any) -> None:
@@ -145,9 +145,9 @@ def _write_index(folder: Path, split: Any) -> None:
 
 
 def _write_config(folder: Path, bare: Bare, section: HuggingFaceConfig, dtype: torch.dtype) -> None:
-    """What training was given, with the class and the dtype of these weights."""
+    """Write the configuration given to training, with the class and dtype of these weights."""
     described = json.loads(section.hf_config or "{}")
-    described.pop("torch_dtype", None)  # what dtype was called
+    described.pop("torch_dtype", None)  # the former name of dtype
     described["architectures"] = [type(bare.model).__name__]
     described["dtype"] = str(dtype).removeprefix("torch.")
     text = json.dumps(described, indent=2, sort_keys=True)
@@ -155,13 +155,13 @@ def _write_config(folder: Path, bare: Bare, section: HuggingFaceConfig, dtype: t
 
 
 def _write_tokenizer(folder: Path, checkpoint: Checkpoint, bare: Bare) -> None:
-    """The files that were beside the weights; else the tokenizer of the training's data, if the
-    checkpoint has it."""
+    """Write the files that accompanied the weights, or else the tokenizer of the training data, if
+    the checkpoint has it."""
     found = beside(checkpoint.path, KEPT)
     for name, content in found.items():
         (folder / name).write_bytes(content)
     if "generation_config.json" not in found and bare.model.can_generate():
-        # Of the config as training was given it: that of the bare model keeps no cache.
+        # From the config that training was given: the bare model's config has the cache disabled.
         described = AutoConfig.for_model(**json.loads(config_of(checkpoint.manifest).hf_config))
         GenerationConfig.from_model_config(described).save_pretrained(folder)
     manifest = checkpoint.manifest
@@ -177,8 +177,8 @@ def _write_tokenizer(folder: Path, checkpoint: Checkpoint, bare: Bare) -> None:
 
 @torch.no_grad()
 def compare_model(checkpoint: Path, folder: Path) -> Agreement:
-    """The logits of the model at `checkpoint` and of that which transformers loads from `folder`,
-    in fp64. Raises ValueError where they differ."""
+    """Compares the logits of the model at `checkpoint` with those of the model that transformers
+    loads from `folder`, in fp64. Raises ValueError if they differ."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder in HuggingFace's form, or of the files that are given for one."""
+"""Finds the tokenizer in a folder in HuggingFace's format, or in files given by flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.convert.tokenizing import (
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The flags of a tokenizer."""
+    """The flags that name a tokenizer."""
 
     vocab_file: str | None = None
     merge_file: str | None = None
@@ -38,9 +38,9 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class NoTokenizer:
-    """In place of a tokenizer that nobody has: of its kind, but without ids of any text.
+    """Stands in for a missing tokenizer: has its kind, but no ids for any text.
 
-    Its fingerprint is empty, which agrees with that of every tokenizer of at most the model's ids.
+    Its empty fingerprint matches that of every tokenizer with at most the model's number of ids.
     """
 
     kind: str
@@ -54,11 +54,11 @@ class NoTokenizer:
 def find_tokenizer(
     folder: Path, tokenizing: Tokenizing, given: Given, vocab_size: int
 ) -> Tokenizer | NoTokenizer:
-    """The folder's tokenizer, or that of the given files; where there are both they have to agree.
-    With --no-tokenizer the folder's is left alone.
+    """The tokenizer of the folder or of the given files; if there are both, they must be the same.
+    With --no-tokenizer the folder's is ignored.
 
     vocab_size: rows of the model's word embedding. Raises ValueError or OSError, naming the file,
-    for a tokenizer that is missing, of another kind, or of more ids.
+    if the tokenizer is missing, of another kind, or has more ids.
     """
     kind = given.tokenizer_type or tokenizing.kind_of({})
     _check_kind(kind, tokenizing)
@@ -91,14 +91,14 @@ def find_tokenizer(
 
 
 def has_tokenizer(folder: Path, tokenizing: Tokenizing) -> bool:
-    """Whether transformers finds one in the folder."""
+    """Whether transformers finds a tokenizer in the folder."""
     return any((folder / name).is_file() for name in (tokenizing.files[0], JSON))
 
 
 def _tokenizers(
     folder: Path, tokenizing: Tokenizing, given: Given
 ) -> Iterator[tuple[str, Tokenizer]]:
-    """(what it was read from, tokenizer) for each of the places where one is."""
+    """(source for messages, tokenizer) for each source that has one."""
     kind = given.tokenizer_type or tokenizing.kind_of({})
     if kind == HuggingFaceTokenizer.kind:
         if given.has_files:
@@ -129,8 +129,8 @@ def _read(folder: Path, tokenizing: Tokenizing, kind: str) -> Tokenizer:
 
 
 def _check_beside(folder: Path, tokenizing: Tokenizing, tokenizer_type: str | None) -> str:
-    """The kind that the flag or a file beside the tokenizer tells; the latter add no token to it or
-    to a text."""
+    """The kind according to the flag or the files beside the tokenizer. Checks that these files add
+    no token to the tokenizer or to a text."""
     content = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     check_config(folder / CONFIG, content, tokenizing)
     if (folder / ADDED).is_file():

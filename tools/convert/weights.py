@@ -1,4 +1,4 @@
-"""Weights in safetensors files, and the table by which they become a model's parameters and back.
+"""Reads weights from safetensors files, and converts them to a model's parameters and back.
 
 Every tensor of the source is used exactly once, and every tensor of the target made exactly once.
 """
@@ -29,9 +29,9 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a model at hand: the table's row with its numbers.
+    """One parameter of a given model: the table's row with the layer number filled in.
 
-    spec: its whole shape, and how it is cut when it is loaded. theirs: names without a prefix.
+    spec: whole shape, and sharding when it is loaded. theirs: names without a prefix.
     """
 
     ours: str
@@ -45,7 +45,7 @@ class Entry:
 
 
 def resolve(family: Family, section: ModelConfig, vocab_size: int) -> list[Entry]:
-    """The table for a model of this size, an entry for each of its parameters."""
+    """The table for a model of this size: an entry for each of its parameters."""
     table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
     entries = []
     for row in family.rows:
@@ -61,15 +61,15 @@ def resolve(family: Family, section: ModelConfig, vocab_size: int) -> list[Entry
 
 
 def _numbers(name: str, section: ModelConfig) -> range:
-    """Of the layers that a row of the table stands for; one number where it names no layer."""
+    """Numbers of the layers that a row of the table stands for; one number if it names no layer."""
     return range(section.num_layers if "{n}" in name else 1)
 
 
 def read_weights(folder: Path, family: Family, section: ModelConfig, vocab_size: int) -> Weights:
-    """The parameters of the folder's model, by our names, whole and in their own dtype.
+    """The parameters of the folder's model, by our names, whole and in their stored dtype.
 
-    Raises ValueError or OSError, naming the tensor and the file, for one that is missing, unknown,
-    there twice, or of another shape or dtype.
+    Raises ValueError or OSError, naming the tensor and the file, if one is missing, unknown,
+    duplicated, or of another shape or dtype.
     """
     entries = resolve(family, section, vocab_size)
     wanted = [name for entry in entries for name in entry.theirs]
@@ -98,7 +98,7 @@ def _to_ours(folder: Path, entry: Entry, tensors: Mapping[str, Tensor]) -> Tenso
 
 
 def _check_dtypes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """All are of one dtype that a checkpoint here can be of."""
+    """Raise ValueError unless all have the same dtype, one that a checkpoint here can have."""
     (first, tensor), *others = tensors.items()
     if tensor.dtype not in DTYPES.values():
         known = ", ".join(map(str, DTYPES.values()))
@@ -112,7 +112,7 @@ def _check_dtypes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def to_theirs(family: Family, entries: Iterable[Entry], weights: Mapping[str, Tensor]) -> Weights:
-    """Whole parameters by our names as the tensors of an export, by its names."""
+    """Converts whole parameters, by our names, to the tensors of an export, by its names."""
     made: Weights = {}
     for entry in entries:
         parts = entry.transform.to_theirs(weights[entry.ours])
@@ -126,8 +126,8 @@ def to_theirs(family: Family, entries: Iterable[Entry], weights: Mapping[str, Te
 def _read_tensors(
     folder: Path, family: Family, wanted: Iterable[str], spare: Iterable[str]
 ) -> Weights:
-    """The tensors of a folder by their names in the table: all that are wanted, perhaps some that
-    are spare, and no other."""
+    """The tensors of a folder by their names in the table: all of `wanted`, possibly some of
+    `spare`, and no others."""
     places: dict[str, tuple[Path, str]] = {}
     for file, key in _list_keys(folder, family.auto_class):
         name = family.name_of(key)
@@ -150,7 +150,7 @@ def _more(names: list[str]) -> str:
 
 
 def _because(family: Family, missing: list[str]) -> str:
-    """Why these tensors may be missing, where there is a usual reason."""
+    """Why these tensors may be missing, if there is a usual reason."""
     lacking = family.lacking
     if lacking is None or not all(name.startswith(lacking.theirs) for name in missing):
         return ""
@@ -163,7 +163,7 @@ def _read(file: Path, key: str) -> Tensor:
 
 
 def _list_keys(folder: Path, auto_class: str) -> list[tuple[Path, str]]:
-    """(file, name in it) of every tensor of the folder's model, which transformers' class loads."""
+    """(file, name in it) of every tensor. auto_class: transformers' class that loads the folder."""
     if (folder / SINGLE).is_file():
         return [(folder / SINGLE, key) for key in _keys(folder / SINGLE)]
     if not (folder / INDEX).is_file():

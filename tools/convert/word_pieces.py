@@ -1,4 +1,4 @@
-"""BERT's WordPiece in a folder: vocab.txt, or tokenizer.json; its casing stands beside it."""
+"""BERT's WordPiece in a folder: vocab.txt, or tokenizer.json; a config beside it has the casing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of weights that this project did not train, or of a run of another program."""
+"""Writes a checkpoint of weights trained elsewhere, or of a run of another program."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tools.convert.vocabulary import NoTokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run of another program is, that goes on here.
+    """State of a run of another program that resumes here.
 
-    tensors: whole, of the optimizer, by their keys in a checkpoint: exp_avg.NAME, exp_avg_sq.NAME
-    and, of weights narrower than fp32, master.NAME. config: what is known of its settings, by part
-    of a PretrainConfig and field, with which a run that goes on is compared.
+    tensors: the optimizer's, whole, by their keys in a checkpoint: exp_avg.NAME, exp_avg_sq.NAME
+    and, for weights in half precision, master.NAME. config: known settings by part of a
+    PretrainConfig and field; a resumed run is compared with them.
     """
 
     updates: int
@@ -56,14 +56,14 @@ def write_checkpoint(
     kept: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Path:
-    """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights alone at step 0, or with
-    `progress` of a run; returns the former.
+    """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights only at step 0, or of a run if
+    `progress` is given; returns the path of the former.
 
-    weights: every parameter whole, by its name in this project; one dtype of DTYPES, which is
-    kept. imported_from: kept in the manifest for whoever reads it. check: is called with the folder
-    of the staged checkpoint, and raises where it should not come to be; then nothing of it is left.
-    kept: files that were beside the weights, by their names, of which an export is made, too.
-    Raises FileExistsError where `to` is there, OSError where it cannot be written.
+    weights: every parameter, whole, by its name in this project; all of one dtype of DTYPES, which
+    is kept. imported_from: recorded in the manifest for readers. check: called with the folder of
+    the staged checkpoint; if it raises, nothing of the checkpoint remains. kept: files that
+    accompanied the weights, by name; an export writes them, too.
+    Raises FileExistsError if `to` exists, OSError if it cannot be written.
     """
     table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
     assert weights.keys() == table.keys(), f"not the model's: {weights.keys() ^ table.keys()}"
@@ -94,8 +94,8 @@ def write_checkpoint(
 
 
 def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise ValueError where the checkpoint at `path` has other weights, or logits not finite.
-    source: for messages, what was imported."""
+    """Raise ValueError if the checkpoint at `path` has other weights, or its logits are not finite.
+    source: for messages, the model that was imported."""
     mesh = serial_mesh()
     checkpoint = verify(path, mesh)
     loaded = load_model(checkpoint, mesh)
@@ -110,14 +110,14 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], source: str) -> Non
         raise ValueError(f"the model of {source} computes logits that are not finite")
 
 
-TASKS = {"choice": "RACE", "span": "SQUAD"}  # that have such a head
+TASKS = {"choice": "RACE", "span": "SQUAD"}  # {head: task}
 
 
 def tell(
     source: str | Path, path: Path, section: ModelConfig, given: Sequence[str] = ("--finetune",)
 ) -> None:
-    """Say what was imported, and how to go on from it. given: flags beside --load, which provides
-    model and tokenizer."""
+    """Print what was imported, and the command that trains from it. given: flags in addition to
+    --load, which provides model and tokenizer."""
     print(f"imported {source} as {path}")
     if KINDS[section.kind].program is not None:
         data = resolve_name(KINDS[section.kind].data)()
@@ -145,7 +145,7 @@ def _use(section: BertConfig) -> str:
 
 
 def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """What the manifests of a run say of it, of one that has made no step and read no data.
+    """The manifest's facts about a run, for one that has made no step and read no data.
 
     tokenizer: its kind.
     """

@@ -1,4 +1,4 @@
-"""The steps by their names: `python -m tools.corpus NAME FLAGS`; without a name they are listed."""
+"""Runs a step by its name: `python -m tools.corpus NAME FLAGS`; without a name, lists the steps."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ TOKENISE = "python tools/preprocess_data.py"
 
 
 def list_steps() -> None:
-    """Print what there is, a line each."""
+    """Print every step, with its command."""
     print("A corpus from raw dumps to training shards.  In this order:\n")
     for name in STEPS:
         show(name)

@@ -1,10 +1,10 @@
-"""Text repaired by ftfy; documents kept that are in English and long enough (section 4.1).
+"""Repairs text with ftfy; keeps documents that are in English and long enough (section 4.1).
 
-The language is identified on the text as it comes (CLD2, on up to 4000 characters), so that what
-is dropped for it need not be repaired.  A text in which CLD2 finds no language, such as a table,
-code or a list of names, is dropped too, and counted by itself.  Length is counted after the
-repair: in tokens with --vocab-file and --merge-file, or else in pieces of GPT-2's pre-tokenizer,
-each of which is a token or more.
+The language is identified before the repair (CLD2, on up to 4000 characters), so that documents
+dropped for their language need no repair.  A text in which CLD2 finds no language, such as a table,
+code or a list of names, is dropped too, and counted separately.  Length is counted after the
+repair: in tokens with --vocab-file and --merge-file, otherwise in pieces of GPT-2's pre-tokenizer,
+each of which is one or more tokens.
 """
 
 import functools
@@ -29,7 +29,7 @@ from tools.corpus.units import map_units
 from tools.encoders import Encoder, build_encoder
 
 ANY = "any"
-CHARACTERS_A_WORD = 16  # in the part of a text that is looked at first; English has 6
+CHARACTERS_A_WORD = 16  # in the part of a text that is examined first; English has 6
 WHOLE_WORDS = re.compile(r".*[!-~](?= )", re.DOTALL)
 PRE_TOKENIZER = ByteLevel(add_prefix_space=False, use_regex=True)
 
@@ -37,11 +37,11 @@ PRE_TOKENIZER = ByteLevel(add_prefix_space=False, use_regex=True)
 @dataclass(frozen=True, kw_only=True)
 class Settings(LengthSettings):
     language: str = "en"
-    """Language to keep, by its code; any keeps all and identifies none."""
+    """Code of the language to keep; any keeps all documents and identifies no language."""
 
     newlines: tuple[str, ...] = ("cc-stories",)
-    """Sources of which superfluous newlines are removed: where lines are wrapped to a width of 40
-    to 120 characters they are joined, and more than two newlines become two."""
+    """Sources whose superfluous newlines are removed: lines that are wrapped to a width of 40 to
+    120 characters are joined, and more than two newlines in a row become two."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +55,7 @@ class Settings(LengthSettings):
 
 
 def check(settings: Settings) -> None:
-    token_counter(settings)  # refuses what is no vocabulary
+    token_counter(settings)  # raises an error if the files are no vocabulary
 
 
 def run(settings: Settings) -> None:
@@ -80,7 +80,7 @@ def run(settings: Settings) -> None:
 
 
 def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str]) -> None:
-    """Say which of the sources that a flag names have no document.  found: those that have."""
+    """Warn of sources named by a flag that have no document.  found: the sources that have some."""
     missing = [source for source in sources if source not in found]
     if missing:
         say(
@@ -92,7 +92,7 @@ def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str])
 def clean_unit(
     unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
 ) -> dict[str, int]:
-    """One shard.  Returns how many documents changed, and of what languages and lengths all are."""
+    """Clean one shard.  Returns counts: documents changed, documents by language and by length."""
     counters = Counter[str]()
     count_tokens = token_counter(settings)
     for document in read_documents(unit, funnel):
@@ -115,7 +115,7 @@ def examine(
     count_tokens: Callable[[str], int],
     counters: Counter[str],
 ) -> tuple[str, str | None]:
-    """The clean text, and the reason to drop it, if there is one."""
+    """The clean text, and the reason to drop the document or None."""
     before = document.text
     if settings.language != ANY:
         language = identify(before)
@@ -136,14 +136,14 @@ def examine(
 
 
 def has_tokens(text: str, least: int, count_tokens: Callable[[str], int]) -> bool:
-    """Whether the text has at least that many tokens; most texts need not be encoded for it.
+    """Whether the text has at least `least` tokens; most texts need not be encoded to know.
 
-    GPT-2's pre-tokenizer cuts a text wherever a blank follows something else.  So no token holds
-    parts of two words, and there are at least as many tokens as words; and a text up to such a
-    place has the tokens that it has as a part of the whole.
+    GPT-2's pre-tokenizer splits a text wherever a blank follows a non-blank.  So no token spans two
+    words, and there are at least as many tokens as words.  The text before such a split has the
+    same tokens by itself as within the whole text.
     """
     head = text[: CHARACTERS_A_WORD * least]
-    if len(head.encode().split(None, least)) >= least:  # bytes: at ASCII's blanks alone
+    if len(head.encode().split(None, least)) >= least:  # bytes: at ASCII's blanks only
         return True
     whole_words = WHOLE_WORDS.match(head)
     if len(head) < len(text) and whole_words and count_tokens(whole_words[0]) >= least:
@@ -152,8 +152,8 @@ def has_tokens(text: str, least: int, count_tokens: Callable[[str], int]) -> boo
 
 
 def token_counter(settings: LengthSettings) -> Callable[[str], int]:
-    """Function from a text to its length.  ValueError or OSError, naming the flag, if there is no
-    such tokenizer."""
+    """Function that counts a text's tokens or pieces.  Raises ValueError or OSError, naming the
+    flag, if there is no such tokenizer."""
     if settings.unit_of_length == "pieces":
         return count_pieces
     encoder = _encoder(settings.vocab_file, settings.merge_file)
@@ -162,14 +162,14 @@ def token_counter(settings: LengthSettings) -> Callable[[str], int]:
 
 @functools.cache
 def _encoder(vocab_file: Path | None, merge_file: Path | None) -> Encoder:
-    """Built once in a worker."""
+    """Built once per worker."""
     vocabulary, merges = (None if file is None else str(file) for file in (vocab_file, merge_file))
     tokenizer = build_tokenizer("GPT2BPETokenizer", vocabulary, merges)
     return build_encoder("auto", tokenizer.library)
 
 
 def count_pieces(text: str) -> int:
-    """Pieces into which GPT-2's pre-tokenizer cuts the text."""
+    """Number of pieces into which GPT-2's pre-tokenizer splits the text."""
     return len(PRE_TOKENIZER.pre_tokenize_str(text))
 
 
@@ -179,7 +179,7 @@ def octave(text: str) -> int:
 
 
 def _histogram(counters: Counter[str], name: str) -> dict[str, int]:
-    """{bucket: documents} of the counters called "name:bucket"; numbers in their order."""
+    """{bucket: documents} of the counters named "name:bucket"; numbers in ascending order."""
     found = {
         bucket: count
         for key, count in counters.items()

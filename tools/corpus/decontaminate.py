@@ -1,20 +1,20 @@
-"""Evaluation text taken out of a training corpus, and how much of it is found there (section 4.1).
+"""Removes evaluation text from a training corpus, and measures how much is there (section 4.1).
 
-Articles: from Wikipedia those with the title of an article of the evaluation files are dropped
-(WikiText's ` = Title = `; compared with a record's "title", or else the first line of its text,
-without case and white space), and those that have more than --article-overlap of their n-grams in
-one evaluation file, for these are its articles too: of WikiText103's validation articles no two
-share a 13-gram, and with one word in ten replaced they still share 19 % of theirs (the median).
+A Wikipedia article is dropped if it has the title of an article of the evaluation files (WikiText's
+` = Title = `; compared, without case and white space, with the record's "title" or else the first
+line of its text), or if one evaluation file has more than --article-overlap of its n-grams.  Such
+a document is an evaluation article too: no two of WikiText103's validation articles share a
+13-gram, and an article with one word in ten replaced still shares 19 % of its own (the median).
 
 Any other text that has an n-gram of an evaluation file is cut there, as for GPT-3 (Brown et al.
-2020, appendix C): the n-gram goes, with 200 characters on either side, and so do the pieces under
---min-tokens; where ranges that go touch, they are one cut; a document with more than 10 cuts goes
-as a whole.  The pieces that stay are called ID-0, ID-1, ...; if there is but one, ID.
+2020, appendix C): the n-gram is removed with 200 characters on either side, and so are pieces under
+--min-tokens.  Removed ranges that touch are one cut; a document with more than 10 cuts is dropped
+as a whole.  Kept pieces have the ids ID-0, ID-1, ...; a single piece keeps ID.
 
-Leakage is the share of an evaluation file's 8-grams that are found in the corpus, of all of them
-and of the distinct ones, before and after.  The paper found at most 10.8 % of WikiText103's test
-set and 1.4 % of LAMBADA's.  What words, n-grams and evaluation files are is said in
-tools/corpus/ngrams.py and tools/corpus/evaluation.py.
+Leakage is the share of an evaluation file's 8-grams that are found in the corpus, of all 8-grams
+and of the distinct ones, before and after this step.  The paper found at most 10.8 % of
+WikiText103's test set and 1.4 % of LAMBADA's.  tools/corpus/ngrams.py defines words and n-grams,
+tools/corpus/evaluation.py defines evaluation files.
 """
 
 from collections import Counter
@@ -53,28 +53,28 @@ class Settings(LengthSettings):
     """Evaluation files: WikiText, LAMBADA, JSON, JSON lines, plain text."""
 
     ngram: int = 13
-    """Words in a row that a text may not share with an evaluation file."""
+    """Length in words of the n-grams that a text may not share with an evaluation file."""
 
     on_overlap: Literal["cut", "drop"] = "cut"
-    """Cut a document where it shares an n-gram, or drop it at once."""
+    """Cut a document where it shares an n-gram, or drop it as a whole."""
 
     margin: int = 200
-    """Characters that go with an n-gram, on either side."""
+    """Characters that are removed on either side of an n-gram."""
 
     max_cuts: int = 10
-    """A document with more goes as a whole."""
+    """A document with more cuts is dropped as a whole."""
 
     titles: tuple[Path, ...] = ()
-    """More files with titles of articles to drop: WikiText, or a title a line."""
+    """More files with titles of articles to drop: WikiText, or one title per line."""
 
     article_sources: tuple[str, ...] = ("wikipedia",)
     """Sources from which evaluation articles are dropped."""
 
     article_overlap: float = 0.1
-    """Share of its n-grams above which a document of these is taken for an evaluation article."""
+    """Share of n-grams above which a document of --article-sources is an evaluation article."""
 
     leakage_ngram: int = 8
-    """Words in a row that the leakage table counts."""
+    """Length in words of the n-grams that the leakage table counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +90,7 @@ class Settings(LengthSettings):
 
 
 def check(settings: Settings) -> None:
-    token_counter(settings)  # refuses what is no vocabulary
+    token_counter(settings)  # raises an error if the files are no vocabulary
     settings.load_evaluation()
 
 
@@ -122,7 +122,7 @@ def run(settings: Settings) -> None:
 
 
 def warn(evaluation: Evaluation, settings: Settings) -> None:
-    """Say what cannot be searched for."""
+    """Warn of passages that cannot be searched for."""
     for each in evaluation.sets:
         if each.not_searched:
             say(
@@ -138,7 +138,7 @@ def marks_file(settings: Settings, unit: Unit) -> Path:
 def decontaminate_unit(
     unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
 ) -> dict[str, int]:
-    """One shard, and the unit's marks.  Returns how much was cut."""
+    """Write one shard, and the unit's marks.  Returns how much was cut."""
     evaluation = settings.load_evaluation()
     counters = Counter[str]()
     marks = Marks.empty(evaluation)
@@ -168,7 +168,7 @@ def decontaminate_unit(
 def reason_to_drop(
     record: Record, words: Words, found: Found, evaluation: Evaluation, settings: Settings
 ) -> str | None:
-    """Of a document as a whole, before anything is cut."""
+    """Reason to drop a document as a whole, before anything is cut; None to keep it."""
     if source_of(record) in settings.article_sources:
         if title_of(record) in evaluation.titles:
             return "title of an evaluation article"
@@ -180,7 +180,7 @@ def reason_to_drop(
 
 
 def title_of(record: Record) -> str:
-    """Normalised."""
+    """The record's title, or else the first line of its text; normalised."""
     title = record.get("title")
     if not isinstance(title, str) or not title:
         title = record["text"].lstrip().partition("\n")[0]
@@ -188,7 +188,7 @@ def title_of(record: Record) -> str:
 
 
 def overlap(words: Words, found: Found, evaluation: Evaluation) -> float:
-    """The largest share of the document's n-grams that one evaluation set has."""
+    """Largest share of the document's n-grams that are in one evaluation set."""
     if not len(found.ids):
         return 0.0
     ngrams = len(words.hashes) - evaluation.cut.n + 1
@@ -198,9 +198,9 @@ def overlap(words: Words, found: Found, evaluation: Evaluation) -> float:
 def find_cuts(
     words: Words, positions: Indices, length: int, settings: Settings
 ) -> list[tuple[int, int]]:
-    """What goes of a text, as (start, stop) in characters; ranges that touch are one.
+    """Ranges to remove from a text, (start, stop) in characters; ranges that touch are merged.
 
-    positions: of the n-grams found, in words, one at least.  length: of the text.
+    positions: word positions of the n-grams found, at least one.  length: of the text.
     """
     starts = np.maximum(words.starts[positions] - settings.margin, 0)
     stops = np.minimum(words.ends[positions + settings.ngram - 1] + settings.margin, length)
@@ -218,7 +218,7 @@ def cut_document(
     funnel: Funnel,
     counters: Counter[str],
 ) -> list[Record]:
-    """The pieces to keep, as records; the others are dropped in the books."""
+    """The pieces to keep, as records; the others are counted as dropped."""
     if len(cuts) > settings.max_cuts:
         funnel.drop(document.record, f"over {settings.max_cuts} cuts")
         return []
@@ -241,7 +241,7 @@ def cut_document(
 
 
 def pieces_between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
-    """What the cuts leave, but for white space."""
+    """The pieces between the cuts; pieces of white space are left out."""
     starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), None]
     pieces = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
     return [piece for piece in pieces if piece and not piece.isspace()]
@@ -249,7 +249,7 @@ def pieces_between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
 
 def name_pieces(record: Record, pieces: Sequence[str]) -> list[Record]:
     identity: dict[str, Any] = {"id": document_id(record)}
-    if len(pieces) == 1:  # a record's own id, of whatever kind, stays
+    if len(pieces) == 1:  # keeps the record's own id, of any type
         return [{**identity, **record, "text": pieces[0]}]
     return [
         {**record, "id": f"{identity['id']}-{k}", "text": piece} for k, piece in enumerate(pieces)

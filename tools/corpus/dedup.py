@@ -1,16 +1,16 @@
-"""Near-duplicates removed, exactly one of each cluster kept (section 4.1).
+"""Removes near-duplicates; keeps exactly one document of each cluster (section 4.1).
 
 Text is normalised (lower case, runs of white space as one blank, none at the ends) and becomes the
 set of its 5-grams, of characters or of words.  MinHash signatures of 128 permutations, cut into
-bands, find candidate pairs; every candidate is verified by the exact Jaccard similarity of the
-sets, and is an edge where |A n B| / |A u B| is at least --jaccard, compared in integers.  What
-edges hold together is a cluster; of each the document with the smallest (source priority, id)
-stays, whatever the shards, workers and engine.  An id is the record's own, or else the first 128
-bits of the SHA-256 of the text; the k-th further document of an id gets "-k".
+bands, find candidate pairs.  Every candidate is verified by the exact Jaccard similarity of the
+sets: it is an edge where |A n B| / |A u B| is at least --jaccard, compared in integers.  Documents
+connected by edges form a cluster; the one with the smallest (source priority, id) stays, for any
+shards, workers and engine.  An id is the record's own, or else the first 128 bits of the SHA-256
+of the text; the k-th further document of an id gets "-k".
 
-Kept records are written as shards, unchanged, and duplicates.jsonl has a line for each removed
-record: {"id", "kept_id", "jaccard", "via", "via_jaccard"}: the similarity with the one kept, which
-in a chain may lie below the threshold, and the most similar document of a verified edge.
+Kept records are written unchanged, as shards.  duplicates.jsonl has a line for each removed one:
+{"id", "kept_id", "jaccard", "via", "via_jaccard"}.  `jaccard` is the similarity with the kept one,
+which in a chain may lie below the threshold; `via` is the most similar document of an edge.
 """
 
 from dataclasses import dataclass
@@ -30,33 +30,33 @@ from tools.corpus.settings import StepSettings
 from tools.corpus.shingles import PERMUTATIONS, Shingle, Shingler
 from tools.corpus.step import StepRun
 
-FEW = 100  # documents of a source below which its loss says nothing
+FEW = 100  # documents; the loss of a smaller source is not checked
 SHOWN_TEXT = 2000  # characters of a duplicate in the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepSettings):
     shingle: Shingle = "char5"
-    """What a document is a set of: its 5-grams of characters, or of words."""
+    """Elements of a document's set: its 5-grams of characters, or of words."""
 
     jaccard: float = 0.7
-    """Similarity from which on two documents are near-duplicates, over 0 and up to 1."""
+    """Least similarity of near-duplicates, over 0 and up to 1."""
 
     bands: int = 25
-    """Bands that the signature is cut into; bands x rows is at most 128."""
+    """Number of bands that the signature is cut into; bands x rows is at most 128."""
 
     rows: int = 5
-    """Values of the signature in each band."""
+    """Number of values of the signature in each band."""
 
     seed: int = 1
-    """Of the permutations."""
+    """Seed of the permutations."""
 
     source_priority: tuple[str, ...] = ()
-    """Sources whose documents stay rather than those of others, the first first."""
+    """Sources whose documents are kept in preference to others, the most preferred first."""
 
     max_bucket: int = 500
     """A bucket of more documents is split into pieces of neighbours, in several orders; a pair that
-    no other band has may be lost by it."""
+    no other band finds may be lost."""
 
     max_cluster: int = 10_000
     """A larger cluster stops the run."""
@@ -65,17 +65,17 @@ class Settings(StepSettings):
     """A source of 100 documents or more that loses a larger share stops the run."""
 
     expected_removal: float | None = None
-    """Share of the documents that a sample has led to expect, as tools.corpus.plan says it; three
-    times that, and two documents in a hundred more, stops the run."""
+    """Share of the documents expected to be removed, as tools.corpus.plan estimates it from a
+    sample; a share above three times that plus 0.02 stops the run."""
 
     allow_large_removal: bool = False
-    """Go on where one of the three would stop the run."""
+    """Continue where --max-cluster, --max-source-loss or --expected-removal would stop the run."""
 
     engine: Literal["auto", "numba", "numpy", "datasketch"] = "auto"
-    """What finds candidates: this project's kernels, compiled or not, or the library datasketch, in
-    one process and in memory; what is kept is the same."""
+    """Code that finds candidates: this project's kernels, compiled or not, or the library
+    datasketch, in one process and in memory; the kept documents are the same."""
 
-    no_parameters: ClassVar = frozenset(  # they decide whether the run goes on
+    no_parameters: ClassVar = frozenset(  # they decide whether the run continues
         {"max_cluster", "max_source_loss", "expected_removal", "allow_large_removal"}
     )
 
@@ -149,7 +149,7 @@ def recall_curve(bands: Bands) -> list[dict[str, float]]:
 
 
 def say_recall(bands: Bands, threshold: float) -> None:
-    """How many of the pairs of a similarity the bands will find, and whether that is enough."""
+    """Print the share of pairs that the bands find, by similarity; warn if it is too small."""
     points = [threshold + (1 - threshold) * k / 4 for k in range(4)]
     said = ", ".join(f"{bands.recall(each):.2%} at {each:.3g}" for each in points)
     say(f"dedup: of the pairs of a Jaccard similarity the bands find {said}")
@@ -161,7 +161,7 @@ def say_recall(bands: Bands, threshold: float) -> None:
 
 
 def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, found: Found) -> None:
-    """ValueError, with the largest clusters, where so much goes that something must be wrong."""
+    """Raises ValueError, and prints the largest clusters, if too much is removed to be right."""
     complaints = complain(settings, funnel, found)
     if not complaints:
         return

@@ -1,4 +1,4 @@
-"""What can be told of a run before its first step starts: files that are not there, or not sound.
+"""Errors that are found before the first step of a run starts: files that are missing or unsound.
 
 A step may have a function check(settings) that raises its own early errors; it must be quick.
 """
@@ -14,7 +14,7 @@ WRITTEN = {"output"}
 
 
 def check_early(description: Description, jobs: Sequence[Job]) -> None:
-    """ValueError, naming the table and the key, for what would stop one of the jobs later on."""
+    """Raises ValueError, naming the table and the key, for errors that would stop a job later."""
     for path in map(Path, description.head.get("input", [])):
         if not path.exists():
             raise ValueError(f"{description.origin}: input {path}: no such file or folder")
@@ -37,7 +37,7 @@ def check_early(description: Description, jobs: Sequence[Job]) -> None:
 
 
 def named_paths(job: Job) -> Iterator[tuple[str, Path]]:
-    """(key, path) of everything that the job's settings say is there."""
+    """(key, path) of every path in the job's settings that has to exist."""
     for field in fields(job.settings):
         value = getattr(job.settings, field.name)
         for each in value if isinstance(value, tuple) else (value,):

@@ -1,7 +1,7 @@
-"""The steps of a run tried on a sample, and what that says of the whole.
+"""Runs the steps on a sample, and scales the results to the whole input.
 
-Everything is scaled by bytes: of the input as it lies on disk for the first steps, then of what the
-steps before have left of the sample.
+Everything is scaled by bytes: for the first steps, of the input on disk; then, of the previous
+steps' output from the sample.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from tools.corpus.pipeline import Description, Job
 from tools.corpus.program import Unfinished, say
 from tools.corpus.sample import draw, input_files
 
-HOLDING = ("dedup", "split")  # steps of which a task holds up to --memory
-UNIT_BYTES = 32_000_000  # of steps that have no --unit
-WARM_UP = 8  # the sample that goes first, so that loading is not counted, is this much smaller
+HOLDING = ("dedup", "split")  # steps whose tasks hold up to --memory
+UNIT_BYTES = 32_000_000  # for steps that have no --unit
+WARM_UP = 8  # times smaller: the sample that runs first, so that loading is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one job, at full size.  Sizes are bytes, times seconds."""
+    """Estimate of one job at full size.  Sizes are in bytes, times in seconds."""
 
     name: str
     documents_in: int = 0
@@ -37,31 +37,31 @@ class Estimate:
     disk: int = 0
     temporary: int = 0
     memory: int = 0
-    """Of all workers together."""
+    """Memory of all workers together."""
     core_seconds: float = 0
     seconds: float = 0
-    """By the clock, all workers at work."""
+    """Wall-clock time, with all workers busy."""
     removal: float | None = None
-    """Of dedup: the share of the documents that it will hardly exceed; None if that is not told."""
+    """dedup only: likely upper bound of the share of documents removed; None if unknown."""
     note: str = ""
 
 
 class Amount(NamedTuple):
-    """Of a file or folder of the sample."""
+    """Size of a file or folder of the sample."""
 
     size: int
     factor: float
-    """How much of the whole each of its bytes stands for."""
+    """Bytes of the whole that each of its bytes represents."""
 
 
 class Sample(NamedTuple):
     description: Description
-    """As the run's, but of the sample."""
+    """The run's description, with the sample as its input."""
     inputs: dict[Path, Amount]
 
 
 def raw_inputs(description: Description, jobs: Sequence[Job]) -> dict[str, Any]:
-    """Settings, or what has their `input`, by the name of what reads from outside."""
+    """Settings (or an object with `input`) of everything that reads raw input, by name."""
     raw = {job.name: job.settings for job in jobs if job.step == "extract"}
     if given := description.head.get("input"):
         raw["input"] = SimpleNamespace(input=tuple(map(Path, given)))
@@ -78,7 +78,7 @@ def take_sample(
     description: Description, raw: Mapping[str, Any], sizes: Mapping[str, int], budget: int,
     seed: int, folder: Path,
 ) -> Sample:  # fmt: skip
-    """Draw about `budget` bytes, from each source its share, into the folder."""
+    """Draw about `budget` bytes into the folder, from each source in proportion to its size."""
     inputs: dict[Path, Amount] = {}
     head, tables = dict(description.head), dict(description.tables)
     for name, settings in raw.items():
@@ -110,9 +110,9 @@ def size_of(path: Path) -> int:
 def estimate(
     jobs: Sequence[Job], samples: tuple[Sample, Sample], flags: Mapping[str, Any]
 ) -> Iterator[Estimate]:
-    """One of each job; samples: the small one that goes first, and the one that counts.
+    """One estimate per job.  samples: the small one that runs first, and the one that counts.
 
-    ValueError where a step refuses its settings: it would refuse them in the run, too.
+    Raises ValueError if a step refuses its settings: it would refuse them in the run, too.
     """
     small = {**flags, "workers": 1, "scheduler": "local", "overwrite": False}
     tried = [sample.description.jobs(small) for sample in samples]
@@ -136,18 +136,18 @@ def estimate(
 
 
 def is_of_settings(error: str) -> bool:
-    """Whether a flag is at fault, and not what happens to be in the sample."""
+    """Whether a flag is at fault, not the content of the sample."""
     return error.startswith("--") and not error.startswith("--input ")
 
 
 def scale(job: Job, facts: Mapping[str, Any], factor: float, bytes_in: float) -> Estimate:
-    """bytes_in: of the files that the job reads, at full size."""
+    """Scale `facts`.  bytes_in: size of the files that the job reads, at full size."""
     settings = job.settings
     unit = getattr(settings, "unit_bytes", UNIT_BYTES)
     busy = min(settings.workers, max(1, math.ceil(bytes_in / unit)))
     text_out, core_seconds = facts["text_out"] * factor, facts["cpu_seconds"] * factor
     held = facts["peak"]
-    if job.step in HOLDING:  # never more than a few times all of the text
+    if job.step in HOLDING:  # at most a few times the whole text
         held += round(min(settings.memory_bytes, 3 * text_out))
     return Estimate(
         name=job.name,
@@ -164,11 +164,11 @@ def scale(job: Job, facts: Mapping[str, Any], factor: float, bytes_in: float) ->
 
 
 def removal(facts: Mapping[str, Any], factor: float) -> float | None:
-    """The share of the documents that dedup will hardly exceed, from what it removed of a sample.
+    """Likely upper bound of the share that dedup removes, from what it removed of a sample.
 
-    Of near-duplicates, which are pairs, a share p of the documents holds the share p * p; so each
-    one found stands for factor^2, with two standard deviations and some for none being found.
-    None where that is over a half, and says nothing.
+    A share p of the documents has the share p * p of the near-duplicates, which are pairs, so each
+    one found represents factor^2.  Two standard deviations and a constant, in case none is found,
+    are added.  None if the bound is over a half, which says nothing.
     """
     found = facts["documents_in"] - facts["documents_out"]
     most = (found + 2 * math.sqrt(found) + 3) * factor / max(1, facts["documents_in"])
@@ -176,14 +176,14 @@ def removal(facts: Mapping[str, Any], factor: float) -> float | None:
 
 
 def in_new_process(warm: Job, real: Job) -> dict[str, Any]:
-    """measure() where no other step has used memory."""
+    """measure() in a process where no other step has used memory."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(measure, warm, real).result()
 
 
 def measure(warm: Job, real: Job) -> dict[str, Any]:
-    """Do both jobs in this process; what the second took, or {"error": why it cannot be told}."""
+    """Run both jobs in this process.  Returns what the second took, or {"error": the reason}."""
     with contextlib.redirect_stderr(io.StringIO()):
         with contextlib.suppress(ValueError, OSError):  # may be too small for the step
             warm.run()
@@ -205,9 +205,9 @@ def measure(warm: Job, real: Job) -> dict[str, Any]:
 
 
 def run_and_look(job: Job) -> int:
-    """Do the job; the bytes that it held in .work at its end.
+    """Run the job.  Returns the bytes in .work at its end.
 
-    As the only one of an array of jobs it leaves .work to the run without --shard.
+    As the only job of an array (--shard) it leaves .work to the run without --shard.
     """
     with contextlib.suppress(Unfinished):
         replace(job, settings=replace(job.settings, shard="0/1")).run()

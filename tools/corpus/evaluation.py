@@ -1,20 +1,20 @@
-"""Evaluation files as sets of n-grams that a training corpus should not hold.
+"""Evaluation files as sets of n-grams that a training corpus should not contain.
 
-An evaluation set is a file, known by its name, and is made of passages; no n-gram goes from one
-into another, nor over an <unk>.
+An evaluation set is a file, identified by its name, and consists of passages; no n-gram spans two
+passages, or an <unk>.
 
     WikiText (has ` = Title = ` headings)   an article is a passage
     JSON, or JSON lines                     an object's "text", or else each string anywhere in it
                                             that is more than one word (so no ids and labels)
-    other text, such as LAMBADA's           what lies between blank lines, or each line where there
-                                            are none
+    other text, such as LAMBADA's           a passage lies between blank lines; without any, each
+                                            line is a passage
 
-Punctuation is no part of words (tools.corpus.ngrams), so text tokenised as WikiText's and LAMBADA's
-(` @-@ `, ` , `, ``` `` ```) matches running text; only "was n't" has to become "wasn't" before.
+Words have no punctuation (tools.corpus.ngrams), so text tokenised like WikiText's and LAMBADA's
+(` @-@ `, ` , `, ``` `` ```) matches running text; only "was n't" has to become "wasn't" first.
 
-A passage of fewer than n words, or without n words between two <unk>, is not searched for: GPT-3
-searched for such passages as a whole, which also finds stock phrases such as "which of the
-following is true according to the passage".  They are counted.
+A passage of fewer than n words, or without n words between two <unk>, is counted and not searched
+for.  GPT-3 searched for such passages as a whole, which also finds stock phrases such as "which of
+the following is true according to the passage".
 """
 
 import functools
@@ -42,7 +42,7 @@ WHITE_SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Its n-grams by their numbers in the NgramSets of all."""
+    """An evaluation file; its n-grams are numbers in the NgramSets of all files."""
 
     name: str
     passages: int
@@ -50,9 +50,9 @@ class EvaluationSet:
     """Passages without an n-gram."""
     words: int
     ids: Indices
-    """Of the distinct n-grams to cut at."""
+    """The distinct n-grams to cut at."""
     leak_ids: Indices
-    """Of the distinct n-grams of the leakage table."""
+    """The distinct n-grams of the leakage table."""
     leak_counts: Indices
     """How often each of them occurs."""
 
@@ -66,7 +66,7 @@ class EvaluationSet:
         }
 
     def leakage(self, found: NDArray[np.bool_]) -> tuple[float, float]:
-        """Share of its n-grams that are among those found: (of all, of the distinct ones)."""
+        """Share of its n-grams that were found: (of all, of the distinct ones)."""
         mine = found[self.leak_ids]
         if not len(mine):
             return 0.0, 0.0
@@ -79,19 +79,19 @@ class Evaluation:
     cut: NgramSet
     """The n-grams to cut at."""
     leak: NgramSet
-    """Those of the leakage table."""
+    """The n-grams of the leakage table."""
     titles: frozenset[str]
-    """Of articles, normalised."""
+    """Titles of articles, normalised."""
     unknown_titles: int
-    """That hold <unk> and so cannot be compared."""
+    """Number of titles with <unk>, which cannot be compared."""
 
 
 def load_evaluation(
     files: Sequence[Path], titles: Sequence[Path], ngram: int, leakage_ngram: int
 ) -> Evaluation:
-    """Of these files, read once in a worker.  ValueError or OSError, naming the flag and the file.
+    """Read these files, once per worker.  Raises ValueError or OSError, naming flag and file.
 
-    titles: further files that titles are taken from, WikiText or a title a line.
+    titles: further files from which titles are taken, WikiText or one title per line.
     """
     names = [path.name for path in files]
     for path in files:
@@ -114,7 +114,7 @@ def _load(
     leakage_ngram: int,
     stamps: tuple[tuple[int, int], ...],
 ) -> Evaluation:
-    del stamps  # tell files from what they were
+    del stamps  # part of the cache's key, so that changed files are read again
     sets = [_Passages.of(path) for path in files]
     grams = [[each.ngrams(n) for each in sets] for n in (ngram, leakage_ngram)]
     cut, leak = (
@@ -133,7 +133,7 @@ def _load(
 
 
 class _Passages(NamedTuple):
-    """A file: of each passage, of each part between <unk>, the hashes of the words."""
+    """A file: hashes of the words in each part between <unk> of each passage."""
 
     name: str
     words: list[list[Hashes]]
@@ -146,7 +146,7 @@ class _Passages(NamedTuple):
         return cls(path.name, words)
 
     def ngrams(self, n: int) -> list[Hashes]:
-        """Of each passage; equal ones repeat."""
+        """Hashes of the n-grams of each passage; equal ones repeat."""
         return [np.concatenate([hash_ngrams(part, n) for part in parts]) for parts in self.words]
 
 
@@ -228,6 +228,6 @@ def _listed_titles(path: Path) -> list[str]:
 
 
 def normalise_title(title: str) -> str:
-    """Without case, white space and WikiText's escapes: what "M @-@ 82 ( Michigan highway )" and
-    "M-82 (Michigan highway)" have in common."""
+    """The title without case, white space and WikiText's escapes: the same for
+    "M @-@ 82 ( Michigan highway )" and "M-82 (Michigan highway)"."""
     return WHITE_SPACE.sub("", ESCAPE.sub(r"\1", title)).casefold()

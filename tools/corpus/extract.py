@@ -1,17 +1,17 @@
-"""Step 1: published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
+"""Step 1: turns published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
 
     jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4; and *.txt
-    wikiextractor  what WikiExtractor writes with --json: files wiki_00 in folders AA, AB, ...
-    openwebtext    archives of text files, also archives of such archives, as published; the same
-                   as text
-    text           text files in folders and archives, a document each
+    wikiextractor  output of WikiExtractor with --json: files wiki_00 in folders AA, AB, ...
+    openwebtext    archives of text files, also archives of such archives, as published; read
+                   like text
+    text           text files in folders and archives, one document each
     json           files of one JSON object each, in folders and archives, text under --key: RACE
     wet            WET files of Common Crawl, .warc.wet.gz
 
 Archives and lines may be compressed (.gz .bz2 .xz .zst); nothing is unpacked to disk.  A record
-keeps its other fields.  Its id is its own (of a WET record the WARC-Record-ID); a text file's is
-its path under --input, that of an archive included; else it is a hash of the text.  What cannot be
-read is set aside in rejected.jsonl, with file and offset.  Hidden files are no input.
+keeps its other fields.  Its id is its own (a WET record's is the WARC-Record-ID); a text file's is
+its path under --input, including that of an archive; otherwise it is a hash of the text.  Input
+that cannot be read is listed in rejected.jsonl, with file and offset.  Hidden files are skipped.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
 
 KEYED = (*LINES, "json")
-SHARD_UNITS = 8  # a shard ends at this many --unit: of an archive there may be several
+SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards
 PROBED_PARTS = 8
 PROBED_ITEMS = 100
 
@@ -60,17 +60,17 @@ PROBED_ITEMS = 100
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepSettings):
     input: tuple[Path, ...]
-    """Files in the --format, or folders that hold them at any depth; of jsonl, *.jsonl, *.json
-    and *.txt right in the folder."""
+    """Files in the --format, or folders that hold them at any depth; for jsonl, *.jsonl, *.json
+    and *.txt directly in the folder."""
 
     format: Format
-    """What the input is."""
+    """Format of the input."""
 
     source: str
-    """Name of the corpus, written into every record; counts are kept by it."""
+    """Name of the corpus, written into every record; documents are counted by it."""
 
     key: str = "text"
-    """Field of the JSON objects that holds the text; it is called text from here on."""
+    """Field of the JSON objects that holds the text; it is called text in the output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ def run(settings: Settings) -> None:
         if step.done:
             return
         listed = list_loose(step, loose) if loose else []
-        step.units = [  # what the manifest calls inputs, numbered so that each group has a number
+        step.units = [  # the manifest's inputs, numbered so that each group has a number
             dataclasses.replace(part.unit, number=k) for k, part in enumerate([*parts, *listed])
         ]
         roots = tuple(str(each.root if each.root.is_dir() else each.root.parent) for each in loose)
@@ -116,7 +116,7 @@ def list_loose(step: StepRun, loose: Sequence[Loose]) -> list[Part]:
 
 
 def read_part(part: Part, roots: tuple[str, ...], settings: Settings) -> Iterator[Item]:
-    """roots: the folders that a listing speaks of."""
+    """roots: the folders that a listing refers to."""
     if settings.format in LINES:
         return read_json_lines(part, settings.key)
     if settings.format == "wet":
@@ -130,7 +130,7 @@ def read_part(part: Part, roots: tuple[str, ...], settings: Settings) -> Iterato
 def extract_group(
     number: int, parts: Sequence[Part], roots: tuple[str, ...], settings: Settings
 ) -> dict[str, Any]:
-    """Parts into shards."""
+    """Write parts as shards."""
     funnel = Funnel()
     with open_shards(number, settings) as shards:
         for item in itertools.chain.from_iterable(
@@ -152,7 +152,7 @@ def extract_group(
 
 
 def shape(record: Record, settings: Settings) -> Record:
-    """The record in this project's form; what it had under a name needed here is original_..."""
+    """The record in this project's form; a field whose name is needed here becomes original_..."""
     text = record.pop(settings.key)
     if "text" in record:
         record["original_text"] = record.pop("text")
@@ -162,11 +162,11 @@ def shape(record: Record, settings: Settings) -> Record:
     first["id"] = document_id(first)
     if "url" in record:
         first["url"] = record["url"]
-    return {**first, **record, **first}  # in the order of the first, with its values
+    return {**first, **record, **first}  # fields of `first` come first, with its values
 
 
 class Shards:
-    """One shard after another, so that none outgrows what the next step reads as one."""
+    """Writes one shard after another, so that none exceeds what the next step reads as one."""
 
     def __init__(self, number: int, settings: Settings, stack: contextlib.ExitStack) -> None:
         self._number = number
@@ -197,7 +197,7 @@ def open_shards(number: int, settings: Settings) -> Iterator[Shards]:
 def check_fit(
     parts: Sequence[Part], listed: Sequence[Part], roots: tuple[str, ...], settings: Settings
 ) -> None:
-    """Look into some parts: ValueError where all that they hold is to be set aside."""
+    """Probe some parts.  Raises ValueError if everything in them would be rejected."""
     first: Fault | None = None
     for all_parts in (parts, listed):
         for part in all_parts[:: max(1, len(all_parts) // PROBED_PARTS)]:

@@ -1,7 +1,7 @@
-"""The forms in which corpora are published, read as records of at least {"text"}.
+"""Readers of the formats in which corpora are published; records have at least {"text"}.
 
-Readers are generators in bounded memory.  What holds no document comes as a Fault with its place;
-nothing that a file can contain ends a run.
+Readers are generators in bounded memory.  Content that is no document becomes a Fault with its
+location; no content of a file ends a run.
 """
 
 import io
@@ -29,13 +29,13 @@ BUFFER = 1 << 20  # bytes that are decompressed at a time
 class Fault(NamedTuple):
     file: str
     offset: int
-    """Byte of the decompressed file, or of the archive that is open, at which it was found."""
+    """Byte of the decompressed file, or of the open archive, at which it was found."""
     content: bytes
     reason: str
 
 
 class Eager(io.RawIOBase):
-    """A stream of which damage loses nothing that comes before it, as it does in read(n)."""
+    """A stream that returns all data before damage; read(n) would lose some of it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -55,11 +55,11 @@ class Eager(io.RawIOBase):
 
 
 Item = Record | Fault
-Parse = Callable[[bytes, str], Record]  # of (content of a file, its name)
+Parse = Callable[[bytes, str], Record]  # takes (content of a file, its name)
 
 
 def parse_fields(line: bytes, key: str) -> Record:
-    """As parse_record, but an empty text is one too."""
+    """Like parse_record, but accepts an empty text."""
     record = parse_json(line)
     if isinstance(record, dict) and isinstance(record.get(key), str):
         return record
@@ -67,7 +67,7 @@ def parse_fields(line: bytes, key: str) -> Record:
 
 
 def read_json_lines(part: Part, key: str) -> Iterator[Item]:
-    """Lines of JSON with their text under `key`, of a range of a file, or a text file."""
+    """Read a range of a file of JSON lines with their text under `key`, or of a text file."""
     for line in read_shard(part.unit.file, part.unit.start, part.unit.stop, key=key):
         try:
             if line.fault:
@@ -84,7 +84,7 @@ def parse_text(content: bytes, name: str) -> Record:
 
 
 def json_parser(key: str) -> Parse:
-    """Of files that hold one JSON object each; the id is theirs, or else the path."""
+    """Parser of files of one JSON object each; the id is the object's, or else the path."""
 
     def parse(content: bytes, name: str) -> Record:
         record = parse_fields(content, key)
@@ -94,7 +94,7 @@ def json_parser(key: str) -> Parse:
 
 
 def read_listed(part: Part, roots: tuple[str, ...], parse: Parse) -> Iterator[Item]:
-    """Files that lie in folders: part is a range of a listing of [number of root, path] lines."""
+    """Read files in folders.  part: range of a listing of lines [number of root, path]."""
     for line in read_lines(part.unit.file, part.unit.start, part.unit.stop):
         number, name = json.loads(line.content)
         file = os.path.join(roots[number], name)  # noqa: PTH118, names need not be UTF-8
@@ -115,7 +115,7 @@ def read_packed(part: Part, parse: Parse) -> Iterator[Item]:
 
 
 def _read_document(stream: IO[bytes], size: int, name: str, parse: Parse) -> Iterator[Record]:
-    """ValueError with the reason where it holds no document."""
+    """Parse a file.  Raises ValueError, with the reason, if it holds no document."""
     if size > LONGEST_LINE:
         raise ValueError(f"file of {size} bytes, over {LONGEST_LINE}")
     name = name.encode(errors="backslashreplace").decode()  # a name need not be UTF-8
@@ -123,7 +123,7 @@ def _read_document(stream: IO[bytes], size: int, name: str, parse: Parse) -> Ite
 
 
 def _unpack(raw: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item]:
-    """raw: of a packed file called `name`, inside of `file`."""
+    """raw: stream of a packed file called `name`, inside `file`."""
     pure = PurePosixPath(name)
     stream = io.BufferedReader(Eager(PACKED[pure.suffix](raw)), BUFFER)
     bare = str(pure.with_suffix(""))
@@ -140,7 +140,7 @@ def _unpack(raw: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item
 
 
 def _is_tar(stream: io.BufferedReader) -> bool:
-    """OpenWebText's subsets are archives, though their names end in .xz alone."""
+    """OpenWebText's subsets are archives, though their names end only in .xz."""
     try:
         tarfile.TarInfo.frombuf(stream.peek(512)[:512], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -149,7 +149,7 @@ def _is_tar(stream: io.BufferedReader) -> bool:
 
 
 class Member(tarfile.TarInfo):
-    """tarfile takes a damaged header for the end of the archive; this one says so."""
+    """Raises an error at a damaged header, which tarfile takes for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -162,7 +162,7 @@ class Member(tarfile.TarInfo):
 
 
 def _read_tar(stream: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item]:
-    """Read an archive as it comes, nothing of it on disk."""
+    """Read an archive as a stream, without unpacking it to disk."""
     offset = 0
     try:
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=Member) as archive:
@@ -222,7 +222,7 @@ def read_wet(part: Part) -> Iterator[Item]:
 
 
 def _read_record(stream: io.BufferedReader, file: str, offset: int) -> Item | None:
-    """What follows the line WARC/1.0 at `offset`; None where it is no `conversion`."""
+    """Read the record after the line WARC/1.0 at `offset`; None if it is no `conversion`."""
     headers = {}
     while not (line := stream.readline(BUFFER)).isspace() and line:
         name, _, value = line.decode(errors="replace").partition(":")

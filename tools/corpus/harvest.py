@@ -1,7 +1,7 @@
-"""Real English text that every Python machine holds.
+"""Real English text that every machine with Python has.
 
 `pydoc` topics, READMEs, licences and other prose files of the installed packages, and the
-docstrings of the standard library and of the packages: one document for each file. Sources are
+docstrings of the standard library and of the packages: one document per file.  Sources are
 parsed, never imported.  Paragraphs that are code, doctests or tables are left out.
 """
 
@@ -49,8 +49,8 @@ class Settings:
     """A JSON file for the counts, in the form of a step's manifest."""
 
     max_bytes: int = 8_000_000
-    """Stop at this much text; pydoc topics and prose files come first, then modules in the order
-    of a keyed hash of their names, so that a cut is a fair sample."""
+    """Stop at this many bytes of text; pydoc topics and prose files come first, then modules in
+    the order of a keyed hash of their names, so that a cut is a fair sample."""
 
     workers: int = len(os.sched_getaffinity(0))
     """Processes that parse sources; they do not change what is written."""
@@ -147,7 +147,7 @@ def read_prose_file(name: str, content: bytes) -> str:
 
 
 def read_module(name: str, content: bytes) -> str:
-    """The docstrings of one module under the names of what they describe."""
+    """The docstrings of one module, each under the name of what it describes."""
     try:
         with warnings.catch_warnings(action="ignore"):  # invalid escapes in others' sources
             module = ast.parse(content)
@@ -179,7 +179,7 @@ CODE = re.compile(r"^\s*(>>>|\.\. |```|#!|import |from \S+ import|[-=~+|*]{3,}\s
 
 
 def is_prose(paragraph: str) -> bool:
-    """Mostly letters, in words, and not marked as code, directive, doctest or ruled table."""
+    """Whether it is mostly letters, in words, and no code, directive, doctest or ruled table."""
     dense = "".join(paragraph.split())
     letters = sum(map(str.isalpha, dense))
     words = re.findall(r"(?<!\S)[A-Za-z][a-z']*(?=[\s.,;:!?)]|$)", paragraph)

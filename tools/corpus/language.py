@@ -7,10 +7,10 @@ from megatron.libraries import Library
 
 pycld2 = Library("pycld2", "--language any")
 
-UNKNOWN = "un"  # CLD2's code for it
+UNKNOWN = "un"  # CLD2's code for an unknown language
 SAMPLE = 4000  # characters
 
-# What CLD2 refuses to read: control characters and the code points that are no characters.
+# Code points that CLD2 refuses to read: control characters and those that are no characters.
 REFUSED = re.compile(
     "[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ufdd0-\ufdef"
     + "".join(chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
@@ -25,9 +25,9 @@ def names() -> dict[str, str]:
 
 
 def identify(text: str, most: int = SAMPLE) -> str:
-    """Code of the likeliest language of the text, such as en; un if none is.
+    """Code of the likeliest language of the text, such as en; un if there is none.
 
-    most: characters that are looked at, half of them at the start, half from the middle on.
+    most: characters that are examined, half of them at the start, half from the middle on.
     """
     if len(text) > most:
         half, middle = most // 2, len(text) // 2

@@ -13,7 +13,7 @@ from tools.corpus.shards import placed
 
 
 class Marks(NamedTuple):
-    """Which n-grams of the leakage table were found: [number of them] each."""
+    """Whether each n-gram of the leakage table was found: arrays [number of n-grams]."""
 
     before: NDArray[np.bool_]
     after: NDArray[np.bool_]

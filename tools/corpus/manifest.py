@@ -1,4 +1,4 @@
-"""What a manifest is made of: checksums, versions, and the books in one line."""
+"""Contents of a manifest: checksums, versions, and the document counts in one line."""
 
 import contextlib
 import importlib.metadata
@@ -19,7 +19,7 @@ PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjs
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """That of the step that filled the folder; None where no step has."""
+    """Manifest of the step that filled the folder; None if no step has."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -28,7 +28,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def known_checksums(folder: Path) -> dict[str, str]:
-    """Of the shards that a step wrote into the folder, by name, if they have their size still."""
+    """Checksums, by name, of the folder's shards that a step wrote and whose size is unchanged."""
     return {
         shard["name"]: shard["sha256"]
         for shard in (read_manifest(folder) or {}).get("shards", [])
@@ -55,7 +55,7 @@ def checksum_of(file: str, modified: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what a step writes, as far as they are there."""
+    """Versions of Python and of the installed packages that affect what a step writes."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -64,7 +64,7 @@ def versions() -> dict[str, str]:
 
 
 def check_output(name: str, funnel: Funnel, output: Path) -> None:
-    """ValueError where nothing is left: whoever wanted that would not have run the step."""
+    """Raises ValueError if no document is left: nobody runs a step for that."""
     if documents(funnel.output):
         return
     bad = sum(documents(funnel.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
@@ -85,13 +85,13 @@ def _lost(funnel: Funnel) -> str:
 
 
 def rejected_lines(output: Path) -> Iterator[dict[str, Any]]:
-    """{file, offset, reason} of what was set aside."""
+    """{file, offset, reason} of all input that was rejected."""
     with contextlib.suppress(FileNotFoundError), (output / "rejected.jsonl").open("rb") as lines:
         yield from map(json.loads, lines)
 
 
 def summarise(name: str, funnel: Funnel, output: Path, place: str) -> None:
-    """place: what to call the output."""
+    """Print counts and damages.  place: name of the output."""
     say(
         f"{name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out to "
         f"{place}; dropped: {_lost(funnel)}"

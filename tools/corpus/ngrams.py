@@ -1,16 +1,16 @@
 """Word n-grams of texts as 64-bit hashes, and where those of a given set occur.
 
-A word is a run of letters and digits (str.isalnum) in lower case; what lies between words does not
-count, so "don't", "don 't" and "Don - t" are the same two words.  Lower case is taken code point by
-code point, for positions are those of the text as it stands ('İ' becomes 'i', not two characters).
+A word is a run of letters and digits (str.isalnum) in lower case.  Characters between words are
+ignored, so "don't", "don 't" and "Don - t" are the same two words.  Lower case is taken per code
+point, so that positions are those of the original text ('İ' becomes 'i', not two characters).
 
-A text is searched in time that grows with its length, whatever the size of the set: a bitmap turns
-all but some 6 % of the n-grams away before the sorted hashes are looked at.
+The time to search a text grows with its length, not with the size of the set: a bitmap excludes
+all but some 6 % of the n-grams before the sorted hashes are searched.
 
-Hashes are not compared with words afterwards: a word's is a polynomial in its code points, made
-random by a bijection of 64 bits, an n-gram's a polynomial in those, so that two n-grams agree by
-chance once in 2^64.  For 10^6 n-grams to look for and the 3 x 10^10 of 174 GB that makes 0.002
-false finds in all; for the 2.5 x 10^12 of 15 TB, 0.14.
+Matching hashes are not verified by comparing words.  A word's hash is a polynomial in its code
+points, made random by a bijection of 64 bits; an n-gram's is a polynomial in its words' hashes.
+Two n-grams agree by chance once in 2^64.  10^6 n-grams, searched for among the 3 x 10^10 of 174 GB,
+give 0.002 false matches in all; among the 2.5 x 10^12 of 15 TB, 0.14.
 """
 
 import functools
@@ -26,16 +26,16 @@ Hashes = NDArray[np.uint64]
 Points = NDArray[np.uint32]
 Indices = NDArray[np.int64]
 
-BLOCK = 1 << 20  # characters that are looked at together: memory is bounded by it
-BITS_PER_NGRAM = 16  # of the bitmap
-FEWEST_BITS, MOST_BITS = 16, 30  # log2 of its size
+BLOCK = 1 << 20  # characters that are processed together, which bounds the memory
+BITS_PER_NGRAM = 16  # in the bitmap
+FEWEST_BITS, MOST_BITS = 16, 30  # log2 of the bitmap's size
 LETTER, FACTOR = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 S3 = np.uint64(3)
 ZERO, ONE, SEVEN = np.uint64(0), np.uint64(1), np.uint64(7)
 
 
 class Words(NamedTuple):
-    """Of a text, in order: word k is text[starts[k] : ends[k]]."""
+    """Words of a text, in order: word k is text[starts[k] : ends[k]]."""
 
     starts: Indices
     ends: Indices
@@ -43,10 +43,10 @@ class Words(NamedTuple):
 
 
 class Found(NamedTuple):
-    """n-grams of a set that occur in a text, in order of their places."""
+    """Occurrences of n-grams of a set in a text, in order of position."""
 
     positions: Indices
-    """Number of the first word."""
+    """Index of the n-gram's first word."""
     ids: Indices
     """Number of the n-gram in the set."""
 
@@ -74,9 +74,9 @@ def split_words(text: str, use_numba: bool = HAVE_NUMBA) -> Words:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """(start, stop) of pieces of at most 2 BLOCK characters, one at least.
+    """(start, stop) of pieces of at most 2 BLOCK characters; at least one piece.
 
-    Cut at blanks; where BLOCK characters hold none a word may be cut, and counts as two.
+    Cuts are at blanks; where BLOCK characters have none, a word may be cut and counts as two.
     """
     start = 0
     while len(text) - start > 2 * BLOCK:
@@ -128,7 +128,7 @@ def _split_by_numpy(points: Points, fold: Points) -> tuple[Indices, Indices, Has
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
-    """Of every run of n words; none where there are fewer."""
+    """Hash of every run of n words; empty if there are fewer words."""
     count = max(len(words) - n + 1, 0)
     ngrams = np.zeros(count, np.uint64)
     for k in range(n):
@@ -140,7 +140,7 @@ class NgramSet:
     """n-grams to look for, numbered in the order of their hashes."""
 
     def __init__(self, n: int, hashes: Hashes, use_numba: bool = HAVE_NUMBA) -> None:
-        """hashes: of n-grams, in any order; equal ones are one."""
+        """hashes: of n-grams, in any order; duplicates are removed."""
         self.n = n
         self.hashes = np.unique(hashes)
         self._use_numba = use_numba
@@ -156,11 +156,11 @@ class NgramSet:
         return len(self.hashes)
 
     def ids(self, hashes: Hashes) -> Indices:
-        """The numbers of n-grams of the set."""
+        """The numbers of n-grams that are in the set."""
         return np.searchsorted(self.hashes, hashes)
 
     def find(self, words: Hashes) -> Found:
-        """Every occurrence in a text, by the hashes of its words."""
+        """Every occurrence in a text.  words: the hashes of its words."""
         find = _find if self._use_numba else _find_by_numpy
         return Found(*find(words, self.n, self.hashes, self._bitmap, self._shift))
 

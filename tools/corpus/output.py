@@ -1,6 +1,6 @@
-"""The folder that a step fills: what may lie in it, and what of it may be removed.
+"""The folder that a step fills: which files it may contain, and which of them may be removed.
 
-Only what steps write is ever removed; a file of anybody else's is refused by its name.
+Only files that steps write are ever removed; any other file is refused by its name.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.shards import Unit
 
 RUN = "run.json"
-PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # as `placed` names what it has not finished
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # names of unfinished files, see `placed`
 SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
 DATA_SET = r".*_(document|sentence).*\.(bin|idx|json)(\.tmp\d+)?"
 WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
@@ -28,7 +28,7 @@ TOKENIZER_FILES = re.compile(r"(vocab|merges)\.(json|txt)")
 
 
 def locked(folder: Path, *, shared: bool) -> contextlib.AbstractContextManager[None]:
-    """Keep others out of the folder; ValueError where another run is in it."""
+    """Lock the folder.  Raises ValueError if another run has locked it."""
     return _locked(folder, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
@@ -47,9 +47,9 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
 
 
 def check_apart(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> None:
-    """ValueError, naming it, for input given twice, and for input and output in one another.
+    """Raises ValueError, naming it, for input given twice, or input and output in one another.
 
-    A folder may hold both where only what lies right in it is input.
+    A folder may hold both if only files directly in it are input.
     """
     if output.exists() and not output.is_dir():
         raise UsageError("--output", output, "a folder, there already or not")
@@ -77,7 +77,7 @@ def _holds(folder: Path, files: Iterable[Path]) -> bool:
 
 
 def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
-    """Those resolved files that lie deeper than right in a folder of --input, and whole folders."""
+    """The resolved files that are not directly in a folder of --input, and whole folders."""
     roots = {path.resolve() for path in inputs}
     return [
         file for file in files if (file not in roots and file.parent not in roots) or file.is_dir()
@@ -87,7 +87,7 @@ def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
 def foreign(output: Path, written: re.Pattern[str] = WRITTEN) -> Path | None:
     """A file or folder that no step writes, None if there is none.
 
-    written: names that its files may have.
+    written: pattern of the names that files may have.
     """
     for path in sorted(output.iterdir()):
         if path.is_dir() and not path.is_symlink():
@@ -104,21 +104,21 @@ def foreign(output: Path, written: re.Pattern[str] = WRITTEN) -> Path | None:
 
 
 def clear(output: Path) -> None:
-    """Remove all, which has to be what steps have written."""
-    # The manifest first: without it nobody takes the rest for whole.
+    """Remove everything in the folder; all of it must be written by steps."""
+    # The manifest first: without it the rest does not count as complete.
     for path in sorted(output.iterdir(), key=lambda path: path.name != MANIFEST):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def clear_partial(output: Path) -> None:
-    """Remove what workers that died had begun; nobody else may be at work here."""
+    """Remove unfinished files of dead workers; nobody else may be writing here."""
     for path in output.rglob("*.part"):
         if PARTIAL.search(path.name):
             path.unlink(missing_ok=True)
 
 
 def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
-    """A file that is not there, or not with the size that it was written with."""
+    """A shard that is missing or whose size has changed, None if there is none."""
     for shard in shards:
         path = output / shard["name"]
         if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
@@ -127,7 +127,7 @@ def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
 
 
 def read_json(file: Path) -> Any:
-    """What the file holds, None where there is none.  ValueError, naming it, if it is damaged."""
+    """Content of the file, None if there is no file.  Raises ValueError, naming it, if damaged."""
     try:
         return json.loads(file.read_bytes()) if file.exists() else None
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""What there is to extract: files of lines and archives, and single files, which may be millions.
+"""Input to extract: files of lines and archives, and single files, which may be millions.
 
-Of single files no name is held: a listing on disk has them, and a range of it is one piece of work.
+Names of single files are in a listing on disk, not in memory; a range of it is one piece of work.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tools.corpus.program import say
 from tools.corpus.shards import Unit, cut, placed
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
-LINES = ("jsonl", "wikiextractor")  # formats of which a file can be cut
+LINES = ("jsonl", "wikiextractor")  # formats whose files can be cut
 TEXTS = ("text", "openwebtext")
 PATTERNS = {"wikiextractor": "wiki_*", "wet": "*.wet*"}
 TAR_ENDINGS: dict[str, Callable[[IO[bytes]], Any]] = {
@@ -36,18 +36,18 @@ class Part:
 
     unit: Unit
     name: str
-    """The file's path under --input; of a listing empty."""
+    """The file's path under --input; empty for a listing."""
     bytes: int
-    """To read: of a listing, those of the files."""
+    """Bytes to read; for a listing, those of its files."""
 
 
 class Loose(NamedTuple):
-    """The single files of a folder, or one alone."""
+    """The single files of a folder, or one single file."""
 
     root: Path
     """The folder, or the file."""
     unit: Unit
-    """Stands for all of them: how many, their bytes, and when the newest was changed."""
+    """Represents all of them: their number, their bytes, and when the newest was changed."""
 
 
 def is_packed(name: str) -> bool:
@@ -56,14 +56,14 @@ def is_packed(name: str) -> bool:
 
 
 def is_lines(name: str) -> bool:
-    """Whether the name is that of a file of JSON lines, and so of no text."""
+    """Whether the name is that of a file of JSON lines, which is not text."""
     return bare_name(name).endswith(".jsonl")
 
 
 def find_parts(
     paths: Sequence[Path], format: Format, unit_bytes: int
 ) -> tuple[list[Part], list[Loose]]:
-    """What is read as it is, and single files; ValueError, naming --input, where there is none."""
+    """(parts, single files) of the input.  Raises ValueError, naming --input, if it has none."""
     if format == "jsonl":
         return _parts([(path, path.name) for path in find_shards(paths)], unit_bytes), []
     files: list[tuple[Path, str]] = []
@@ -93,7 +93,7 @@ def find_parts(
 
 
 def _fitting(path: Path, format: Format) -> Iterator[tuple[Path, str]]:
-    """(file, path under --input) of archives, or of what the format calls its files."""
+    """(file, path under --input) of archives, or of files that match the format's pattern."""
     if path.is_file():
         if format in PATTERNS or is_packed(path.name):
             yield path, path.name
@@ -114,9 +114,9 @@ def _parts(files: Sequence[tuple[Path, str]], unit_bytes: int) -> list[Part]:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """(path in the folder, status) of all files but hidden ones, sorted; one folder's names held.
+    """(path in the folder, status) of all files but hidden ones, sorted; one folder in memory.
 
-    Links to folders are not followed; of a link that leads nowhere, its own status.
+    Links to folders are not followed; a link that leads nowhere has its own status.
     """
     for name in sorted(os.listdir(folder)):  # noqa: PTH208, names alone are a third of the memory
         if name.startswith("."):
@@ -152,7 +152,7 @@ def write_listing(
 ) -> list[tuple[int, int, int]]:
     """Write lines of [number of root, path], to be read in ranges of about --unit of files.
 
-    Returns of each range the first byte, the last + 1, and the bytes of its files.
+    Returns for each range its first byte, its last byte + 1, and the bytes of its files.
     """
     ranges = []
     with placed(listing) as lines:
@@ -179,7 +179,7 @@ def listed_parts(listing: Path, ranges: Sequence[tuple[int, int, int]]) -> list[
 
 
 def group(parts: Sequence[Part], unit_bytes: int) -> Iterator[list[Part]]:
-    """Neighbours, as many as --unit holds; more than that only where one is."""
+    """Groups of neighbours of up to --unit bytes; a larger part is a group by itself."""
     together: list[Part] = []
     size = 0
     for part in parts:

@@ -1,8 +1,8 @@
 """A whole run described in one TOML file: which steps, with which flags, in which folders.
 
-Before the first table stand `output`, `input` (files that need no extraction) and flags that all
-steps share; each step that has a table runs, with the keys of the table as its flags, in the order
-of STEPS:
+`output`, `input` (files that need no extraction) and flags that all steps share come before the
+first table.  Each step that has a table runs, in the order of STEPS, with the keys of the table as
+its flags:
 
     output = "runs/corpus"
     workers = 8
@@ -12,8 +12,8 @@ of STEPS:
     [dedup]
     jaccard = 0.7
 
-A step reads what the one before it wrote and writes into OUTPUT/STEP.  Paths are as in a command:
-from the folder that it is given in.
+A step reads the previous step's output and writes to OUTPUT/STEP.  Paths are as in a command:
+relative to the folder in which it is run.
 """
 
 import difflib
@@ -43,7 +43,7 @@ COMMON = ("workers", "scheduler", "memory", "compress", "unit")
 OF_THE_COMMAND = {"shard", "overwrite"}
 NOT_OF_THE_FILE = {"output", *OF_THE_COMMAND}
 USUAL = ("clean", "dedup", "split")
-"""Steps of a run that no file describes."""
+"""Steps of a run without a file."""
 FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
 
 Table = Mapping[str, Any]
@@ -54,7 +54,7 @@ class Job:
     """One step on one input."""
 
     name: str
-    """That of its table, dedup or extract.wikipedia; of tokenise also the side."""
+    """Name of its table, such as dedup or extract.wikipedia; tokenise adds the side."""
     step: str
     settings: Any
     output: Path
@@ -67,17 +67,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of a file, or what stands for one."""
+    """The content of a file, or of a command without a file."""
 
     origin: str
-    """What to call it in messages."""
+    """Its name in messages."""
     head: Table
     tables: Mapping[str, Table]
 
     def jobs(self, flags: Table) -> list[Job]:
-        """What is to be done, in order.  flags: of steps, which win over the file's.
+        """The jobs to run, in order.  flags: flags of steps, which override the file's.
 
-        ValueError, naming the file and the key, for what the steps would not take.
+        Raises ValueError, naming the file and the key, for values that the steps refuse.
         """
         output = Path(self.head["output"])
         inputs = [*map(Path, self.head.get("input", []))]
@@ -131,7 +131,7 @@ class Description:
 
 
 def check_table(table: Table, kind: type[Any], step: str, where: str, *, reads_raw: bool) -> None:
-    """ValueError for a key that is none of the step's, is not the file's to say, or is missing."""
+    """Raises ValueError for a key that is unknown to the step, set by `run`, or missing."""
     known = {field.name: field for field in fields(kind)}
     own = NOT_OF_THE_FILE if reads_raw else NOT_OF_THE_FILE | {"input"}
     for key, value in table.items():
@@ -150,7 +150,7 @@ def check_table(table: Table, kind: type[Any], step: str, where: str, *, reads_r
 
 
 def read_description(file: Path) -> Description:
-    """Raises ValueError, naming the file and the key, for what is no description of a run."""
+    """Raises ValueError, naming the file and the key, if it does not describe a run."""
     if file.is_dir():
         raise ValueError(
             f"{file} is a folder; a TOML file would work, or --input {file} --output DIR"
@@ -167,13 +167,13 @@ def read_description(file: Path) -> Description:
 
 
 def describe_usual(inputs: Sequence[Path], output: Path) -> Description:
-    """Of the usual steps, as their defaults have them."""
+    """Description of the usual steps, with their defaults."""
     head = {"input": list(map(str, inputs)), "output": str(output)}
     return describe("the command", head, {step: {} for step in USUAL})
 
 
 def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> None:
-    """ValueError where a command names neither, or both, of what a run can be made of."""
+    """Raises ValueError if a command gives neither a file nor --input and --output, or both."""
     given = bool(inputs), output is not None
     if given != ((False, False) if config else (True, True)):
         raise UsageError(
@@ -182,7 +182,7 @@ def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None
 
 
 def describe_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> Description:
-    """As a command asks for it, which check_given has looked at."""
+    """Description from a command's arguments, which check_given has checked."""
     if config is not None:
         return read_description(config)
     assert output is not None
@@ -239,7 +239,7 @@ def arguments(table: Table) -> list[str]:
 
 
 def parse(step: str, argv: Sequence[str], where: str) -> Any:
-    """The settings that the step's own parser makes of its flags.  ValueError with its reason."""
+    """Settings from flags, by the step's own parser.  Raises ValueError with its reason."""
     try:
         return parse_settings(STEPS[step], argv)
     except ValueError as error:
@@ -248,12 +248,12 @@ def parse(step: str, argv: Sequence[str], where: str) -> Any:
 
 
 def as_keys(error: Exception, settings: Any) -> str:
-    """What a step's error says, with the lines of a file in place of flags: append_eod = false in
-    place of --no-append-eod.  settings: the step's, or their class."""
+    """The message of a step's error, with lines of a file instead of flags: append_eod = false
+    instead of --no-append-eod.  settings: the step's, or their class."""
     known = {each.name: each for each in fields(settings) if each.name not in OF_THE_COMMAND}
 
     def line(flag: str, *values: str) -> str:
-        """A flag that is no key stays as it is."""
+        """The line for a flag; a flag that is no key stays unchanged."""
         key = flag.removeprefix("--").replace("-", "_")
         key, is_on = (key, True) if key in known else (key.removeprefix("no_"), False)
         if key not in known:
@@ -280,7 +280,7 @@ def as_keys(error: Exception, settings: Any) -> str:
 
 
 def as_value(text: str) -> Any:
-    """A number is one in a file, too; all else is text."""
+    """A number stays a number in a file; anything else is text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,12 +1,12 @@
-"""What a run takes in documents, disk, memory and time, estimated from a sample.
+"""Estimates the documents, disk, memory and time of a run from a sample.
 
 A sample of the input goes through the steps themselves, in a temporary folder and with the run's
-settings; what they count and take there is scaled up.  Where disk or memory cannot fit, the command
-ends with status 2 and names the step.
+settings; their counts and costs are scaled up.  If disk or memory do not suffice, the command ends
+with status 2 and names the step.
 
-Of near-duplicates, which are pairs, a sample of a share p of the documents holds but p * p: it can
-say what dedup will hardly exceed, for --expected-removal, if it is not too small; what dedup leaves
-is estimated as if it removed no more than it does there.
+A sample with a share p of the documents has only p * p of the near-duplicates, which are pairs.  If
+it is not too small, it gives a likely upper bound of what dedup removes, for --expected-removal.
+The output of dedup is estimated as if it removed no more than it does in the sample.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from tools.corpus.settings import parse_size
 from tools.corpus.shards import placed
 
 UNPLANNED = ("report",)  # takes next to nothing
-CGROUP = {  # by the kind of the mount: a group's limit, its use, and the cache in its memory.stat
+CGROUP = {  # by type of mount: files of a group's limit and use, name of the cache in memory.stat
     "cgroup2": ("memory.max", "memory.current", "inactive_file"),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
@@ -46,7 +46,7 @@ CGROUP = {  # by the kind of the mount: a group's limit, its use, and the cache 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     config: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file of a run (python -m tools.corpus run); without it --input and --output."""
+    """TOML file of a run (python -m tools.corpus run); without it, give --input and --output."""
 
     input: tuple[Path, ...] = ()
     """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
@@ -55,16 +55,16 @@ class Settings:
     """Folder that the run would fill."""
 
     workers: int | None = None
-    """Processes of every step, whatever the file says."""
+    """Processes of every step; overrides the file."""
 
     sample: str = "8MB"
-    """How much of the input to try."""
+    """Size of the sample of the input."""
 
     seed: int = 1234
-    """Another seed draws another sample."""
+    """Seed of the sample; another seed draws another sample."""
 
     allow_overcommit: bool = False
-    """Only warn where it cannot fit."""
+    """Only warn if disk or memory do not suffice."""
 
     def __post_init__(self) -> None:
         check_given(self.config, self.input, self.output)
@@ -86,9 +86,9 @@ def run(settings: Settings) -> None:
 def check(
     description: Description, jobs: Sequence[Job], flags: Mapping[str, Any], settings: Settings
 ) -> float | None:
-    """Estimate, print, write OUTPUT/plan.json; ValueError where what is not done cannot fit.
+    """Estimate, print, write OUTPUT/plan.json.  Raises ValueError if the jobs to do cannot fit.
 
-    Returns what dedup will hardly exceed in removal, None where that is not told.
+    Returns the likely upper bound of the share that dedup removes, None if unknown.
     """
     jobs = [job for job in jobs if job.step not in UNPLANNED]
     left = [job for job in jobs if not (job.output / MANIFEST).exists()]
@@ -107,7 +107,7 @@ def check(
 def make_plan(
     description: Description, jobs: Sequence[Job], flags: Mapping[str, Any], settings: Settings
 ) -> list[Estimate]:
-    """That of OUTPUT/plan.json where it was made for the same."""
+    """The estimates; those of OUTPUT/plan.json if they were made for the same run."""
     file = Path(description.head["output"]) / "plan.json"
     raw = raw_inputs(description, jobs)
     sizes = total_sizes(raw)
@@ -143,7 +143,7 @@ def make_plan(
 
 
 def find_faults(left: Sequence[Job], estimates: Sequence[Estimate], output: Path) -> list[str]:
-    """Why it cannot fit, by step.  left: the jobs that are not done."""
+    """Reasons why the run cannot fit, by step.  left: the jobs that are not done."""
     by_name = {each.name: each for each in estimates}
     disk, memory = free_disk(output), free_memory()
     faults, used = [], 0
@@ -167,13 +167,13 @@ def find_faults(left: Sequence[Job], estimates: Sequence[Estimate], output: Path
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes where the folder is, or will be."""
+    """Free bytes on the disk where the folder is, or will be."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(place).free
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this machine, and every group that this process is in, has left.
+    """Bytes left to this process: the least of this machine and of every group that it is in.
 
     A group's file cache that is not in use counts as free.  root: where /proc and /sys are.
     """
@@ -202,7 +202,7 @@ def memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
         kind, _, options = after.split(" ", 2)
         if kind not in CGROUP or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        controller = "memory" if kind == "cgroup" else ""  # v2 has one line, which names none
+        controller = "memory" if kind == "cgroup" else ""  # v2 has one line, without names
         for path in [path for _, names, path in own if controller in names.split(",")]:
             # In a container the mounted group may be the one that the process is in.
             inside = PurePosixPath(path)
@@ -248,7 +248,7 @@ def row(each: Estimate) -> tuple[str, ...]:
 
 
 def amount(size: float) -> str:
-    """Bytes in the largest unit that leaves a whole."""
+    """Bytes in the largest unit in which the number is at least 1."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -14,7 +14,7 @@ from megatron.config.parse import parse, user_errors
 
 
 class Unfinished(Exception):  # noqa: N818, it is no error
-    """This --shard has done its share, and others have not yet done theirs."""
+    """This --shard has done its share; others have not yet done theirs."""
 
 
 def program(module: str, argv: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def program(module: str, argv: Sequence[str] | None = None) -> None:
 
 
 def parse_settings(module: str, argv: Sequence[str]) -> Any:
-    """The settings that the flags make; the module's docstring is their --help. Raises as parse."""
+    """Settings from flags; the module's docstring is in --help.  Raises what parse raises."""
     step = importlib.import_module(module)
     description = step.__doc__ or ""
     return parse(step.Settings, argv, {}, prog=f"python -m {module}", description=description)
@@ -36,14 +36,14 @@ def parse_settings(module: str, argv: Sequence[str]) -> Any:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """What is wrong ends the program with one message and status 2; ctrl-C and TERM with one line
-    and the status that shells expect; Unfinished with its message and status 0."""
+    """An error ends the program with one message and status 2; ctrl-C and TERM with one line and
+    the status that shells expect; Unfinished with its message and status 0."""
     owner = os.getpid()
 
     def interrupt(number: int, _: object) -> None:
         if os.getpid() != owner:  # a worker of a pool, which inherits the handler and is terminated
             os._exit(128 + number)
-        signal.signal(number, signal.SIG_IGN)  # once is enough, and ending takes a moment
+        signal.signal(number, signal.SIG_IGN)  # ignored from now on: ending takes a moment
         raise KeyboardInterrupt(number)
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -64,7 +64,7 @@ def running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int, done: int) -> Iterator[Any]:
-    """A bar with what is done and an estimate of what is left."""
+    """A progress bar, with an estimate of what is left."""
     with tqdm(
         total=total, initial=done, desc=label, unit="B", unit_scale=True, disable=None
     ) as bar:

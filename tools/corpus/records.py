@@ -1,4 +1,4 @@
-"""Documents as JSON lines: reading them with nothing lost in silence, and counting them."""
+"""Documents as JSON lines: reading them without silent losses, and counting them."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
-    """The documents of a unit, counted in the funnel; lines without one are set aside there."""
+    """The documents of a unit, counted in the funnel, which also records lines without one."""
     for line in read_shard(unit.file, unit.start, unit.stop):
         try:
             record = parse_line(line)
@@ -64,7 +64,7 @@ def source_of(record: Record) -> str:
 
 
 def keyed_hash(key: str, name: str) -> int:
-    """128 fair bits, the same on every machine; other keys toss independently."""
+    """128 fair bits, the same on every machine; other keys give independent bits."""
     digest = hashlib.blake2b(name.encode(), key=key.encode()[:64], digest_size=16).digest()
     return int.from_bytes(digest, "big")
 
@@ -86,16 +86,16 @@ Counts = dict[str, Count]  # by source
 
 @dataclass
 class Funnel:
-    """What went into a step, came out and was dropped, by source and reason.
+    """Documents that a step read, wrote and dropped, by source and reason.
 
-    Funnels of units are added up to that of the step; `check` then holds the books to account.
+    Funnels of units are summed to that of the step; `check` then verifies the sums.
     """
 
     input: Counts = field(default_factory=dict)
     output: Counts = field(default_factory=dict)
     dropped: dict[str, Counts] = field(default_factory=dict)
     pieces: int = 0
-    """Documents more than before, where one was cut into several."""
+    """Documents gained by cutting one into several."""
     rejected: "Rejected" = field(default_factory=lambda: Rejected())
     """Lines that hold no document; a step keeps them in a file."""
 
@@ -106,12 +106,12 @@ class Funnel:
         _add(self.output, source_of(record), len(record["text"].encode()))
 
     def drop(self, record: Record, reason: str) -> None:
-        """record: as it came in."""
+        """record: as it was read."""
         size = len(record["text"].encode())
         _add(self.dropped.setdefault(reason, {}), source_of(record), size)
 
     def set_aside(self, file: str, offset: int, line: bytes, reason: str) -> None:
-        """Count a line that holds no document, or the rest of a damaged file; note where it is."""
+        """Count a line without a document, or the rest of a damaged file; record its location."""
         kind = DAMAGED_FILE if DAMAGED in reason else BAD_LINE
         _add(self.input, NO_SOURCE, len(line))
         _add(self.dropped.setdefault(kind, {}), NO_SOURCE, len(line))
@@ -127,7 +127,7 @@ class Funnel:
             self.rejected.append(bad)
 
     def check(self, step: str) -> None:
-        """That every document is accounted for; an error here is a fault of the program."""
+        """Raises RuntimeError if a document is not accounted for, which is a bug of the program."""
         out = documents(self.output) + sum(map(documents, self.dropped.values()))
         if documents(self.input) + self.pieces != out:
             raise RuntimeError(
@@ -135,7 +135,7 @@ class Funnel:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest; the rejected lines are counted among the dropped."""
+        """The counts for a manifest; rejected lines are among the dropped."""
         return {
             "input": _as_json(self.input),
             "output": _as_json(self.output),
@@ -165,7 +165,7 @@ class Rejected:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._lines.seek(0)
-        for _ in range(self._count):  # to the end, where more can be added
+        for _ in range(self._count):  # ends where more can be added
             yield json.loads(self._lines.readline())
 
     def append(self, bad: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Text repaired: ftfy where it could change something, newlines where lines are wrapped.
+"""Repairs text: with ftfy where it could change something, and newlines where lines are wrapped.
 
-`repair` is `ftfy.fix_text`, only faster: ftfy works line by line, and most lines are of a kind of
-which its source tells the outcome.
+`repair` is `ftfy.fix_text`, only faster: ftfy works line by line, and for most lines its source
+tells the outcome.
 """
 
 import itertools
@@ -13,30 +13,30 @@ from megatron.libraries import Library
 ftfy, chardata, fixes = Library("ftfy"), Library("ftfy.chardata"), Library("ftfy.fixes")
 
 
-# What makes a line worth a look: a character that is not printable ASCII (tab, newline and form
-# feed aside), or an HTML entity.  Without either every step of ftfy leaves the line alone.  One
-# class at the front, for re skips ahead to it three times as fast as to a choice of two.
+# Finds lines that ftfy could change: they have a character that is not printable ASCII (tab,
+# newline and form feed aside), or an HTML entity.  Every step of ftfy leaves other lines unchanged.
+# The pattern starts with one class: re skips ahead to it three times as fast as to a choice of two.
 @cache
 def suspects() -> re.Pattern[str]:
     entity = chardata.HTML_ENTITY_RE.pattern.removeprefix("&")
     return re.compile(r"[^\t\n\f\x20-%'-~](?:(?<!&)|(?<=&)" + entity + ")")
 
 
-# Lines in which ftfy uncurls quotes and does no more.  None of these characters is changed by its
-# other steps, none combines with a neighbour, and whatever it takes for a sign of a wrong encoding
-# has at least one character that is not here.
+# Lines in which ftfy only uncurls quotes.  Its other steps change none of these characters, none
+# combines with a neighbour, and every sign of a wrong encoding has at least one character that is
+# not here.
 CURLY = "\u2018\u2019\u201c\u201d"
 UNTOUCHED = "\xa0\xa9\xab\xad\xae\xb7\xbb\u200b\u2013\u2014\u2022\u2026\u2122"
 EASY = re.compile(f"[\t\n\f\x20-~{CURLY}{UNTOUCHED}]*")
 
 WIDTHS = range(40, 121)  # characters to which text may have been wrapped
-FEWEST_LINES = 3  # that can tell of a width
-SHARE_FULL = 0.8  # of the lines that have to be full for a text to be wrapped
+FEWEST_LINES = 3  # needed to determine a width
+SHARE_FULL = 0.8  # share of a text's lines that have to be full if it is wrapped
 
 
 def repair(text: str) -> str:
     """`ftfy.fix_text(text)`: the same for every text, lone surrogates and NUL included."""
-    markup = text.find("<")  # past the line of the first one ftfy leaves HTML entities alone
+    markup = text.find("<")  # after the line of the first, ftfy leaves HTML entities alone
     parts: list[str] = []
     done = 0
     pattern = suspects()
@@ -56,11 +56,11 @@ def _repair_line(line: str, *, is_html: bool) -> str:
 
 
 def mend_newlines(text: str) -> str:
-    """Without the newlines that are superfluous (section 4.1).
+    """The text without superfluous newlines (section 4.1).
 
-    Of text that was wrapped to a width, a line that is full is joined with the next one, by a
-    blank, or by nothing after a word's hyphen.  In all text blanks at the ends of lines go, more
-    than two newlines become two, and none are left at either end.
+    In text that was wrapped to a width, a full line is joined with the next one, by a blank, or by
+    nothing after a word's hyphen.  In all text, blanks at the ends of lines are removed, more than
+    two newlines become two, and newlines at either end are removed.
     """
     lines = [line.rstrip() for line in text.split("\n")]
     width = wrap_width(lines)
@@ -73,8 +73,8 @@ def mend_newlines(text: str) -> str:
 def wrap_width(lines: list[str]) -> int | None:
     """The width to which the lines were wrapped, None if they were not.
 
-    It is the length that one line in ten exceeds, of those that another line of the same paragraph
-    follows.  They were wrapped if most of them are full: the next word would have gone past it.
+    It is the length that one line in ten exceeds, last lines of paragraphs not counted.  The lines
+    were wrapped if most of them are full: the next word would have exceeded the width.
     """
     inner = [pair for pair in itertools.pairwise(lines) if _same_paragraph(*pair)]
     if len(inner) < FEWEST_LINES:
@@ -85,7 +85,7 @@ def wrap_width(lines: list[str]) -> int | None:
 
 
 def _same_paragraph(line: str, after: str) -> bool:
-    """Blank lines and indented ones begin another."""
+    """Whether `after` continues the paragraph of `line`; blank and indented lines begin another."""
     return bool(line and after) and not after[0].isspace()
 
 

@@ -1,8 +1,8 @@
-"""Which of many hashes have come before, in bounded memory.
+"""Finds repeats among many hashes, in bounded memory.
 
-Each unit of work writes the hashes of its things, 128 bits each, in sorted runs; a range of hashes
-(a part) is then gathered from all units, sorted and judged; and each unit reads back which of its
-things, by their number in it (their place), have come before.
+Each unit of work writes the hashes of its items, 128 bits each, in sorted runs.  A range of hashes
+(a part) is then read from all units and sorted, which shows its repeats.  Each unit reads back
+which of its items, by their number in it (their place), are repeats.
 """
 
 import heapq
@@ -17,12 +17,12 @@ from tools.corpus.shards import placed
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<u8")])
 RUN = 1 << 19  # hashes sorted at a time while a unit writes them
 BLOCK = 1 << 10  # places read at a time from each part
-ROW_MEMORY = 80  # bytes for each row of a part while it is judged
+ROW_MEMORY = 80  # bytes for each row of a part, in find_repeats
 MOST_PARTS = 1 << 12
 
 
 def count_parts(hashes: int, memory: int) -> int:
-    """How many parts, a power of 2, so that each of them fits about `memory` bytes."""
+    """Number of parts, a power of 2, so that each of them fits into about `memory` bytes."""
     parts = 1
     while parts < MOST_PARTS and hashes * ROW_MEMORY > memory * parts:
         parts *= 2
@@ -30,11 +30,11 @@ def count_parts(hashes: int, memory: int) -> int:
 
 
 def write_rows(folder: Path, unit: str, parts: int, hashes: Iterable[bytes]) -> None:
-    """Write a unit's hashes, 16 bytes each, in the order of its things.
+    """Write a unit's hashes, 16 bytes each, in the order of its items.
 
-    Files: rows, of equal ones in a run the first; their bounds by run and part, int64 [runs + 1,
-    parts + 1], a run of nothing before; the places of the others, so that no part grows with what
-    is often repeated.
+    Files: the rows, only the first of equal ones in a run; their bounds by run and part, int64
+    [runs + 1, parts + 1], an empty run first; the places of the other rows, so that no part grows
+    with hashes that repeat often.
     """
     hashes, place, bounds = iter(hashes), 0, [np.zeros(parts + 1, np.int64)]
     with (
@@ -51,9 +51,9 @@ def write_rows(folder: Path, unit: str, parts: int, hashes: Iterable[bytes]) -> 
 
 
 def sort_run(hashes: bytes, place: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [n] by hash, of equal ones the first; places of the others, sorted).
+    """(rows [n] sorted by hash, only the first of equal ones; sorted places of the others).
 
-    place: of the first hash.
+    place: that of the first hash.
     """
     pairs = np.frombuffer(hashes, "<u8").reshape(-1, 2)
     rows = np.empty(len(pairs), ROW)
@@ -65,7 +65,7 @@ def sort_run(hashes: bytes, place: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_first(rows: np.ndarray) -> np.ndarray:
-    """Of rows by hash, which do not equal the one before: bool [n]."""
+    """Whether each row, sorted by hash, differs from the previous one: bool [n]."""
     first = np.ones(len(rows), bool)
     first[1:] = (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1])
     return first
@@ -78,7 +78,7 @@ def part_bounds(high: np.ndarray, parts: int) -> np.ndarray:
 
 
 def find_repeats(folder: Path, part: int, units: Sequence[str]) -> None:
-    """Judge a part: write the places of all things but the first of equal ones, unit by unit."""
+    """Write the places of a part's repeats, all but the first of equal items, unit by unit."""
     pieces = [_read_rows(folder, unit, part) for unit in units]
     owners = np.repeat(np.arange(len(units), dtype=np.uint32), [len(rows) for rows in pieces])
     rows = np.concatenate(pieces)
@@ -104,9 +104,9 @@ def _read_rows(folder: Path, unit: str, part: int) -> np.ndarray:
 
 
 def repeats_of(folder: Path, unit: str, number: int, parts: int) -> Iterator[int]:
-    """Places of the unit's things that have come before, in order.
+    """Places of the unit's items that are repeats, in order.
 
-    number: of the unit among those that find_repeats was given.
+    number: index of the unit among those that find_repeats was given.
     """
     own = folder / f"{unit}.repeats"
     streams = [_read_places(own, 0, own.stat().st_size // 8)]
@@ -118,7 +118,7 @@ def repeats_of(folder: Path, unit: str, number: int, parts: int) -> Iterator[int
 
 
 def _read_places(file: Path, start: int, stop: int) -> Iterator[int]:
-    """From the file's number `start` to before `stop`, a block held at a time."""
+    """The file's numbers from `start` to before `stop`; one block is in memory at a time."""
     for at in range(start, stop, BLOCK):
         yield from np.fromfile(file, "<u8", min(BLOCK, stop - at), offset=8 * at).tolist()
 

@@ -1,16 +1,16 @@
-"""The steps of a corpus one after another, as a TOML file describes them.
+"""Runs the steps of a corpus one after another, as a TOML file describes them.
 
     python -m tools.corpus run corpus.toml
     python -m tools.corpus run --input raw/ --output corpus/
 
-In the file each step has a table, whose keys are the step's flags; a step without one is left out.
-They run in the order extract, clean, decontaminate, dedup, split, tokenise, report.  Before the
-first table may stand: output (needed), input (files that need no extraction), workers, scheduler,
+In the file each step has a table, whose keys are the step's flags; a step without one is skipped.
+They run in the order extract, clean, decontaminate, dedup, split, tokenise, report.  Keys before
+the first table: output (required), input (files that need no extraction), workers, scheduler,
 memory, compress, unit.  The second command cleans, de-duplicates and splits.
 
-Each step fills OUTPUT/STEP; those whose manifest shows them done are skipped, and one that was cut
-short goes on.  Where the file or the input has changed since, the first step that this concerns
-refuses; with --overwrite it and all after it are done again, and those before it are not.
+Each step fills OUTPUT/STEP; steps whose manifest shows them done are skipped, and an interrupted
+step continues.  If the file or the input has changed since, the first step affected refuses; with
+--overwrite it and all later steps run again, and earlier ones do not.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from tools.corpus.shards import Compression
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     config: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file; scripts/corpus/ has two.  Without it --input and --output."""
+    """TOML file; scripts/corpus/ has two.  Without it, give --input and --output."""
 
     input: tuple[Path, ...] = ()
     """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
@@ -40,35 +40,35 @@ class Settings:
     """Folder to fill."""
 
     until: str | None = None
-    """Last step to do, such as dedup."""
+    """Last step to run, such as dedup."""
 
     workers: int | None = None
-    """Processes of every step, whatever the file says."""
+    """Processes of every step; overrides the file."""
 
     scheduler: str | None = None
-    """local, slurm or an address, whatever the file says."""
+    """local, slurm or an address; overrides the file."""
 
     memory: str | None = None
-    """About how much a task may hold at a time, whatever the file says."""
+    """About how much memory a task may use at a time; overrides the file."""
 
     compress: Compression | None = None
-    """How shards are compressed, whatever the file says."""
+    """Compression of shards; overrides the file."""
 
     overwrite: bool = False
-    """Do again the steps whose settings or input have changed, and those after them."""
+    """Run again the steps whose settings or input have changed, and all later steps."""
 
     plan: bool = True
-    """Estimate first, from a sample, what the run takes, and refuse where it cannot fit."""
+    """Estimate the needs of the run from a sample first, and refuse if it cannot fit."""
 
     allow_overcommit: bool = False
-    """Go on where the estimate says that it cannot fit."""
+    """Continue even if the estimate says that it cannot fit."""
 
     def __post_init__(self) -> None:
         check_given(self.config, self.input, self.output)
 
     @property
     def flags(self) -> dict[str, str | int | bool]:
-        """Of the steps, as far as given."""
+        """Flags of the steps, as far as given."""
         names = ("workers", "scheduler", "memory", "compress")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**given, "overwrite": True} if self.overwrite else given
@@ -103,7 +103,7 @@ def plan_settings(settings: Settings) -> plan.Settings:
 
 
 def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
-    """All jobs up to those of the step `last`; ValueError, naming --until, if there are none."""
+    """All jobs up to those of the step `last`.  Raises ValueError, naming --until, without any."""
     steps = [job.step for job in jobs]
     if last is None:
         return list(jobs)
@@ -118,7 +118,7 @@ def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
 
 
 def advice(settings: Settings, error: Exception) -> str:
-    """How to go on where a step would not replace what is there."""
+    """How to continue if a step refuses to replace existing output."""
     if "--overwrite" not in str(error):
         return ""
     given = f"`python -m tools.corpus run {settings.config} --overwrite`"

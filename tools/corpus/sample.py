@@ -1,4 +1,4 @@
-"""A small piece of a corpus, drawn by a seed from places all over it."""
+"""Draws a small sample of a corpus, by a seed, from places all over it."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -15,11 +15,11 @@ class File(NamedTuple):
     path: Path
     size: int
     whole: bool
-    """It is one document; of others lines are taken."""
+    """It is one document; lines are taken from other files."""
 
 
 def input_files(settings: Any) -> Iterator[File]:
-    """What a step of these settings reads, as far as there is something in it."""
+    """The files that a step with these settings reads, without empty ones."""
     if not hasattr(settings, "format"):
         sizes = {path: path.stat().st_size for path in find_shards(settings.input)}
         yield from (File(path, size, is_text(path)) for path, size in sizes.items() if size)
@@ -37,8 +37,8 @@ def input_files(settings: Any) -> Iterator[File]:
 def draw(files: Iterable[File], total: int, budget: int, seed: int, folder: Path) -> list[Path]:
     """Copy about `budget` of the `total` bytes, equally much from PLACES parts of the whole.
 
-    Of a compressed file, which cannot be entered in the middle, the beginning is taken: who reads
-    it sets the broken end aside.  Returns the copies, each in a folder of its own.
+    The beginning of a compressed file is taken, because it cannot be read from the middle; its
+    reader rejects the broken end.  Returns the copies, each in a folder of its own.
     """
     stretches = list(choose_stretches(total, budget, seed))
     starts: dict[Path, int] = {}
@@ -67,7 +67,7 @@ def draw(files: Iterable[File], total: int, budget: int, seed: int, folder: Path
 
 
 def choose_stretches(total: int, budget: int, seed: int) -> Iterator[tuple[int, int]]:
-    """One in each of PLACES equal parts of `total` bytes; all if the budget is as large."""
+    """One stretch in each of PLACES equal parts of `total` bytes; all if the budget is as large."""
     coin = random.Random(seed)
     for k in range(PLACES):
         low, high = total * k // PLACES, total * (k + 1) // PLACES
@@ -77,7 +77,7 @@ def choose_stretches(total: int, budget: int, seed: int) -> Iterator[tuple[int, 
 
 
 def copy(file: Path, content: bytes, folder: Path) -> list[Path]:
-    """A list of the copy; of nothing none."""
+    """A list of the copy; an empty list if there is no content."""
     if not content:
         return []
     folder.mkdir(parents=True)

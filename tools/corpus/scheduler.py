@@ -1,11 +1,11 @@
-"""Where the work of a step is done: processes of this machine, or a Dask cluster.
+"""Runs the work of a step in processes of this machine, or on a Dask cluster.
 
     local         processes of this machine (--workers); Dask is not imported
     slurm         jobs that dask-jobqueue submits (--workers of them)
     tcp://...     any Dask cluster, by the address of its scheduler
 
-Functions and their arguments travel; all data is in files that every worker sees.  A worker that
-dies is replaced and its work done again, which changes nothing: results are placed whole.
+Only functions and their arguments are sent; all data is in files that every worker sees.  A worker
+that dies is replaced and its work done again, which changes nothing: results are written whole.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from megatron.libraries import Library, failure
 
 distributed, dask_jobqueue = Library("dask.distributed"), Library("dask_jobqueue")
 
-ATTEMPTS = 3  # in a row in which workers died before anything was done
+ATTEMPTS = 3  # in a row in which workers died before any call was done
 ANSWER = 10  # seconds in which the scheduler of a cluster has to answer
 HEADROOM = 1 << 30  # bytes of a job of Slurm beyond --memory: Python, libraries, the task's input
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Call(NamedTuple):
-    """A function of a module, not of a program, and what it is called with."""
+    """A function of a module, not of a program, and its arguments."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -47,9 +47,9 @@ Results = Generator[tuple[int, Any], None, None]
 
 class Scheduler(Protocol):
     def run(self, calls: list[Call]) -> Results:
-        """(number of the call, what it returned), in the order in which they end; can be closed.
+        """(number of the call, its result), in the order in which calls end; can be closed.
 
-        The exception of a call that fails; RuntimeError where workers keep dying.
+        Raises the exception of a call that fails; RuntimeError if workers keep dying.
         """
         ...
 
@@ -69,7 +69,7 @@ DIED = (
 
 
 class LocalPool:
-    """Processes of this machine; one that dies takes the pool with it, and a new one goes on."""
+    """Processes of this machine; if one dies its pool breaks, and a new pool continues."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -100,12 +100,12 @@ class LocalPool:
                     pool.submit(call.function, *call.arguments): number
                     for number, call in calls.items()
                 }
-                ready.set()  # a pool that breaks while workers start would wait for these for ever
+                ready.set()  # not before: a pool that breaks while workers start would hang
                 for future in as_completed(futures):
                     yield futures[future], future.result()
             except BaseException as error:
                 stopped = not ready.is_set() or not isinstance(error, Exception)
-                if stopped:  # what they are at is not waited for, but their end is
+                if stopped:  # waits for the workers' end, not for their calls
                     for worker in set(multiprocessing.active_children()) - others:
                         worker.terminate()
                 pool.shutdown(wait=stopped, cancel_futures=True)
@@ -113,27 +113,27 @@ class LocalPool:
 
 
 def _to_preload(call: Call) -> list[str]:
-    """Modules of the call and those beside this one; not the program, which a worker runs anew."""
+    """Modules of the call and of this package; not the program, which a worker runs anew."""
     beside = {name for name in sys.modules if name.startswith(f"{__package__}.")}
     program = sys.modules["__main__"].__spec__
     return sorted((_modules(call) | beside) - {"__main__", program.name if program else None})
 
 
 def _modules(value: object) -> set[str]:
-    """Of the functions in a call."""
+    """Modules of the functions in a call."""
     if isinstance(value, tuple):
         return set[str]().union(*map(_modules, value))
     return {value.__module__} if callable(value) else set()
 
 
 def begin_work(ready: Any) -> None:
-    """In a new worker: end when the run is killed, in place of going on or waiting for ever for
-    work, and wait until the pool has all its work.
+    """Set up a new worker: it waits until the pool has all its work, and ends when the run is
+    killed instead of continuing or waiting for work for ever.
 
-    ctrl-C reaches all processes, and the run ends its workers itself.
+    ctrl-C is ignored: it reaches all processes, and the run ends its workers itself.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that ends leaks
+    tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a worker leaks at its end
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
@@ -167,15 +167,15 @@ class DaskCluster:
             raise
 
     def _end(self, futures: list[Any]) -> None:
-        """Drop what no worker has begun and wait for the rest, which nothing can stop: it would go
-        on writing beside the run that comes after."""
+        """Cancel calls that no worker has begun, and wait for the others, which nothing can stop:
+        they would go on writing beside the next run."""
         begun = {key for keys in self._client.processing().values() for key in keys}
         self._client.cancel([future for future in futures if future.key not in begun])
         distributed.wait([future for future in futures if future.key in begun])
 
 
 def check_scheduler(name: str) -> None:
-    """ValueError, naming the flag, for a scheduler that there is not."""
+    """Raises ValueError, naming the flag, for an unknown scheduler."""
     if name not in ("local", "slurm") and "://" not in name:
         raise UsageError(
             "--scheduler",
@@ -198,7 +198,7 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
         address = stack.enter_context(_slurm(workers, memory)) if name == "slurm" else name
         try:
             client = stack.enter_context(distributed.Client(address, timeout=ANSWER))
-        except (OSError, ValueError) as error:  # ValueError: an address that is none
+        except (OSError, ValueError) as error:  # ValueError: an invalid address
             raise UsageError(
                 "--scheduler", name, f"the address of a Dask scheduler that answers ({error})"
             ) from None

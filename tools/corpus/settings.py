@@ -23,36 +23,36 @@ NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     input: tuple[Path, ...]
-    """Files of JSON lines, and *.txt, each a document (plain, .gz or .zst), or folders of them,
-    such as other steps write."""
+    """Files of JSON lines, and *.txt files of one document each (plain, .gz or .zst), or folders
+    of them, such as other steps write."""
 
     output: Path
     """Folder to fill."""
 
     workers: int = len(os.sched_getaffinity(0))
-    """Processes; with --scheduler slurm, jobs.  They do not change what is written."""
+    """Processes; with --scheduler slurm, jobs.  Their number does not change the output."""
 
     scheduler: str = "local"
     """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
 
     shard: str | None = None
-    """K/N: do only every N-th task from the K-th on (K from 0), as an array of jobs does; repeat
-    until nothing is left, then run the command without it."""
+    """K/N: run only every N-th task from the K-th on (K from 0), in an array of jobs; repeat until
+    no task is left, then run the command without --shard."""
 
     compress: Compression = "none"
-    """How the shards that are written are compressed."""
+    """Compression of the shards that are written."""
 
     unit: str = "32MB"
-    """How much input is one task, and becomes one shard; a compressed file is always one."""
+    """Size of the input of one task, which becomes one shard; a compressed file is one task."""
 
     memory: str = "500MB"
-    """About how much a task may hold at a time, where its state grows with the corpus."""
+    """About how much memory a task may use at a time, where its state grows with the corpus."""
 
     overwrite: bool = False
-    """Replace what other settings or other input have left in the output folder."""
+    """Replace the results of other settings or other input in the output folder."""
 
     no_parameters: ClassVar[frozenset[str]] = frozenset()
-    """Settings of a step's own that do not decide what is written."""
+    """The step's own settings that do not affect what is written."""
 
     def __post_init__(self) -> None:
         at_least(self, workers=1)
@@ -64,7 +64,7 @@ class StepSettings:
                 works=("--no-overwrite",),
             )
         check_scheduler(self.scheduler)
-        if self.scheduler != "local":  # workers elsewhere are in folders of their own
+        if self.scheduler != "local":  # workers elsewhere run in other folders
             for field in fields(self):
                 object.__setattr__(self, field.name, _absolute(getattr(self, field.name)))
         self.share  # noqa: B018, the properties check what they read
@@ -90,30 +90,30 @@ class StepSettings:
         return k, n
 
     def units(self) -> list[Unit]:
-        """--input cut by --unit.  ValueError where all of it is empty."""
+        """--input cut by --unit.  Raises ValueError if all of it is empty."""
         shards = find_shards(self.input)
         units = cut(shards, self.unit_bytes)
         empty = [path for path in shards if not path.stat().st_size]
         if not units:
             raise UsageError("--input", empty[0], "a file with a JSON object a line")
         for path in empty:
-            if path.name not in known_checksums(path.parent):  # a step may well leave one
+            if path.name not in known_checksums(path.parent):  # steps may write empty ones
                 say(f"warning: --input {path} is empty")
         return units
 
     def parameters(self) -> dict[str, Any]:
-        """The settings that decide what is written; of files, their names and content."""
+        """The settings that affect what is written; files are given by name and checksum."""
         names = {field.name for field in fields(self)} - NO_PARAMETERS - self.no_parameters
         return {name: _as_parameter(getattr(self, name)) for name in sorted(names)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSettings(StepSettings):
-    """Of steps that drop what is too short."""
+    """Settings of steps that drop documents that are too short."""
 
     min_tokens: int = 128
-    """Shortest document, or piece of one, in tokens; or without a vocabulary in pieces of GPT-2's
-    pre-tokenizer.  1 keeps them all."""
+    """Shortest document, or piece of one, to keep: in tokens; without a vocabulary, in pieces of
+    GPT-2's pre-tokenizer.  1 keeps them all."""
 
     vocab_file: Path | None = None
     """vocab.json of the tokenizer in use."""
@@ -131,7 +131,7 @@ class LengthSettings(StepSettings):
 
 
 def _absolute(value: Any) -> Any:
-    """Paths, also in tuples, from the root; what is no path as it is."""
+    """Paths, also in tuples, made absolute; other values are unchanged."""
     if isinstance(value, tuple):
         return tuple(map(_absolute, value))
     return value.absolute() if isinstance(value, Path) else value
@@ -148,7 +148,7 @@ def _as_parameter(value: Any) -> Any:
 
 
 def parse_size(flag: str, text: str, least: int = 1) -> int:
-    """Bytes: 32MB is 32,000,000.  ValueError, naming the flag, for less than `least` bytes."""
+    """Bytes: 32MB is 32,000,000.  Raises ValueError, naming the flag, below `least` bytes."""
     if text.replace(".", "", 1).isdecimal() and float(text):
         raise UsageError(flag, text, "a size with its unit", works=(flag, f"{text}MB"))
     number = text.upper().removesuffix("B").rstrip("KMGT")

@@ -1,4 +1,4 @@
-"""Shards of JSON lines: writing them, plain or compressed, each whole or not at all."""
+"""Writes shards of JSON lines, plain or compressed, each whole or not at all."""
 
 import contextlib
 import gzip
@@ -23,10 +23,10 @@ ENDINGS: dict[Compression, str] = {"none": "", "gzip": ".gz", "zstd": ".zst"}
 
 @dataclass(frozen=True)
 class Unit:
-    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all if it is compressed,
-    or one document.
+    """The lines of `file` that begin at the bytes `start` to `stop` - 1; all lines if it is
+    compressed, or one document.
 
-    size and modified tell whether the file is still the one that was looked at.
+    size and modified show whether the file has changed since it was examined.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Unit:
 def cut(
     shards: Sequence[Path], unit_bytes: int, is_one: Callable[[Path], bool] = is_whole
 ) -> list[Unit]:
-    """The units of all shards, in order; an empty shard is none. is_one: whether a file is one
+    """The units of all shards, in order; an empty shard has none.  is_one: whether a file is one
     unit, whatever its length."""
     units: list[Unit] = []
     for path in shards:
@@ -76,7 +76,7 @@ def placed(path: Path) -> Iterator[IO[bytes]]:
 
 
 class ShardWriter:
-    """Lines into a file, plain or compressed: the same lines give the same bytes."""
+    """Writes lines to a file, plain or compressed: the same lines give the same bytes."""
 
     def __init__(self, file: IO[bytes], name: str, compression: Compression) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class ShardWriter:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For a manifest."""
+        """The shard's facts for a manifest."""
         checksum = self._sha256.hexdigest()
         return {
             "name": self.name,
@@ -117,7 +117,7 @@ class ShardWriter:
 
 
 class _Sink(io.RawIOBase):
-    """What a compressor writes into."""
+    """The file that a compressor writes to."""
 
     def __init__(self, put: Callable[[bytes], int]) -> None:
         self._put = put
@@ -142,7 +142,7 @@ def write_shard(
 
 
 def concatenate(parts: Iterable[Path], target: Path) -> None:
-    """Put files one after another."""
+    """Write files one after another to `target`."""
     with placed(target) as file:
         for part in parts:
             with part.open("rb") as content:

@@ -1,13 +1,13 @@
 """Documents as sets of shingles, and their MinHash signatures.
 
 Text is normalised first: lower case, runs of white space as one blank, none at the ends.  A shingle
-is five characters or five words (what lies between blanks) of it; a text of fewer is one shingle.
-Shingles are known by 64-bit hashes: two of the 10^4 in a pair of documents coincide by chance in
-one pair of 10^11.
+is five characters or five words (between blanks) of it; a shorter text is one shingle.  Shingles
+are represented by 64-bit hashes: two of the 10^4 in a pair of documents coincide by chance in one
+pair of 10^11.
 
 A signature has PERMUTATIONS values: the smallest 32-bit hash under each of as many permutations
-x -> a x + b mod 2^32, a odd.  Two signatures agree in a place with the probability of the Jaccard
-similarity of their sets (Broder 1997).
+x -> a x + b mod 2^32, a odd.  The probability that two signatures agree in a value is the
+Jaccard similarity of their sets (Broder 1997).
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ S32 = np.uint64(32)
 
 @dataclass(frozen=True)
 class Shingler:
-    """Texts to sets and signatures; compiled and in plain numpy the same."""
+    """Turns texts into sets and signatures; compiled and plain numpy give the same."""
 
     shingle: Shingle
     seed: int
-    """Of the permutations."""
-    use_numba: bool = field(default=HAVE_NUMBA, repr=False)  # whose results are the same
+    """Seed of the permutations."""
+    use_numba: bool = field(default=HAVE_NUMBA, repr=False)  # the results are the same
 
     @cached_property
     def permutations(self) -> Points:
@@ -60,7 +60,7 @@ class Shingler:
         return _collapse(_points(text.lower()), SPACES)
 
     def hashes(self, points: Points) -> Words:
-        """Of every shingle of a normalised text, in its order; equal shingles repeat."""
+        """Hash of every shingle of a normalised text, in its order; equal shingles repeat."""
         characters = self.shingle == "char5"
         if self.use_numba:
             return _character_hashes(points) if characters else _word_hashes(points)
@@ -69,7 +69,7 @@ class Shingler:
         return _gram_hashes(_hash_words(points))
 
     def shingle_set(self, text: str) -> Words:
-        """The distinct hashes, sorted."""
+        """The distinct hashes of a text's shingles, sorted."""
         hashes = np.sort(self.hashes(self.points(text)))
         return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
@@ -95,7 +95,7 @@ def _collapse(points: Points, spaces: NDArray[np.bool_]) -> Points:
     """Runs of white space as one blank, none at the ends."""
     out = np.empty_like(points)
     length = 0
-    blank = True  # drops those at the start
+    blank = True  # drops blanks at the start
     for k in range(len(points)):
         point = points[k]
         if point < len(spaces) and spaces[point]:
@@ -160,7 +160,7 @@ def _fold(hashes: Words, factors: Points, offsets: Points) -> Signatures:
 
 
 def _gram_hashes(units: Words) -> Words:
-    """Of every run of LENGTH units; of all of them if they are fewer."""
+    """Hash of every run of LENGTH units; of all units if they are fewer."""
     count = max(len(units) - LENGTH + 1, 1)
     grams = np.zeros(count, np.uint64)
     for k in range(min(LENGTH, len(units))):
@@ -169,7 +169,7 @@ def _gram_hashes(units: Words) -> Words:
 
 
 def _hash_words(points: Points) -> Words:
-    """Of every run without blanks: its points as the digits of a number to the base FACTOR."""
+    """Hash of every run without blanks: its points are the digits of a number to base FACTOR."""
     ends = np.append(np.flatnonzero(points == BLANK), len(points))
     starts = np.append(0, ends[:-1] + 1)
     words = np.zeros(len(ends), np.uint64)
@@ -182,7 +182,7 @@ def _hash_words(points: Points) -> Words:
 def _fold_by_numpy(
     hashes: Words, factors: Points, offsets: Points, block: int = 4096
 ) -> Signatures:
-    """Blocks that fit the cache."""
+    """Computed in blocks that fit the cache."""
     x = (hashes >> S32).astype(np.uint32)
     parts = [x[k : k + block] for k in range(0, len(x), block)]
     columns = factors[:, None], offsets[:, None]

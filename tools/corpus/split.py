@@ -1,13 +1,13 @@
-"""Documents dealt to train/ and valid/ (29 : 1 in section 4.1) and shuffled, in bounded memory.
+"""Splits documents into train/ and valid/ (29 : 1 in section 4.1), shuffled, in bounded memory.
 
 A document's side and its place come from two keyed hashes of its id.  So it is always on the same
-side, whatever else the corpus holds, and what is written does not depend on how the input was cut.
+side, whatever else the corpus has, and the output does not depend on how the input was cut.
 Training packs neighbouring documents and relies on this shuffle: the manifests of OUTPUT,
 OUTPUT/train and OUTPUT/valid say "shuffled".
 
-Stage 1 sorts each unit by a key: side first, then place.  Stage 2 takes a range of keys out of
-every sorted unit, sorts again and writes one shard.  Shards are equal ranges of a fair hash: their
-sizes differ by chance only, with 50,000 documents of web text a shard by some 1 %.
+Stage 1 sorts each unit by a key: side first, then place.  Stage 2 takes a range of keys from
+every sorted unit, sorts again and writes one shard.  Shards are equal ranges of a fair hash, so
+their sizes differ only by chance: by some 1 % with 50,000 documents of web text per shard.
 """
 
 import itertools
@@ -32,21 +32,21 @@ from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
 
 SIDES = ("train", "valid")
-KEYS = 1 << 64  # of them the lower half is train, the upper half valid
+KEYS = 1 << 64  # the lower half is train, the upper half valid
 HALF = KEYS // 2
-OBJECT_BYTES = 200  # that Python holds beside each line
+OBJECT_BYTES = 200  # Python's overhead for each line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepSettings):
     ratio: str = "29:1"
-    """Documents to train on for those kept for validation, TRAIN:VALID."""
+    """Ratio of training documents to validation documents, TRAIN:VALID."""
 
     seed: int = 1234
-    """Another seed gives another choice and another order."""
+    """Seed of the hashes; another seed gives another choice and another order."""
 
     shard_size: str = "128MB"
-    """How large a shard becomes, about, before it is compressed; at most a third of --memory."""
+    """Approximate size of a shard before compression; at most a third of --memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,7 +106,7 @@ class Place(NamedTuple):
     side: int
     """0 is train, 1 valid."""
     key: int
-    """64 bits: the side, then where among its documents."""
+    """64 bits: the side, then the place among its documents."""
     toss: int
     """64 fair bits; the lowest go to valid."""
 
@@ -119,9 +119,9 @@ def place(settings: Settings, identity: str) -> Place:
 
 
 def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
-    """Write the unit's lines in the order of their keys; what stage 2 needs to know of them.
+    """Write the unit's lines in the order of their keys.  Returns the facts for stage 2.
 
-    A unit of more than half of --memory, which a compressed file may be, becomes several runs.
+    A unit of more than half of --memory, as a compressed file may be, becomes several runs.
     """
     funnel, sides = Funnel(), [Funnel() for _ in SIDES]
     line_bytes = [0] * len(SIDES)
@@ -153,13 +153,13 @@ def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
 
 
 def run_files(settings: Settings, unit: int, number: int) -> tuple[Path, Path]:
-    """(its lines, its index) of one sorted run."""
+    """(file of the lines, file of the index) of one sorted run."""
     stem = settings.output / WORK / "runs" / f"{unit:05}-{number}"
     return stem.with_suffix(".lines"), stem.with_suffix(".index")
 
 
 def write_run(settings: Settings, unit: int, number: int, lines: list[tuple[int, bytes]]) -> None:
-    """The index: n keys, then the n + 1 offsets at which lines start and the last one ends."""
+    """Write a sorted run.  Index: n keys, then n + 1 offsets, of the lines and of their end."""
     lines.sort()
     offsets = itertools.accumulate((len(line) + 1 for _, line in lines), initial=0)
     text, index = run_files(settings, unit, number)
@@ -171,7 +171,7 @@ def write_run(settings: Settings, unit: int, number: int, lines: list[tuple[int,
 
 
 def check_sides(settings: Settings, scattered: Sequence[dict[str, Any]]) -> None:
-    """ValueError where a side has got nothing."""
+    """Raises ValueError if a side has no document."""
     counts = [documents(sum_side(scattered, side).output) for side in range(len(SIDES))]
     if all(counts):
         return
@@ -202,7 +202,7 @@ def sum_side(scattered: Sequence[dict[str, Any]], side: int) -> Funnel:
 
 
 def gather_tasks(settings: Settings, scattered: Sequence[dict[str, Any]]) -> list[Task]:
-    """A shard each; how many there are depends on the bytes of a side and on nothing else."""
+    """One task per shard; their number depends on the bytes of a side and on nothing else."""
     runs = [each["runs"] for each in scattered]
     tasks = []
     for side in range(len(SIDES)):
@@ -220,7 +220,7 @@ def gather_tasks(settings: Settings, scattered: Sequence[dict[str, Any]]) -> lis
 def gather(
     side: int, number: int, start: int, stop: int, runs: list[int], settings: Settings
 ) -> dict[str, Any]:
-    """Write the shard of the keys `start` to `stop` - 1, out of the sorted runs of every unit."""
+    """Write the shard of the keys `start` to `stop` - 1, from the sorted runs of every unit."""
     lines = [
         line
         for unit, count in enumerate(runs)
@@ -250,7 +250,7 @@ def read_slice(text: Path, index: Path, start: int, stop: int) -> Iterator[tuple
 def side_facts(
     side: int, scattered: Sequence[dict[str, Any]], shards: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest of a side says of its documents; a shard that got none is no shard."""
+    """Facts of a side's documents for its manifest; shards without documents are left out."""
     name = SIDES[side]
     mine = [each["shard"] for each in shards if each["side"] == name]
     return {
@@ -261,17 +261,17 @@ def side_facts(
 
 
 def open_side(folder: Path) -> None:
-    """Say to who would read the folder that it is not whole yet."""
+    """Mark the folder as not yet whole, for readers."""
     (folder / WORK).mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
-    """Write the manifest of train/ or valid/, and remove what does not belong to it."""
+    """Write the manifest of train/ or valid/, and remove files that do not belong to it."""
     folder = step.output / facts["side"]
     belongs = {shard["name"] for shard in facts["shards"]} | {MANIFEST, WORK}
     for path in folder.iterdir():
-        if path.name not in belongs:  # an empty shard, or of a run that was cut short
+        if path.name not in belongs:  # an empty shard, or one of an interrupted run
             path.unlink()
     manifest = {"step": "split", "shuffled": True, "settings": step.parameters, **facts}
     with placed(folder / MANIFEST) as file:
@@ -281,7 +281,7 @@ def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
 
 
 def evenness(shards: Sequence[dict[str, Any]]) -> float:
-    """Bytes of the largest shard, 1.0 being the mean."""
+    """Bytes of the largest shard, divided by the mean."""
     sizes = [shard["bytes"] for shard in shards]
     return round(max(sizes) * len(sizes) / sum(sizes), 4)
 

@@ -1,9 +1,10 @@
-"""What all steps have in common: an output folder that is filled once, whole, and can be resumed.
+"""Common part of all steps: an output folder that is filled once, whole, and can be resumed.
 
-A step is a series of stages, a stage a list of tasks that share nothing but files.  Each task
-leaves a marker in OUTPUT/.work when it has placed what it writes; a task whose marker shows the
-same function, arguments and input is not done again.  The manifest comes last and says that all is
-there; then .work goes.  manifest.json holds what is the same in every run, run.json what is not.
+A step is a series of stages; a stage is a list of tasks that share only files.  Each task leaves a
+marker in OUTPUT/.work when its output is in place; a task whose marker shows the same function,
+arguments and input is not run again.  The manifest is written last and shows that all files are
+there; then .work is removed.  manifest.json has facts that are the same in every run, run.json the
+others.
 """
 
 import contextlib
@@ -49,9 +50,9 @@ BEGUN = "begun.json"  # in .work: which step it is, with which settings
 
 
 class StepRun:
-    """A step at work in its output folder: `with StepRun(name, settings) as run`.
+    """A running step and its output folder: `with StepRun(name, settings) as run`.
 
-    run.done is true where a manifest shows that there is nothing left to do.
+    run.done is true if a manifest shows that there is nothing left to do.
     """
 
     def __init__(
@@ -62,14 +63,13 @@ class StepRun:
         *,
         by_unit: bool = True,
     ) -> None:
-        """units: what the step works on, where it is not --input cut by --unit.
+        """units: the step's input, if it is not --input cut by --unit.
 
-        by_unit: whether an unfinished run can go on where some of the input has changed since, for
+        by_unit: whether an unfinished run can continue after some of the input has changed, because
         all that a task needs is there until the end.
 
-        Raises ValueError, naming the flag, for input that is not there or lies in the output
-        folder, and for an output folder that another run is filling or that other settings have
-        filled.
+        Raises ValueError, naming the flag, for input that is missing or in the output folder, and
+        for an output folder that another run is filling or that other settings have filled.
         """
         self.name = name
         self.settings = settings
@@ -86,7 +86,7 @@ class StepRun:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:  # left again if something here fails
+        with contextlib.ExitStack() as stack:  # undone if something here fails
             if not self.output.exists():
                 self.output.mkdir(parents=True)
                 stack.callback(self._leave_nothing)
@@ -102,7 +102,7 @@ class StepRun:
         return self
 
     def _leave_nothing(self) -> None:
-        """Not even the folder, if it is empty."""
+        """Remove the folder, if it is empty."""
         with contextlib.suppress(OSError):
             self.output.rmdir()
 
@@ -127,7 +127,7 @@ class StepRun:
             ) from error
 
     def _clear_others(self) -> None:
-        """Refuse, or with --overwrite remove, what does not come from this step and input."""
+        """Refuse, or with --overwrite remove, output that is not from this step and input."""
         difference = self._difference()
         if difference is None:
             return
@@ -139,7 +139,7 @@ class StepRun:
             )
         begun = (self.work / BEGUN).exists() and not (self.output / MANIFEST).exists()
         mine = begun and self.name == json.loads((self.work / BEGUN).read_bytes())["step"]
-        if mine and self.settings.shard is None:  # it may have failed for just these settings
+        if mine and self.settings.shard is None:  # it may have failed because of them
             say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
         elif not self.settings.overwrite:
             raise UsageError(
@@ -150,12 +150,12 @@ class StepRun:
         clear(self.output)
 
     def _difference(self) -> str | None:
-        """What the folder holds instead of this step's work, None if it may go on there."""
+        """How the folder differs from this step's work, None if the step may continue there."""
         run, manifest = read_json(self.output / RUN), read_json(self.output / MANIFEST)
         if manifest is not None and run is not None:
             return self._other_result(run, manifest)
         begun = read_json(self.work / BEGUN)
-        if begun is not None:  # tasks whose input has changed since are done again
+        if begun is not None:  # tasks whose input has changed since are run again
             if begun["input"] != self._identity and not self._by_unit:
                 return "was begun with other input"
             return self._other_settings(begun)
@@ -164,7 +164,7 @@ class StepRun:
         return "holds files that no step wrote"
 
     def _other_result(self, run: dict[str, Any], manifest: dict[str, Any]) -> str | None:
-        """How what a finished step has left differs from what this one would."""
+        """How a finished step's output differs from this one's, None if it does not."""
         if run.get("fingerprint") != self.fingerprint:
             if difference := self._other_settings(manifest):
                 return difference
@@ -174,10 +174,10 @@ class StepRun:
         return f"has lost {lost.relative_to(self.output)}, or a part of it" if lost else None
 
     def _same_input(self, inputs: Sequence[dict[str, Any]]) -> bool:
-        """Whether the files are those of a manifest, elsewhere or of another time."""
+        """Whether the files are those of a manifest, even if moved or of another time."""
         files = {Path(unit.file): unit.size for unit in self.units}
         if found_deep(self.settings.input, [file.resolve() for file in files]):
-            return False  # where they lie may be written too, and of single files no sum is kept
+            return False  # paths may be part of the output; single files have no checksums
         return same_content(files, inputs)
 
     def _other_settings(self, found: dict[str, Any]) -> str | None:
@@ -189,10 +189,10 @@ class StepRun:
         return None
 
     def stage(self, name: str, function: Callable[..., Any], tasks: Sequence[Task]) -> list[Any]:
-        """What `function` returns for each task's arguments, as JSON: done now, or before.
+        """Results of `function` for each task's arguments, as JSON: computed now, or before.
 
-        function: of a module, for its name travels.  Raises Unfinished where --shard leaves tasks
-        to others.
+        function: of a module, because it is sent by name.  Raises Unfinished if --shard leaves
+        tasks to others.
         """
         folder = self.work / name
         folder.mkdir(exist_ok=True)
@@ -224,7 +224,7 @@ class StepRun:
             for number, outcome in results:
                 outcomes[mine[number]] = outcome
                 bar.update(tasks[mine[number]].weight)
-        # Others may have finished while this share was at work.
+        # Others may have finished tasks while this share was at work.
         outcomes = [
             outcome or read_marker(marker_of(folder, task), fingerprint)
             for outcome, task, fingerprint in zip(outcomes, tasks, prints, strict=True)
@@ -257,10 +257,10 @@ class StepRun:
         place: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Check the books, write the manifest and clear the work away; returns the manifest.
+        """Check the counts, write the manifest and remove .work.  Returns the manifest.
 
-        shards: the facts of what was written.  place: what to call the output, if it will not stay
-        in the folder.  more: keys of the step's own.  With --shard it is left to a run without.
+        shards: facts of the shards written.  place: name of the output, if it will not stay in the
+        folder.  more: the step's own keys.  Raises Unfinished with --shard; a run without finishes.
         """
         if self.settings.shard is not None:
             raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
@@ -292,7 +292,7 @@ class StepRun:
         return manifest
 
     def _collect_rejected(self) -> None:
-        """Into one file, if there are any; of the units there are now."""
+        """Join the rejected lines of the current units in one file, if there are any."""
         target = self.output / "rejected.jsonl"
         files = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
         if found := [file for file in files if file.exists()]:
@@ -301,7 +301,7 @@ class StepRun:
             target.unlink(missing_ok=True)
 
     def _check_shards(self, shards: Sequence[dict[str, Any]]) -> None:
-        """That all are there; those that an interrupted run on other input has left are removed."""
+        """Raises RuntimeError if one is missing; removes those of a run on other input."""
         if (path := lost_shard(self.output, shards)) is not None:
             raise RuntimeError(
                 f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
@@ -313,7 +313,7 @@ class StepRun:
                 path.unlink()
 
     def _inputs(self) -> list[dict[str, Any]]:
-        """Name, size and checksum of every input file.  ValueError if one has changed."""
+        """Name, size and checksum of every input file.  Raises ValueError if one has changed."""
         files = {Path(unit.file): unit for unit in self.units}
         for file, unit in files.items():
             if (file.stat().st_size, file.stat().st_mtime_ns) != (unit.size, unit.modified):
@@ -336,5 +336,5 @@ class StepRun:
 
 
 def _resolved(unit: Unit) -> Unit:
-    """The same by whatever path it is named."""
+    """The unit with its path resolved, so that every path to its file gives the same unit."""
     return dataclasses.replace(unit, file=str(Path(unit.file).resolve()))

@@ -14,17 +14,17 @@ from tools.corpus.shards import placed
 
 class Task(NamedTuple):
     key: str
-    """Its name among the tasks of its stage, fit for a file."""
+    """Its name among the tasks of its stage, usable as a file name."""
     arguments: tuple[Any, ...]
-    """Values whose repr tells them apart; files by what a Unit says of them."""
+    """Values that differ in their repr; files are described by a Unit."""
     weight: int = 1
-    """Share of the stage's work, bytes if it can be: for the progress bar."""
+    """Share of the stage's work, in bytes if possible, for the progress bar."""
 
 
 def execute(
     marker: Path, fingerprint: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Do a task, in a worker, and leave its marker; what it returned and what it took."""
+    """Run a task, in a worker, and write its marker.  Returns its result and what it took."""
     start = time.process_time()
     result = function(*arguments)
     outcome = {
@@ -57,7 +57,7 @@ def digest(*facts: Any) -> str:
 
 
 def telling(arguments: tuple[Any, ...]) -> list[Any]:
-    """What tells a task from others; the settings that count are in the history already."""
+    """Arguments that tell a task from others; settings are in the history already."""
     return [
         each.__qualname__ if callable(each) else each
         for each in arguments

@@ -1,4 +1,4 @@
-"""The usual stage: every unit of the input becomes a shard, and keeps its own books."""
+"""The usual stage: every unit of the input becomes a shard, and has its own counts."""
 
 import itertools
 import json
@@ -22,8 +22,8 @@ UnitFunction = Callable[[Unit, Any, Funnel, ShardWriter], dict[str, int] | None]
 def map_units(run: StepRun, function: UnitFunction) -> tuple[Funnel, list[Any], Counter[str]]:
     """A stage in which every unit becomes a shard: (funnel, facts of the shards, counters).
 
-    function(unit, settings, funnel, shard) writes the shard, keeps the books and may return
-    counters, which are added up.
+    function(unit, settings, funnel, shard) writes the shard, counts in the funnel and may
+    return counters, which are summed.
     """
     tasks = [
         Task(unit.name, (function, unit, run.settings), unit.stop - unit.start)
@@ -46,7 +46,7 @@ def map_unit(function: UnitFunction, unit: Unit, settings: StepSettings) -> dict
 
 
 def sum_funnels(results: Sequence[dict[str, Any]]) -> Funnel:
-    """Of tasks that return theirs under "funnel"."""
+    """Sum of the funnels that tasks return under "funnel"."""
     funnel = Funnel()
     for result in results:
         funnel.add(Funnel.from_json(result["funnel"]))
@@ -56,10 +56,10 @@ def sum_funnels(results: Sequence[dict[str, Any]]) -> Funnel:
 def keep_rejected(
     settings: StepSettings, unit: Unit, funnel: Funnel, shown: int = REJECTED_SHOWN
 ) -> None:
-    """Write the lines that were set aside where finish() collects them, and show a few."""
+    """Write the rejected lines to a file that finish() collects, and print a few."""
     target = settings.output / WORK / "rejected" / f"{unit.name}.jsonl"
     if not funnel.rejected:
-        target.unlink(missing_ok=True)  # of an earlier run, on what was there then
+        target.unlink(missing_ok=True)  # of an earlier run, on the input of that time
         return
     for bad in itertools.islice(funnel.rejected, shown):
         say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))

@@ -1,12 +1,12 @@
-"""Step 2: a list of URLs without blacklisted, malformed and repeated ones, as for OpenWebText.
+"""Step 2: removes blacklisted, malformed and repeated URLs from lists, as for OpenWebText.
 
-Input are text files of one URL a line (*.txt, plain, .gz or .zst), output are such files; URLs keep
-their order, and of equal ones the first stays.  Reasons are tried in this order: too short (8
-characters and fewer), malformed (not http or https, a host that can be none, spaces), blacklisted
+Input and output are text files of one URL per line (*.txt, plain, .gz or .zst); URLs keep their
+order, and the first of equal ones stays.  Reasons to drop a URL are tried in this order: too short
+(8 characters and fewer), malformed (not http or https, an impossible host, spaces), blacklisted
 domain, blacklisted extension (of the path, not of the host), duplicate (exactly the same URL).
 
-A blacklisted domain covers its sub-domains.  One without a dot is a name under any ending: amazon
-covers smile.amazon.co.uk.  The names and extensions built in are the kinds that the recipe has:
+A blacklisted domain covers its sub-domains.  One without a dot is a name with any ending: amazon
+covers smile.amazon.co.uk.  The built-in names and extensions are of the kinds in the recipe:
 pictures, videos and music, social media, shops, Wikipedia (a corpus of its own), files that are no
 text.
 
@@ -63,20 +63,20 @@ URL = re.compile(
 DOMAIN = re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)*")
 EXTENSION = re.compile(r"[a-z0-9_+-]+")
 
-LINE_BYTES = 32  # of a list, at the least, to guess the number of its URLs
-EXPANSION = 8  # of a compressed list
+LINE_BYTES = 32  # least size of a list's line, to estimate the number of its URLs
+EXPANSION = 8  # factor by which a compressed list grows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(StepSettings):
     input: tuple[Path, ...]
-    """Files of one URL a line, or folders of *.txt (plain, .gz, .bz2, .xz or .zst)."""
+    """Files of one URL per line, or folders of *.txt (plain, .gz, .bz2, .xz or .zst)."""
 
     domain_blacklist: tuple[Path, ...] = ()
-    """Files with more domains, one a line; # begins a comment."""
+    """Files with more domains, one per line; # begins a comment."""
 
     extension_blacklist: tuple[Path, ...] = ()
-    """Files with more extensions, one a line, with or without the dot."""
+    """Files with more extensions, one per line, with or without the dot."""
 
 
 class Blacklists(NamedTuple):
@@ -94,7 +94,7 @@ class Url(NamedTuple):
 
 
 def run(settings: Settings) -> None:
-    load_blacklists(settings)  # an error in them comes first
+    load_blacklists(settings)  # so that their errors come first
     # Here a .txt is a list, which can be read from any line on.
     lists = find_shards(settings.input, (".txt",))
     units = cut(lists, settings.unit_bytes, lambda path: path.suffix in OPENERS)
@@ -122,7 +122,7 @@ def check_output(funnel: Funnel) -> None:
 
 
 def load_blacklists(settings: Settings) -> Blacklists:
-    """ValueError that names the flag, file and line of an entry that is none."""
+    """Raises ValueError, naming the flag, file and line, for an invalid entry."""
     domains = _entries("--domain-blacklist", settings.domain_blacklist, DOMAIN)
     extensions = _entries("--extension-blacklist", settings.extension_blacklist, EXTENSION)
     return Blacklists(
@@ -154,7 +154,7 @@ def read_urls(unit: Unit, blacklists: Blacklists) -> Iterator[Url]:
 
 
 def judge(url: str, blacklists: Blacklists) -> str | None:
-    """Why the URL is dropped, whatever others there are; None if it stays."""
+    """Why the URL is dropped, regardless of other URLs; None if it stays."""
     if len(url) < SHORTEST:
         return "too short"
     match = URL.fullmatch(url)
@@ -179,7 +179,7 @@ def is_covered(host: str, domains: frozenset[str]) -> bool:
 
 
 def guess_urls(units: Sequence[Unit]) -> int:
-    """How many there may be; never far too few."""
+    """How many URLs there may be; never far too few."""
     sizes = [
         (unit.stop - unit.start) * (EXPANSION if Path(unit.file).suffix in OPENERS else 1)
         for unit in units
@@ -206,7 +206,7 @@ def judge_part(part: int, units: Sequence[str], settings: Settings) -> None:
 
 
 def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
-    """The URLs of the unit that stay."""
+    """Write the URLs of the unit that stay."""
     blacklists, funnel, place = load_blacklists(settings), Funnel(), 0
     repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
     repeat = next(repeats, None)

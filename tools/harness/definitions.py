@@ -1,8 +1,8 @@
 """Two tasks of lm-evaluation-harness on local files, where its data sets cannot be downloaded.
 
-A definition written here includes the harness's own and changes only where the data come from, so
-that prompt, target, detokenisation and metrics stay the harness's. The folder serves its own
-command, too: lm_eval --include_path FOLDER.
+Each definition written here includes the harness's own and changes only the source of the data, so
+prompt, target, detokenisation and metrics stay the harness's. The folder also works with the
+harness's own command: lm_eval --include_path FOLDER.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.libraries import load
 from tasks.lambada import read_passages
 from tasks.wikitext103 import cut_articles, read_articles
 
-# The definition inside lm_eval/tasks, and the key under which its documents have their text.
+# Task: (its definition inside lm_eval/tasks, key of the text in its documents).
 OWN = {
     "lambada_openai": ("lambada/lambada_openai.yaml", "text"),
     "wikitext": ("wikitext/wikitext.yaml", "page"),
@@ -41,7 +41,7 @@ READERS: Mapping[str, Callable[[Path], list[str]]] = {
 def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str]) -> None:
     """Write TASK.yaml and TASK.jsonl, its documents, into the folder.
 
-    harness: the folder of lm_eval. The harness keeps its copy of the documents there as well.
+    harness: the folder of lm_eval. The harness stores its copy of the documents in `folder`, too.
     """
     original, key = OWN[task]
     data = folder.resolve() / f"{task}.jsonl"
@@ -59,5 +59,5 @@ def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str
         "validation_split": None,
         "test_split": "test",
     }
-    # What is JSON is YAML.
+    # JSON is valid YAML.
     (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=1), encoding="utf-8")

@@ -1,6 +1,6 @@
 """A checkpoint of this project as a language model of lm-evaluation-harness.
 
-Every rank is asked everything, deals it out over the data-parallel ranks and gets all the answers;
+Every rank gets all requests, computes the share of its data-parallel rank and gathers all answers,
 so the harness sees one process. Log-probabilities and greedy texts are those of tasks/common.py.
 """
 
@@ -34,8 +34,8 @@ class CheckpointLM(api.TemplateLM):
         micro_batch_size: int,
         begin: Sequence[int] = (),
     ) -> None:
-        """model: in evaluation mode. micro_batch_size: does not change what is answered. begin: the
-        id that texts begin with, or none."""
+        """model: in evaluation mode. micro_batch_size: does not change the answers. begin: the id
+        of the begin mark, or none."""
         super().__init__()
         self._model, self._mesh, self._tokenizer = model, mesh, tokenizer
         self._micro_batch_size, self._begin = micro_batch_size, list(begin)
@@ -47,7 +47,7 @@ class CheckpointLM(api.TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text follows: the begin mark, or without one the end mark."""
+        """Id before the first token of a text: the begin mark, or without one the end mark."""
         return (self._begin or [self._tokenizer.eod])[0]
 
     @property
@@ -56,13 +56,13 @@ class CheckpointLM(api.TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """New tokens where a task does not say, as in the harness's own models."""
+        """New tokens if a task does not say, as in the harness's own models."""
         return 256
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The begin mark, if the model has one, stands before it unless the harness forbids it."""
+        """Ids of the string, after the begin mark if there is one and the harness allows it."""
         begin = [] if add_special_tokens is False else self._begin
         return [*begin, *self._tokenizer.encode(string)]
 
@@ -75,7 +75,7 @@ class CheckpointLM(api.TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation: its log-probability, and whether greedy decoding gives it."""
+        """(log-probability, whether greedy decoding gives it) of each continuation."""
         windows = [self._window(*ids) for _, *ids in requests]
         return self._score(windows, "log-likelihoods")
 
@@ -92,7 +92,7 @@ class CheckpointLM(api.TemplateLM):
         return list(zip(scores.log_probability.tolist(), scores.all_hit.tolist(), strict=True))
 
     def _rolling_windows(self, text: str) -> Iterator[Window]:
-        # One begin mark, which is not scored: the harness's own models put a second one behind it.
+        # One begin mark, not scored; the harness's own models put a second one after it.
         pairs = utils.get_rolling_token_windows(
             self._tokenizer.encode(text), self.prefix_token_id, self.max_length, context_len=1
         )
@@ -100,7 +100,7 @@ class CheckpointLM(api.TemplateLM):
             yield self._window(*utils.make_disjoint_window(pair))
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
-        """Of what is too long for the positions, the last tokens."""
+        """A window of the last tokens, if there are more than the model has positions."""
         if not 0 < len(continuation) <= self.max_length:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens cannot be scored; one of 1 to "

@@ -1,1 +1,1 @@
-"""What `tools/compare_layouts.py` and the tests of the layouts are made of."""
+"""Parts of `tools/compare_layouts.py` and of the tests of the layouts."""

@@ -1,4 +1,4 @@
-"""What tools train, or plan, of a kind of model, and on which samples; needs no torch."""
+"""Configs and samples with which tools train, or plan, a kind of model; needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.train.inputs import vocabulary_of
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """config: of pretraining, cut as the layout says. folder: of gradients and weights that the
+    """config: of pretraining, cut as the layout says. folder: for gradients and weights, which the
     reference writes and the others read."""
 
     config: PretrainConfig
@@ -29,7 +29,7 @@ class Job:
 
 
 def kind_of(arguments: Sequence[str]) -> str:
-    """Of model: that of --kind, or the one in the name of the preset, or gpt2."""
+    """The kind of model: that of --kind, or the one in the name of the preset, or gpt2."""
     given: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
@@ -40,8 +40,8 @@ def kind_of(arguments: Sequence[str]) -> str:
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:
-    """The settings of pretraining a model of this kind, with further configs, or others in their
-    place. Raises UsageError for a kind that is not pretrained."""
+    """The config class of pretraining a model of this kind, with `configs` added, or in place of
+    its own. Raises UsageError for a kind that is not pretrained."""
     name = kind_of(arguments)
     kind = find_kind(name, "--kind")
     if kind.program is None:
@@ -51,13 +51,13 @@ def program_of(arguments: Sequence[str], **configs: type) -> type:
 
 
 def of_pretraining(config: Any) -> PretrainConfig:
-    """The settings of a `program_of` without the further configs, which can go to processes."""
+    """The config of a `program_of` without the added configs, which can be sent to processes."""
     base = type(config).__base__
     return base(**{each.name: getattr(config, each.name) for each in fields(base)})
 
 
 def open_samples(config: PretrainConfig) -> tuple[Samples, int]:
-    """(the samples that a training of this config reads, size of their vocabulary)."""
+    """(samples that a training with this config reads, size of their vocabulary)."""
     kind = find_kind(config.model.kind)
     if config.data.data_path:
         inputs = resolve_name(str(kind.inputs))(config)

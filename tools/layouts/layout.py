@@ -26,18 +26,18 @@ SWITCHES = ("sequence",)
 @dataclass(frozen=True)
 class Layout:
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of the axes that are named."""
+    """Size of each axis that is named."""
     switches: frozenset[str] = frozenset()
     virtual: int = 1
-    """Stages of a pipeline rank."""
+    """Virtual stages of a pipeline rank."""
     schedule: str | None = None
-    """Of the pipeline; None: as --pipeline-schedule by default."""
+    """Schedule of the pipeline; None: the default of --pipeline-schedule."""
     zero: int = 0
-    """The stage of ZeRO."""
+    """ZeRO stage."""
     mode: str = "1d"
-    """Of tensor parallelism."""
+    """Mode of tensor parallelism."""
     depth: int = 1
-    """Of mode 2.5d."""
+    """Depth of mode 2.5d."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of TrainingParallelConfig; the data axis takes the ranks that are left."""
+        """Settings of TrainingParallelConfig; the data axis takes the remaining ranks."""
         return {
             "tensor_model_parallel_size": self.size("tensor"),
             "tensor_parallel_mode": self.mode,
@@ -82,8 +82,8 @@ class Layout:
         return "sequence" in self.switches
 
     def mesh(self, device: torch.device) -> Mesh:
-        """Of the ranks of the process group, of which there are as many as the layout has; every
-        rank calls this."""
+        """Mesh of all ranks of the process group, as many as the layout has. Every rank calls
+        this."""
         from megatron.parallel.mesh import build_mesh, serial_mesh
 
         if self.ranks == 1:
@@ -98,7 +98,7 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Raises UsageError naming a word that is none."""
+    """The layout of this name. Raises UsageError naming a word that is invalid."""
     sizes: dict[str, int] = {}
     switches: set[str] = set()
     schedule: str | None = None

@@ -1,11 +1,11 @@
-"""What one rank computes, keeps and sends, counted while it happens (work.py).
+"""Counts what one rank computes, keeps and sends, while it runs (work.py).
 
 matmul FLOPs    of every matmul and attention kernel, 2 for a multiplication and an addition
-saved bytes     of what the forward keeps for the backward beside the parameters, each memory once
+saved bytes     kept by the forward for the backward, without the parameters, each storage once
 host reads      results of the device that the host waits for
-calls, bytes    of collectives by axis; bytes are what a rank sends in a ring of r ranks, N being
-                those of the whole tensor: all-reduce 2 (r - 1) / r N, gather and reduce-scatter
-                half of that. A message is a call of the rank that sends it, of N bytes
+calls, bytes    of collectives by axis. Bytes are those that a rank sends in a ring of r ranks, for
+                N bytes of the whole tensor: 2 (r - 1) / r N in an all-reduce, half of that in a
+                gather or reduce-scatter. A message is a call of its sender, of N bytes
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.layouts.work import Meter
 
 @dataclass
 class Counts:
-    """Of one rank; calls and bytes by the name of the axis."""
+    """Counts of one rank; calls and bytes by the name of the axis."""
 
     matmul_flops: int = 0
     parameter_bytes: int = 0
@@ -43,7 +43,7 @@ class Counts:
 
 
 def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
-    """Of forward and backward of a step, whose gradients are in the buckets then."""
+    """Counts of the forward and backward of a step, which leave its gradients in the buckets."""
     kept, counts = saved_bytes(state, micro_batches[0]), count(state, micro_batches)
     ties = [axis for bucket in state.gradients.tied for axis in bucket.axes]
     with counting(state.mesh, ties) as found:
@@ -59,20 +59,20 @@ def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
 
 @contextmanager
 def counting(mesh: Mesh, ties: Iterable[Axis] = ()) -> Iterator[Counts]:
-    """FLOPs and communication of what runs inside; ties: see Meter."""
+    """Counts FLOPs and communication in the `with` block. ties: see Meter."""
     counts, meter = Counts(), Meter(mesh, ties=ties)
     with meter:
         yield counts
     sizes, work = {axis.name: axis.size for axis in meter.axes.values()}, meter.work[""]
     counts.matmul_flops = sum(each.flops * times for each, times in work.matmuls.items())
     for call, times in work.calls.items():
-        if call.axis == mesh.control.name:  # small values of Python, beside training
+        if call.axis == mesh.control.name:  # small Python values, which are no part of training
             continue
         counts.calls[call.axis] += times
         counts.sent_bytes[call.axis] += times * call.sent(sizes[call.axis])
 
 
-# The number itself, or how many there are of a result.
+# Operators whose result is a number on the host, or has a size that depends on values.
 _READING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "bincount"}
 
 
@@ -97,7 +97,7 @@ class _HostReads(TorchDispatchMode):
 
 
 class _Lists(TorchFunctionMode):
-    """On a CPU tolist() is no operator."""
+    """Counts tolist() on a CPU, where it is no operator."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()
@@ -113,17 +113,17 @@ class _Lists(TorchFunctionMode):
 
 @contextmanager
 def host_reads() -> Iterator[Counter[str]]:
-    """What inside makes the host wait for the device, by operator: numbers and lists of a tensor,
-    copies to the host, boolean indices and other results whose size depends on values. On a CPU,
-    where nothing waits, numbers, lists and such results."""
+    """Counts what makes the host wait for the device in the `with` block, by operator: numbers and
+    lists of a tensor, copies to the host, boolean indices and other results whose size depends on
+    values. On a CPU, where nothing waits, it counts the same without the copies."""
     found = Counter[str]()
     with _Lists(found), _HostReads(found):
         yield found
 
 
 def saved_bytes(state: TrainState, batch: Batch) -> int:
-    """Of what the forward of a micro-batch keeps for its backward, beside the parameters: through
-    all stages of this rank. What enters them is zero (every rank calls this)."""
+    """Bytes that the forward of a micro-batch, through all stages of this rank, keeps for its
+    backward, without the parameters. The inputs are zeros. Every rank calls this."""
     model, mesh, pipeline = state.model.train(), state.mesh, state.pipeline
     executor = Executor(
         model=model,
@@ -154,6 +154,6 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
 
     own = range(mesh.pipeline.rank, pipeline.stages, pipeline.ranks)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # The executor holds what is in flight, so that nothing that is kept makes room.
+        # The executor holds what is in flight, so no memory is freed and used for other tensors.
         executor.run(tuple(Action("forward", stage, 0) for stage in own))
     return sum(kept.values())

@@ -33,9 +33,9 @@ from tools.layouts.meters import Counts, measure
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says; differences are of the gradients of the first step that does not overflow
-    (no number where all do) and of the last weights, counts of forward and backward of a step.
-    unseen: of the reference, what numbers that are equal to its own say nothing of."""
+    """Results of one rank. Differences are those of the gradients of the first step that does not
+    overflow (nan if all do) and of the last weights; counts those of a step's forward and backward.
+    unseen: on the reference, phrases for what a comparison with it cannot see."""
 
     device: str
     losses: list[float]
@@ -47,7 +47,7 @@ class Report:
 
 
 def train_layout(job: Job) -> Report:
-    """Every rank of the layout calls this; a failure is told once, and ends all."""
+    """Trains at the job's layout. Every rank calls this; a failure is logged once and ends all."""
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.ranks))
     environ, config = os.environ, job.config
@@ -71,7 +71,7 @@ def train_layout(job: Job) -> Report:
                 zero_stage=config.parallel.stage_of_zero,
             )
             return report(job, state, samples)
-    except Exception:  # of one process; of several the watch tells it
+    except Exception:  # of a single process; with several the failure watch reports it
         traceback.print_exc()
         raise SystemExit(1) from None
 
@@ -91,7 +91,7 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
         compare(job, state, "initial", state.optimizer.masters())
     counts, results, norm, gradients = Counts(), list[StepResult](), inf, nan
     for batches in steps:
-        if not isfinite(norm):  # nor in the step before, if there was one
+        if not isfinite(norm):  # no step so far has a finite norm
             found = measure(state, batches)
             counts = counts if results else found
             norm = sqrt(float(all_reduce(state.gradients.squares(), mesh.model_parallel)))
@@ -111,8 +111,8 @@ def report(job: Job, state: TrainState, samples: Samples) -> Report:
 
 
 def unseen_of(job: Job, state: TrainState, norm: float, losses: Sequence[float]) -> list[str]:
-    """See compare.unseen; from the files that the ranks of the reference have written."""
-    state.mesh.control.gather(None)  # all have
+    """See compare.unseen; reads the files that the ranks of the reference have written."""
+    state.mesh.control.gather(None)  # waits until all have written
     free = {each.key for each in state.gradients.slices() if each.spec.zero_gradient}
     with ExitStack() as stack:
         gradients, weights, initial = (
@@ -135,17 +135,17 @@ def unseen_of(job: Job, state: TrainState, norm: float, losses: Sequence[float])
 
 
 def read(job: Job, stack: ExitStack, name: str) -> dict[str, Callable[[], Tensor]]:
-    """Of the reference's whole tensors, of all pipeline stages, what reads each."""
+    """Functions that read the whole tensors of the reference, of all pipeline stages, by key."""
     files = job.folder.glob(f"{name}_*.safetensors")
     opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
     return {key: partial(file.get_tensor, key) for file in opened for key in file.keys()}  # noqa: SIM118
 
 
 def compare(job: Job, state: TrainState, name: str, slices: Iterable[TensorSlice]) -> float:
-    """The norm of the difference of all whole tensors over the norm of the reference's; the
-    reference writes its own. Every rank calls this.
+    """The norm of the difference of all whole tensors / the norm of the reference's; 0 on the
+    reference, which writes its tensors. Every rank calls this.
 
-    The first rank of each pipeline stage looks at the tensors of its stage.
+    The first rank of each pipeline stage compares the tensors of its stage.
     """
     mesh, stage = state.mesh, state.mesh.pipeline
     is_first = all(axis.rank == 0 for axis in mesh.axes if not axis.is_of_stages)

@@ -1,10 +1,10 @@
-"""What the kernels and collectives of one rank do, noted while it happens; on meta tensors, which
-have shapes and no memory, while it would happen.
+"""Records the work of one rank's kernels and collectives while they run; on meta tensors, which
+have shapes and no memory, the work that they would do.
 
-    matmuls    of every kernel for them, attention's included
+    matmuls    of all matmul kernels, attention's included
     calls      of collectives and messages, by axis
-    moved      bytes that all other kernels read and write, each of them by itself
-    live       bytes of the tensors that are there at a time: on meta, or of memory
+    moved      bytes that all other kernels read and write, each kernel counted by itself
+    live       bytes of the tensors that exist at a time: on meta, or real ones
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class Matmul(NamedTuple):
     k: int
     n: int
     width: int  # bytes of a number
-    fused: bool = False  # in a kernel of attention, which keeps the scores to itself
-    share: float = 1.0  # of it that is computed: half where such a kernel skips what is masked
+    fused: bool = False  # in a kernel of attention, which does not write the scores
+    share: float = 1.0  # fraction that is computed: half where such a kernel skips what is masked
     again: bool = False  # the scores, which the backward of such a kernel computes once more
 
     @property
     def flops(self) -> int:
-        """Of all of it, whatever the share."""
+        """FLOPs of the whole matmul, whatever its share."""
         return 2 * self.batch * self.m * self.k * self.n
 
     @property
     def bytes(self) -> int:
-        """Read and written, where each number is once."""
+        """Bytes read and written if each number moves once."""
         numbers = self.m * self.k + self.k * self.n + self.m * self.n
         return self.width * self.batch * numbers
 
 
 class Call(NamedTuple):
-    """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, of
-    all-reduce 2, of other collectives 1; of a message 0. beside: the matmuls between the start of a
-    collective and the wait for it. is_rooted: a broadcast or reduce, which all but one rank of the
-    ring pass on whole."""
+    """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, 2 of
+    an all-reduce, 1 of other collectives, 0 of a message. beside: the matmuls between the start of
+    a collective and the wait for it. is_rooted: a broadcast or reduce; all ranks of the ring but
+    one pass the whole tensor on."""
 
     axis: str
     bytes: int
@@ -68,7 +68,7 @@ class Call(NamedTuple):
     is_rooted: bool = False
 
     def sent(self, ranks: int) -> int:
-        """Bytes, by each of the ranks; of a rooted one on average."""
+        """Bytes that each of the ranks sends; for a rooted collective the average."""
         if not self.passes:
             return self.bytes
         return self.passes * (ranks - 1) * self.bytes // ranks
@@ -81,7 +81,7 @@ class Work:
     moved: int = 0  # bytes
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """This and so many times the other."""
+        """This work and `times` the other."""
 
         def add(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
             return Counter({key: a[key] + times * b[key] for key in (*a, *b)})
@@ -90,8 +90,8 @@ class Work:
         return Work(matmuls, calls, self.moved + times * other.moved)
 
 
-# Collectives: (passes over a ring, which argument is the whole tensor). A message is counted where
-# it is sent.
+# Collectives: (passes over a ring, number of the argument that is the whole tensor). A message is
+# counted where it is sent.
 COLLECTIVES = {
     "send": (0, 0),
     "recv_": (0, 0),
@@ -103,20 +103,20 @@ COLLECTIVES = {
     "reduce_": (1, 0),
 }
 ROOTED = {"broadcast_", "reduce_"}
-RETURN_WORK = {"send", "recv_", "reduce_"}  # alone, without the tensors
-# Matmuls: which argument is the left factor; the right one follows it.
+RETURN_WORK = {"send", "recv_", "reduce_"}  # only the work, without the tensors
+# Matmuls: number of the argument that is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-TRANSPOSED = "_linear_pointwise"  # oneDNN's, of x and a weight [out, in]
-ATTENTION = "scaled_dot_product"  # is part of the name of every such kernel
+TRANSPOSED = "_linear_pointwise"  # oneDNN's matmul of x and a weight [out, in]
+ATTENTION = "scaled_dot_product"  # part of the name of every attention kernel
 UNWRITTEN = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-UNREAD = {"copy_", "zero_", "fill_"}  # what they write into
-# Kernels that touch some rows of a table.
+UNREAD = {"copy_", "zero_", "fill_"}  # write their first argument without reading it
+# Kernels that read or write some rows of a table.
 OF_ROWS = {"embedding", "index", "index_select", "gather", "index_put_", "index_add_"}
 
 
 class _Done(dist.Work):
-    """Of a collective on meta, or a message (`call` is None of one that is received). Waiting for
-    it ends what goes on beside it."""
+    """Handle of a collective on meta, or of a message (`call` is None for a received one). The
+    matmuls before wait() run beside it."""
 
     def __init__(self, meter: Meter, call: Call | None) -> None:
         super().__init__()
@@ -129,10 +129,10 @@ class _Done(dist.Work):
 
 
 class Meter(TorchDispatchMode):
-    """Adds what happens inside to `work[phase]`; whoever uses it sets the phase. Collectives on
-    meta do nothing, so that the ranks need not be there.
+    """Adds the work of its `with` block to `work[phase]`; the caller sets the phase. Collectives on
+    meta do nothing, so the other ranks need not exist.
 
-    live, peak: bytes that were made inside, now and at most: of tensors on meta, or of real ones.
+    live, peak: bytes allocated in it, now and at most: of tensors on meta, or of real ones.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Meter(TorchDispatchMode):
         ties: Iterable[Axis] = (),
         follows_real: bool = False,
     ) -> None:
-        """lasting: tensors that were there before, and are written to. ties: axes beside the
-        mesh's. follows_real: live and peak are of real tensors."""
+        """lasting: tensors that exist before and are written to; live does not count them. ties:
+        axes beside the mesh's. follows_real: live and peak are of real tensors."""
         super().__init__()
         axes = [*(getattr(mesh, name) for name in vars(mesh)), *ties]
         self.axes = {axis.group: axis for axis in axes if getattr(axis, "size", 1) > 1}
@@ -191,7 +191,7 @@ class Meter(TorchDispatchMode):
         else:
             self.work[self.phase].moved += _moved(name, given, made, kwargs)
         for each in made:
-            # What a view of memory shows that nothing here made is the transport's.
+            # A real view whose memory was not allocated here belongs to the transport.
             if each.is_meta == self.follows_meta and (each.is_meta or not function.is_view):
                 self._watch(each)
         return result
@@ -205,7 +205,7 @@ class Meter(TorchDispatchMode):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_backward: bool, share: float = 1.0
     ) -> None:
-        """A kernel of q [b, a, s, d], k and v [b, a, m, d]."""
+        """Counts a kernel of q [b, a, s, d], k and v [b, a, m, d]."""
         (*batch, rows, size), columns, values = q.shape, k.shape[-2], v.shape[-1]
         scores, product = (rows, size, columns), (rows, columns, values)
         fields = {"width": q.itemsize, "fused": True, "share": share}
@@ -218,7 +218,7 @@ class Meter(TorchDispatchMode):
             self.matmul(prod(batch), *each, **fields)
 
     def _call(self, name: str, args: tuple[Any, ...]) -> tuple[Call | None, bool]:
-        """(the call, None of a message that is received; whether it is on meta)"""
+        """(the call, None for a received message; whether it is on meta)"""
         if name not in COLLECTIVES:
             raise ValueError(f"COLLECTIVES does not say what the collective {name} sends")
         passes, which = COLLECTIVES[name]
@@ -257,8 +257,8 @@ _KNOWN: dict[Any, Any] = {}  # results of operators on meta
 
 
 def _on_meta(function: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-    """The result of an operator; if it made new tensors on meta when it was called alike before,
-    tensors like those: for many operators torch finds the shapes by slow Python."""
+    """The result of an operator. If an equal call before made only new tensors on meta, this makes
+    tensors like those: for many operators torch finds the shapes in slow Python."""
     key = function, _described(args), _described(tuple(kwargs.items()))
     if (known := _KNOWN.get(key)) is not None:
         return _made(known)
@@ -281,12 +281,12 @@ class _Shape(NamedTuple):
 
 
 class _Scalar(NamedTuple):
-    type: type  # as 2, 2.0 and True are equal, but make tensors of other dtypes
+    type: type  # 2, 2.0 and True are equal, but make tensors of different dtypes
     value: Any
 
 
 def _described(value: Any) -> Any:
-    """Hashable, with shapes in place of tensors."""
+    """A hashable description, with shapes in place of tensors."""
     if isinstance(value, Tensor):
         return _Shape(value.shape, value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
@@ -329,16 +329,16 @@ def _moved(name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[s
 
 @contextmanager
 def on_meta(meter: Meter, device: str) -> Iterator[None]:
-    """Inside, a step on meta is metered as one on such a device, "cpu" or "cuda".
+    """Meters a step on meta in the `with` block as one on this device, "cpu" or "cuda".
 
-    The caller sets the phases "forward" and "backward"; of the latter, modules are "recomputation".
+    The caller sets the phases "forward" and "backward"; modules in the latter are "recomputation".
     """
     with meta_as(device), _kernel_of_attention(meter), _recomputation(meter), meter:
         yield
 
 
 class _Attention(torch.autograd.Function):
-    """One kernel, which keeps the logarithms of sums and no scores."""
+    """One kernel, which saves the logarithms of the sums (logsumexp) and no scores."""
 
     @staticmethod
     def forward(
@@ -362,8 +362,8 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _kernel_of_attention(meter: Meter) -> Iterator[None]:
-    """In place of torch's, of which it takes one by the device, on meta by how it was built; and of
-    flex_attention, which knows no meta."""
+    """Replaces torch's attention, which chooses a kernel by the device, and on meta by torch's
+    build; and flex_attention, which does not support meta."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
                   dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
@@ -385,7 +385,7 @@ def _kernel_of_attention(meter: Meter) -> Iterator[None]:
 
 @contextmanager
 def _recomputation(meter: Meter) -> Iterator[None]:
-    """Modules that are called while the backward goes on are recomputed."""
+    """Counts modules that are called during the backward as recomputed."""
     depth = 0
 
     def change(by: int) -> None:

@@ -1,4 +1,4 @@
-"""The stages from RACE's archives to text that holds nothing of what is evaluated on."""
+"""The stages from RACE's archives to text that contains no evaluation data."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,11 +8,11 @@ from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
 from tools.stages import Stage
 
 CORPUS_STEPS = ("extract", "clean", "decontaminate", "dedup", "split")
-DEV_SHARD = "part-00000-000.jsonl"  # of an archive as small as this the only one
+DEV_SHARD = "part-00000-000.jsonl"  # the only shard of an archive as small as this
 
 
 def corpus_stages(data: Path, output: Path, cores: int) -> list[Stage]:
-    """corpus: the articles of RACE's two archives; clean: all steps after it."""
+    """corpus: the articles of RACE's two archives; clean: all later steps."""
     folder = output / "corpus"
     archives = {"extract": data / RACE_TRAIN, "race-dev": data / RACE_DEV}
     extract = [
@@ -43,7 +43,7 @@ def corpus_stages(data: Path, output: Path, cores: int) -> list[Stage]:
 
 
 def evaluation_files(data: Path) -> dict[str, Path]:
-    """By the tasks that ask for them."""
+    """Files by the task that reads them."""
     return {"wikitext103": data / WIKITEXT103, "lambada": data / LAMBADA}
 
 

@@ -1,4 +1,4 @@
-"""The files that the programs here read, in a folder laid out as MEGATRON_TEST_DATA."""
+"""The files that the programs in this folder read, from a folder laid out as MEGATRON_TEST_DATA."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,11 +8,11 @@ RACE_DEV = "race/RACE_dev.tar.xz"
 WIKITEXT103 = "wikitext103/wiki.valid.tokens"
 LAMBADA = "lambada/lambada_test_first500.jsonl"
 BERT_VOCABULARY = "bert/vocab.txt"
-FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)  # of a run from articles to table 3
+FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)  # for a run from articles to table 3
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """OSError, naming every file of the folder --data that is missing or empty."""
+    """Raises OSError, naming every file of the folder --data that is missing or empty."""
     if not folder.is_dir():
         raise NotADirectoryError(f"--data {folder} is not a folder; {expected(names)}")
     found = [folder / name for name in names]

@@ -1,4 +1,4 @@
-"""What the programs here have in common: checks, and stages that are printed, or run to a page."""
+"""Common to the programs in this folder: checks, and stages that are printed, or run to a page."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def carry_out(
     plan_only: bool,
     minutes: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Run the stages and print the page that they leave; with plan_only, print the stages alone.
+    """Run the stages and print the page that they write; with plan_only, only print the stages.
 
     owner: the program, as its user types it. page, to_open: files of `output`. minutes: see
     tell_plan.

@@ -1,4 +1,4 @@
-"""What the figures leave: a table, a picture and every number, under one name."""
+"""Output of each figure: a table, a picture and all numbers, under one name."""
 
 import io
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 ENDINGS = ("json", "md", "png")
-# Of the palette of Okabe and Ito, which colour-blind readers tell apart; dashes tell them too.
+# From the palette of Okabe and Ito, which colour-blind readers can tell apart; dashes differ, too.
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 
 
@@ -37,7 +37,7 @@ def machine() -> Facts:
 
 
 def points(lines: Sequence[Facts], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the lines of a record that have this one, and not null."""
+    """(step, value) of the lines of a record that have this value, not null."""
     return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
 
 

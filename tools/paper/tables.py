@@ -1,4 +1,4 @@
-"""Results beside the paper's, as tables and words for a page and for a terminal; table 3."""
+"""Results beside the paper's, as tables and text for a page and for a terminal; table 3."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are plain text. marked: numbers of the rows of this run."""
+    """Cells are plain text. marked: numbers of the rows that are this run's."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -36,7 +36,7 @@ def millions(parameters: float) -> str:
 
 
 def table_3(ours: Sequence[tuple[str, Facts, Facts]]) -> Table:
-    """The paper's rows, and under them ours: (name, record of WikiText103, of LAMBADA)."""
+    """The paper's rows, then ours, from (name, record of WikiText103, record of LAMBADA)."""
     _, wikitext, lambada = ours[0]
     paper = [
         (f"paper, {one['model']}", one, other)
@@ -51,7 +51,7 @@ def table_3(ours: Sequence[tuple[str, Facts, Facts]]) -> Table:
 
 
 def of_wikitext(result: Facts) -> str:
-    """What its perplexity is of, and by which convention."""
+    """Explains what its perplexity measures, and by which convention."""
     tokens = whole(result["num_original_tokens"])
     return (
         f"word_perplexity: {result['conventions']['word_perplexity']}. Of the {tokens} tokens of "
@@ -61,7 +61,7 @@ def of_wikitext(result: Facts) -> str:
 
 
 def of_lambada(result: Facts) -> str:
-    """What its accuracy is of, and by which convention."""
+    """Explains what its accuracy measures, and by which convention."""
     count, accuracy = result["num_examples"], result["strict_accuracy"]
     return (
         f"strict_accuracy: {result['conventions']['strict_accuracy']}. Of the first {whole(count)} "
@@ -71,10 +71,10 @@ def of_lambada(result: Facts) -> str:
 
 
 def error(share: float, count: int) -> float:
-    """Standard error of a share that was counted."""
+    """Standard error of a share of `count` cases."""
     return sqrt(share * (1 - share) / count)
 
 
 def listed(items: Iterable[tuple[str, str]]) -> str:
-    """Markdown."""
+    """A list in Markdown."""
     return "\n".join(f"- **{name}**: {text}" for name, text in items)

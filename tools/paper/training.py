@@ -1,4 +1,4 @@
-"""The stages that make a data set of text and train a model of it, and table 3's evaluations."""
+"""Stages that make a data set of text and train a model on it, and table 3's evaluations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def data_prefix(output: Path, model: str) -> Path:
 
 
 def data_stage(output: Path, text: Path, model: str, vocab_size: int, cores: int) -> Stage:
-    """A vocabulary of the text itself, and the text in its tokens."""
+    """Trains a vocabulary on the text, and encodes the text with it."""
     folder = output / model
     vocabulary = folder / "vocabulary"
     kind = ["--tokenizer-type", TOKENIZERS[model]]
@@ -59,8 +59,8 @@ def pretrain_stage(
 ) -> Stage:
     """One training.
 
-    flags: what makes it this one, the preset's included.  data: prefix of the data set.  folder:
-    where checkpoints, metrics.jsonl and run.json go.
+    flags: those of this training, the preset's included. data: prefix of the data set. folder: for
+    checkpoints, metrics.jsonl and run.json.
     """
     outputs = folder / "checkpoints", folder / "metrics.jsonl", folder / "run.json"
     pretrain = under_torchrun(
@@ -72,7 +72,7 @@ def pretrain_stage(
 
 
 def zero_shot_flags(data: Path, overlapping_eval: int) -> dict[str, Flags]:
-    """Of both evaluations, by name.  overlapping_eval: the stride of WikiText103's window."""
+    """Flags of both evaluations, by name. overlapping_eval: the stride of WikiText103's window."""
     files = evaluation_files(data)
     stride = ["--overlapping-eval", str(overlapping_eval)]
     return {
@@ -82,7 +82,7 @@ def zero_shot_flags(data: Path, overlapping_eval: int) -> dict[str, Flags]:
 
 
 def evaluate(task: str, checkpoints: Path, flags: Flags, result: Path, cores: int) -> Command:
-    """result: the record that it leaves (JSON)."""
+    """result: the record that it writes (JSON)."""
     return python(
         "tasks/main.py", "--task", task.upper(), "--load", checkpoints, *flags,
         "--output", result, OMP_NUM_THREADS=str(cores),

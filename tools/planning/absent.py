@@ -1,4 +1,4 @@
-"""Meshes of ranks that are not there, for the shapes and the work of a step."""
+"""Meshes of ranks that do not exist, to find the shapes and the work of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.mesh import Axis, Calls, ControlGroup, Mesh, build_mesh
 
 
 class AbsentAxis(Axis):
-    """The failure watch knows nothing of its calls."""
+    """An axis whose calls the failure watch does not see."""
 
     @cached_property
     def calls(self) -> Calls:
@@ -27,7 +27,7 @@ class AbsentAxis(Axis):
 
 
 class AbsentRanks(ControlGroup):
-    """This rank of ranks that are not there."""
+    """Control group of this rank; the other ranks do not exist."""
 
     axis_class = AbsentAxis
 
@@ -41,10 +41,10 @@ class AbsentRanks(ControlGroup):
 def absent_mesh(
     sizes: Mapping[str, int], device: torch.device, *, stage: int = 0, **options: Any
 ) -> Mesh:
-    """The mesh of the first rank of those at `stage` along the pipeline axis.
+    """The mesh of the first rank at `stage` along the pipeline axis.
 
     sizes: of some axes; the others have size 1. options: see build_mesh. Needs no
-    torch.distributed: a dispatch mode, such as tools.layouts.work.Meter, has to answer the
+    torch.distributed: a dispatch mode, such as tools.layouts.work.Meter, has to handle the
     collectives. Raises ValueError for a stage that the axis does not have.
     """
     world, stages = prod(sizes.values()), sizes.get("pipeline", 1)

@@ -1,16 +1,16 @@
 """Figure 3 of the Colossal-AI paper: memory of a rank and the largest model, by tensor-parallel
-mode; and what each mode sends.
+mode; and the communication of each mode.
 
     n tokens of all ranks of a layer   h hidden size   P ranks = d q^2 = l^3
 
-Elements that a rank sends in one layer of a transformer, forward and backward, where nothing is
-recomputed:
+Elements that a rank sends in one layer of a transformer, forward and backward, without
+recomputation:
 
     1d          8 (P - 1) / P n h
     2d, 2.5d    3 (q - 1) / q^2 (7 n h / d + 12 h^2)
     3d          (l - 1) / l^3 (39 n h + 36 h^2)
 
-Statistics of norms, a few numbers for each token, come on top in all modes but 1d.
+In all modes but 1d, statistics of norms come on top, a few numbers for each token.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ LAYOUTS = (
     *("tensor=64", "tensor=64:2d", "tensor=64:2.5d:4", "tensor=64:3d"),
 )
 CUBES = {2: "tensor=8:3d", 3: "tensor=27:3d", 4: "tensor=64:3d"}  # by side
-PAPER = {4: 3e9, 16: 12e9}  # parameters of the largest model by GPUs, of batch 16
-LAYERS = 14  # of the model whose memory is shown: 3.0 billion parameters of hidden size 4096
+PAPER = {4: 3e9, 16: 12e9}  # parameters of the largest model at batch 16, by GPUs
+LAYERS = 14  # of the model whose memory is shown: 3.0 billion parameters at hidden size 4096
 PRECISION = "fp16"
-# Precision, what is recomputed, and tokens of a sample, in those asked for.
+# Precision, recomputation, and tokens of a sample / those asked for.
 TRIED: tuple[tuple[str, RecomputeGranularity, float], ...] = (
     ("fp16", "none", 1),
     ("fp16", "full", 1),
     ("fp16", "full", 0.5),
     ("fp32", "full", 1),
 )
-LINEARS = ((1, 3), (1, 1), (1, 4), (4, 1))  # columns in and out of a layer's, by hidden size
+LINEARS = ((1, 3), (1, 1), (1, 4), (4, 1))  # of a layer: (columns in, out) / hidden size
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT-2 and the batch of the ranks of one layer, in samples."""
+    """A GPT-2, and the batch of the ranks of one layer, in samples."""
 
     hidden: int
     heads: int
@@ -97,15 +97,15 @@ class Model:
         return sum((two[phase].plus(one[phase], -1).calls for phase in one), Work().calls)
 
 
-# Whose communication is counted: 64 ranks and sides of 3 divide it.
+# The model whose communication is counted: 64 ranks and sides of 3 divide it.
 COUNTED = Model(hidden=2304, heads=192, sequence=64, batch=144)
 
 
 def coefficients(
     layout: str, linears: Sequence[tuple[float, float]] = LINEARS
 ) -> tuple[float, float]:
-    """(of n h, of h^2) of the elements that a rank sends for linear layers, of which in 1D the
-    narrower side is the stream."""
+    """Coefficients (of n h, of h^2) of the elements that a rank sends for linear layers. In 1D the
+    narrower side of each layer is that of the hidden states."""
     found = parse_layout(layout)
     parallel = TrainingParallelConfig(**found.settings)
     mode, side, d, ranks = found.mode, parallel.side, found.depth, found.ranks
@@ -120,26 +120,26 @@ def coefficients(
 
 
 def crossover(layout: str) -> float | None:
-    """Tokens by hidden size above which a layer sends less than in 1D on as many ranks."""
+    """Tokens / hidden size above which a layer sends less than in 1D on as many ranks."""
     of_1d, _ = coefficients(f"tensor={parse_layout(layout).ranks}")
     tokens, weights = coefficients(layout)
     return None if of_1d == tokens else weights / (of_1d - tokens)
 
 
 def sent(calls: Counter[Call], step: Step) -> int:
-    """Bytes of one rank."""
+    """Bytes that one rank sends."""
     rings = step.model.rings
     return sum(times * call.sent(rings[call.axis].ranks) for call, times in calls.items())
 
 
 def hops(calls: Counter[Call], step: Step) -> int:
-    """Of the rings, one after another."""
+    """Hops of the rings, one after another."""
     ranks = {name: ring.ranks for name, ring in step.model.rings.items()}
     return sum(times * call.passes * (ranks[call.axis] - 1) for call, times in calls.items())
 
 
 def largest(model: Model, layout: str, limit: float) -> int:
-    """Parameters of the deepest model that fits; 0 where none does."""
+    """Parameters of the deepest model that fits; 0 if none does."""
 
     def total(layers: int) -> int:
         return model.step(layout, layers).memory["total"]
@@ -154,7 +154,7 @@ def largest(model: Model, layout: str, limit: float) -> int:
 
 
 def study(hardware: Hardware, model: Model, most: int) -> dict[str, Any]:
-    """JSON. model: of any depth. most: ranks."""
+    """JSON. model: of any depth. most: largest number of ranks."""
     layouts = [each for each in LAYOUTS if parse_layout(each).ranks <= most]
     memory, sizes = Rows(), Rows()
     for layout in layouts:
@@ -187,8 +187,8 @@ def _facts(layout: str) -> dict[str, Any]:
 
 
 def _volumes(layouts: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Of a layer of COUNTED, in fp32. published is beside of_square_linear, elements of a linear
-    layer with n = h in h^2."""
+    """Volumes of a layer of COUNTED, in fp32. `published` compares with `of_square_linear`:
+    elements of a linear layer with n = h, in units of h^2."""
     n, h = COUNTED.batch * COUNTED.sequence, COUNTED.hidden
     for layout in layouts:
         step, (tokens, weights) = COUNTED.step(layout, 1), coefficients(layout)
@@ -215,7 +215,7 @@ def published(layout: str) -> float:
 
 
 def _growth(most: int) -> Iterator[dict[str, Any]]:
-    """Of a layer in 3D, of the same problem on more ranks, and of as many times the tokens."""
+    """A layer in 3D on more ranks: with the same problem, and with as many times the tokens."""
     for side, layout in CUBES.items():
         if (ranks := side**3) > most:
             continue
@@ -233,7 +233,7 @@ def _growth(most: int) -> Iterator[dict[str, Any]]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """For people."""
+    """The study as readable tables."""
     blocks = []
     for name, rows in found.items():
         if isinstance(rows, list) and rows:
@@ -252,7 +252,7 @@ STYLES = {"1d": "s-", "2d": "o-", "2.5d": "^-", "3d": "D-"}
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
-    """Memory by ranks, the largest model, and what a layer sends by tokens."""
+    """Memory and the largest model by ranks, and the bytes that a layer sends by tokens."""
     figure = figures.Figure(figsize=(13, 9), layout="constrained")
     states, activations, sizes, volumes = figure.subplots(2, 2).flat
     model = found["model"]

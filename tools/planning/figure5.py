@@ -1,7 +1,7 @@
 """Section 5.1 of the paper predicted: figure 5, strong scaling, the number of heads, table 2.
 
-Efficiency of t GPUs = P_t / (t P_1) x T_1 / T_t, with P parameters and T seconds of an iteration:
-the paper's own definition. Only the single GPU of the hardware's anchor is known beforehand.
+Efficiency of t GPUs = P_t / (t P_1) x T_1 / T_t, with P parameters and T seconds per iteration: the
+paper's own definition. Only the single GPU of the hardware's anchor is known in advance.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tools.planning.trace import Step
 PRECISION = "fp16"
 ITERATIONS = 68_507  # of an epoch, table 2
 DAY = 86_400  # seconds
-ROWS = 51_200  # of the vocabulary, padded
+ROWS = 51_200  # of the padded vocabulary
 
-# The README of the authors' repository, "Distributed Pretraining": gradients are reduced behind the
-# backward in one call, or by torch's DistributedDataParallel beside it. That takes 8.3B on 512 GPUs
-# from 60 % to 76 %, but needs more memory: 1.2B and 2.5B are slower with it, so they do without.
+# README of the authors' repository, "Distributed Pretraining": gradients are reduced after the
+# backward in one call, or during it by torch's DistributedDataParallel. The latter takes 8.3B on
+# 512 GPUs from 60 % to 76 %, but needs more memory: 1.2B and 2.5B are slower with it and omit it.
 BEHIND = MEGATRON_2019
 OVERLAPPED = replace(MEGATRON_2019, bucket_bytes=TORCH_BUCKET)
 README_BEHIND = 60.0  # % of 8.3B
@@ -45,7 +45,7 @@ README_BEHIND = 60.0  # % of 8.3B
 
 @dataclass(frozen=True)
 class Point:
-    """A model of table 1 and what figure 5 says of it, in %."""
+    """A model of table 1 and its values in figure 5, in %."""
 
     preset: str
     tensor: int
@@ -70,15 +70,15 @@ VERSION_1 = {
     (36, 3072, 24, 4): (1357, 86.5),
     (42, 4096, 32, 8): (1508, 79.6),
 }
-# Preset of table 2: (GPUs, days per epoch, how gradients are reduced: 355M has memory to spare).
+# Preset of table 2: (GPUs, days per epoch, how gradients are reduced); 355M has memory to spare.
 TABLE_2 = {
     "gpt2_355m": (64, 0.86, OVERLAPPED),
     "gpt2_2.5b": (128, 2.27, BEHIND),
     "gpt2_8.3b": (512, 2.10, OVERLAPPED),
 }
-ALWAYS = 82.0  # %, the prediction that knows nothing
+ALWAYS = 82.0  # %, a prediction that ignores everything
 
-# Constants whose share in the error is looked at, beside the peak and the anchor.
+# Constants whose share in the error is examined, beside the peak and the anchor.
 LINKS = ("link_bandwidth", "link_share", "link_latency", "base_latency")
 NETWORK = ("network_bandwidth", "network_share", "network_latency")
 CONSTANTS = ("memory_bandwidth", "multiprocessors", *LINKS, *NETWORK)
@@ -87,7 +87,7 @@ Rows = list[dict[str, Any]]
 
 @cache
 def step_at(preset: str, gpus: int, software: Software, **settings: int) -> Step:
-    """settings: in place of the preset's."""
+    """settings: replace those of the preset."""
     flags = [word for name, value in settings.items() for word in (flag(name), str(value))]
     config = parse(PretrainGPT2Config, ["--preset", preset, *flags], {})
     config.check(gpus)
@@ -95,19 +95,19 @@ def step_at(preset: str, gpus: int, software: Software, **settings: int) -> Step
 
 
 def cut(ranks: int) -> dict[str, int]:
-    """Settings of tensor-parallel ranks that have ROWS of the vocabulary together."""
+    """Settings of tensor-parallel ranks that together have ROWS of the vocabulary."""
     rows = ROWS // ranks
     return {"tensor_model_parallel_size": ranks, "make_vocab_size_divisible_by": rows}
 
 
 def predictions(hardware: Hardware) -> dict[str, Any]:
-    """JSON: rows of what is predicted beside the paper's, and mean errors in points."""
+    """JSON: rows of predictions beside the paper's values, and mean errors in points."""
 
     def seconds(step: Step) -> float:
         return predict(step, hardware).total
 
     def efficiency(step: Step, base: Step) -> float:
-        """%, against the model of `base` on one GPU."""
+        """Efficiency in %, against the model of `base` on one GPU."""
         ratio = seconds(base) / seconds(step)
         return 100 * step.parameters / (step.tensor * base.parameters) * ratio
 
@@ -132,7 +132,7 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
     for (layers, hidden, number, gpus), (milliseconds, paper) in VERSION_1.items():
         shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": number}
         step = step_at(smallest, gpus, MEGATRON_2020, **cut(gpus), **shape)
-        base = step if gpus == 1 else base  # version 1.0 has a first model of its own
+        base = step if gpus == 1 else base  # version 1.0 has its own first model
         times = {"predicted_milliseconds": 1000 * seconds(step), "paper_milliseconds": milliseconds}
         facts = {"parameters": step.parameters, "gpus": gpus}
         version_1.append(row(efficiency(step, base), paper, **facts, **times))
@@ -153,15 +153,15 @@ def predictions(hardware: Hardware) -> dict[str, Any]:
 
 
 def mean_error(rows: Rows) -> float:
-    """Of all but the first, the base."""
+    """Mean error of all rows but the first, the base."""
     return fmean(abs(each["predicted"] - each["paper"]) for each in rows[1:])
 
 
 def study(hardware: Hardware) -> dict[str, Any]:
     """JSON. hardware: with an anchor.
 
-    found_afterwards: what explains the errors, found when they were known, and so no prediction:
-    all-reduces in NVLink and over the network at half of the links' speed.
+    found_afterwards: an explanation of the errors, found when they were known, hence no prediction:
+    all-reduces over NVLink and over the network at half of the links' speed.
     """
     links, found = (hardware.link_share, hardware.network_share), predictions(hardware)
     slower = predictions(replace(hardware, link_share=links[0] / 2, network_share=links[1] / 2))
@@ -183,8 +183,8 @@ def study(hardware: Hardware) -> dict[str, Any]:
 
 
 def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
-    """Mean error with each constant 25 % smaller and larger, the share found anew each time; and
-    with the links at all that their datasheet says, or at the kernels' share of it."""
+    """Mean error with each constant 25 % smaller and larger, the share fitted anew each time; and
+    with the links at the full speed of their datasheet, or at the kernels' share of it."""
     anchor: Any = hardware.anchor
     peak, factors = hardware.peak(PRECISION), (0.75, 1.25)
 
@@ -204,7 +204,7 @@ def sensitivity(hardware: Hardware) -> dict[str, list[float]]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """For people."""
+    """The study as readable tables and numbers."""
     tables = {name: rows for name, rows in found.items() if isinstance(rows, list)}
     tables["mean error with each constant 25 % smaller, and larger"] = [
         {"constant": name, "smaller": errors[0], "larger": errors[-1]}
@@ -217,7 +217,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def draw(file: Path, found: Mapping[str, Any]) -> None:
-    """Figure 5, strong scaling and the number of heads, each beside the paper's."""
+    """Figure 5, strong scaling and the number of heads, each beside the paper's values."""
     panels = {}
     for label, key, bar in (
         ("figure 5, % of linear", "figure_5", "{model}, {gpus} GPUs"),

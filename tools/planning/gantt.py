@@ -1,4 +1,4 @@
-"""A pipeline schedule as figures, as text and as a picture. No torch."""
+"""A pipeline schedule as numbers, as text and as a picture. Needs no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_
 
 
 def record(lists: Lists, facts: Facts) -> dict[str, Any]:
-    """What --json writes: `read_schedule` takes it."""
+    """The JSON that --json writes and `read_schedule` reads."""
     return {
         **to_json(lists),
         "in_flight": list(facts.in_flight),
@@ -35,9 +35,9 @@ def summary(lists: Lists, facts: Facts) -> str:
 
 
 def text(lists: Lists, facts: Facts) -> str:
-    """A line of each rank: what starts in each unit of time (- goes on, . idle), and the figures.
+    """A line for each rank: what starts in each unit of time (- continues, . idle); and a summary.
 
-    An action is written as in JSON, without its stage where a rank has but one.
+    An action is written as in JSON, without its stage if a rank has only one.
     """
     rows = []
     for actions, starts in zip(lists, start_times(lists), strict=True):
@@ -58,8 +58,8 @@ def text(lists: Lists, facts: Facts) -> str:
 
 
 def draw(file: Path, lists: Lists, facts: Facts) -> None:
-    """A Gantt chart: a row of each rank, a bar of each action with its micro-batch. The darker a
-    bar, the later its virtual stage in the model."""
+    """A Gantt chart: a row for each rank, a bar for each action with its micro-batch. The later the
+    virtual stage in the model, the darker the bar."""
     starts = start_times(lists)
     units = max(times[-1] for times in starts) + 2
     inches = min(60.0, 3 + 0.25 * units)

@@ -1,4 +1,4 @@
-"""What a machine can do: a TOML file whose every figure is a table of value and source."""
+"""Figures of a machine, from a TOML file in which each figure is a table of value and source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITIVE = ("memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """A run of a GPT-2 on one device; its FLOP/s are with recomputation and padding."""
+    """A run of a GPT-2 on one device; its FLOP/s include recomputation and padding."""
 
     flops_per_second: float
     software: str  # one of PROGRAMS
@@ -38,30 +38,30 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A server and its devices, in bytes, seconds and FLOP/s. A file may leave out defaults."""
+    """A server and its devices, in bytes, seconds and FLOP/s. A file may omit defaults."""
 
     name: str
     is_cpu: bool
     devices_per_server: int
     memory: float
-    reserved_memory: float  # that no tensor can have
+    reserved_memory: float  # that tensors cannot use
     memory_bandwidth: float
     peaks: Mapping[str, float]  # of matmuls, by precision
     multiprocessors: int = 0  # 0: matmuls are not cut into tiles
     tile: tuple[int, int] = (1, 1)  # rows and columns that a multiprocessor computes at a time
     link_bandwidth: float  # of one device inside a server, in one direction
-    link_share: float  # of it that an all-reduce attains
+    link_share: float  # fraction of it that an all-reduce attains
     network_bandwidth: float  # of a server, in one direction
     network_share: float
     base_latency: float  # of an all-reduce
     link_latency: float  # of a hop inside a server
     network_latency: float  # of a hop between servers
-    attained_share: float = 1.0  # of peak and memory bandwidth; by the anchor where there is one
+    attained_share: float = 1.0  # of peak and memory bandwidth; from the anchor if there is one
     anchor: Anchor | None
     sources: Mapping[str, str]
 
     def peak(self, precision: str) -> float:
-        """ValueError where the device has none."""
+        """Peak FLOP/s of matmuls. Raises ValueError if the device has none in this precision."""
         if precision not in self.peaks:
             works = " or ".join(f"--{'no-bf16' if p == 'fp32' else p}" for p in self.peaks)
             raise ValueError(f"{self.name} has no peak in {precision}; {works} works")
@@ -69,22 +69,22 @@ class Hardware:
 
     @property
     def device(self) -> str:
-        """torch's name of its kind."""
+        """torch's name of the device type."""
         return "cpu" if self.is_cpu else "cuda"
 
     @property
     def limit(self) -> float:
-        """Bytes that tensors can have."""
+        """Bytes available to tensors."""
         return self.memory - self.reserved_memory
 
     @property
     def default_precision(self) -> str:
-        """bf16 where the device multiplies in it."""
+        """bf16 if its peak is above that of fp32, else fp32."""
         return "bf16" if self.peaks.get("bf16", 0) > self.peaks["fp32"] else "fp32"
 
 
-# A byte that is reduced moves 6 in memory on each rank: of the two rounds each writes what the
-# neighbour sends, reads it, and reads or writes this rank's own.
+# A reduced byte moves 6 bytes in memory on each rank: in each of two rounds the rank writes what
+# its neighbour sends, reads it, and reads or writes its own.
 RING_PASSES = 6
 
 
@@ -92,13 +92,13 @@ RING_PASSES = 6
 class Ring:
     """Ranks that communicate, `stride` apart; servers are filled in the order of ranks.
 
-    A collective is a ring, as NCCL makes one over NVLink and over the network. Each of r ranks
-    sends, and gets, (r - 1) / r of the bytes in a pass: an all-reduce takes two, one while the
-    parts are summed, one while the sums go round. The slowest hop of the ring sets the pace:
+    A collective runs as a ring, as in NCCL over NVLink and over the network. In a pass each of r
+    ranks sends, and receives, (r - 1) / r of the bytes. An all-reduce takes two passes: one to sum
+    the parts, one to send the sums round. The slowest hop of the ring sets the pace:
 
         seconds = passes (r - 1) / r x bytes / bandwidth + latency: a start, passes (r - 1) hops
 
-    A broadcast or a reduce passes all of its bytes on, from one rank to the next.
+    A broadcast or a reduce passes all of its bytes from one rank to the next.
     """
 
     ranks: int
@@ -107,25 +107,25 @@ class Ring:
     def seconds(
         self, size: float, hardware: Hardware, passes: int = 2, *, is_rooted: bool = False
     ) -> float:
-        """Of a collective of `size` bytes, while the other rings of the job do the same."""
+        """Seconds of a collective of `size` bytes while the other rings of the job do the same."""
         if self.ranks == 1:
             return 0.0
         sent = size if is_rooted else passes * (self.ranks - 1) / self.ranks * size
         return sent / self.bandwidth(hardware) + self.latency(hardware, passes)
 
     def message(self, size: float, hardware: Hardware) -> float:
-        """Seconds of `size` bytes from one rank to the next, while all ranks do the same."""
+        """Seconds to send `size` bytes from one rank to the next, while all ranks do the same."""
         pair = Ring(2, self.stride)
         is_inside = pair.inside(hardware) == 2
         hop = hardware.link_latency if is_inside else hardware.network_latency
         return size / pair.bandwidth(hardware) + hardware.base_latency + hop
 
     def inside(self, hardware: Hardware) -> int:
-        """Ranks of the ring in one server."""
+        """Number of the ring's ranks in one server."""
         return max(1, min(self.ranks, hardware.devices_per_server // self.stride))
 
     def bandwidth(self, hardware: Hardware) -> float:
-        """Bytes a second that pass each hop in one direction."""
+        """Bytes a second through each hop in one direction."""
         inside = self.inside(hardware)
         link = hardware.link_bandwidth * hardware.link_share
         if inside == self.ranks:
@@ -141,7 +141,7 @@ class Ring:
         return hardware.base_latency + inner + outer * hardware.network_latency
 
     def slowed(self, sent: float, hardware: Hardware) -> float:
-        """Seconds that hidden collectives, which sent so many bytes, keep memory from kernels."""
+        """Seconds of memory bandwidth that hidden collectives, sending `sent` bytes, take away."""
         moved = RING_PASSES * sent * self.ranks / (2 * (self.ranks - 1))
         return moved / (hardware.memory_bandwidth * hardware.attained_share)
 
@@ -152,7 +152,7 @@ def known_hardware() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """name: of a file in scripts/hardware/, or a file. UsageError, with a cure, for others."""
+    """Reads scripts/hardware/NAME.toml, or the file `name`. Raises UsageError with a cure."""
     file = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not file.is_file():
         known = known_hardware()

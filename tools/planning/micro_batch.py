@@ -1,16 +1,16 @@
-"""A micro-batch through one rank, traced on tensors without memory.
+"""Traces a micro-batch through one rank on tensors without memory.
 
-A rank of ranks that are not there runs a micro-batch, forward and backward, on meta tensors, which
-have shapes and no memory, under a meter (tools/layouts/work.py): of a model of one layer and of
-one of two. What the second layer adds, each further one adds too. So of L layers, exactly for
-matmuls, collectives, bytes moved and bytes kept for the backward,
+One rank, of ranks that do not exist, runs the forward and backward of a micro-batch on meta
+tensors, which have shapes and no memory, under a meter (tools/layouts/work.py): with a model of one
+layer, and with one of two. Each further layer adds what the second one adds. So for L layers,
+matmuls, collectives, bytes moved and bytes kept for the backward are exactly
 
     x = x of one layer + (L - 1) (x of two layers - x of one)
 
-Peaks of memory are those of two layers, above what is kept.
+Peaks of memory above what is kept are those of two layers.
 
-Of a pipeline a rank of the first, of a middle or of the last place runs its own stages, each of one
-layer, on inputs that nobody sends.
+In a pipeline, the rank is in the first, a middle or the last position. It runs its own stages, each
+of one layer, on inputs that nobody sends.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ PHASES = ("forward", "recomputation", "backward")
 
 @dataclass(frozen=True)
 class Trace:
-    """A micro-batch on one rank. Bytes do not count what lasts, parameters and gradients."""
+    """A micro-batch on one rank. Bytes leave out parameters and gradients, which last."""
 
     work: Mapping[str, Work]  # by phase
-    kept_by_stage: tuple[int, ...]  # from forward to backward, of each virtual stage of the rank
+    kept_by_stage: tuple[int, ...]  # from forward to backward, by virtual stage of the rank
     owed_by_stage: tuple[int, ...]  # from backward_input to backward_weight
-    logits: int  # most above what is kept, in the forward
-    one_layer: int  # and in the backward
+    logits: int  # peak of the forward, above what is kept
+    one_layer: int  # peak of the backward, above what is kept
     message: int  # the largest between stages
 
     @property
     def kept(self) -> int:
-        """From forward to backward."""
+        """Bytes kept from forward to backward."""
         return sum(self.kept_by_stage)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Of one rank. device: "cpu" or "cuda", whose kernels are meant. is_trimmed: without what fills
-    up a batch. rank: along the pipeline axis."""
+    """Micro-batch of one rank. device: "cpu" or "cuda", whose kernels are meant. is_trimmed:
+    without the padding of a batch (Batch.trimmed). rank: along the pipeline axis."""
 
     config: PretrainConfig
     precision: str
@@ -77,7 +77,7 @@ class MicroBatch:
 
     @property
     def backward(self) -> tuple[str, ...]:
-        """The actions of a backward, in the schedule of the pipeline."""
+        """The actions of a backward in the pipeline's schedule."""
         plan = self.pipeline
         own = plan.own[self.rank] if plan.own else ()
         if plan.kind == "zb-h1" or any(each.direction == "backward_weight" for each in own):
@@ -98,10 +98,10 @@ def trace(traced: MicroBatch) -> Trace:
     batch = samples.batch(range(len(numbers))).numbered(numbers)
     batch = batch.trimmed() if traced.is_trimmed else batch
     own = range(rank, pipeline.stages, pipeline.ranks)
-    held, peaks = list[int](), list[int]()  # at the begin of each action
+    held, peaks = list[int](), list[int]()  # at the start of each action
 
     def enter(action: Action) -> None:
-        """Pass on what other ranks send."""
+        """Provides what other ranks would send."""
         direction, stage, _ = action
         executor.messages.ready.clear()  # sent
         held.append(meter.live)
@@ -150,15 +150,15 @@ def trace(traced: MicroBatch) -> Trace:
 
 
 def trace_of_depth(asked: MicroBatch) -> Trace:
-    """As `trace`, of stages of any depth."""
+    """As `trace`, for stages of any depth."""
     config, pipeline, rank = asked.config, asked.pipeline, asked.rank
     depths = [len(each) for each in pipeline.layers[rank :: pipeline.ranks]]
     depths = depths or [config.model.num_layers]
-    ranks = min(pipeline.ranks, 3)  # of which one is first, one last, and one between them
+    ranks = min(pipeline.ranks, 3)  # a first one, a last one, and one between them
     place = 0 if rank == 0 else ranks - 1 if rank == pipeline.ranks - 1 else 1
 
     def of_one(first: int) -> Trace:
-        """Of one layer in each stage, but for the first one of the rank."""
+        """Trace with `first` layers in the rank's first stage, and one in every other stage."""
         sizes = [1] * (ranks * pipeline.virtual)
         sizes[place] = first
         model = config.model.of_depth(sum(sizes))
@@ -204,14 +204,14 @@ def rank_on_meta(
         stage=rank,
     )
     model = build_on_meta(config.model, mesh, vocabulary_of(config), pipeline=pipeline)
-    values = getattr(model, "initial_values", None)  # of a model that is not made of our layers
+    values = getattr(model, "initial_values", None)  # of a model that is not built of our layers
     dtype = DTYPES[precision]
     return mesh, materialize(model, device=META, dtype=dtype, seed=None, values=values)
 
 
 class _UsualInputs(TorchFunctionMode):
-    """Answers yes to what a model of transformers asks of values that are not there: whether all
-    positions follow each other, whether nothing is masked."""
+    """Answers True to what a transformers model asks of values that do not exist: whether positions
+    are consecutive, whether nothing is masked."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -222,7 +222,7 @@ class _UsualInputs(TorchFunctionMode):
 
 
 class _Unreduced(GradientBuckets):
-    """Leaves reduction to the whole model's."""
+    """Leaves the reduction to the buckets of the whole model."""
 
     @contextmanager
     def backward(

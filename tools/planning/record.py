@@ -1,4 +1,4 @@
-"""All that is planned of a step, as JSON and as text; tables and pictures of what is predicted."""
+"""The plan of a step, as JSON and as text; tables and pictures of what is predicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.planning.trace import Step
 
 figures = Library("matplotlib.figure", "a run without --picture")
 
-SHOWN = {  # by text and picture: title, key, and unit
+SHOWN = {  # in text and picture: {title: (key, unit)}
     "seconds of a step": ("predicted_step_seconds", 1),
     "GB of a rank": ("memory_per_rank_bytes", 1e9),
     "GB of activations, by recomputation": ("activation_bytes_by_recomputation", 1e9),
@@ -29,9 +29,9 @@ Panel = tuple[Sequence[str], Mapping[str, Sequence[float]]]  # names of bars, va
 
 
 def record(step: Step, hardware: Hardware) -> Record:
-    """JSON; bytes are those of a step on one rank, the one along the pipeline axis that needs most
-    memory, and seconds those on the slowest one. MFU is FLOPs / (seconds x GPUs x peak), of all
-    matmuls forward and backward with attention whole, without padding."""
+    """JSON. Bytes are those of a step on one rank, the one along the pipeline axis that needs most
+    memory; seconds are those of the slowest one. MFU is FLOPs / (seconds x GPUs x peak); its FLOPs
+    are those of all matmuls, forward and backward, with attention whole, without padding."""
     config, model = step.config, step.config.model
     seconds = predict(step, hardware)
     step = max(step.stages, key=lambda each: each.memory["total"])
@@ -86,7 +86,7 @@ def record(step: Step, hardware: Hardware) -> Record:
 
 
 def _stage(step: Step) -> Record:
-    """Of the virtual stages of one rank along the pipeline axis."""
+    """Facts of the virtual stages of one rank along the pipeline axis."""
     layers = step.pipeline.numbers(step.rank)
     return {
         "layers": [*range(step.config.model.num_layers)] if layers is None else [*layers],
@@ -99,7 +99,7 @@ def _stage(step: Step) -> Record:
 
 
 def _communications(step: Step) -> Record:
-    """By axis; the agreement of all ranks beside it is small."""
+    """By axis, without the agreement of all ranks, which is small."""
     axes = ["tensor", "data", *(["pipeline", "embedding_group"] if step.pipeline.ranks > 1 else [])]
     if step.config.parallel.tensor_parallel_mode != "1d":  # in place of tensor, and their unions
         phases = (calls for phase, calls in step.calls.items() if phase != "agreement")
@@ -109,7 +109,7 @@ def _communications(step: Step) -> Record:
 
 
 def _communication(step: Step, axis: str) -> Record:
-    """Calls and bytes of whole tensors, in all and by phase."""
+    """Calls and bytes of whole tensors, in total and by phase."""
     whole, phases = Counter(calls=0, bytes=0), {}
     for phase, calls in step.calls.items():
         own = Counter[str]()
@@ -123,7 +123,7 @@ def _communication(step: Step, axis: str) -> Record:
 
 
 def text(planned: Record) -> str:
-    """For people."""
+    """The plan as readable text."""
     tables = [
         [{title: name, "": value / unit} for name, value in planned[key].items()]
         for title, (key, unit) in SHOWN.items()
@@ -181,7 +181,7 @@ def draw(file: Path, planned: Record) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns below their names, all aligned to the right."""
+    """Columns below their names, all right-aligned."""
     lines = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -197,7 +197,7 @@ def _cell(value: object) -> str:
 
 
 def bars(file: Path, title: str, panels: Mapping[str, Panel]) -> None:
-    """A picture of panels, by what their axes show."""
+    """A picture of panels, by the labels of their axes."""
     figure = figures.Figure(figsize=(6 * len(panels), 5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     for axes, (label, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):

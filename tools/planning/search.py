@@ -1,5 +1,5 @@
-"""Layouts of a model on so many devices: which can work, which fit, which is fastest, and which is
-nearest to one that does not fit. torch is imported where one is planned."""
+"""Layouts of a model on a number of devices: which can work, which fit, which is fastest, and which
+is nearest to one that does not fit. torch is imported only where a layout is planned."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tools.planning.hardware import Hardware
 
 GRANULARITIES = ("none", "selective", "full")
 MOST_SAMPLES = 64  # of a micro-batch that is tried
-MOST_DOUBLINGS = 10  # of the number of devices, where no layout fits
-# What a search varies, by its setting: the config that has it, and its name in a row.
+MOST_DOUBLINGS = 10  # of the number of devices, if no layout fits
+# Settings that a search varies: (the config that has it, its name in a row).
 VARIED = {
     "tensor_model_parallel_size": ("parallel", "tensor"),
     "sequence_parallel": ("parallel", "sequence_parallel"),
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def varied(config: PretrainConfig, **values: Any) -> PretrainConfig:
-    """With these values of VARIED."""
+    """The config with these values of VARIED."""
     for name, value in values.items():
         part, _ = VARIED[name]
         config = replace(config, **{part: replace(getattr(config, part), **{name: value})})
@@ -39,20 +39,20 @@ def varied(config: PretrainConfig, **values: Any) -> PretrainConfig:
 
 
 def settings(config: PretrainConfig) -> Row:
-    """Its values of VARIED, by setting."""
+    """The config's values of VARIED, by setting."""
     return {name: getattr(getattr(config, part), name) for name, (part, _) in VARIED.items()}
 
 
 def check(config: PretrainConfig, gpus: int) -> None:
-    """Raise UsageError, with the reason and the nearest layout that can, where this one cannot
-    work on so many devices."""
+    """Raise UsageError if this layout cannot work on so many devices, with the reason and the
+    nearest layout that can."""
     try:
         _check(config, gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
             allowed = f"{error.allowed}; on {gpus} GPUs"
             raise UsageError(error.flag, error.value, allowed, works=sizes(found)) from error
-        if nearest(config, 1) is None:  # what is wrong has nothing to do with the layout
+        if nearest(config, 1) is None:  # the error has nothing to do with the layout
             raise
         each = gpus - 1
         while (found := nearest(config, each)) is None:
@@ -63,7 +63,7 @@ def check(config: PretrainConfig, gpus: int) -> None:
 
 
 def sizes(config: PretrainConfig) -> tuple[str, ...]:
-    """The flags of its layout."""
+    """The flags of the config's layout."""
     found = settings(config)
     return tuple(word for name in SIZES for word in (flag(name), str(found[name])))
 
@@ -74,7 +74,7 @@ def _check(config: PretrainConfig, gpus: int) -> None:
 
 
 def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
-    """The layout that can work with the fewest doublings of t, and then of the micro-batch."""
+    """The layout that can work with the fewest doublings of t, then of the micro-batch."""
 
     def distance(found: PretrainConfig) -> list[float]:
         return [abs(log2(settings(found)[each] / settings(config)[each])) for each in SIZES]
@@ -83,13 +83,13 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 
 
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
-    """The same training, cut in all ways that can work; the global batch, the tensor-parallel mode,
-    the pipeline and the stage of ZeRO stay what they are."""
+    """The same training in all layouts that can work. The global batch, the tensor-parallel mode,
+    the pipeline and the ZeRO stage stay the same."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
         cut = config.parallel.sequence_parallel and size > 1
-        with suppress(UsageError):  # of a size that the tensor-parallel mode cannot have, too
+        with suppress(UsageError):  # also for a size that the tensor-parallel mode cannot have
             found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
             found = varied(found, sequence_parallel=cut)
             _check(found, gpus)
@@ -97,8 +97,8 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
 
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
-    """The layouts that fit, with and without sequence parallelism and recomputation, the one with
-    the most tokens a second first. Each has the pipeline and the stage of ZeRO of the config."""
+    """The layouts that fit, with and without sequence parallelism and recomputation, sorted by
+    tokens a second, most first. Each has the pipeline and the ZeRO stage of the config."""
     from tools.planning.timing import predict
     from tools.planning.trace import Step
 
@@ -109,9 +109,9 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
         for found in layouts(kind, gpus):
             step = Step(found, gpus, precision, hardware.device)
             if found.parallel.sequence_parallel != cut:
-                continue  # on one tensor-parallel rank there is nothing to cut
+                continue  # one tensor-parallel rank has nothing to cut
             if any(sum(each.lasting.values()) > hardware.limit for each in step.stages):
-                continue  # many do not fit by what lasts, which needs no trace
+                continue  # many do not fit by their lasting memory, which needs no trace
             memory = max(each.memory["total"] for each in step.stages)
             if memory > hardware.limit:
                 continue
@@ -124,7 +124,7 @@ def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str
 
 
 def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
-    """With the global batch of so many devices, whatever the layout."""
+    """The config with the global batch that it has on so many devices, whatever the layout."""
     batch = config.global_batch_size(gpus)
     return replace(config, training=replace(config.training, global_batch_size=batch))
 
@@ -132,8 +132,8 @@ def keeping_batch(config: PretrainConfig, gpus: int) -> PretrainConfig:
 def smallest_change(
     config: PretrainConfig, gpus: int, hardware: Hardware, precision: str, found: Sequence[Row]
 ) -> str | None:
-    """The flags of a layout that fits: the fewest, and of these the fastest. found: by a search on
-    so many devices; where it is empty, twice as many are tried, and so on."""
+    """Flags that change to a layout that fits: the fewest, and of these the fastest. found: result
+    of a search on so many devices; if it is empty, twice as many are tried, and so on."""
     more, kept = gpus, keeping_batch(config, gpus)
     while not found and more < gpus * 2**MOST_DOUBLINGS:
         more *= 2
@@ -157,5 +157,5 @@ def smallest_change(
     batch = kept.training.global_batch_size
     changes = {name: row[own] for name, (_, own) in VARIED.items()}
     if varied(config, **changes).global_batch_size(more) != batch:
-        flags.append(f"--global-batch-size {batch}")  # or it would be another training
+        flags.append(f"--global-batch-size {batch}")  # otherwise it is a different training
     return " ".join(flags)

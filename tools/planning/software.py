@@ -1,4 +1,4 @@
-"""The authors' programs, counted in their source, which figure 5 is predicted of; and the share of
+"""The authors' programs, counted in their source, for which figure 5 is predicted; and the share of
 peak and memory bandwidth that a program's kernels attain, from one run on one device."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tools.planning.timing import predict
 from tools.planning.trace import WIDE, Step
 
 Passes = tuple[float, float, float, int, int]
-"""Readings and writings of tensors by one layer in one direction: of [n, h], in full on every rank;
-of [n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores, which
-read, write, and keep or read a mask of one byte a number."""
+"""Reads and writes of tensors by one layer in one direction: of [n, h], whole on every rank; of
+[n, h/t]; of attention's scores [b, a/t, s, s]; and dropouts of [n, h] and of the scores. A dropout
+reads, writes, and keeps or reads a mask of one byte a number."""
 OUTSIDE_PASSES = 28  # over [n, h] in embedding and final norm, both directions
 LOGIT_BYTES = 60  # moved for each logit of a rank, matmuls aside
 WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and in their own width
@@ -28,8 +28,8 @@ WIDE_PASSES, NARROW_PASSES = 17, 13  # over this rank's parameters in fp32, and 
 
 @dataclass(frozen=True)
 class Software:
-    """Attention's scores are written to memory, and the loss is computed at once, of all logits.
-    bucket_bytes: of gradients, reduced beside the backward; None: in one call behind it."""
+    """A program that writes attention's scores to memory and computes the loss of all logits at
+    once. bucket_bytes: of gradients, reduced during the backward; None: in one call after it."""
 
     forward: Passes
     backward: Passes
@@ -37,19 +37,19 @@ class Software:
 
 
 # The authors' code of 2019 (mpu/transformer.py, fp16/fp16.py, model/distributed.py and
-# pretrain_gpt2.py of github.com/NVIDIA/Megatron-LM), each operation a kernel of its own.
-# Stream forward: two norms 4, two biases behind the all-reduces 4, two residual adds 6; backward:
-# gradients of the two branches added 6, biases 2, norms 10 (one kernel for x, one for weight and
-# bias). Cut forward: bias of q, k, v 6, their copies 6, of the heads 2, bias 8 and GeLU 8 of the
-# MLP; backward: GeLU 12, biases 7, heads 2, q, k, v side by side 6. Scores forward: divided
+# pretrain_gpt2.py of github.com/NVIDIA/Megatron-LM); each operation is a kernel of its own.
+# [n, h] forward: two norms 4, two biases after the all-reduces 4, two residual adds 6; backward:
+# adding the gradients of the two branches 6, biases 2, norms 10 (one kernel for x, one for weight
+# and bias). [n, h/t] forward: bias of q, k, v 6, their copies 6, of the heads 2, bias 8 and GeLU 8
+# of the MLP; backward: GeLU 12, biases 7, heads 2, q, k, v side by side 6. Scores forward: division
 # 2, times mask 2, minus mask 2, softmax 2; backward: softmax 3, mask 2, division 2. Parameters:
-# both gradients zeroed 1 + 1, accumulated 3, searched for overflow 2 + 1, copied 1 + 1, unscaled 2,
-# norm 1, clipped 2, Adam 7, rounded 1 + 1, flattened, divided and copied back for reduction 6.
-# A logit: widened 6 bytes, copied 8, maximum 4, shift 8, exponential 8, sum 4, division 8, backward
-# 14. Gradients are reduced behind the backward in one call: --DDP-impl local.
+# zeroing both gradients 1 + 1, accumulating 3, overflow check 2 + 1, copying 1 + 1, unscaling 2,
+# norm 1, clipping 2, Adam 7, rounding 1 + 1, flattening, dividing and copying back to reduce 6.
+# A logit: widening 6 bytes, copy 8, maximum 4, shift 8, exponential 8, sum 4, division 8, backward
+# 14. Gradients are reduced after the backward in one call: --DDP-impl local.
 MEGATRON_2019 = Software(forward=(14, 30, 8, 2, 1), backward=(18, 27, 7, 2, 1))
 
-# The same in 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
+# The code of 2020 ("version 1.0"): bias with GeLU, bias with dropout and residual add (3 passes and
 # a mask each), and scale, mask and softmax (2, backward 3) are fused; q, k, v are not copied.
 MEGATRON_2020 = Software(forward=(11, 16, 2, 0, 1), backward=(18, 27, 3, 2, 1))
 
@@ -59,7 +59,7 @@ TORCH_BUCKET = 25 * 2**20  # bytes of a bucket of torch's DistributedDataParalle
 
 @dataclass(frozen=True)
 class AuthorsStep(Step):
-    """A step of a GPT-2 as the software does it; what is not said here is as in this project."""
+    """A step of a GPT-2 in the authors' program; the rest is as in this project."""
 
     software: Software = MEGATRON_2019
 
@@ -111,20 +111,20 @@ class AuthorsStep(Step):
 
 
 def gradients(matmuls: Iterable[Matmul]) -> Iterator[Matmul]:
-    """Those for the gradients of both factors of each."""
+    """The matmuls for the gradients of both factors of each matmul."""
     for each in matmuls:
         yield each._replace(k=each.n, n=each.k)
         yield each._replace(m=each.k, k=each.m)
 
 
 def find_hardware(name: str) -> Hardware:
-    """As load_hardware, with the share of peak and memory bandwidth that kernels attain."""
+    """load_hardware, with the share of peak and memory bandwidth that kernels attain."""
     return anchored(load_hardware(name))
 
 
 def anchored(hardware: Hardware) -> Hardware:
-    """The hardware with the share, of matmuls and other kernels alike, with which the time of its
-    anchor comes out; as it is where it has no anchor."""
+    """The hardware with the share, the same for matmuls and other kernels, at which the predicted
+    time of its anchor is the measured one; unchanged if it has no anchor."""
     if (anchor := hardware.anchor) is None:
         return hardware
     step = anchor_step(anchor)

@@ -1,19 +1,19 @@
-"""How long a step takes: what its kernels and its collectives take, one after another.
+"""Time of a step: the times of its kernels and its collectives, one after another.
 
     matmuls             max(FLOPs / peak, bytes / memory bandwidth) of each, where the last wave of
-                        tiles does not fill the device
+                        tiles may not fill the device
     other kernels       bytes / memory bandwidth
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
-    data parallelism    sums of gradients, which may hide behind the backward; in 2.5D those over
-                        its depth, too. Under ZeRO gathers of weights too: behind the update
-                        nothing hides them; in stage 3 those of a layer hide behind the layer
-                        before, but for the first one
-    pipeline            the slowest rank's time of m micro-batches, with two messages each way and
-                        virtual stage; and the bubble, while it waits for the first micro-batch and
-                        for the last one: the schedule's idle share of what other ranks take
+    data parallelism    sums of gradients, which may hide behind the backward; in 2.5D also those
+                        over its depth. Under ZeRO also gathers of weights: after the update nothing
+                        hides them; in stage 3 those of a layer hide behind the previous layer,
+                        except those of the first one
+    pipeline            the slowest rank's time of m micro-batches, with two messages for each
+                        virtual stage; and the bubble, its wait for the first micro-batch and for
+                        the last one: the schedule's idle share of the time of the other ranks
 
-Peak and memory bandwidth are those of the datasheet times `attained_share`. A collective takes
-what its ring takes (hardware.py).
+Peak and memory bandwidth are those of the datasheet times `attained_share`. The time of a
+collective is that of its ring (hardware.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.planning.trace import Step
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a step, by the keys of a plan's JSON. What is hidden is not part of the total."""
+    """Seconds of a step, by the keys of a plan's JSON. The total leaves out hidden ones."""
 
     matrix_products: float
     other_kernels: float
@@ -37,7 +37,7 @@ class Seconds:
     tensor_parallel_hidden: float
     data_parallel_exposed: float
     data_parallel_hidden: float
-    pipeline_parallel_exposed: float = 0.0  # messages, and the sum of what stages have in common
+    pipeline_parallel_exposed: float = 0.0  # messages, and gradient sums of tied parameters
     pipeline_bubble: float = 0.0
 
     @property
@@ -48,7 +48,7 @@ class Seconds:
 
 
 def predict(step: Step, hardware: Hardware) -> Seconds:
-    """Of the slowest rank along the pipeline axis."""
+    """Seconds of the slowest rank along the pipeline axis."""
     found = [_of_rank(each, hardware) for each in step.stages]
     seconds, busy = max(found, key=lambda each: each[1])
     if step.pipeline.ranks == 1:
@@ -64,8 +64,8 @@ def predict(step: Step, hardware: Hardware) -> Seconds:
 
 
 def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
-    """(of one rank, without what it waits for along the pipeline axis; seconds of the micro-batches
-    in it)."""
+    """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
+    among them)."""
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
     matmuls = exposed = hidden = forward = backward = busy = 0.0
     other = step.updated / bandwidth
@@ -85,7 +85,7 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
             backward += (computing + moving + waiting) / step.micro_batches
     sums = dict.fromkeys(("tensor", "stages"), 0.0)
     for _, call in step.reductions:
-        if call.axis != step.model.replicas:  # of what every rank of a model has, or several stages
+        if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
             name = "stages" if call.axis in step.model.of_stages else "tensor"
             sums[name] += call_seconds(step, call, hardware)
     found = matmuls, other, exposed + sums["tensor"], hidden
@@ -94,15 +94,15 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
 
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
-    """Of a collective with nothing beside it."""
+    """Seconds of a collective with nothing beside it."""
     ring = step.model.rings[call.axis]
     return ring.seconds(call.bytes, hardware, call.passes, is_rooted=call.is_rooted)
 
 
 def matmul_seconds(matmul: Matmul, hardware: Hardware, precision: str) -> float:
-    """precision: of the step; what it multiplies in fp32 is of fp32's peak."""
+    """precision: of the step; its matmuls in fp32 use the peak of fp32."""
     peak = hardware.peak("fp32" if matmul.width >= 4 else precision)
-    if matmul.fused:  # what such a kernel reads and writes is counted with the other kernels
+    if matmul.fused:  # the reads and writes of such a kernel count with the other kernels
         return matmul.flops * matmul.share / (peak * hardware.attained_share)
     computing = matmul.flops / (peak * filled(matmul, hardware))
     return max(computing, matmul.bytes / hardware.memory_bandwidth) / hardware.attained_share
@@ -123,8 +123,8 @@ def filled(matmul: Matmul, hardware: Hardware) -> float:
 
 
 def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, float]:
-    """(exposed, hidden) of a phase. What is hidden takes memory bandwidth from the matmuls beside
-    it, which is exposed."""
+    """(exposed, hidden) seconds of a phase. A hidden collective takes memory bandwidth from the
+    matmuls beside it; that time is exposed."""
     exposed = hidden = 0.0
     for call, times in work.calls.items():
         if not call.passes:
@@ -141,14 +141,14 @@ def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, flo
 def _data_parallel(
     step: Step, hardware: Hardware, forward: float, backward: float
 ) -> tuple[float, float]:
-    """(exposed, hidden) of gradients and weights over the replicas of the model; forward, backward:
-    seconds of one micro-batch."""
+    """(exposed, hidden) seconds of gradients and weights over the replicas of the model. forward,
+    backward: seconds of one micro-batch."""
     layers, (_, once), replicas = step.layer_gathers, step.gathers, step.model.replicas
     depth, (first, *others) = max(1, len(layers["forward"])), layers["forward"] or [[]]
     alone = [*once, *step.micro_batches * first]
 
     def ahead(layers: Iterable[Iterable[Call]], each: float) -> Iterator[tuple[float, Call]]:
-        """Each starts when the one before begins, which takes `each` seconds."""
+        """Each starts when the previous layer begins; a layer takes `each` seconds."""
         return ((place * each, call) for place, calls in enumerate(layers) for call in calls)
 
     window = forward * (depth - 1) / depth  # the last layer has no gather beside it
@@ -165,9 +165,9 @@ def _data_parallel(
 def _beside(
     step: Step, hardware: Hardware, window: float, started: Iterable[tuple[float, Call]]
 ) -> tuple[float, float]:
-    """(exposed, hidden) of calls over the replicas, which start at these seconds of what computes
-    for `window` seconds, and whose memory bandwidth the hidden ones share. One follows another; who
-    waits for one in between is not seen by itself."""
+    """(exposed, hidden) seconds of calls over the replicas, started at these seconds of a
+    computation that takes `window` seconds; hidden calls share its memory bandwidth. Calls run one
+    after another; a wait for a call in between is not modelled by itself."""
     ring = step.model.rings[step.model.replicas]
     end = busy = sent = 0.0
     for start, call in sorted(started):

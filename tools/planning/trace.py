@@ -1,8 +1,8 @@
-"""What a training step takes on one rank, derived from the model itself.
+"""Work, memory and communication of a training step on one rank, derived from the model itself.
 
-Matmuls, communication and activations are those of a micro-batch (micro_batch.py); what happens
-once a step comes from the gradient buckets of the whole model, and how many micro-batches are in
-flight from the lists of the pipeline's schedule.
+Matmuls, communication and activations are those of a micro-batch (micro_batch.py). Work that is
+done once per step comes from the gradient buckets of the whole model. The number of micro-batches
+in flight comes from the lists of the pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tools.layouts.work import Call, Matmul, Work
 from tools.planning.hardware import Hardware, Ring
 from tools.planning.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
 
-WIDE = 4  # bytes of a gradient, master or moment, but of pure bf16
-# Passes of the optimizer over this rank's parameters: in fp32 norm 1, AdamW 8 with the scaled
-# gradient, rounding 1; in the weights' own width rounding 1.
+WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
+# Passes of the optimizer over this rank's parameters. In fp32: norm 1, AdamW 8 with the scaled
+# gradient, rounding 1. In the weights' own dtype: rounding 1.
 WIDE_PASSES, NARROW_PASSES = 10, 1
 ONE_RANK: dict[str, Any] = {  # settings of a layer that is not cut
     "tensor_model_parallel_size": 1,
@@ -44,14 +44,14 @@ ONE_RANK: dict[str, Any] = {  # settings of a layer that is not cut
 
 
 class Model:
-    """All that one rank has of the whole model.
+    """One rank's part of the whole model.
 
-    local: parameters of this rank. own: those of all ranks of its pipeline stage, without padding;
-    tied ones count at the first stage that has them. buckets: each with the fraction of the last
-    backward after which it is full. layers: buckets of each, in ZeRO stage 3. rings: by axis
-    or union of axes. replicas: over which the gradients of all weights are partial. of_stages: axes
-    that join pipeline stages. agreement: calls of a step: what the terms of the loss are means
-    over, the terms, and the gradient norm.
+    local: number of parameters of this rank. own: of all ranks of its pipeline stage together,
+    without padding; tied ones count at the first stage that has them. buckets: each with the
+    fraction of the last backward after which it is full. layers: buckets of each layer, in ZeRO
+    stage 3. rings: by axis or union of axes. replicas: axis over which the gradients of all weights
+    are summed. of_stages: axes that join pipeline stages. agreement: collectives once per step, of
+    the denominators of the loss, its terms, and the gradient norm.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Model:
         ends = (pipeline.ranks - 1) * strides["pipeline"]
         self.rings = dict[str, Ring]()
         every = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
-        for axis in every:  # a union of axes that are no neighbours, over which little is sent, too
+        for axis in every:  # also unions of axes that are not adjacent, over which little is sent
             stride = min((strides.get(part.name, 1) for part in axis.parts), default=1)
             self.rings[axis.name] = Ring(axis.size, stride)
         self.rings[mesh.embedding_group.name] = Ring(mesh.embedding_group.size, ends)
@@ -101,13 +101,13 @@ _model = cache(Model)
 
 
 def _own(bucket: Bucket) -> int:
-    """Numbers of the part that is this rank's."""
+    """Number of elements in this rank's part."""
     return bucket.part.stop - bucket.part.start
 
 
 def _ready(names: Iterable[str]) -> dict[str, float]:
-    """The fraction of the backward after which each parameter's gradient is there. A number in a
-    name is that of the layer; before the layers come embeddings, behind them heads."""
+    """The fraction of the backward after which each parameter's gradient is complete. A number in a
+    name is that of the layer; embeddings come before the layers, heads after them."""
     matches = {name: re.search(r"(?:^|\.)(\d+)\.", name) for name in names}
     layers = {name: int(match[1]) for name, match in matches.items() if match}
     places = {number: place for place, number in enumerate(sorted({*layers.values()}))}
@@ -124,8 +124,8 @@ _facts = cache(check)
 
 @dataclass(frozen=True)
 class Step:
-    """All that is derived, on one rank. config: one that `check(ranks)` has let pass. device: "cpu"
-    or "cuda", whose kernels are meant. rank: along the pipeline axis."""
+    """A step on one rank, and all that is derived from it. config: one that `check(ranks)` accepts.
+    device: "cpu" or "cuda", whose kernels are meant. rank: along the pipeline axis."""
 
     config: PretrainConfig
     ranks: int
@@ -147,7 +147,7 @@ class Step:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, without padding."""
+        """Parameters of the whole model, without padding."""
         return sum(each.model.own for each in self.stages)
 
     def mfu(self, seconds: float, hardware: Hardware) -> float:
@@ -155,7 +155,7 @@ class Step:
 
     @property
     def width(self) -> int:
-        """Bytes of a weight and of an activation."""
+        """Bytes of a weight or an activation."""
         return DTYPES[self.precision].itemsize
 
     @property
@@ -165,12 +165,12 @@ class Step:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO."""
+        """ZeRO stage."""
         return self.config.parallel.stage_of_zero
 
     @property
     def copies(self) -> int:
-        """Data-parallel."""
+        """Data-parallel size."""
         return self.config.data_parallel_size(self.ranks)
 
     @property
@@ -180,7 +180,7 @@ class Step:
 
     @property
     def batch_ranks(self) -> int:
-        """That read different samples."""
+        """Number of ranks that read different samples."""
         return self.config.parallel.batch_parallel_size(self.ranks)
 
     @property
@@ -190,18 +190,18 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of the global batch."""
+        """Tokens of the global batch."""
         return self.config.global_batch_size(self.ranks) * self.config.data.seq_length
 
     def model_of(self, bucket_bytes: int) -> Model:
         model = replace(self.config.model, recompute_granularity="none")
         training = replace(self.config.training, micro_batch_size=1)
-        config = replace(self.config, model=model, training=training)  # so more calls are alike
+        config = replace(self.config, model=model, training=training)  # so more calls are equal
         return _model(config, self.copies, self.precision, bucket_bytes, self.pipeline, self.alike)
 
     @property
     def alike(self) -> int:
-        """The first rank along the pipeline axis whose stages are as those of this one."""
+        """The first rank along the pipeline axis whose stages are like those of this one."""
         ranks, layers = self.pipeline.ranks, self.pipeline.layers
         if self.rank in (0, ranks - 1):
             return self.rank
@@ -214,13 +214,13 @@ class Step:
 
     @cached_property
     def trace(self) -> Trace:
-        """Of a micro-batch."""
+        """Trace of a micro-batch."""
         settings = self.config, self.precision, self.device
         return trace_of_depth(MicroBatch(*settings, pipeline=self.pipeline, rank=self.rank))
 
     @cached_property
     def facts(self) -> Facts:
-        """Proved of the schedule of the pipeline."""
+        """Properties that are proved of the pipeline's schedule."""
         return _facts(self.lists, self.pipeline.virtual)
 
     @property
@@ -230,7 +230,7 @@ class Step:
 
     @property
     def activations(self) -> int:
-        """Bytes of the micro-batches in flight, when they are most."""
+        """Peak bytes of the activations of the micro-batches in flight."""
         found, ranks = self.trace, self.pipeline.ranks
         if ranks == 1:
             return found.kept
@@ -245,7 +245,7 @@ class Step:
 
     @property
     def messages(self) -> int:
-        """Bytes that are sent and may not be free yet."""
+        """Bytes of messages that are sent and may not be freed yet."""
         plan = self.pipeline
         own = range(self.rank, plan.stages, plan.ranks)
         near = {each for stage in own for each in (stage - 1, stage + 1)} & {*range(plan.stages)}
@@ -254,14 +254,14 @@ class Step:
 
     @cached_property
     def work(self) -> Mapping[str, Work]:
-        """Of the micro-batches of a step, by phase."""
+        """Work of the micro-batches of a step, by phase."""
         found = self.trace.work.items()
         return {phase: Work().plus(each, self.micro_batches) for phase, each in found}
 
     @property
     def reductions(self) -> list[tuple[float, Call]]:
-        """(as in Model.buckets, call) of each sum of gradients: all-reduces, or under ZeRO a
-        reduce-scatter over the ranks that share the bucket out and all-reduces of the own part."""
+        """(fraction as in Model.buckets, call) of each sum of gradients: all-reduces; under ZeRO a
+        reduce-scatter over the ranks that share the bucket, and all-reduces of this rank's part."""
         return [
             (ready, Call(axis.name, bucket.size * self.wide, 1))
             if axis is bucket.shared
@@ -272,20 +272,20 @@ class Step:
 
     @property
     def backwards(self) -> int:
-        """Those of a step that reduce-scatter gradients, or all-reduce them over the data axis."""
+        """Backwards of a step that reduce-scatter, or all-reduce over the data axis, gradients."""
         return self.micro_batches if self.stage >= 2 else 1
 
     @property
     def layer_gathers(self) -> dict[str, list[list[Call]]]:
-        """Of weights in ZeRO stage 3: those of each layer, in the order in which a micro-batch
-        takes them, by phase. The last layer's stay for the backward."""
+        """Gathers of each layer's weights in ZeRO stage 3, in the order in which a micro-batch uses
+        them, by phase. The last layer's weights stay for the backward."""
         layers = [[*self._gathers(each)] for each in self.model.layers]
         return {"forward": layers, "backward": layers[-2::-1]}
 
     @property
     def gathers(self) -> tuple[str, list[Call]]:
-        """(phase, calls) of weights once a step: before stage 3 of all, behind the update; in stage
-        3 of what is in no layer, before the first forward."""
+        """(phase, calls) of the gathers of weights once per step: before stage 3 of all weights,
+        after the update; in stage 3 of those outside layers, before the first forward."""
         rest = (bucket for _, bucket in self.model.buckets if not bucket.is_of_layer)
         return "forward" if self.stage == 3 else "update", [*self._gathers(rest)]
 
@@ -315,19 +315,19 @@ class Step:
         return {**found, "agreement": self.model.agreement}
 
     def sent(self, axis: str) -> int:
-        """Bytes of a step that a rank sends along the axis."""
+        """Bytes that a rank sends along the axis in a step."""
         calls = sum(self.calls.values(), Counter[Call]())
         ranks = self.model.rings[axis].ranks
         return sum(n * call.sent(ranks) for call, n in calls.items() if call.axis == axis)
 
     @property
     def part(self) -> int:
-        """Numbers of the buckets that this rank updates, with what fills them up."""
+        """Number of elements of the buckets that this rank updates, padding included."""
         return sum(_own(bucket) for _, bucket in self.model.buckets)
 
     @property
     def lasting(self) -> dict[str, int]:
-        """Bytes that are there all the time, by kind."""
+        """Bytes that are allocated throughout, by kind."""
         stage, buckets = self.stage, [bucket for _, bucket in self.model.buckets]
         part = self.wide * self.part
         return {
@@ -339,20 +339,20 @@ class Step:
 
     @property
     def in_flight(self) -> int:
-        """Bytes of ZeRO's buckets in a step, when they are most: from stage 2 on gradients of the
-        one that fills and of those that are reduced, with the sums that arrive; in stage 3 weights
-        of two layers, and both of all that is in no layer."""
+        """Peak bytes of ZeRO's buckets in a step. From stage 2 on: gradients of the bucket that
+        fills and of those being reduced, with the sums that arrive. In stage 3 also: weights of two
+        layers, and weights and gradients outside layers."""
         if self.stage < 2:
             return 0
         buckets = [bucket for _, bucket in self.model.buckets]
-        # In stage 2 a tied embedding, whose gradients the head begins, is in the last bucket.
+        # In stage 2 a tied embedding is in the last bucket; the head makes its first gradients.
         layers = [bucket for bucket in buckets if bucket.is_of_layer] or buckets[:-1] or buckets
 
         def most(number: int) -> int:
             starts = range(len(layers))
             return max(sum(each.size for each in layers[first:][:number]) for first in starts)
 
-        # Biases of a layer, in the bucket that fills, come behind weights that begin the next one.
+        # A layer's weights may begin the next bucket before its biases complete the current one.
         begun = 1 if self.stage == 2 or any(len(each) > 1 for each in self.model.layers) else 0
         flat = most(IN_FLIGHT + 1 + begun) + most(IN_FLIGHT) // layers[0].shared.size
         if self.stage == 2:
@@ -364,7 +364,7 @@ class Step:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind, and the most of them at a time as "total"."""
+        """Bytes by kind, and their peak as "total"."""
         found, kept = self.trace, {**self.lasting, "activations": self.activations}
         if self.pipeline.stages > 1:
             kept["messages"] = self.messages
@@ -375,8 +375,8 @@ class Step:
 
     @cached_property
     def flops(self) -> int:
-        """Of a step on all ranks, as MFU counts them: without recomputation and padding, with all
-        of attention."""
+        """FLOPs of a step on all ranks, as MFU counts them: without recomputation and padding, with
+        all of attention."""
         return self._flops(is_executed=False)
 
     @cached_property
@@ -385,7 +385,7 @@ class Step:
         return self._flops(is_executed=True)
 
     def _flops(self, *, is_executed: bool) -> int:
-        """Of a model on one rank, which computes what those do that share a micro-batch."""
+        """Counts a whole model on one rank, which does the work of all ranks of a micro-batch."""
         model, parallel = self.config.model, self.config.parallel
         changes: dict[str, Any] = {} if is_executed else {"recompute_granularity": "none"}
         if not is_executed and model.attends_by_flex("cuda"):

@@ -1,1 +1,1 @@
-"""What tools/doctor.py looks at; each probe yields what it found and what is wrong."""
+"""Probes of tools/doctor.py; each yields facts and problems."""

@@ -1,7 +1,7 @@
-"""A description of the machine at hand for tools/plan.py, found by running it.
+"""A description of this machine for tools/plan.py, found by running it.
 
-Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce goes
-over all processes, and each is one device: on a CPU it has its share of the cores.
+Matmuls and all-reduces are those that tools/doctor.py times. Under torchrun the all-reduce runs
+over all processes, and each process is one device: on a CPU it has its share of the cores.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(mesh: Mesh) -> Figures | None:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second, by a copy."""
+    """Bytes a second that a copy reads and writes."""
     source = torch.ones(COPIED[device.type] // 4, device=device)
     target, times = torch.empty_like(source), []
     for _ in range(ROUNDS):

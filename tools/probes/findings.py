@@ -1,4 +1,4 @@
-"""Facts, problems, and the report that gathers them and survives a probe that fails."""
+"""Facts, problems, and the report that collects them and survives a failing probe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong and what helps; is_needed: training cannot do without."""
+    """A problem and its cure; is_needed: training cannot run with the problem."""
 
     what: str
     cure: str
@@ -47,7 +47,7 @@ class Report:
         cure: str,
         is_needed: bool = True,
     ) -> None:
-        """Add what the probe yields; where it fails its error is the fact `name` and a problem.
+        """Add what the probe yields; if it fails, its error is the fact `name` and a problem.
 
         This is the one place that shows an error in place of raising it.
         """
@@ -81,7 +81,7 @@ class Report:
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
-        """As JSON: {section: {fact: value}}, and with it the problems."""
+        """JSON: {section: {fact: value}}, and the problems."""
         return {
             **{
                 section: {fact.name: fact.value for fact in facts}

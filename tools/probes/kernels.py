@@ -1,7 +1,7 @@
-"""Which kernel each layer runs on, found by running it.
+"""Finds the kernel that each layer runs on, by running it.
 
-A small layer of each kind runs forward and backward: under torch's profiler, which sees torch's
-operators and on a GPU the kernels; and on the CPU once more with oneDNN and MKL telling what they
+A small layer of each kind runs forward and backward under torch's profiler, which sees torch's
+operators and on a GPU the kernels. On the CPU it runs once more while oneDNN and MKL log what they
 run, which the profiler does not see.
 """
 
@@ -36,12 +36,12 @@ from tools.probes.findings import Fact, Finding
 
 B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabulary
 H = A * D
-LONG = 1024  # the paper's sequence, which the CPU does not attend to in blocks
+LONG = 1024  # the paper's sequence length, which the CPU does not attend to in blocks
 DROPOUT = 0.1
 PRODUCTS = r"aten::(addmm|mm|bmm|mkldnn_linear)$|mkldnn::_linear_pointwise$"
 ATTENTION = r"_scaled_dot_product_(?:attention_)?(flash|efficient|cudnn|math)|_(Block)Attention"
-STORING = "math", "block"  # all s x s probabilities
-# Operators that a name of a layer below is about; all that ran stand in the record.
+STORING = "math", "block"  # kernels that store all s x s probabilities
+# Operators that a layer's line below names; the record has all that ran.
 TELLING = (
     rf"{PRODUCTS}|{ATTENTION}|native_layer_norm|[gG]elu|embedding|LookUp|[dD]ropout|_fused_adam"
     r"|CrossEntropy|multi_tensor|FusedLayerNorm|_foreach_norm|vector_norm"
@@ -51,7 +51,7 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True)
 class Kernels:
-    """What ran, in order: torch's operators, the CPU libraries' routines, the GPU's kernels."""
+    """Names in the order of running: torch's operators, CPU libraries' routines, GPU kernels."""
 
     operators: list[str]
     libraries: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Kernels:
 def probes(
     device: torch.device, dtype: torch.dtype, *, apex: bool
 ) -> dict[str, Callable[[], Iterator[Finding]]]:
-    """{layer: probe} of the factory's layers and the optimizer; apex: whether to try its, too."""
+    """{layer: probe} of the factory's layers and the optimizer. apex: whether to try apex, too."""
     mesh = serial_mesh(device)
     bench = Bench(factory_1d(mesh, 0), device, dtype)
     makers: dict[str, Callable[[], Action]] = {
@@ -109,7 +109,7 @@ def probes(
 
 @dataclass(frozen=True)
 class Bench:
-    """Makes the actions: each a forward and a backward of one small layer."""
+    """Makes the actions: each runs a forward and a backward of one small layer."""
 
     factory: LayerFactory
     device: torch.device
@@ -148,7 +148,7 @@ class Bench:
         return self.run(module, self.stream(), self.rows(S))
 
     def rows(self, length: int) -> Tensor:
-        """Of the samples, for dropout."""
+        """Dropout keys of the samples (row_keys)."""
         ranges = (torch.arange(size, device=self.device) for size in (B, length))
         return row_keys(*ranges)
 
@@ -175,7 +175,7 @@ class Bench:
         return self.run(head, self.stream(), embedding, self.numbers(V), factors)
 
     def weight_gradient(self) -> Action:
-        """Added to a bucket, which is in fp32."""
+        """Adds a weight gradient to a bucket, which is in fp32."""
         dy, x = (self.stream().detach() for _ in range(2))
         out = torch.zeros(H, H, dtype=torch.promote_types(self.dtype, torch.float32)).to(dy.device)
         return lambda: add_matmul_(out, dy, x, accumulate=True)
@@ -194,7 +194,7 @@ class Bench:
 
 def _found(name: str, make: Callable[[], Action], device: torch.device) -> Iterator[Finding]:
     action = make()
-    action()  # the first makes what later ones use again
+    action()  # the first run makes what later ones use again
     ran = _profiled(action, device)
     if device.type == "cpu":
         ran = Kernels(ran.operators, _told_by_libraries(action))
@@ -253,7 +253,7 @@ def _routine(line: str) -> str | None:
 
 @contextmanager
 def _standard_output_to(descriptor: int) -> Iterator[None]:
-    """What C libraries print goes to an open file."""
+    """Redirects what C libraries print to an open file."""
     flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     flush(None)

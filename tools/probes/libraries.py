@@ -1,4 +1,4 @@
-"""Libraries that are used where they work: apex, numba, gigatoken, and torch.compile."""
+"""Libraries that are used if they work: apex, numba, gigatoken, and torch.compile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lack_of_apex() -> str | None:
 
 
 def apex() -> Iterator[Finding]:
-    """NVIDIA's is optional, so that its absence is no problem; another of its name is one."""
+    """NVIDIA's apex is optional, so its absence is no problem; another package of its name is."""
     if importlib.util.find_spec("apex") is None:
         text = "not installed; optional, torch's own kernels are the default"
         yield Fact("apex", {"installed": False, "usable": False}, text)
@@ -39,7 +39,7 @@ def apex() -> Iterator[Finding]:
 
 
 def layer_compiler(device: torch.device) -> Iterator[Finding]:
-    """torch.compile, which training uses on a GPU unless it is told otherwise, and there alone."""
+    """torch.compile, which training uses by default on a GPU, and only there."""
     if device.type == "cpu":
         yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
         return
@@ -52,7 +52,7 @@ def layer_compiler(device: torch.device) -> Iterator[Finding]:
 
 
 def numba() -> Iterator[Finding]:
-    """numba, by one function whose plain twin gives the same."""
+    """numba, tested by one function against its plain Python version."""
     import numpy as np
 
     from tools.corpus.compiled import LACK, mix
@@ -70,7 +70,7 @@ def numba() -> Iterator[Finding]:
 
 
 def encoder() -> Iterator[Finding]:
-    """The encoder that preprocessing would take, on a small vocabulary made here."""
+    """The encoder that preprocessing would choose, on a small vocabulary made here."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel

@@ -1,4 +1,4 @@
-"""What runs between ranks: who they are, and an all-reduce of several sizes along each axis."""
+"""The ranks, and an all-reduce of several sizes between them along each axis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ranks(mesh: Mesh) -> Iterator[Finding]:
 
 
 def all_reduces(mesh: Mesh) -> Iterator[Finding]:
-    """Every rank calls this; the figures are those of the slowest rank."""
+    """All-reduces; the figures are those of the slowest rank. Every rank calls this."""
     yield Fact("formula", FORMULA)
     for axis in mesh.named_axes:
         if axis.size == 1:

@@ -25,7 +25,7 @@ from tools.probes.findings import Fact, Finding, Problem
 NEEDED = ("numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 OPTIONAL = ("numba", "gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
 LINUX = sys.platform == "linux"
-OPEN_FILES = 4096  # shards of a corpus, slices of a checkpoint, sockets to other ranks
+OPEN_FILES = 4096  # for shards of a corpus, slices of a checkpoint, sockets to other ranks
 SMALL_DISK = 10**9
 SMALL_SHARED_MEMORY = 2**27  # a container's default is 2**26, which NCCL's buffers outgrow
 VARIABLES = (
@@ -35,8 +35,8 @@ VARIABLES = (
 )  # fmt: skip
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "ONEDNN_", "MKL_CBWR")
 FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "sve", "bf16")
-PRODUCT = {"cpu": 512, "cuda": 4096}  # rows and columns of the matrices whose product is timed
-SECONDS = 0.25  # for which it is timed, in each dtype
+PRODUCT = {"cpu": 512, "cuda": 4096}  # rows and columns of the matrices whose matmul is timed
+SECONDS = 0.25  # of timing in each dtype
 
 
 def versions() -> Iterator[Finding]:
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def devices(device: torch.device, precision: str, processes: int) -> Iterator[Finding]:
-    """precision: the name of the one that is probed; processes: of the run on this machine."""
+    """precision: name of the one that is probed; processes: of the run on this machine."""
     yield Fact("host", socket.gethostname())
     yield from _processor(device, processes)
     for number in range(torch.cuda.device_count()):
@@ -119,7 +119,7 @@ def _gpu(number: int) -> tuple[dict[str, object], str]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written in a folder that is there, found by trying."""
+    """The reason why an existing folder cannot be written to, found by trying, or None."""
     if not folder.is_dir():
         return "is a file"
     try:
@@ -130,7 +130,7 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def limits(save: str, device: torch.device) -> Iterator[Finding]:
-    """save: the folder of --save, which need not be there yet."""
+    """save: the folder of --save, which need not exist yet."""
     yield from _open_files()
     folder = Path(save).absolute()
     while not folder.exists():
@@ -170,7 +170,7 @@ def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def speed(device: torch.device) -> Iterator[Finding]:
-    """Billions of operations a second of a matrix product in each dtype."""
+    """Billions of operations a second of a matmul in each dtype."""
     size = PRODUCT[device.type]
     for name, dtype in DTYPES.items():
         rate = _product_rate(torch.ones(size, size, dtype=dtype, device=device))
@@ -179,8 +179,8 @@ def speed(device: torch.device) -> Iterator[Finding]:
 
 
 def _product_rate(matrix: torch.Tensor) -> float:
-    """Operations a second, over at least SECONDS."""
-    matmul(matrix, matrix)  # the first makes what later ones use again
+    """Operations a second, measured over at least SECONDS."""
+    matmul(matrix, matrix)  # the first run makes what later ones use again
     count, spent = 0, 0.0
     start = time.perf_counter()
     while spent < SECONDS:

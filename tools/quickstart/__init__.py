@@ -1,4 +1,4 @@
 """The whole pipeline of the paper in miniature: `python -m tools.quickstart`.
 
-plan.py says which commands make up each stage, stages.py runs them, report.py makes the page.
+plan.py lists the commands of each stage, stages.py runs them, report.py makes the page.
 """

@@ -33,18 +33,18 @@ def quickstart(
     vocab_file: Path | None = None,
     merge_file: Path | None = None,
 ) -> None:
-    """From raw text to an evaluated GPT-2; stages that are finished are reused.
+    """From raw text to an evaluated GPT-2; finished stages are reused.
 
     Args:
-        corpus: a file of JSON lines, a document a line, or of text, which is one document (*.txt),
-            or a folder of such files; without it, the English of this Python installation.
-        json_key: the key of a line's text.
+        corpus: a file of JSON lines, one document per line, or of text, which is one document
+            (*.txt), or a folder of such files; without it, the English of this Python installation.
+        json_key: the key of the text in a line.
         tensor_parallel: processes over which the model is cut.
-        out: the folder that everything is written to.
+        out: the folder for all output.
         fresh: start over instead of reusing finished stages.
         preset: settings of model and training (TOML).
-        train_iters: steps to train for, in place of the preset's.
-        vocab_size: ids of the tokenizer that is trained.
+        train_iters: steps to train for, instead of the preset's.
+        vocab_size: vocabulary size of the tokenizer that is trained.
         vocab_file: GPT-2's vocab.json or one like it, instead of training a tokenizer.
         merge_file: the merges.txt that goes with --vocab-file.
     """
@@ -77,7 +77,7 @@ def absolute(path: Path | None) -> Path | None:
 
 
 def check_corpus(path: Path, key: str) -> None:
-    """ValueError unless a document stands among the first lines of one of the files."""
+    """Raises ValueError unless the first lines of one of the files contain a document."""
     if not path.exists():
         raise ValueError(f"corpus {path}: no such file or folder")
     reason = "it is empty"

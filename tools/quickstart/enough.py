@@ -12,7 +12,7 @@ from tools.quickstart.plan import SPLIT
 
 
 def enough(data_path: Path, preset: Path) -> None:
-    """End with a message on how much text is needed where there is not enough.
+    """End with a message on how much text is needed, if there is not enough.
 
     Args:
         data_path: prefix of the data set that is to be trained on.
@@ -23,7 +23,7 @@ def enough(data_path: Path, preset: Path) -> None:
 
 
 def check_samples(data: IndexedDataset, seq_length: int) -> None:
-    """ValueError unless training and validation get a sample each: seq_length + 1 tokens."""
+    """Raises ValueError unless training and validation each get a sample: seq_length + 1 tokens."""
     documents = data.num_documents
     parts = split_documents(SPLIT, documents)[:2] if documents > 1 else ()
     smallest = min((len(data.token_range(part)) for part in parts), default=0)

@@ -1,4 +1,4 @@
-"""Which commands make up each stage, where they write, and how many processes train."""
+"""The commands of each stage, their outputs, and the number of processes that train."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ PROMPTS = (
     "Permission is hereby granted",
 )
 NEW_TOKENS = 96
-TRAIN_TO_HELDOUT = "19:1"  # documents; a twentieth suffices to evaluate on
-SPLIT = "9,1,0"  # a small corpus needs the tenth, for one sample to validate on
+TRAIN_TO_HELDOUT = "19:1"  # documents; a twentieth is enough for the evaluation
+SPLIT = "9,1,0"  # a small corpus needs the tenth to have one sample for validation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose; files that exist, as absolute paths."""
+    """The user's choices; files exist and have absolute paths."""
 
     corpus: Path | None
     json_key: str
@@ -38,7 +38,7 @@ class Settings:
 
 
 def choose_processes(settings: Settings, gpus: int, cores: int) -> Processes:
-    """ValueError, naming flags, where preset and sizes do not fit."""
+    """Raises ValueError, naming flags, if preset and sizes do not fit."""
     return fit_processes(training_config(settings), gpus, cores)
 
 
@@ -47,7 +47,7 @@ def training_flags(settings: Settings, preset: str) -> list[str]:
     flags = ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
     if steps is None:
         return flags
-    # The preset's warm-up, and its lines of metrics, are for its own number of steps.
+    # The preset's warm-up and log interval are for its own number of steps.
     own = parse(PretrainGPT2Config, ["--preset", str(settings.preset)], {})
     shortened = {
         "--train-iters": steps,
@@ -87,7 +87,7 @@ def corpus_stages(settings: Settings, cores: int) -> list[Stage]:
     given = Stage(name="corpus", commands=(), inputs=tuple(files))
     steps = [("clean", raw, []), ("dedup", folder / "clean", []),
              ("split", folder / "dedup", ["--ratio", TRAIN_TO_HELDOUT])]  # fmt: skip
-    if (key := settings.json_key) != "text":  # as all steps behind this one call it
+    if (key := settings.json_key) != "text":  # the key that all later steps read
         extract = ["--format", "jsonl", "--key", key, "--source", raw.name]
         steps[:1] = [("extract", raw, extract), ("clean", folder / "extract", [])]
     clean = Stage(
@@ -107,7 +107,7 @@ def training_text(settings: Settings) -> Path:
 
 
 def heldout_text(settings: Settings) -> Path:
-    """The first shard, of a corpus as small as this the only one."""
+    """The folder of the first shard, the only one of a corpus as small as this."""
     return settings.out / "corpus" / "split" / "valid"
 
 
@@ -139,7 +139,7 @@ def token_stages(settings: Settings, cores: int) -> list[Stage]:
     preprocess = Stage(
         name="preprocess",
         commands=(on_all(encode, cores),),
-        # Evaluation needs the tokenizer beside the data, which older folders have not.
+        # Evaluation needs the tokenizer beside the data; older folders do not have it.
         outputs=(settings.out / "data", tokenizer_folder(str(data_prefix(settings)))),
     )
     return [reuse if settings.vocab_file else train, preprocess]
@@ -150,7 +150,7 @@ def data_prefix(settings: Settings) -> Path:
 
 
 def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
-    """The check that there is text enough, then the training."""
+    """Checks that there is enough text, then trains."""
     metrics, checkpoints = settings.out / "metrics.jsonl", settings.out / "checkpoints"
     world = processes.tensor_parallel * processes.data_parallel
     enough = python(
@@ -179,8 +179,8 @@ def pretrain_stage(settings: Settings, processes: Processes) -> Stage:
 
 
 def new_tokens(settings: Settings) -> int:
-    """As many as the model has positions for behind any prompt and the end mark before it; a token
-    is a byte at least."""
+    """NEW_TOKENS, or fewer if the model has no positions for them after the end mark and the
+    longest prompt; a token is at least one byte."""
     longest = 1 + max(len(prompt.encode()) for prompt in PROMPTS)
     positions = training_config(settings).model.max_position_embeddings
     return max(1, min(NEW_TOKENS, positions - longest))

@@ -1,4 +1,4 @@
-"""report.json and report.html from what the stages left: `python -m tools.quickstart.report`."""
+"""Write report.json and report.html from the stages' results: python -m tools.quickstart.report."""
 
 import json
 import sys
@@ -34,11 +34,11 @@ def report(out: Path) -> None:
 
 
 def gather(out: Path, metrics: Sequence[Facts]) -> Facts:
-    """The numbers of the run by the names of the contract."""
+    """The numbers of the run, by the names in the contract."""
     stamps = finished_stamps(out, STAGES, "--out", "run the quickstart")
     manifests = {step: out / "corpus" / step / MANIFEST for step in CORPUS_STEPS}
     extracted = out / "corpus" / "extract" / MANIFEST
-    # Of a run before, with other settings, there may be one that is no input of this one.
+    # An earlier run with other settings may have left a manifest that is no input of this run.
     if any(name.startswith("corpus/extract/") for name in stamps["clean"]["outputs"]):
         manifests = {"extract": extracted, **manifests}
     if stamps["corpus"]["commands"]:

@@ -1,4 +1,4 @@
-"""Clusters of near-duplicates: what verified edges hold together, and the one that stays."""
+"""Clusters of near-duplicates: documents connected by verified edges, and the one that stays."""
 
 import itertools
 import os
@@ -21,18 +21,18 @@ from tools.corpus.shards import placed
 orjson = Library("orjson")
 
 CHUNK = 1 << 20  # rows of a file handled at a time
-MEMBER_BYTES = 600  # of a document in a cluster while it is decided
-LARGEST = 10  # clusters that are told of
-SHOWN = 4  # of the members of each
+MEMBER_BYTES = 600  # memory of a document in a cluster, in decide()
+LARGEST = 10  # clusters that are reported
+SHOWN = 4  # members of each that are reported
 REMOVED = np.dtype([("number", "<i8"), ("line", "<i8"), ("copy", "?")])
 
 
 def connect(
     folder: Path, count: int, edges: Sequence[Path], copies: Sequence[Path], memory: int
 ) -> int:
-    """Write labels.npy, int64 [count]: the smallest document that each hangs together with.
+    """Write labels.npy, int64 [count]: the smallest document that each is connected to.
 
-    Kept in a file where it would not fit the memory.  Returns how many documents are in clusters.
+    Computed in a file if it exceeds `memory`.  Returns an upper bound of the documents in clusters.
     """
     path = folder / "labels.npy"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def connect(
         roots = roots_of(parent, block)
         parent[start : start + CHUNK] = roots
         alone = roots == np.arange(start, start + len(roots))
-        clustered += int((~alone).sum()) * 2  # each with its root, or fewer
+        clustered += int((~alone).sum()) * 2  # an upper bound: each is counted with its root
     if isinstance(parent, np.memmap):
         parent.flush()
         staged.replace(path)
@@ -62,7 +62,7 @@ def connect(
 
 
 def _fill(file: Path) -> None:
-    """Take the disk that a sparse file will need: OSError now, not a bus error later."""
+    """Allocate the disk space of a sparse file: OSError now, not a bus error later."""
     with file.open("r+b") as stream:
         os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
 
@@ -80,11 +80,11 @@ def roots_of(parent: Numbers, numbers: Numbers) -> Numbers:
         above = parent[roots]
         if np.array_equal(above, roots):
             return roots
-        parent[numbers] = roots = above  # which makes the way of those below half as long
+        parent[numbers] = roots = above  # path halving
 
 
 def join_all(parent: Numbers, a: Numbers, b: Numbers) -> None:
-    """Hook the larger root of each edge below the smaller, until all edges lie within a tree."""
+    """Attach the larger root of each edge to the smaller, until every edge lies within a tree."""
     while len(a):
         a, b = roots_of(parent, a), roots_of(parent, b)
         apart = a != b
@@ -94,7 +94,7 @@ def join_all(parent: Numbers, a: Numbers, b: Numbers) -> None:
 
 @dataclass(frozen=True)
 class Deciding:
-    """What is needed to choose who stays; files of the stages before."""
+    """Files of the previous stages, and rules, from which decide() chooses who stays."""
 
     index: Index
     labels: Path
@@ -104,7 +104,7 @@ class Deciding:
     sets: Path
     priority: tuple[str, ...]
     most: int | None
-    """Documents in a cluster; a larger one is told of and nothing decided."""
+    """Documents in a cluster; with a larger one, which is reported, nothing is decided."""
     memory: int
     parts: int
 
@@ -112,7 +112,7 @@ class Deciding:
         return f"Deciding in {self.parts} parts by {self.priority} up to {self.most}"
 
     def members(self, part: int) -> tuple[Numbers, Numbers]:
-        """(numbers, sorted, of the documents in clusters; their clusters) of a part."""
+        """(sorted numbers of the documents in the clusters of a part, their clusters)."""
         labels = mapped(self.labels)
         found = [np.empty((2, 0), np.int64)]
         for start in range(0, len(labels), CHUNK):
@@ -127,7 +127,7 @@ class Deciding:
         return both[0], both[1]
 
     def edges_of(self, part: int) -> Iterator[NDArray[Any]]:
-        """The verified edges within the clusters of a part, a file at a time."""
+        """The verified edges within the clusters of a part, one file at a time."""
         labels = mapped(self.labels)
         for file in self.edges:
             edges = np.load(file)
@@ -136,20 +136,20 @@ class Deciding:
 
 @dataclass
 class Clusters:
-    """The documents of some clusters, sorted by number; places are into this order."""
+    """The documents of some clusters, sorted by number; a place is an index in this order."""
 
     numbers: Numbers
     clusters: Numbers
     ids: list[str]
     sources: list[str]
     ranks: Numbers
-    """[n]: place in the order of (cluster, priority of the source, id): the first of each stays."""
+    """[n]: rank in the order of (cluster, source priority, id); the first of each cluster stays."""
     keepers: Numbers
     """[n]: place of the document that stays."""
     equals: Numbers
-    """[n]: place of the document that stood for it, and for all of the same normalised text."""
+    """[n]: place of the document that represents all of the same normalised text."""
     leads: Numbers = field(init=False)
-    """[n]: place of the first by rank of those of the same normalised text."""
+    """[n]: place of the first by rank of all of the same normalised text."""
 
     def __post_init__(self) -> None:
         best = np.full(len(self.numbers), len(self.numbers), np.int64)
@@ -169,7 +169,7 @@ def read_clusters(deciding: Deciding, part: int) -> Clusters:
     by_rank = sorted(range(len(numbers)), key=lambda k: (int(clusters[k]), priorities[k], ids[k]))
     ranks = np.empty(len(numbers), np.int64)
     ranks[by_rank] = np.arange(len(numbers))
-    heads = np.searchsorted(clusters[by_rank], clusters)  # the first rank of each one's cluster
+    heads = np.searchsorted(clusters[by_rank], clusters)  # first rank of each one's cluster
     equals = np.searchsorted(numbers, look_up(deciding.copies, numbers, numbers))
     return Clusters(
         numbers, clusters, ids, sources, ranks, np.array(by_rank, np.int64)[heads], equals
@@ -177,7 +177,7 @@ def read_clusters(deciding: Deciding, part: int) -> Clusters:
 
 
 class BestEdges:
-    """Of each document the edge to the most similar one, of equally similar ones the first by rank.
+    """Each document's edge to the most similar one; of equally similar ones, the first by rank.
 
     via: [n] place of that document, its own if there is no edge.  similarity: [n].
     """
@@ -188,7 +188,7 @@ class BestEdges:
         self.similarity = np.zeros(len(found.numbers))
 
     def add(self, edges: NDArray[Any]) -> None:
-        """Edges are between documents that stand for all of their text, and lead to its first."""
+        """Edges connect representatives of their texts; `via` is the first by rank of a text."""
         found = self._found
         ends = [np.searchsorted(found.numbers, edges[name]) for name in ("a", "b")]
         here, there = np.concatenate(ends), found.leads[np.concatenate(ends[::-1])]
@@ -205,9 +205,9 @@ class BestEdges:
 
 
 def decide(folder: Path, deciding: Deciding, part: int) -> dict[str, Any]:
-    """Write who goes (REMOVED, by number) and for each its line of duplicates.jsonl.
+    """Write the removed documents (REMOVED, by number) and their lines of duplicates.jsonl.
 
-    Returns counts of clusters and of those who go by source, and the largest clusters.
+    Returns the number of clusters, removed documents by source, and the largest clusters.
     """
     found = read_clusters(deciding, part)
     sets = Sets(deciding.sets, deciding.index, deciding.memory // 8)
@@ -228,7 +228,7 @@ def decide(folder: Path, deciding: Deciding, part: int) -> dict[str, Any]:
 def write_removed(
     file: Path, index: Index, found: Clusters, goes: Numbers, best: BestEdges, sets: Sets
 ) -> None:
-    """goes: places.  Beside the file its lines, .jsonl."""
+    """Write `file`, and the lines beside it (.jsonl).  goes: places of the removed documents."""
     copy = found.leads != np.arange(len(found.numbers))
     via = np.where(copy, found.leads, best.via[found.equals])
     via_jaccard = np.where(copy, 1.0, best.similarity[found.equals])
@@ -256,7 +256,7 @@ def write_removed(
 
 
 def similarity_with_keepers(found: Clusters, places: Numbers, sets: Sets) -> NDArray[np.float64]:
-    """[places]: exact similarity of each with the one that stays of its cluster."""
+    """[places]: exact similarity of each with the document of its cluster that stays."""
     if not len(places):
         return np.empty(0)
     a, b = found.equals[places], found.equals[found.keepers[places]]
@@ -269,7 +269,7 @@ def similarity_with_keepers(found: Clusters, places: Numbers, sets: Sets) -> NDA
 
 
 def _largest(found: Clusters, sets: Sets) -> list[dict[str, Any]]:
-    """The largest clusters with a few members each, the one that stays first."""
+    """The largest clusters with a few members each; the first member is the one that stays."""
     ordered = np.argsort(found.ranks)
     labels, starts, sizes = np.unique(
         found.clusters[ordered], return_index=True, return_counts=True

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tools.corpus.duplicates.index import ID, PREFIXES, Index, Numbers, id_key, mapped, save
 from tools.corpus.shingles import Words
 
-ROW_BYTES = 64  # of a row while it is grouped: key, number, order, what is gathered for it
-NAME_BYTES = 700  # of a row of which the id is looked at
+ROW_BYTES = 64  # memory of a row while it is grouped: key, number, order, gathered data
+NAME_BYTES = 700  # memory of a row whose id is read
 
 
 class Part(NamedTuple):
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def parts_of(columns: range, rows: int, memory: int, row_bytes: int = ROW_BYTES) -> list[Part]:
-    """Each column whole, or cut so that a part's rows fit the memory."""
+    """One part per column, or more so that a part's rows fit the memory."""
     count = 1
     while count < PREFIXES and rows * row_bytes > memory * count:
         count *= 2
@@ -38,7 +38,7 @@ def parts_of(columns: range, rows: int, memory: int, row_bytes: int = ROW_BYTES)
 
 
 def read_part(index: Index, part: Part) -> tuple[Words, Numbers]:
-    """The keys of all blocks in that range, and the numbers of their documents."""
+    """The keys of all blocks in the part's range, and the numbers of their documents."""
     keys, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
     for block, first in enumerate(index.firsts[:-1].tolist()):
         bounds = index.array(block, "bounds")[part.column]
@@ -49,10 +49,10 @@ def read_part(index: Index, part: Part) -> tuple[Words, Numbers]:
 
 
 def group(keys: Words, numbers: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
-    """Those whose key is not alone: (members, starts), members of a group next to each other.
+    """Documents whose key others have too: (members, starts), groups one after the other.
 
-    Groups are in the order of their keys, members of a group in that of their numbers; starts has
-    the place of each group's first member, and the end.
+    Groups are sorted by key, members of a group by number; starts has the index of each group's
+    first member, and the end.
     """
     if len(keys) < 2:
         return numbers[:0], np.zeros(1, np.int64)
@@ -68,7 +68,7 @@ def group(keys: Words, numbers: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
 
 
 def by_size(starts: NDArray[np.int64], least: int = 2) -> Iterator[NDArray[np.int64]]:
-    """The places of all members, a matrix [groups, size] for each size that groups have."""
+    """Indices of all members: one matrix [groups, size] for each size of groups."""
     sizes = np.diff(starts)
     for size in np.unique(sizes).tolist():
         if size >= least:
@@ -79,9 +79,9 @@ STAND_IN = np.dtype([("number", "<i8"), ("other", "<i8")])
 
 
 def find_copies(folder: Path, index: Index, part: Part) -> int:
-    """Write (number, the first of those with the same normalised text), without the first.
+    """Write (number, first document of the same normalised text) for all but the first.
 
-    Sorted by number; returns how many there are.
+    Rows are sorted by number.  Returns how many there are.
     """
     members, _ = group(*read_part(index, part))
     found = [np.empty(0, STAND_IN)]
@@ -99,10 +99,10 @@ def find_copies(folder: Path, index: Index, part: Part) -> int:
 
 
 def find_equal_ids(folder: Path, index: Index, part: Part) -> int:
-    """Write (number, k) of the documents that have an id of others before them; it becomes ID-k.
+    """Write (number, k) of the documents whose id a previous one has; it becomes ID-k.
 
-    The order is that of the digests of their normalised texts, of equal ones that of the input.
-    The k is 1, 2, ... but for those that make an id which some document has of its own.
+    Documents of an id are sorted by the digest of their normalised text, then in the order of the
+    input.  k is 1, 2, ..., without those for which some document has the id ID-k of its own.
     """
     members, starts = group(*read_part(index, part))
     if not len(members):
@@ -125,7 +125,7 @@ def find_equal_ids(folder: Path, index: Index, part: Part) -> int:
 
 
 def _numbered(index: Index, again: list[tuple[int, str, int, int]]) -> list[tuple[int, int]]:
-    """[(number, k)]: where a document has the id ID-k of its own, a k that is larger."""
+    """[(number, k)]: k is larger where some document has the id ID-k of its own."""
     done: list[tuple[int, int]] = []
     while again:
         taken = ids_there(index, [f"{name}-{k}" for _, name, k, _ in again])
@@ -140,7 +140,7 @@ def _numbered(index: Index, again: list[tuple[int, str, int, int]]) -> list[tupl
 
 
 def ids_there(index: Index, names: Sequence[str]) -> NDArray[np.bool_]:
-    """Which of these ids some record has; by their hashes."""
+    """Whether some record has each of these ids; compares hashes."""
     wanted = np.array([id_key(name) for name in names], np.uint64)
     found = np.zeros(len(wanted), bool)
     for block in range(len(index.blocks)):
@@ -156,7 +156,7 @@ def _save_sorted(folder: Path, part: Part, rows: NDArray[Any]) -> int:
 
 
 def look_up(files: Sequence[Path], numbers: Numbers, missing: Numbers) -> Numbers:
-    """What STAND_IN files say under "other" for these numbers; `missing` where they say nothing."""
+    """Values of "other" in STAND_IN files for these numbers; `missing` if a number is not there."""
     found = missing.copy()
     for file in files:
         rows = mapped(file)

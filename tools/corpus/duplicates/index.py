@@ -1,7 +1,7 @@
-"""The index of a corpus: for each block of a unit's documents a folder of arrays, a row for each.
+"""The index of a corpus: a folder of arrays per block of a unit's documents, a row per document.
 
-documents.npy   ROW [n]: where the document is, how long, digest of its normalised text
-names.bin       its id and source, as JSON lines; `name` in documents.npy says where each begins
+documents.npy   ROW [n]: location and length of the document, digest of its normalised text
+names.bin       its id and source, as JSON lines; `name` in documents.npy is where each begins
 keys.npy        uint64 [COLUMNS, n]: hashes of its id, of its normalised text, and of each band of
                 its signature, each row sorted
 order.npy       uint32 [COLUMNS, n]: which document each key belongs to
@@ -31,10 +31,10 @@ orjson = Library("orjson")
 
 ROW = np.dtype(
     [("offset", "<i8"), ("length", "<i8"), ("bytes", "<i8"), ("name", "<i8"), ("digest", "<u8", 2)]
-)  # in bytes, of the file and of names.bin; length of the line, bytes of the text
+)  # in bytes: offset and length of the line, size of the text, offset in names.bin
 PLACE = ["offset", "length", "bytes", "name"]
 BITS = PERMUTATIONS // 64  # words of a sketch
-BLOCK = 1 << 15  # documents: of a unit that is one large compressed file there may be any number
+BLOCK = 1 << 15  # documents; a unit that is one large compressed file may have any number
 ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 PREFIXES = 256  # the first byte of a key
 Numbers = NDArray[np.int64]
@@ -42,13 +42,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bands:
-    """How a signature is cut: into `count` bands of `rows` values."""
+    """Cuts a signature into `count` bands of `rows` values."""
 
     count: int
     rows: int
 
     def keys(self, signatures: Signatures) -> Words:
-        """[n, PERMUTATIONS] to [count, n]: equal where all values of the band are."""
+        """[n, PERMUTATIONS] to [count, n]: keys are equal where all values of the band are."""
         cut = signatures[:, : self.count * self.rows].reshape(-1, self.count, self.rows)
         keys = np.zeros(cut.shape[:2], np.uint64)
         for row in range(self.rows):
@@ -57,12 +57,12 @@ class Bands:
         return keys.T
 
     def recall(self, jaccard: float) -> float:
-        """The share of pairs of this similarity that fall into one bucket of one band or more."""
+        """Share of pairs of this similarity that share a bucket in at least one band."""
         return float(1 - (1 - jaccard**self.rows) ** self.count)
 
 
 def sketch(signatures: Signatures) -> Words:
-    """[n, PERMUTATIONS] to [n, BITS]: a fair bit of each value."""
+    """[n, PERMUTATIONS] to [n, BITS]: one fair bit of each value."""
     bits = (signatures * np.uint32(0x9E3779B1)) >> np.uint32(31)
     return np.packbits(bits.astype(bool), axis=1, bitorder="little").view("<u8")
 
@@ -70,9 +70,9 @@ def sketch(signatures: Signatures) -> Words:
 def index_unit(
     unit: Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands | None
 ) -> dict[str, Any]:
-    """Write the index of a unit; without bands, only what needs no signature.
+    """Write the index of a unit; without bands, only the arrays that need no signature.
 
-    Returns the documents of each block, which is in folder/UNIT-NUMBER, and the books.
+    Returns the number of documents of each block (folder/UNIT-NUMBER), and the unit's counts.
     """
     funnel, counts = Funnel(), []
     rows = Rows(shingler, bands)
@@ -116,7 +116,7 @@ class Rows:
             self._signatures.append(self._shingler.sign(self._shingler.hashes(points)))
 
     def write(self, folder: Path) -> int:
-        """Returns how many they are."""
+        """Write the block.  Returns how many documents it has."""
         digests = np.frombuffer(self._digests, "<u8").reshape(-1, 3)
         documents = np.empty(len(self), ROW)
         documents[PLACE] = np.array(self._places, documents[PLACE].dtype)
@@ -140,22 +140,22 @@ def save(path: Path, array: NDArray[Any]) -> None:
 
 
 def mapped(path: Path) -> NDArray[Any]:
-    """The array of a file, mapped and not read, unless it is small: nothing cannot be mapped."""
+    """The array of a file, memory-mapped unless it is small: an empty one cannot be mapped."""
     return np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
 
 
 def _digest(content: bytes) -> bytes:
-    """128 bits."""
+    """The first 128 bits of the SHA-256."""
     return hashlib.sha256(content).digest()[:16]
 
 
 def id_key(identity: str) -> int:
-    """64 bits."""
+    """The first 64 bits of an id's digest."""
     return int.from_bytes(_digest(identity.encode())[:8], "little")
 
 
 def sort_keys(keys: Words) -> dict[str, NDArray[Any]]:
-    """keys [columns, n] to the arrays keys, order and bounds of the index."""
+    """Arrays keys, order and bounds of the index, from keys [columns, n]."""
     order = np.argsort(keys, axis=1, kind="stable")
     keys = np.take_along_axis(keys, order, axis=1)
     edges = np.arange(1, PREFIXES, dtype=np.uint64) << np.uint64(56)
@@ -169,16 +169,16 @@ def sort_keys(keys: Words) -> dict[str, NDArray[Any]]:
 
 class Block(NamedTuple):
     unit: int
-    """Place of its unit among all."""
+    """Index of its unit among all."""
     name: str
     documents: int
 
 
 @dataclass(frozen=True)
 class Index:
-    """The index of all units; documents are numbered through, from 0 on.
+    """The index of all units; documents are numbered from 0 across units.
 
-    Travels to workers by the name of a file.
+    Workers get its folder and digest, and read it from the file there.
     """
 
     folder: Path
@@ -186,7 +186,7 @@ class Index:
     blocks: tuple[Block, ...]
 
     def __repr__(self) -> str:
-        """What tells one index from another when a task is looked for."""
+        """Tells one index from another when a task is looked up."""
         return f"Index of {len(self.units)} units, {len(self)} documents"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -206,12 +206,12 @@ class Index:
 
     @cached_property
     def firsts(self) -> Numbers:
-        """[blocks + 1]: the number of each block's first document, and of all documents."""
+        """[blocks + 1]: the number of each block's first document, and how many there are."""
         return np.cumsum([0, *(block.documents for block in self.blocks)], dtype=np.int64)
 
     @cached_property
     def unit_firsts(self) -> Numbers:
-        """[units + 1]: the same of units."""
+        """[units + 1]: the same for units."""
         counts = np.zeros(len(self.units) + 1, np.int64)
         for block in self.blocks:
             counts[block.unit + 1] += block.documents
@@ -221,18 +221,18 @@ class Index:
         return int(self.firsts[-1])
 
     def array(self, block: int, name: str) -> NDArray[Any]:
-        """An array of a block's index, mapped and not read."""
+        """An array of a block's index, memory-mapped."""
         return mapped(self.folder / self.blocks[block].name / f"{name}.npy")
 
     def read(self, block: int, name: str, row: int, where: slice) -> NDArray[Any]:
-        """A range of a row of an array [rows, n]: read, for mapped pages would count as held."""
+        """Read a range of a row of an array [rows, n]: mapped pages would count as memory held."""
         path = self.folder / self.blocks[block].name / f"{name}.npy"
         whole = np.load(path, mmap_mode="r")
         offset = whole.offset + (row * whole.shape[1] + where.start) * whole.itemsize
         return np.fromfile(path, whole.dtype, where.stop - where.start, offset=offset)
 
     def gather(self, numbers: Numbers, name: str) -> NDArray[Any]:
-        """The rows of an array of the index, of sorted numbers, of which there is one at least."""
+        """The rows of an array of the index for sorted numbers, at least one."""
         return np.concatenate(
             [
                 self.array(block, name)[numbers[where] - self.firsts[block]]
@@ -241,7 +241,7 @@ class Index:
         )
 
     def names(self, numbers: Numbers) -> Iterator[tuple[str, str]]:
-        """(id, source) of sorted numbers; the id as the record gave it."""
+        """(id, source) for sorted numbers; the id as in the record."""
         for block, where in ranges(numbers, self.firsts):
             rows = numbers[where] - self.firsts[block]
             starts = self.array(block, "documents")["name"][rows].tolist()
@@ -251,13 +251,13 @@ class Index:
                     yield tuple(orjson.loads(file.readline()))
 
     def places(self, numbers: Numbers) -> Iterator[tuple[str, int]]:
-        """(file, byte at which the line starts) of sorted numbers."""
+        """(file, byte at which the line starts) for sorted numbers."""
         for unit, where in ranges(numbers, self.unit_firsts):
             for offset in self.gather(numbers[where], "documents")["offset"].tolist():
                 yield self.units[unit].file, offset
 
     def documents(self, numbers: Numbers) -> Iterator[tuple[int, str]]:
-        """(number, text) of sorted numbers, one at a time."""
+        """(number, text) for sorted numbers, one at a time."""
         for unit, where in ranges(numbers, self.unit_firsts):
             wanted = numbers[where]
             rows = self.gather(wanted, "documents")
@@ -281,7 +281,7 @@ class Index:
 
 @lru_cache(maxsize=4)
 def open_index(folder: Path, digest: str) -> Index:
-    """The index that was saved there."""
+    """The index that was saved in this folder."""
     units, blocks = orjson.loads((folder / "index.json").read_bytes())
     index = Index(
         folder, tuple(Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
@@ -291,14 +291,14 @@ def open_index(folder: Path, digest: str) -> Index:
 
 
 def ranges(numbers: Numbers, firsts: Numbers) -> Iterator[tuple[int, slice]]:
-    """(k, where those from firsts[k] to before firsts[k + 1] are), for sorted numbers."""
+    """(k, slice of the numbers in [firsts[k], firsts[k + 1])), for sorted numbers."""
     cuts = np.searchsorted(numbers, firsts)
     for k in np.flatnonzero(np.diff(cuts)).tolist():
         yield k, slice(int(cuts[k]), int(cuts[k + 1]))
 
 
 def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
-    """The lines that begin there, in order: read directly if the file is plain."""
+    """The lines at these offsets, in order; read directly if the file is plain."""
     if is_whole(unit.file):
         wanted = set(offsets.tolist())
         yield from (

@@ -1,4 +1,4 @@
-"""The shards of what stays."""
+"""The shards of the documents that stay."""
 
 import contextlib
 from pathlib import Path
@@ -18,7 +18,7 @@ COPY, NEAR = "same normalised text", "near-duplicate"
 def write_unit(
     unit: int, settings: StepSettings, folder: Path, index: Index, removed: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """Copy the lines of the documents of a unit that stay; the others' lines go into `folder`."""
+    """Copy lines of a unit's documents that stay; write those of duplicates.jsonl to `folder`."""
     place = index.units[unit]
     goes = write_lines(folder / f"{place.name}.jsonl", index, unit, removed)
     funnel = Funnel()
@@ -27,7 +27,7 @@ def write_unit(
     with write_shard(settings.output, f"part-{place.name}", settings.compress) as shard:
         for line in read_shard(place.file, place.start, place.stop):
             if document is None or line.offset != document[1]:
-                continue  # it holds no document, as the index has noted
+                continue  # holds no document; the index has counted it
             number, _, size, source = document
             if number in goes:
                 counts = funnel.dropped.setdefault(COPY if goes[number] else NEAR, {})
@@ -43,7 +43,7 @@ def write_unit(
 def write_lines(
     target: Path, index: Index, unit: int, removed: tuple[Path, ...]
 ) -> dict[int, bool]:
-    """Write the unit's lines of duplicates.jsonl; {number: whether its text is another's too}."""
+    """Write the unit's lines of duplicates.jsonl; {number: whether another has its text too}."""
     first, last = index.unit_firsts[unit : unit + 2]
     found = []
     for path in removed:

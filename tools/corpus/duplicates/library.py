@@ -1,4 +1,4 @@
-"""Candidate pairs by the library datasketch: the oracle of our own."""
+"""Candidate pairs by the library datasketch: the reference for our own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def find_pairs_by_datasketch(
 ) -> dict[str, Any]:
     """Write the pairs that datasketch's MinHashLSH finds with the same bands; in memory.
 
-    MissingLibrary where it cannot be imported.
+    Raises MissingLibrary if it cannot be imported.
     """
     numbers = np.arange(len(index))
     numbers = numbers[look_up(copies, numbers, numbers) == numbers]

@@ -1,4 +1,4 @@
-"""Candidate pairs: documents that share a bucket of a band and look alike in their sketches.
+"""Candidate pairs: documents that share a bucket of a band and have similar sketches.
 
 A pair is one uint64, the smaller number in its upper half.
 """
@@ -15,11 +15,11 @@ from tools.corpus.duplicates.grouping import Part, by_size, group, look_up, read
 from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.shingles import PERMUTATIONS, Words
 
-AT_ONCE = 1 << 20  # pairs looked at at a time
+AT_ONCE = 1 << 20  # pairs examined at a time
 HALF = np.uint64(32)
 LOW = np.uint64((1 << 32) - 1)
-PIECE, ROUNDS = 128, 4  # documents of a piece of a bucket that is split; orders it is split in
-LEEWAY = 4.5  # standard deviations that a pair at the threshold may look less alike by chance
+PIECE, ROUNDS = 128, 4  # documents in a piece of a split bucket; orders that it is split in
+LEEWAY = 4.5  # standard deviations by which a pair at the threshold may agree less by chance
 
 
 def pack(a: Numbers, b: Numbers) -> Words:
@@ -34,8 +34,8 @@ def unpack(pairs: Words) -> tuple[Numbers, Numbers]:
 def least_agreement(jaccard: float) -> int:
     """Bits of a sketch in which a pair has to agree to be a candidate.
 
-    Of two documents each bit agrees with probability p = (1 + J) / 2: always where the values of
-    the signatures do, else half the time.
+    Each bit of two documents agrees with probability p = (1 + J) / 2: always where the values of
+    the signatures do, otherwise half the time.
     """
     p = (1 + jaccard) / 2
     deviation = float(np.sqrt(PERMUTATIONS * p * (1 - p)))
@@ -51,9 +51,9 @@ def find_pairs(
     limit: int,
     memory: int,
 ) -> dict[str, Any]:
-    """Write the candidate pairs of one part of a band, in sorted runs; facts of pairs and buckets.
+    """Write the candidate pairs of a part of a band, in sorted runs.  Returns facts of both.
 
-    copies: files of the documents for which an equal one stands.  A bucket of more than `limit`
+    copies: files of the documents that an equal one represents.  A bucket of more than `limit`
     documents is split.
     """
     keys, numbers = read_part(index, part)
@@ -75,7 +75,7 @@ def find_pairs(
 
 
 class Runs:
-    """Pairs as they are found, written in sorted runs that take up to `most` bytes."""
+    """Collects pairs, and writes them in sorted runs of up to `most` bytes."""
 
     def __init__(self, folder: Path, name: str, most: int) -> None:
         self._folder = folder
@@ -94,7 +94,7 @@ class Runs:
                 self._write()
 
     def close(self) -> dict[str, Any]:
-        """How many there are, and the names of the files."""
+        """The number of pairs, and the names of the files."""
         if self._bytes:
             self._write()
         return {"pairs": self._pairs, "files": self._files}
@@ -108,10 +108,10 @@ class Runs:
 
 
 class Buckets:
-    """The members of the buckets of a part, and what tells whether two may be alike."""
+    """The members of the buckets of a part, and the sketches that tell which may be alike."""
 
     def __init__(self, index: Index, members: Numbers, agreement: int, digests: bool) -> None:
-        """digests: whether there is anything to split."""
+        """digests: whether there is a bucket to split."""
         self._members = members
         self._most_different = PERMUTATIONS - agreement
         distinct, inverse = np.unique(members, return_inverse=True)
@@ -121,7 +121,7 @@ class Buckets:
             self._digests = index.gather(distinct, "documents")["digest"][inverse, 0]
 
     def pairs(self, places: NDArray[np.int64]) -> Iterator[Words]:
-        """Of the groups [n, size], all pairs within that look alike."""
+        """All pairs within the groups [n, size] whose sketches are similar."""
         left, right = np.triu_indices(places.shape[1], 1)
         for rows, columns in _blocks(len(places), len(left)):
             a = places[rows, left[columns]].ravel()
@@ -131,11 +131,11 @@ class Buckets:
             yield pack(self._members[a[alike]], self._members[b[alike]])
 
     def split(self, bucket: NDArray[np.int64], salt: int, size: int) -> Iterator[NDArray[np.int64]]:
-        """The bucket in pieces of up to `size`, in each of ROUNDS orders; by content alone.
+        """The bucket in pieces of up to `size`, in each of ROUNDS orders; depends only on content.
 
-        An order is by the sketches, their bits in a random order: those who are alike are near each
-        other in most.  The orders of another salt, that is band, are others, so that what is cut
-        apart here hangs together there.
+        An order sorts by the sketches with their bits permuted at random: similar documents are
+        near each other in most orders.  Another salt, that is band, gives other orders, so that
+        pairs separated here are together there.
         """
         bits = np.unpackbits(self._bits[bucket].view(np.uint8), axis=1)
         for number in range(ROUNDS):
@@ -150,7 +150,7 @@ class Buckets:
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """A table in blocks of up to AT_ONCE cells."""
+    """Blocks of up to AT_ONCE cells of a table."""
     height = max(1, AT_ONCE // columns)
     for row in range(0, rows, height):
         for column in range(0, columns, AT_ONCE):
@@ -158,9 +158,9 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def bounds_of(files: Sequence[Path], pairs: int, most: int) -> list[int]:
-    """First documents of ranges in which about `most` pairs begin, and the end of all.
+    """First documents of ranges in which about `most` pairs begin, and the end of all ranges.
 
-    pairs: in all files.  A document's pairs are never in two ranges.
+    pairs: number in all files.  A document's pairs are never in two ranges.
     """
     ranges = max(1, -(-pairs // max(1, most)))
     stride = max(1, most // 64)
@@ -171,7 +171,7 @@ def bounds_of(files: Sequence[Path], pairs: int, most: int) -> list[int]:
 
 
 def merge_pairs(folder: Path, name: str, files: Sequence[Path], first: int, last: int) -> int:
-    """Write the pairs that begin in [first, last), each once, and the documents they need."""
+    """Write the pairs that begin in [first, last), each once, and the documents in them."""
     parts = [np.empty(0, np.uint64)]
     edges = np.array([first, last - 1], np.uint64) << HALF | np.array([0, LOW], np.uint64)
     for file in files:

@@ -15,16 +15,16 @@ from tools.corpus.shards import placed
 from tools.corpus.shingles import Shingler, Words
 
 EDGE = np.dtype([("a", "<i8"), ("b", "<i8"), ("shared", "<i8"), ("union", "<i8")])
-BIN = 20  # bins of the histogram of similarities in an interval of 1
+BIN = 20  # bins of the histogram of similarities, from 0 to 1
 
 
 def write_sets(
     folder: Path, index: Index, unit: int, needed: Sequence[Path], shingler: Shingler
 ) -> int:
-    """Write the sets of those documents of a unit that some file of `needed` names.
+    """Write the sets of a unit's documents that are in some file of `needed`.
 
-    Two files: the hashes, set after set, and int64 [2, n + 1]: the documents' numbers (and -1), and
-    where the set of each begins (and the last ends).
+    Two files: the hashes, set after set, and int64 [2, n + 1]: the documents' numbers (then -1),
+    and where the set of each begins (then where the last ends).
     """
     first, last = index.unit_firsts[unit : unit + 2]
     wanted = [np.empty(0, np.int64)]
@@ -43,7 +43,7 @@ def write_sets(
 
 
 class Sets:
-    """The sets that write_sets wrote, read as they are asked for."""
+    """The sets that write_sets wrote, read on demand."""
 
     def __init__(self, folder: Path, index: Index, memory: int) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class Sets:
         return np.load(self._folder / f"{self._index.units[unit].name}.npy")
 
     def compare(self, a: Numbers, b: Numbers) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(sizes of the intersections, of the unions) of pairs of documents."""
+        """(sizes of the intersections, sizes of the unions) of pairs of documents."""
         shared, union = np.empty(len(a), np.int64), np.empty(len(a), np.int64)
         for k, (left, right) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
             ours, theirs = self[left], self[right]
@@ -90,7 +90,7 @@ def verify_pairs(
 ) -> list[int]:
     """Write the pairs whose similarity is at least the threshold, compared in integers.
 
-    Returns how many there are in each of BIN intervals from 0 to 1, those of 1 in the last.
+    Returns how many there are in each of BIN intervals from 0 to 1; the last includes 1.
     """
     a, b = unpack(np.load(pairs))
     shared, union = Sets(sets, index, memory).compare(a, b)
@@ -104,7 +104,7 @@ def verify_pairs(
 
 
 def count_shared(a: Words, b: Words) -> int:
-    """How many values two sorted arrays without repetition share."""
+    """Number of values that two sorted arrays without repetition share."""
     if HAVE_NUMBA:
         return int(_count_shared(a, b))
     return len(np.intersect1d(a, b, assume_unique=True))

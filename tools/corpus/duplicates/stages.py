@@ -1,4 +1,4 @@
-"""The stages of `tools.corpus.dedup`, in order, with the files that each leaves to the next."""
+"""The stages of `tools.corpus.dedup`, in order, with the files that each passes to the next."""
 
 import itertools
 from collections import Counter
@@ -42,15 +42,15 @@ from tools.corpus.tasks import Task
 from tools.corpus.units import sum_funnels
 
 PAIRS_OF_A_TASK = 500_000
-PAIR_BYTES = 100  # of a candidate pair while it is merged and verified
-MOST_DOCUMENTS = 1 << 32  # a pair of them is one uint64
+PAIR_BYTES = 100  # memory of a candidate pair while it is merged and verified
+MOST_DOCUMENTS = 1 << 32  # a pair of numbers is one uint64
 
 Files = tuple[Path, ...]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides which documents are near-duplicates, and which of them stays."""
+    """Rules for which documents are near-duplicates, and which of them stays."""
 
     shingler: Shingler
     bands: Bands
@@ -58,23 +58,23 @@ class Rules:
     max_bucket: int
     priority: tuple[str, ...]
     max_cluster: int | None
-    """Documents; with a larger cluster nothing is decided."""
+    """Number of documents; with a larger cluster nothing is decided."""
     by_datasketch: bool
 
 
 @dataclass(frozen=True)
 class Found:
-    """What choose() leaves."""
+    """Result of choose()."""
 
     removed: Files
     clusters: int
     sources: Counter[str]
-    """Documents that go, by source."""
+    """Number of removed documents, by source."""
     largest: list[dict[str, Any]]
 
 
 class Stages:
-    """Each method is a stage, or a few that belong together; run in this order."""
+    """Each method runs a stage, or a few that belong together; called in this order."""
 
     def __init__(self, step: StepRun, rules: Rules) -> None:
         self._step = step
@@ -88,7 +88,7 @@ class Stages:
         return tuple(self._folder(name) / f"{key}.npy" for key in keys)
 
     def index(self) -> tuple[Index, Funnel]:
-        """The index of the corpus, and what went in.  ValueError where there is no document."""
+        """The index of the corpus, and input counts.  Raises ValueError if there is no document."""
         step, rules = self._step, self._rules
         folder = self._folder("index")
         bands = None if rules.by_datasketch else rules.bands
@@ -119,11 +119,11 @@ class Stages:
         return index, funnel
 
     def copies(self, index: Index) -> Files:
-        """Documents for which another of the same normalised text stands."""
+        """Documents that another of the same normalised text represents."""
         return self._by_column("copies", find_copies, index, TEXT, ROW_BYTES)
 
     def ids(self, index: Index) -> Files:
-        """Documents whose id another has too."""
+        """Documents whose id a previous one has too."""
         return self._by_column("ids", find_equal_ids, index, ID, NAME_BYTES)
 
     def _by_column(
@@ -135,7 +135,7 @@ class Stages:
         return self._files(name, [part.name for part in parts])
 
     def pairs(self, index: Index, copies: Files) -> tuple[Files, dict[str, int]]:
-        """Candidate pairs, each once; facts of the buckets."""
+        """Candidate pairs, each once, and facts of the buckets."""
         rules, folder = self._rules, self._folder("pairs")
         function: Callable[..., dict[str, Any]] = find_pairs
         if rules.by_datasketch:
@@ -170,7 +170,7 @@ class Stages:
         return self._files("candidates", [task.key for task in tasks])
 
     def edges(self, index: Index, pairs: Files) -> tuple[Files, list[dict[str, float]]]:
-        """Pairs whose exact similarity meets the threshold; the histogram of theirs."""
+        """Pairs whose exact similarity meets the threshold, and the histogram of similarities."""
         rules, sets, folder = self._rules, self._folder("sets"), self._folder("edges")
         needed = tuple(file.with_name(f"{file.stem}.needed.npy") for file in pairs)
         tasks = [
@@ -190,7 +190,7 @@ class Stages:
         return self._files("edges", [task.key for task in tasks]), histogram
 
     def choose(self, index: Index, edges: Files, copies: Files, ids: Files) -> Found:
-        """Who goes."""
+        """Choose the documents to remove."""
         labels = self._folder("clusters")
         (clustered,) = self._step.stage(
             "clusters", connect, [Task("all", (labels, len(index), edges, copies, self._memory))]
@@ -223,7 +223,7 @@ class Stages:
         )
 
     def kept(self, index: Index, removed: Files) -> tuple[Funnel, list[dict[str, Any]]]:
-        """Write the shards and duplicates.jsonl; what came out and went, facts of the shards."""
+        """Write the shards and duplicates.jsonl.  Returns document counts, facts of the shards."""
         settings, folder = self._step.settings, self._folder("lines")
         tasks = [
             Task(unit.name, (k, settings, folder, index, removed), unit.stop - unit.start)

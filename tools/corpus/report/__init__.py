@@ -1,7 +1,7 @@
 """The page that shows what the steps did to a corpus: `python -m tools.corpus.report`.
 
-Reads manifest.json and run.json of every step, no text but what they quote, and writes one HTML
-file that runs nothing and asks no network: the funnel, what each source lost and where, lengths,
+Reads manifest.json and run.json of every step, and no text but what they quote.  Writes one HTML
+file without scripts and network access: the funnel, losses of each source and where, lengths,
 languages, duplicates with their texts, leakage, time and memory, settings and checksums.
 """
 
@@ -23,14 +23,14 @@ from tools.corpus.shards import placed
 class Settings:
     input: tuple[Path, ...]
     """Output folders of the steps, in the order in which they ran; or one folder that holds them
-    all, which are then put into the order of the pipeline."""
+    all, in which case they are put into the order of the pipeline."""
 
     output: Path
     """HTML file to write."""
 
     verify: bool = False
     """Read every shard of every step again and compare it with the checksum in its manifest; a
-    shard that differs or is gone is named on the page and ends the command with status 2."""
+    shard that differs or is missing is named on the page and ends the command with status 2."""
 
     workers: int = len(os.sched_getaffinity(0))
     """Processes that --verify reads with."""
@@ -49,7 +49,7 @@ class Settings:
 def run(settings: Settings) -> None:
     steps = read_steps(settings.input)
     faults = list(verify(steps, settings.workers)) if settings.verify else None
-    # What is no Unicode (half of a surrogate pair in a quoted text) comes out as "?".
+    # Invalid Unicode (half of a surrogate pair in a quoted text) becomes "?".
     content = page(steps, faults).encode("utf-8", "replace")
     with placed(settings.output) as file:
         file.write(content)
@@ -59,7 +59,7 @@ def run(settings: Settings) -> None:
 
 
 def verify(steps: Steps, workers: int) -> Iterator[str]:
-    """The shards that are not what their manifest says, and why."""
+    """The shards that differ from their manifest, and why."""
     shards = [(folder, shard) for folder in steps.folders for shard in folder.shards]
     calls = [Call(find_fault, (folder.path / s["name"], s["sha256"])) for folder, s in shards]
     faults: dict[int, str] = {}
@@ -74,7 +74,7 @@ def verify(steps: Steps, workers: int) -> Iterator[str]:
 
 
 def find_fault(file: Path, expected: str) -> str | None:
-    """What is wrong with a shard, None if it has the checksum."""
+    """The fault of a shard, None if it has the checksum."""
     if not file.is_file():
         return "gone"
     return None if sha256(file) == expected else "another checksum than its manifest gives"

@@ -1,4 +1,4 @@
-"""Pictures in the page's own colours: SVG where there is a scale, plain elements for bars.
+"""Charts in the page's own colours: SVG if there is a scale, plain elements for bars.
 
 Scaled drawings are 360 units wide and shown at about that width everywhere, so that their text
 keeps its size on a phone.  All texts are escaped here.
@@ -26,10 +26,10 @@ class Segment(NamedTuple):
 def flow(
     before: Sequence[Segment], after: Sequence[Segment], losses: Sequence[Segment], total: float
 ) -> str:
-    """Segments narrowing from `before` to `after`, and what is lost splitting off to the right.
+    """Segments that narrow from `before` to `after`; losses split off to the right.
 
     before and after pair up by position.  total: the size that fills the width.  The drawing
-    stretches to whatever box it is in.
+    stretches to the box that it is in.
     """
     shapes, top, bottom = [], 0.0, 0.0
     for old, new in zip(before, after, strict=True):
@@ -37,7 +37,7 @@ def flow(
         top, bottom = top + old.size, bottom + new.size
     edge = max(top, bottom)
     for loss in losses:
-        # They grow out of the right edge of what went in.
+        # Losses grow out of the right edge of the input.
         end = min(bottom + loss.size, edge)
         shapes.append(_ribbon(top, top, bottom, end, total, loss.colour))
         bottom = end
@@ -87,7 +87,7 @@ def count_axis(largest: float, title: str) -> Axis:
 
 
 def short(number: float) -> str:
-    """1,500 as 1.5k; two digits or so, for a tick."""
+    """The number for a tick, with two digits or so: 1,500 as 1.5k."""
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:g}{letter}"
@@ -95,13 +95,13 @@ def short(number: float) -> str:
 
 
 class Bar(NamedTuple):
-    """Of a histogram."""
+    """A bar of a histogram."""
 
     start: float
     stop: float
     size: float
     note: str
-    """Shown where the pointer rests."""
+    """Shown while the pointer rests on the bar."""
 
 
 def histogram(
@@ -171,7 +171,7 @@ def _frame(content: str, across: Axis, up: Axis) -> str:
 def bar_cells(share: float | None, of: float = 1.0, behind: float = 0.0) -> str:
     """Two table cells: a share in per cent, and a bar.
 
-    of: the share that fills the width.  behind: one that a paler bar shows.
+    of: the share that fills the width.  behind: a share that a paler bar shows.
     """
     bars = "".join(
         f'<i class="{kind}" style="width:{100 * min(part / (of or 1.0), 1.0):.1f}%"></i>'
@@ -182,7 +182,7 @@ def bar_cells(share: float | None, of: float = 1.0, behind: float = 0.0) -> str:
 
 
 def portion(share: float | None) -> str:
-    """Per cent, HTML; what is not nothing does not look like it, nor as if it were all."""
+    """Per cent, HTML; a share over 0 is not shown as 0, a share under 1 not as 100 %."""
     if share is None:
         return NONE
     if 0 < share < 0.00005:

@@ -1,4 +1,4 @@
-"""Duplicates: how alike they were, what the bands find, and the largest clusters side by side."""
+"""Duplicates: how similar they were, what the bands find, the largest clusters side by side."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from tools.corpus.report.texts import draw, figure, missing, own_facts
 from tools.page import decimal, table, whole
 
 SHOWN = 12  # clusters
-CHARACTERS = 2000  # of each text
+CHARACTERS = 2000  # shown of each text
 WORDS = 500  # of each text that are compared
 
 STYLE = """
@@ -91,7 +91,7 @@ def _share_axis(low: float, high: float, title: str) -> Axis:
 
 
 def largest(clusters: Sequence[Facts]) -> str:
-    """Each to unfold, the first one open."""
+    """Each cluster in a box that unfolds; the first one is open."""
     parts = []
     for number, cluster in enumerate(clusters[:SHOWN]):
         sources = sorted({str(member["source"]) for member in cluster["members"]})
@@ -111,9 +111,9 @@ CLUSTERS = (
 
 
 def side_by_side(cluster: Facts) -> str:
-    """The document that was kept first.
+    """The texts of a cluster, the document that was kept first.
 
-    Marked are words that it does not have, and in it those that half of the others do not have.
+    Words that it lacks are marked; in it, words that half of the others or more lack are marked.
     """
     members = sorted(cluster["members"], key=lambda member: member["id"] != cluster["kept_id"])
     words = [split_words(str(member["text"])) for member in members]
@@ -130,12 +130,12 @@ def side_by_side(cluster: Facts) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Words, each with the white space after it: joined again they are the text."""
+    """Words, each with the white space after it, so that joined again they are the text."""
     return re.findall(r"\s*\S+\s*", text[:CHARACTERS])
 
 
 def differences(first: Sequence[str], other: Sequence[str]) -> tuple[list[bool], list[bool]]:
-    """Which words of each text the other has not, in order; of the first WORDS of both."""
+    """Whether the other text lacks each word, in order; compares the first WORDS of both."""
     a, b = ([word.strip() for word in words[:WORDS]] for words in (first, other))
     gone, new = [True] * len(a), [True] * len(b)
     for i, j, n in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():

@@ -1,4 +1,4 @@
-"""What the steps took, and what they were run with."""
+"""Time and memory of the steps; their settings, versions and checksums."""
 
 import json
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from tools.corpus.report.steps import Facts, Folder, Step, Steps, text_bytes
 from tools.corpus.report.texts import own_facts
 from tools.page import NONE, decimal, duration, row, table, whole
 
-LEAST = 0.1  # seconds, of which a speed can be told
+LEAST = 0.1  # seconds from which a speed is shown
 LISTED = 40  # files of a folder that are listed one by one
 
 
 def headline(steps: Steps) -> list[tuple[str, str, str]]:
-    """CPU time and memory of all steps, if any of them says."""
+    """CPU time and memory of all steps, if any of them has recorded them."""
     stages = [stage for step in steps for stage in stages_of(step)]
     if not stages:
         return []
@@ -29,7 +29,7 @@ def headline(steps: Steps) -> list[tuple[str, str, str]]:
 
 
 def stages_of(step: Step) -> list[Facts]:
-    """Of all folders of the step together, by name."""
+    """The stages of all folders of the step, merged by name."""
     merged: dict[str, Facts] = {}
     stages = [stage for folder in step.folders if folder.run for stage in folder.run["stages"]]
     for stage in stages:
@@ -44,7 +44,7 @@ def stages_of(step: Step) -> list[Facts]:
 
 
 def took(seconds: float) -> str:
-    """In the unit that suits."""
+    """The time in a suitable unit."""
     return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else duration(seconds)
 
 
@@ -92,7 +92,7 @@ def seconds(number: float) -> str:
 
 
 def provenance(steps: Steps, faults: Sequence[str] | None) -> str:
-    """To unfold: what would be needed to make the same again, and to tell whether it is."""
+    """Boxes that unfold, with all that is needed to make the same output again and to check it."""
     return verdict(faults) + "".join(
         f"<details><summary>{escape(folder.step.capitalize())}, "
         f"<code>{escape(folder.path.name)}</code></summary>{_provenance(folder)}</details>"

@@ -1,4 +1,4 @@
-"""The funnel: what went into each step, came out and was dropped, as a picture and as tables."""
+"""The funnel: documents that each step read, wrote and dropped, as a picture and as tables."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,7 +8,7 @@ from tools.corpus.report.charts import Segment, bar_cells, flow, portion
 from tools.corpus.report.steps import Loss, Passage, Step, text_bytes
 from tools.page import NONE, table, whole
 
-COLOURS = 6  # sources with a colour of their own, the largest; the others share one
+COLOURS = 6  # the largest sources have their own colours; the others share one
 SIZES = ("kB", "MB", "GB", "TB")
 
 STYLE = """
@@ -37,7 +37,7 @@ STYLE = """
 
 
 class Palette:
-    """Which colour a source has on the whole page."""
+    """The colour of each source on the whole page."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         first = first_seen(passages)
@@ -114,7 +114,7 @@ def _passage(passage: Passage, palette: Palette, total: float) -> str:
 
 
 def notes(step: Step) -> list[str]:
-    """What a step did other than to drop."""
+    """Remarks on a step besides its losses."""
     lines = [
         f"{side}: {whole(count['documents'])} documents, {size(count['bytes'])}"
         for side, count in (step.find("sides") or {}).items()
@@ -127,7 +127,7 @@ def notes(step: Step) -> list[str]:
 
 
 def lost_colour(rank: int) -> str:
-    """Paler from reason to reason."""
+    """The colour of a loss, paler from reason to reason."""
     return f"color-mix(in srgb, var(--lost) {max(100 - 25 * rank, 25)}%, var(--paper))"
 
 
@@ -140,7 +140,7 @@ def title(passage: Passage) -> str:
 
 
 def totals(passages: Sequence[Passage]) -> str:
-    """A row for each step: what it read itself, and what it wrote."""
+    """A row for each step: its own input, and its output."""
     rows = []
     for passage in passages:
         into, out = passage.funnel.input, passage.funnel.output
@@ -176,7 +176,7 @@ def reasons(passages: Sequence[Passage]) -> str:
 
 
 def by_source(passages: Sequence[Passage], palette: Palette) -> str:
-    """For each step a row a source: in, out, and dropped for each reason."""
+    """For each step, one row per source: in, out, and dropped for each reason."""
     parts = []
     for passage in passages:
         funnel = passage.funnel
@@ -205,7 +205,7 @@ def by_source(passages: Sequence[Passage], palette: Palette) -> str:
 
 
 def retention(passages: Sequence[Passage], palette: Palette) -> str:
-    """What is left of each source after each step, of its documents and of its bytes."""
+    """Documents and bytes of each source that are left after each step."""
     return "".join(
         f"<h3>{unit.capitalize()} left</h3>{_left(passages, palette, unit)}"
         for unit in ("documents", "bytes")

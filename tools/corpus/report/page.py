@@ -1,4 +1,4 @@
-"""The report as one HTML page: its sections, in the order in which a reader asks."""
+"""The report as one HTML page: its sections, in the order of a reader's questions."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ details h3 { margin-top: 1.2rem; }
 
 
 def page(steps: Steps, faults: Sequence[str] | None) -> str:
-    """The whole page.  faults: of the shards, None where they were not read again."""
+    """The whole page.  faults: those of the shards, None if they were not read again."""
     urls = Steps(step for step in steps if step.name == "urls")
     passages = follow(Steps(step for step in steps if step.name != "urls") or urls)
     palette = Palette(passages)
@@ -101,7 +101,7 @@ def headline(steps: Steps, passages: Sequence[Passage]) -> str:
 
 
 def tokenised(passages: Sequence[Passage]) -> list[tuple[str, str, str]]:
-    """What the text became, if it was tokenised."""
+    """The number of tokens, if the text was tokenised."""
     read = count = 0
     for passage in passages:
         tokens = [f.manifest["tokens"] for f in passage.step.folders if "tokens" in f.manifest]
@@ -124,7 +124,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def removed(passages: Sequence[Passage]) -> list[tuple[str, str, str]]:
-    """What de-duplication took, if it was done."""
+    """The share that de-duplication removed, if it was done."""
     return [
         (
             percent(share(documents(p.funnel.input) - documents(p.funnel.output),
@@ -138,7 +138,7 @@ def removed(passages: Sequence[Passage]) -> list[tuple[str, str, str]]:
 
 
 def of_urls(urls: Steps) -> str:
-    """Lists of URLs are no texts: they have a funnel of their own."""
+    """Lists of URLs are not texts: they have a funnel of their own."""
     passages = follow(urls)
     return (
         '<p class="soft">Counted as documents are URLs, a line each.</p>'

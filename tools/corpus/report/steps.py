@@ -1,4 +1,4 @@
-"""What the report reads: the manifests of the steps, and how each source went through them."""
+"""The report's input: the manifests of the steps, and how each source went through them."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ class Folder:
     path: Path
     manifest: Facts
     run: Facts | None
-    """run.json: what the run took; None where it is not there."""
+    """run.json: what the run took; None if it is missing."""
 
     @property
     def step(self) -> str:
@@ -37,21 +37,21 @@ class Folder:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the pipeline; several folders where it was run on parts of the corpus."""
+    """One step of the pipeline; several folders if it was run on parts of the corpus."""
 
     name: str
     folders: tuple[Folder, ...]
 
     @functools.cached_property
     def funnel(self) -> Funnel:
-        """Of all folders together."""
+        """The funnel of all folders together."""
         total = Funnel()
         for folder in self.folders:
             total.add(Funnel.from_json(folder.manifest))
         return total
 
     def find(self, key: str) -> Any | None:
-        """A key that is the step's own, from the first folder that has it."""
+        """Value of a key of the step, from the first folder that has it."""
         return next((f.manifest[key] for f in self.folders if key in f.manifest), None)
 
 
@@ -63,12 +63,12 @@ class Steps(tuple[Step, ...]):
         return [folder for step in self for folder in step.folders]
 
     def find(self, key: str) -> Any | None:
-        """A key that only one step writes into its manifest."""
+        """Value of a key that only one step writes into its manifest."""
         return next((found for step in self if (found := step.find(key)) is not None), None)
 
 
 def read_steps(paths: Sequence[Path]) -> Steps:
-    """ValueError, naming --input, where a path is no output of a step nor holds one."""
+    """Raises ValueError, naming --input, if a path neither is nor contains a step's output."""
     folders = [folder for path in paths for folder in find_folders(path)]
     if not folders:
         raise UsageError("--input", None, "followed by the output folders of the steps")
@@ -81,7 +81,7 @@ def read_steps(paths: Sequence[Path]) -> Steps:
 
 
 def find_folders(path: Path) -> list[Folder]:
-    """The path itself, or the steps in it in the order of the pipeline."""
+    """The path itself, or the steps in it, in the order of the pipeline."""
     if not path.is_dir():
         raise UsageError("--input", path, "a folder that is there, the output of a step")
     if (path / MANIFEST).exists():
@@ -101,7 +101,7 @@ def find_folders(path: Path) -> list[Folder]:
 
 
 def _steps_in(path: Path, depth: int) -> Iterator[Folder]:
-    """A run keeps a folder for each step, or folders of those it ran on parts of the corpus."""
+    """A run has a folder for each step, with subfolders if it ran the step on parts."""
     for folder in sorted(each for each in path.iterdir() if each.is_dir()):
         manifest = folder / MANIFEST
         if manifest.exists() and _read_json(manifest).keys() >= NEEDED:
@@ -143,7 +143,7 @@ def _read_json(file: Path) -> Facts:
 
 
 def join_parts(folders: Sequence[Folder]) -> Iterator[Step]:
-    """One step of neighbours that ran the same on parts, not of one that read the other."""
+    """Join neighbours that ran the same step on parts, unless one read the output of the other."""
     parts: list[Folder] = []
     for folder in folders:
         if parts and (folder.step != parts[0].step or _reads(folder, parts)):
@@ -161,16 +161,16 @@ def _reads(folder: Folder, others: Sequence[Folder]) -> bool:
 
 
 class Loss(NamedTuple):
-    """What a step took away from the corpus."""
+    """Text that a step removed from the corpus."""
 
     reason: str
     documents: int | None
-    """None where text was lost within documents."""
+    """None if text was lost within documents."""
     bytes: int
 
 
 class Passage(NamedTuple):
-    """The whole corpus around a step: sources that the step did not read pass it by."""
+    """The whole corpus before and after a step; sources that it did not read are unchanged."""
 
     step: Step
     funnel: Funnel
@@ -180,7 +180,7 @@ class Passage(NamedTuple):
 
 
 def follow(steps: Steps) -> list[Passage]:
-    """The corpus through all steps; a source is there from the start, wherever it is first seen."""
+    """The corpus through all steps; a source counts from the start, wherever it first appears."""
     corpus: Counts = {}
     written: set[str] = set()
     for step in steps:
@@ -197,7 +197,7 @@ def follow(steps: Steps) -> list[Passage]:
 
 
 def find_losses(funnel: Funnel, before: Counts) -> list[Loss]:
-    """By reason, the largest first; then what was lost without being dropped."""
+    """Losses by reason, the largest first; then text that was lost without being dropped."""
     losses = [
         Loss(reason, documents(counts), text_bytes(counts))
         for reason, counts in funnel.dropped.items()

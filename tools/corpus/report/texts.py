@@ -1,4 +1,4 @@
-"""What the manifests say of the texts: lengths, languages, overlap with test sets, counters."""
+"""Facts of the manifests about the texts: lengths, languages, overlap with test sets, counters."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def figure(caption: str, drawing: str) -> str:
 
 
 def missing(sentence: str) -> str:
-    """Why there is no picture."""
+    """The reason why there is no picture."""
     return f'<p class="missing">{escape(sentence)}</p>'
 
 
@@ -68,7 +68,7 @@ def binary(number: int) -> str:
 
 
 def language_table(languages: Mapping[str, int]) -> str:
-    """The most frequent, and the others together."""
+    """The most frequent languages, and the others together."""
     total = sum(languages.values())
     ranked = sorted(languages.items(), key=lambda item: (-item[1], item[0]))
     shown, rest = ranked[:LANGUAGES], ranked[LANGUAGES:]
@@ -90,14 +90,14 @@ def language_name(code: str) -> str:
 
 
 def leakage(steps: Steps) -> str:
-    """What the corpus holds of the evaluation sets, and what was cut for it."""
+    """Shares of the evaluation sets in the corpus, and counts of the cuts."""
     drawn = draw(steps, "leakage", "No evaluation set was given.", leakage_table)
     folders = [folder for folder in steps.folders if "leakage" in folder.manifest]
     return drawn + "".join(searched(folder) + own_facts(folder) for folder in folders)
 
 
 def leakage_table(found: Mapping[str, Facts]) -> str:
-    """Of each evaluation set the share of its n-grams that the corpus holds, before and after."""
+    """Share of each evaluation set's n-grams that are in the corpus, before and after."""
     return _shares(found, "", "n-grams") + _shares(found, "_distinct", "distinct n-grams") + LEAKAGE
 
 
@@ -113,7 +113,7 @@ def _shares(found: Mapping[str, Facts], kind: str, title: str) -> str:
     return table(("evaluation set", title, "found before", "after", ""), rows, "sets")
 
 
-LEAST_SCALE = 0.01  # that fills a bar: next to nothing is to look like it
+LEAST_SCALE = 0.01  # share that fills a bar, at the least: tiny shares have to look tiny
 LEAKAGE = (
     '<p class="soft">Shares of the n-grams of each evaluation set that the corpus holds, before '
     "the step took them out and after.</p>"
@@ -121,7 +121,7 @@ LEAKAGE = (
 
 
 def searched(folder: Folder) -> str:
-    """The evaluation sets, and what is too short to be searched for."""
+    """The evaluation sets, and their passages that are too short to be searched for."""
     keys = ("passages", "not_searched", "words")
     rows = [
         row((str(each["name"]), *(shown(each[key]) for key in keys)))
@@ -133,7 +133,7 @@ def searched(folder: Folder) -> str:
 
 
 def own_facts(folder: Folder) -> str:
-    """The numbers that a step keeps of its own, such as its counters."""
+    """The step's own numbers, such as its counters."""
     facts: dict[str, Any] = {}
     for key, value in folder.manifest.items():
         if key in PLACED:

@@ -30,10 +30,10 @@ def figure6(
 
     Args:
         data: a folder laid out as MEGATRON_TEST_DATA.
-        output: the folder that everything is written to.
+        output: the folder for all output.
         sizes: transformer layers and hidden size of each model, the smaller before the larger.
         preset: settings of model and training that all sizes share (TOML).
-        vocab_size: ids of the tokenizer that is trained.
+        vocab_size: vocabulary size of the tokenizer that is trained.
         overlapping_eval: stride of WikiText103's window; the paper's is 32.
         fresh: start over instead of reusing finished stages.
         plan_only: print what would be run, and run nothing.

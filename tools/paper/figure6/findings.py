@@ -11,11 +11,11 @@ from tools.paper.tables import error
 
 Facts = Mapping[str, Any]
 Better = Callable[[float, float], bool]
-NOISE = 2.0  # standard errors that two shares have to be apart
+NOISE = 2.0  # standard errors by which two shares have to differ
 
 
 def findings(runs: Sequence[Facts]) -> list[tuple[str, str]]:
-    """(what it is of, what is seen); runs: as report.describe() has them, the smallest first."""
+    """(quantity, finding) pairs. runs: as report.describe() returns them, the smallest first."""
     names = [run["name"] for run in runs]
     ends = [run["validation_perplexity"] for run in runs]
     words = [run["wikitext103"]["word_perplexity"] for run in runs]
@@ -33,7 +33,7 @@ def findings(runs: Sequence[Facts]) -> list[tuple[str, str]]:
 def of_order(
     names: Sequence[str], values: Sequence[float], better: Better, told: Callable[[float], str]
 ) -> str:
-    """Whether each is better than the one before it."""
+    """Says whether each value is better than the previous one."""
     row = ", ".join(f"{name} {told(value)}" for name, value in zip(names, values, strict=True))
     breaks = broken(names, values, better)
     seen = "larger is better, the paper's order" if not breaks else "not the paper's order: "
@@ -41,7 +41,7 @@ def of_order(
 
 
 def broken(names: Sequence[str], values: Sequence[float], better: Better) -> list[str]:
-    """The neighbours of which the larger is no better; what is not finite never is."""
+    """Neighbours of which the larger is no better; a value that is not finite never is."""
     pairs = pairwise(zip(names, values, strict=True))
     return [
         f"{larger} is no better than {smaller}"
@@ -51,7 +51,7 @@ def broken(names: Sequence[str], values: Sequence[float], better: Better) -> lis
 
 
 def of_lambada_order(names: Sequence[str], records: Sequence[Facts]) -> str:
-    """Of accuracies, whose differences are told from none by more than NOISE standard errors."""
+    """As of_order, for accuracies; names neighbours within NOISE standard errors."""
     shares = [record["strict_accuracy"] for record in records]
     if not any(shares):
         return f"none of {whole(records[0]['num_examples'])} passages by any: no order is seen."
@@ -70,7 +70,7 @@ def of_lambada_order(names: Sequence[str], records: Sequence[Facts]) -> str:
 
 
 def evaluations_in_order(runs: Sequence[Facts]) -> str:
-    """At how many evaluations the order was the paper's."""
+    """Says at how many evaluations the order was the paper's."""
     curves = [dict(run["validation_curve"]) for run in runs]
     common = [step for step in curves[0] if all(step in curve for curve in curves)]
     names = [run["name"] for run in runs]
@@ -79,7 +79,7 @@ def evaluations_in_order(runs: Sequence[Facts]) -> str:
 
 
 def sooner(runs: Sequence[Facts]) -> str:
-    """When each reached what the smaller one has at the end."""
+    """Says when each size reached the final loss of the next smaller one."""
     return " ".join(
         f"{larger['name']} reaches the end of {smaller['name']} {told_step(smaller, larger)}."
         for smaller, larger in pairwise(runs)
@@ -92,5 +92,5 @@ def told_step(smaller: Facts, larger: Facts) -> str:
 
 
 def reached(curve: Iterable[Sequence[float]], loss: float) -> float | None:
-    """The first step of the curve that is as low as this loss; None where none is."""
+    """The first step of the curve with a loss as low as this; None if there is none."""
     return next((step for step, value in curve if value <= loss), None)

@@ -1,4 +1,4 @@
-"""Which commands make up each stage: one data set, a GPT-2 of each size on it, table 3 of each."""
+"""The commands of each stage: one data set, a GPT-2 of each size on it, table 3 of each."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tools.stages import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose; paths are absolute."""
+    """The user's choices; paths are absolute."""
 
     data: Path
     output: Path
@@ -36,7 +36,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model."""
+    """Size of a model."""
 
     layers: int
     hidden: int
@@ -47,7 +47,7 @@ class Size:
 
 
 def parse_name(name: str) -> Size:
-    """The size of this name; UsageError, naming the flag, where it is none."""
+    """The size of this name. Raises UsageError, naming the flag, if it is none."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
         raise UsageError("--sizes", name, "layers and hidden size", works=("--sizes", "2x64"))
     layers, hidden = map(int, name.split("x"))
@@ -63,7 +63,7 @@ def result_file(output: Path, size: Size, task: str) -> Path:
 
 
 def check_settings(settings: Settings) -> None:
-    """ValueError, naming flags, for sizes that are no row to compare or that cannot be trained."""
+    """Raises ValueError, naming flags, for sizes that cannot be compared or trained."""
     sizes = settings.sizes
     if len(sizes) < 2 or len(set(sizes)) < len(sizes):
         raise UsageError("--sizes", " ".join(sizes), "two or more, each once")

@@ -1,4 +1,4 @@
-"""Tables, picture and numbers of what the sizes reached: figure6.md, figure6.png, figure6.json."""
+"""Writes tables, picture and numbers of all sizes: figure6.md, figure6.png, figure6.json."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ figures, ticker = Library("matplotlib.figure"), Library("matplotlib.ticker")
 
 COLORS = (ORANGE, GREEN, BLUE, BLACK)
 STYLES = ("-", "--", "-.", ":")
-# Of a record: where it was measured, which is no number of the result.
+# Keys that say where a record was measured, which is no part of the result.
 LEFT_OUT = ("command", "checkpoint")
 
 
@@ -30,16 +30,16 @@ def report(output: Path, sizes: tuple[str, ...]) -> None:
 
     Args:
         output: the folder of a run of scripts/paper/figure6.sh.
-        sizes: of the models in it, the smallest first.
+        sizes: names of the models in it, the smallest first.
     """
     runs = [describe(output, parse_name(name)) for name in sizes]
     write_results(output, "figure6", runs, markdown(runs), draw(runs))
 
 
 def describe(output: Path, size: Size) -> Facts:
-    """JSON: what it is, its curves, the records of its evaluations.
+    """Facts of a size, for JSON: its settings, its curves, the records of its evaluations.
 
-    Raises ValueError where it has no step or no evaluation.
+    Raises ValueError if it has no step or no evaluation.
     """
     folder = run_folder(output, size)
     lines = read_metrics(folder / "metrics.jsonl")
@@ -72,7 +72,7 @@ def describe(output: Path, size: Size) -> Facts:
 
 
 def record(file: Path) -> Facts:
-    """That of an evaluation, without paths of the machine."""
+    """The record of an evaluation, without paths of the machine."""
     found = json.loads(file.read_bytes())
     data = [{**each, "file": Path(each["file"]).name} for each in found["data"]]
     return {name: found[name] for name in found if name not in LEFT_OUT} | {"data": data}

@@ -1,4 +1,4 @@
-"""Train both orders at every depth, draw and write down the losses: figure 7 in miniature."""
+"""Train both orders at every depth, draw the losses and write them: figure 7 in miniature."""
 
 import os
 from pathlib import Path
@@ -24,16 +24,16 @@ def figure7(
     fresh: bool = False,
     plan_only: bool = False,
 ) -> None:
-    """BERT with pre-LN and with post-LN at growing depth; stages that are finished are reused.
+    """BERT with pre-LN and with post-LN at growing depth; finished stages are reused.
 
     Args:
-        data: a folder laid out as MEGATRON_TEST_DATA, for the articles of RACE; without it, the
-            English of this Python installation.
-        output: the folder that everything is written to.
+        data: a folder with the articles of RACE, laid out as MEGATRON_TEST_DATA; if left out, the
+            English text of this Python installation is used.
+        output: the folder for all output.
         depths: transformer layers.
-        rates: highest learning rates; each is trained at every depth.
+        rates: peak learning rates; each is trained at every depth.
         preset: settings of model and training that all runs share (TOML).
-        vocab_size: ids of the WordPiece that is trained.
+        vocab_size: size of the WordPiece vocabulary that is trained.
         fresh: start over instead of reusing finished stages.
         plan_only: print what would be run, and run nothing.
     """

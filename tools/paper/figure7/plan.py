@@ -1,4 +1,4 @@
-"""Which commands make up each stage: a data set, then both orders side by side at every depth."""
+"""The commands of each stage: a data set, then both orders side by side at every depth."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ TOKENIZER = "BertWordPieceLowerCase"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose; paths are absolute."""
+    """The user's choices; paths are absolute."""
 
     data: Path | None
     output: Path
@@ -53,7 +53,7 @@ def parse_name(name: str) -> Run:
 
 
 def runs_of(settings: Settings) -> list[Run]:
-    """In the order in which they are trained; the two orders at one depth and rate together."""
+    """Runs in the order of training; the two orders at one depth and rate are together."""
     both = product(settings.rates, settings.depths)
     return [Run(order, depth, rate) for rate, depth in both for order in ORDERS]
 
@@ -119,7 +119,7 @@ def data_stages(settings: Settings, cores: int) -> list[Stage]:
 
 
 def training_stage(settings: Settings, pair: tuple[Run, ...], cores: int) -> Stage:
-    """The two orders at the same time, on half of the cores each."""
+    """Both orders at the same time, each on half of the cores."""
     run = pair[0]
     return Stage(
         name=f"{run.depth} layers, rate {run.rate:g}",
@@ -131,7 +131,7 @@ def training_stage(settings: Settings, pair: tuple[Run, ...], cores: int) -> Sta
 
 
 def pretrain(settings: Settings, run: Run, threads: int) -> Command:
-    """One that diverges is drawn to there, and does not end the other."""
+    """One training. If it diverges, it is drawn up to that step and does not end the other one."""
     file = metrics_file(settings.output, run)
     command = python(
         "pretrain_bert.py", *training_flags(run, shown(settings.preset)),
@@ -148,7 +148,7 @@ def training_flags(run: Run, preset: str) -> list[str]:
 
 
 def check_settings(settings: Settings) -> None:
-    """ValueError, naming the flag, for what pretrain_bert.py would refuse."""
+    """Raises ValueError, naming the flag, for what pretrain_bert.py would refuse."""
     for name in ("depths", "rates"):
         values = getattr(settings, name)
         if not values or len(set(values)) < len(values) or min(values) <= 0:

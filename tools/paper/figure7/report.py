@@ -1,4 +1,4 @@
-"""The table, the picture and the numbers of what both orders reached: figure7.md, .png, .json."""
+"""Writes the table, picture and numbers of both orders' results: figure7.md, .png, .json."""
 
 import json
 import sys
@@ -17,8 +17,8 @@ from tools.paper.results import BLUE, ORANGE, Facts, as_png, points, write_resul
 matplotlib, plt = Library("matplotlib"), Library("matplotlib.pyplot")
 lines = Library("matplotlib.lines")
 
-LAST = 0.05  # of a run's logged steps, whose mean is its final training loss
-SMOOTHED = 10  # logged steps that a point of a curve is the mean of
+LAST = 0.05  # share of a run's logged steps, whose mean is its final training loss
+SMOOTHED = 10  # logged steps whose mean is a point of a curve
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "pre-ln": {"color": BLUE, "linestyle": "-", "label": "pre-LN, the paper's order"},
     "post-ln": {"color": ORANGE, "linestyle": "--", "label": "post-LN, the original order"},
@@ -37,9 +37,9 @@ def report(output: Path, runs: tuple[str, ...]) -> None:
 
 
 def describe(output: Path, run: Run) -> Facts:
-    """JSON: what it is, its curves, and what it reached, which is null where it diverged.
+    """Facts of a run, for JSON: its settings, its curves, and its results, null if it diverged.
 
-    Raises ValueError where a run that did not diverge has no step or no evaluation.
+    Raises ValueError if a run that did not diverge has no step or no evaluation.
     """
     file = metrics_file(output, run)
     lines = read_metrics(file)
@@ -70,7 +70,7 @@ def describe(output: Path, run: Run) -> Facts:
 
 
 def table(runs: Sequence[Facts]) -> str:
-    """Markdown: a line for each rate and depth, both orders in it."""
+    """Markdown: a line for each rate and depth, with both orders."""
     lines = [
         "| rate | layers | parameters | train, pre-LN | post-LN | validation, pre-LN | post-LN |",
         "|---|---|---|---|---|---|---|",
@@ -95,7 +95,7 @@ def told_end(run: Facts) -> str:
 
 
 def shapes(runs: Sequence[Facts]) -> list[tuple[float, int]]:
-    """(rate, depth) of the runs, each once, in their order."""
+    """(rate, depth) of the runs, each pair once, in their order."""
     return list(dict.fromkeys((run["rate"], run["depth"]) for run in runs))
 
 
@@ -105,9 +105,9 @@ def select(runs: Sequence[Facts], order: str, rate: float, depth: int) -> Facts:
 
 
 def smooth(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Steps and losses, a mean for every SMOOTHED of them, the first ones aside.
+    """Last step and mean loss of each window of SMOOTHED points.
 
-    A curve that is shorter stays as it is.
+    A shorter curve stays as it is.
     """
     size = SMOOTHED if len(curve) >= SMOOTHED else 1
     windows = [curve[start : start + size] for start in range(len(curve) - size + 1)]
@@ -155,14 +155,14 @@ def fill(panel: Any, runs: Sequence[Facts]) -> None:
 
 
 def mark_end(panel: Any, run: Facts, color: str) -> None:
-    """A line where it diverged, with the words beside it."""
+    """A line where the run diverged, with the text beside it."""
     panel.axvline(run["diverged_at"], color=color, linestyle=":", linewidth=1.2)
     panel.text(run["diverged_at"], 0.98, f" {told_end(run)}", color=color, fontsize=8, rotation=90,
                va="top", transform=panel.get_xaxis_transform())  # fmt: skip
 
 
 def bound(panel: Any, runs: Sequence[Facts]) -> None:
-    """Let the curves that came to their end fill the picture, whatever a diverging one reached."""
+    """Fit the y-axis to the curves of completed runs, whatever a diverging one reached."""
     ends = [run for run in runs if run["diverged_at"] is None]
     if 0 < len(ends) < len(runs):
         low = min(loss for run in runs for loss in drawn(run))

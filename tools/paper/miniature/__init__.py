@@ -1,4 +1,4 @@
 """The paper in miniature: corpus, GPT-2, BERT, and the evaluations of section 5.
 
-plan.py says which commands make up each stage, report.py puts the results beside the paper's.
+plan.py lists the commands of each stage, report.py puts the results beside the paper's.
 """

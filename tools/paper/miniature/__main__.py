@@ -29,20 +29,20 @@ def miniature(
     fresh: bool = False,
     plan_only: bool = False,
 ) -> None:
-    """The paper in miniature, from raw text to its tables; stages that are finished are reused.
+    """The paper in miniature, from raw text to its tables; finished stages are reused.
 
     Args:
         data: a folder laid out as MEGATRON_TEST_DATA.
-        output: the folder that everything is written to.
+        output: the folder for all output.
         gpt2_preset: settings of GPT-2 and its training (TOML).
         bert_preset: settings of BERT and its training (TOML).
-        tensor_parallel: processes over which each model is cut.
-        vocab_size: ids of each of the two tokenizers that are trained.
+        tensor_parallel: processes that share each model.
+        vocab_size: vocabulary size of each of the two tokenizers that are trained.
         overlapping_eval: stride of WikiText103's window, the paper's by default.
         race_train: passages of RACE to fine-tune on.
         race_dev: passages of RACE to evaluate on.
         fresh: start over instead of reusing finished stages.
-        plan_only: print what would be run, with the minutes that are planned, and run nothing.
+        plan_only: print what would be run, with the planned minutes, and run nothing.
     """
     check_files(data, FILES)
     check_counts(race_train=race_train, race_dev=race_dev, overlapping_eval=overlapping_eval)

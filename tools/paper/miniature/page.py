@@ -31,7 +31,7 @@ NAMES = {"gpt2": "GPT-2", "bert": "BERT, masked tokens"}
 
 
 def page(facts: Facts, curves: Mapping[str, str], sets: Mapping[str, str]) -> str:
-    """curves: an SVG element of each model; sets: names of evaluation files."""
+    """curves: an SVG element by model; sets: names of evaluation sets by file."""
     results, found = facts["results"], facts["corpus"]["decontaminate"]["leakage"]
     sections = [
         ("Zero-shot, table 3 of the paper", tables.zero_shot(results).html()),

@@ -1,4 +1,4 @@
-"""Some of RACE's passages out of its archive: `python -m tools.paper.miniature.passages`."""
+"""Unpack some of RACE's passages from its archive: `python -m tools.paper.miniature.passages`."""
 
 import sys
 import tarfile
@@ -13,11 +13,11 @@ from tasks.race import LEVELS
 def passages(archive: Path, count: int, output: Path) -> None:
     """Unpack the passages whose names have the smallest hashes, into OUTPUT/middle and /high.
 
-    So a smaller count is part of a larger one, and the levels come about as in the release.
+    So a smaller count selects a part of a larger one, and levels are about as common as in RACE.
 
     Args:
         archive: RACE_train.tar.xz or another such archive.
-        count: how many passages; all where there are fewer.
+        count: number of passages; all if there are fewer.
         output: the folder to fill.
     """
     if count < 1:
@@ -35,7 +35,7 @@ def passages(archive: Path, count: int, output: Path) -> None:
 
 
 def names_in(archive: Path) -> list[PurePosixPath]:
-    """The passages' names in the archive; ValueError where it is none or holds none."""
+    """The passages' names in the archive. Raises ValueError if it is no archive or has none."""
     try:
         with tarfile.open(archive, "r|*") as members:
             names = [PurePosixPath(member.name) for member in members if member.isfile()]
@@ -50,7 +50,7 @@ def names_in(archive: Path) -> list[PurePosixPath]:
 
 
 def place(name: PurePosixPath) -> bytes:
-    """In an order that has nothing to do with what the passages say."""
+    """Sort key that does not depend on the text of the passage."""
     return sha256(f"{name.parent.name}/{name.name}".encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""Which commands make up each stage, and how many minutes of two cores each may take."""
+"""The commands of each stage, and the minutes on two cores that each may take."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from tools.paper.training import (
 from tools.processes import Processes, fit_processes
 from tools.stages import Stage
 
-# Minutes of two cores, by stage.
+# Minutes on two cores, by stage.
 BUDGET = {
     "corpus": 1.0,
     "clean": 2.0,
@@ -37,7 +37,7 @@ BUDGET = {
     "report": 0.5,
 }
 RESULTS = ("heldout", "wikitext103", "lambada", "race")
-# Of RACE's fine-tuning, beside the sizes that the settings have.
+# Flags of RACE's fine-tuning, beside the sizes in the settings.
 RACE = ("--epochs", "1", "--lr", "1e-4", "--micro-batch-size", "4", "--global-batch-size", "16",
         "--hidden-dropout", "0", "--attention-dropout", "0",
         "--max-truncated", "1", "--compare-paper")  # fmt: skip
@@ -45,7 +45,7 @@ RACE = ("--epochs", "1", "--lr", "1e-4", "--micro-batch-size", "4", "--global-ba
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose; paths are absolute."""
+    """The user's choices; paths are absolute."""
 
     data: Path
     output: Path
@@ -72,7 +72,7 @@ def training_config(settings: Settings, model: str) -> PretrainConfig:
 
 
 def choose_processes(settings: Settings, gpus: int, cores: int) -> dict[str, Processes]:
-    """Of each model; ValueError, naming flags, where preset and sizes do not fit."""
+    """Processes of each model. Raises ValueError, naming flags, if preset and sizes do not fit."""
     return {model: fit_processes(training_config(settings, model), gpus, cores) for model in TASKS}
 
 
@@ -109,7 +109,7 @@ def own_pretrain_stage(settings: Settings, model: str, processes: Processes) -> 
 
 
 def zero_shot_stages(settings: Settings, cores: int) -> list[Stage]:
-    """heldout, wikitext103, lambada: what GPT-2 says of text that it has not seen."""
+    """heldout, wikitext103, lambada: evaluations of GPT-2 on text that it has not seen."""
     files = evaluation_files(settings.data)
     held_out: Flags = ["--input", heldout_text(settings.output),
                        "--train-data", data_prefix(settings.output, "gpt2")]  # fmt: skip

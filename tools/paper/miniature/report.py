@@ -1,4 +1,4 @@
-"""report.json, report.md and report.html from what the stages left."""
+"""Writes report.json, report.md and report.html from the results of the stages."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def report(output: Path) -> None:
 
 
 def gather(output: Path) -> Facts:
-    """All numbers of the run, JSON."""
+    """All numbers of the run, for JSON."""
     names = [name for name in BUDGET if name != "report"]
     stamps = finished_stamps(output, names, "--output", "run scripts/paper/miniature.sh")
     manifests = {step: output / "corpus" / step / MANIFEST for step in CORPUS_STEPS}
@@ -59,7 +59,7 @@ def gather(output: Path) -> Facts:
 
 
 def learnt(folder: Path, term: str) -> Facts:
-    """What metrics.jsonl and run.json of a model say; validation: of the term that is drawn."""
+    """Facts from a model's metrics.jsonl and run.json; validation: of the term that is drawn."""
     metrics = read_metrics(folder / "metrics.jsonl")
     key = f"validation_{term}"
     validated = [line[key] for line in metrics if key in line]

@@ -18,7 +18,7 @@ def zero_shot(results: Facts) -> Table:
 
 
 def race(result: Facts) -> Table:
-    """The column of RACE in table 5 of the paper, and what guessing gives."""
+    """The RACE column of the paper's table 5, and the accuracy of guessing."""
     figures = result["paper"]["figures"]
     rows = [
         [f"paper, {each['model']}", *(percent(each[name]) for name in figures)]
@@ -36,7 +36,7 @@ def race(result: Facts) -> Table:
 
 
 def share(result: Facts, name: str) -> str:
-    """A level that no passage is of has none."""
+    """The figure `name` as a percentage; a level without passages has none."""
     return percent(result.get(name))
 
 
@@ -53,7 +53,7 @@ def held_out(scores: Facts) -> Table:
 
 
 def training(runs: Facts) -> Table:
-    """runs: of each model, what its metrics and its run.json say."""
+    """runs: by model, the contents of its metrics and run.json."""
     rows = [
         (MODELS[name], whole(run["parameters"]), whole(run["steps"]), whole(run["samples"]),
          decimal(run["validation"], 3), whole(run["tokens_per_second"]))
@@ -65,7 +65,7 @@ def training(runs: Facts) -> Table:
 
 
 def leakage(found: Facts, names: Mapping[str, str]) -> Table:
-    """names: of evaluation sets whose files are called otherwise."""
+    """names: of evaluation sets, by file, for those whose file has another name."""
     rows = [
         (names.get(name, name), whole(each["ngrams"]), fine(each["before"]), fine(each["after"]))
         for name, each in found.items()
@@ -98,7 +98,7 @@ def verdict(result: Facts) -> str:
 
 
 def meanings(results: Facts) -> list[tuple[str, str]]:
-    """(figure, what it is of and by which convention)."""
+    """(figure, what it measures and by which convention)."""
     said = {
         "WikiText103": of_wikitext(results["wikitext103"]),
         "LAMBADA": of_lambada(results["lambada"]),
