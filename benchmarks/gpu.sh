@@ -8,7 +8,7 @@
 #     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
 # profile is 124m again: milliseconds by kind of kernel, launches and host; 355m, 1.2b and llama have
-# these too. A run leaves its page and figures in $OUT, or in runs/gpu; gpu.md has all pages, gpu.json
+# these too. graph is 124m with --cuda-graph. A run leaves its page and figures in $OUT, or in runs/gpu; gpu.md has all pages, gpu.json
 # a row of each contender, to compare runs with. A run that fails, or takes too long, says so in its
 # page, and the others go on. The tree may be read-only and without git and .venv: python3 (3.12, torch
 # 2.11, transformers 5.17 are enough) takes missing packages from wheels/. Tests: scripts/test.sh gpu.

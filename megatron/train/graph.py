@@ -66,8 +66,7 @@ class StepGraph:
         counts: Tensor,
         seen: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        found = [[(name, x.shape, x.dtype) for name, x in arrays(own)] for own in micro_batches]
-        shapes = str(found)
+        shapes = str([[(n, x.shape, x.dtype) for n, x in arrays(own)] for own in micro_batches])
         is_other = self.replay is not None and shapes != self.shapes
         if seen is not None or self.runs[shapes] < WARM_UP or is_other:
             self.runs[shapes] += 1

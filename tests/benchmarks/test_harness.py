@@ -11,9 +11,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from benchmarks.harness import Column, Contender, Flags, Question
-from benchmarks.processes import Agents, measure
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
+from benchmarks.processes import Agents, Running, measure, timed
 from benchmarks.report import Results, cell, write_page
 from tests.benchmarks import small_question
 from tests.benchmarks.run import start
@@ -152,6 +153,24 @@ def test_contenders_do_the_same_job(
 def test_ranks_meet_and_are_added_up() -> None:
     pair = Contender(name="pair", run=summing, ranks=2)
     assert measured([pair])[0]["rounds"][0]["sum"] == 3
+
+
+def test_turns_in_a_row_are_timed_together_and_a_tensor_is_read() -> None:
+    waits, turns = list[int](), list[int]()
+    rank = Rank()
+    rank.wait = lambda: waits.append(len(turns))  # type: ignore[method-assign]
+
+    def turn() -> Figures:
+        turns.append(len(turns))
+        return {"loss": torch.tensor(turns[-1] / 2), "losses": turns, "wall": 8.0}
+
+    found = timed(Running(turn, rank, lambda: 0), count=4)
+    assert waits == [0, 4]
+    assert found["loss"] == 1.5
+    assert type(found["loss"]) is float
+    assert (found["losses"], found["wall"]) == ([0, 1, 2, 3], 8.0)
+    with patch("benchmarks.processes.time.perf_counter", iter([0.0, 2.0]).__next__):
+        assert timed(Running(lambda: None, rank, lambda: 0), count=4)["wall"] == 0.5
 
 
 def test_launched_processes_stand_for_one_rank_each(tmp_path: Path) -> None:
