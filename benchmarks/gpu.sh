@@ -8,10 +8,11 @@
 #     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
 # profile is 124m again: milliseconds by kind of kernel, launches and host; 355m, 1.2b and llama have
-# these too. graph is 124m with --cuda-graph. A run leaves its page and figures in $OUT, or in runs/gpu; gpu.md has all pages, gpu.json
-# a row of each contender, to compare runs with. A run that fails, or takes too long, says so in its
-# page, and the others go on. The tree may be read-only and without git and .venv: python3 (3.12, torch
-# 2.11, transformers 5.17 are enough) takes missing packages from wheels/. Tests: scripts/test.sh gpu.
+# these too. graph is 124m with and without a CUDA graph. A run leaves its page and figures in $OUT,
+# or in runs/gpu; gpu.md has all pages, gpu.json a row of each contender, to compare runs with. A run
+# that fails, or takes too long, says so in its page, and the others go on. The tree may be read-only
+# and without git and .venv: python3 (3.12, torch 2.11, transformers 5.17 are enough) takes missing
+# packages from wheels/. Tests: scripts/test.sh gpu.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-runs/gpu} device=cuda small= groups=() names=() pages=() failed=()
@@ -109,8 +110,8 @@ profile() {
     steps 124M_profile gpt2_124m 16 1 "${traces[@]}" \
         --contenders "$ours" "$plain" "$ours, not compiled"
 }
-graph() { # wanted: less idle time than without
-    steps 124M_graph gpt2_124m 16 1 "${traces[@]}" --contenders "$ours" "$ours, CUDA graph" "$plain"
+graph() { # wanted: less idle time with it
+    steps 124M_graph gpt2_124m 16 1 "${traces[@]}" --contenders "$ours" "$ours, no CUDA graph" "$plain"
 }
 loss() { # wanted: in chunks at most 1.05 of the time of all logits at once
     local sizes=(--hidden-size 1536 --tokens 8192)

@@ -271,10 +271,11 @@ class TrainingConfig:
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
     faster steps. If not given, only on a GPU whose compiler works."""
 
-    cuda_graph: bool = False
-    """Record forward and backward of a step as one CUDA graph, which the GPU replays without the
-    host: for models so small that the GPU waits for the host. Only with one process. The graph
-    keeps the memory of a step between steps."""
+    cuda_graph: bool | None = None
+    """Record forward and backward of a step as one CUDA graph, which the GPU replays without
+    waiting for the host. The graph keeps the memory of a step between steps. If not given: with
+    one process on a GPU, but not with --fp16, --cpu-offload-activations, --model huggingface,
+    apex's norm, or --attention-dropout drawn by a kernel."""
 
     deterministic: bool = False
     """Give the same bits in every run, by deterministic operators, cuBLAS, NCCL and compiler:

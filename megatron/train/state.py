@@ -38,7 +38,7 @@ from megatron.parallel.sharding import (
     sharding_specs,
 )
 from megatron.parallel.zero3 import offload_activations
-from megatron.train.graph import StepGraph, require_graph, use_own_stream
+from megatron.train.graph import StepGraph, choose_graph, use_own_stream
 from megatron.train.guards import keeps
 from megatron.train.launch import default_precision
 from megatron.train.objectives import Objective
@@ -224,7 +224,7 @@ def build_state(
     pipeline: PipelinePlan = UNCUT,
     draws: bool = True,
     zero_stage: int = 0,
-    cuda_graph: bool = False,
+    cuda_graph: bool | None = False,
 ) -> TrainState:
     """A run at step 0. dtype: of weights and activations, by default that of `precision`, or else
     torch's default; float16 uses a loss scale.
@@ -233,15 +233,14 @@ def build_state(
     AdamW and loss scaling with the defaults of the programs. pipeline: the plan whose stages this
     rank builds. compiled: each layer is compiled at its first call; names, weights and hooks of the
     model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
-    cuda_graph: see graph.py; raises UsageError if no graph is possible.
+    cuda_graph: see choose_graph.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
         dtype = DTYPES[precision.name] if precision.name else torch.get_default_dtype()
     if mesh.device.type == "cpu":
         keep_freed_memory(gathers=zero_stage == 3)
-    if cuda_graph:
-        require_graph(config, mesh, dtype)
+    if cuda_graph := choose_graph(cuda_graph, config, mesh, dtype):
         use_own_stream(mesh.device)
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
     values = getattr(model, "initial_values", None)

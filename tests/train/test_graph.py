@@ -13,7 +13,7 @@ from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.graph import WARM_UP, StepGraph, require_graph
+from megatron.train.graph import WARM_UP, StepGraph, choose_graph
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
@@ -62,10 +62,14 @@ def test_a_graph_reads_what_is_new(kind: str) -> None:
         assert torch.equal(own.local, wanted.local), own.key
 
 
-def test_batches_of_another_shape_run_without_it() -> None:
+def test_batches_of_another_shape_are_recorded_in_their_turn() -> None:
     plain, graphed = two_states("gpt2")
-    sizes = [*[4] * WARM_UP, *[2] * STEPS, 4, 2]
+    assert graphed.graph is not None
+    sizes = [*[4] * STEPS, *[2] * STEPS, 4, *[2] * WARM_UP]
     assert steps(graphed, samples, sizes) == steps(plain, samples, sizes)
+    assert graphed.graph.replay is None  # it was given up for the 4, and no other is recorded yet
+    assert steps(graphed, samples, [2]) == steps(plain, samples, [2])
+    assert graphed.graph.replay is not None
 
 
 def test_a_shape_that_has_not_run_is_not_recorded() -> None:
@@ -97,5 +101,7 @@ def test_what_no_graph_can_repeat_is_refused(
     config = parse(PretrainGPT2Config, ["--preset", "quickstart", *words.split()], {})
     mesh = replace(serial_mesh(), device=torch.device(device))
     refused = pytest.raises(UsageError, match=f"^--cuda-graph: must be left out .*{reason}")
+    assert choose_graph(None, config.model, mesh, dtype) is not bool(reason)
+    assert not choose_graph(False, config.model, mesh, dtype)
     with refused if reason else nullcontext():
-        require_graph(config.model, mesh, dtype)
+        assert choose_graph(True, config.model, mesh, dtype)
