@@ -31,7 +31,7 @@ from megatron.inference.generate import DivergedError
 from megatron.models.build import build_on_meta
 from megatron.models.registry import config_of
 from megatron.optim.schedule import learning_rate
-from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import find_newest, load_newest
@@ -356,15 +356,16 @@ def load_finished(run: FinetuneRun, seeds: Sequence[int]) -> None:
     Raises ValueError, on every rank, where one is from another command.
     """
 
-    def read() -> None:
+    def read() -> dict[int, Result]:
+        finished = dict(run.finished)
         for seed in seeds if run.mesh.is_first else ():
             directory = run.directory(seed)
             if directory is not None and (directory / RESULT).is_file():
-                run.finished[seed] = read_result(directory / RESULT, run)
+                finished[seed] = read_result(directory / RESULT, run)
                 print(f"seed {seed} is finished in {directory}", file=sys.stderr)
+        return finished
 
-    refuse_alike(run.mesh, read)
-    run.finished = run.mesh.control.gather(run.finished)[0]
+    run.finished = run.mesh.control.gather(on_all_ranks(run.mesh, read))[0]
 
 
 def read_result(file: Path, run: FinetuneRun) -> Result:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.checkpoint.format import read_manifest, step_folders, step_of
 from megatron.checkpoint.load import verify
-from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
 
 # Errors of a file system that has no locks, or none for folders.
@@ -72,7 +72,7 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
             raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
 
     with held:
-        refuse_alike(mesh, take)
+        on_all_ranks(mesh, take)
         yield
 
 

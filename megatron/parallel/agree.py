@@ -28,19 +28,21 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
     return [outcome for outcome, _ in outcomes]
 
 
-def refuse_alike(mesh: Mesh, action: Callable[[], object]) -> None:
-    """If `action` raises ValueError or OSError on any rank, every rank raises the first such error,
-    with all its attributes. For bad input, which is reported to the user without a rank's name.
+def on_all_ranks(mesh: Mesh, action: Callable[[], T]) -> T:
+    """Runs `action` on each rank and returns its value there. If it raises ValueError or OSError on
+    any rank, every rank raises the first such error, with all its attributes. For bad input, which
+    is reported to the user without a rank's name.
 
     Any other error is a bug in the program and is raised only on the rank where it occurs.
     """
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
-        action()
+        value = action()
     except (ValueError, OSError) as error:
-        own = error
+        failure = error
     except SafetensorError as error:
-        own = OSError(str(error))
-    failures = [each for each in mesh.control.gather(own) if each is not None]
+        failure = OSError(str(error))
+    failures = [each for each in mesh.control.gather(failure) if each is not None]
     if failures:
-        raise failures[0] from own
+        raise failures[0] from failure
+    return value

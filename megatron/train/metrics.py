@@ -54,7 +54,7 @@ class Metrics:
         file, on all ranks in this constructor (each calls it), and at the end of a `with` if lines
         are still not on disk.
         """
-        from megatron.parallel.agree import refuse_alike
+        from megatron.parallel.agree import on_all_ranks
 
         self.is_first = mesh.is_first
         self.path = Path(path) if self.is_first and path is not None else None
@@ -65,7 +65,7 @@ class Metrics:
         self._step = start
         self._unwritten: list[str] = []
         self._end: int | None = None  # size of the file in bytes, without those lines
-        refuse_alike(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
+        on_all_ranks(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
         # No bar in a log file, where it would hide the lines in between.
         is_shown = self.is_first and sys.stderr.isatty()
         self.bar = tqdm(

@@ -151,16 +151,9 @@ def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
     """The start found again on the first rank, now that --save belongs to this run: a previous run
     may have saved there until then. On the other ranks `start`."""
-    from megatron.parallel.agree import refuse_alike
+    from megatron.parallel.agree import on_all_ranks
 
-    found = [start]
-
-    def find() -> None:
-        if mesh.is_first:
-            found.append(find_start(config.checkpoint))
-
-    refuse_alike(mesh, find)
-    return found[-1]
+    return on_all_ranks(mesh, lambda: find_start(config.checkpoint) if mesh.is_first else start)
 
 
 def resolve(
@@ -241,7 +234,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     ValueError or OSError, the same on every rank.
     """
     from megatron.checkpoint.load import newest_whole
-    from megatron.parallel.agree import refuse_alike
+    from megatron.parallel.agree import on_all_ranks
     from megatron.train.state import (
         DTYPES,
         build_state,
@@ -258,23 +251,20 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if start.folders:
         found, passed_over = newest_whole(start.folders, mesh)
         messages += [f"passed over: {reason}" for reason in passed_over]
-    resolved = list[PretrainConfig]()
-    refuse_alike(mesh, lambda: resolved.append(resolve(given, inputs, start, found, mesh.size())))
-    (config,) = resolved
+    config = on_all_ranks(mesh, lambda: resolve(given, inputs, start, found, mesh.size()))
     resumed = None if found is None or start.finetune else found.manifest
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     asked = config.training.compile if config.model.can_compile else False
     compiled, warnings = choose_compile(asked, mesh)
-    names = list[str | None]([None])
+    weights: str | None = None
     if found is None:
-        refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
-    weights = mesh.control.gather(names[-1])[0]
+        weights = mesh.control.gather(on_all_ranks(mesh, config.model.starts_from))[0]
     own = config.model
     if isinstance(own, HuggingFaceConfig) and mesh.tensor.size > 1:
         from megatron.models.proof import require_proof
 
-        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
+        messages.append(on_all_ranks(mesh, lambda: require_proof(own, mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -303,17 +293,17 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
 
         facts["forms"] = forms_of(state.model)
         if found is not None:
-            refuse_alike(mesh, partial(check_forms, own, facts["forms"], found))
+            on_all_ranks(mesh, partial(check_forms, own, facts["forms"], found))
     evaluate_first = False
     if weights is not None:
-        refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))
+        messages += on_all_ranks(mesh, lambda: state.load_folder(weights))
     elif found is None:
         messages.append("starting from scratch")
     elif resumed is None:
-        refuse_alike(mesh, partial(state.load_weights, found))
+        on_all_ranks(mesh, partial(state.load_weights, found))
         messages.append(f"starting at step 0 from the weights of {found.path}")
     else:
-        refuse_alike(mesh, partial(state.load, found))
+        on_all_ranks(mesh, partial(state.load, found))
         messages.append(f"going on from {found.path}")
         saved, now = resumed["environment"], environment(mesh)
         messages += changes(facts | {"environment": now}, resumed, mesh.batch.size)

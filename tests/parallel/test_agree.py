@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron.config.checks import UsageError
-from megatron.parallel.agree import agree, refuse_alike
+from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import build_mesh
 from tests.dist import Pool
 
@@ -16,7 +16,8 @@ def fail_on(failing: tuple[int, ...]) -> None:
 def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
     mesh = build_mesh({}, torch.device("cpu"))
     try:
-        refuse_alike(mesh, lambda: fail_on(failing))
+        value = on_all_ranks(mesh, lambda: fail_on(failing) or mesh.data.rank)
+        assert value == torch.distributed.get_rank()
     except UsageError as error:
         refused = (error.flag, error.value, error.allowed, error.works)
     else:
