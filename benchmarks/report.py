@@ -91,7 +91,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    from megatron.train.state import commit as of_tree
+    from megatron.train.machine import commit as of_tree
 
     whole = of_tree(ROOT) or "none"
     return whole[:9] + ("-dirty" if whole.endswith("-dirty") else "")

@@ -25,7 +25,8 @@ from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec
-from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
+from megatron.train.machine import choose_compile
+from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import train_step
 from tools.layouts.job import open_samples
 

@@ -44,7 +44,7 @@ from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.processes import forget_peak
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
-from megatron.train.state import keep_freed_memory
+from megatron.train.machine import keep_freed_memory
 from tools.layouts.job import open_samples
 
 OURS, WHOLE = "this project", "this project, stage 0"

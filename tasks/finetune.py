@@ -36,9 +36,10 @@ from megatron.parallel.mesh import Mesh
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.loop import Loop, train
+from megatron.train.machine import choose_precision, environment
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.state import DTYPES, TrainState, choose_precision, environment
+from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import StepResult
 from tasks.examples import Steps, finetuned_config, logits_of, optimizer_config, start
 from tasks.plan import RESULT, Plan

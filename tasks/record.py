@@ -50,7 +50,7 @@ def arrange(name: str, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> 
 def describe(checkpoint: Checkpoint, model: Any, mesh: Mesh, dtype: str) -> dict[str, Any]:
     """Facts about the evaluated model and the environment."""
     from megatron.parallel.sharding import sharding_specs
-    from megatron.train.state import environment
+    from megatron.train.machine import environment
 
     manifest = checkpoint.manifest
     config = manifest["config"]["model"]

@@ -30,7 +30,7 @@ class Finding:
     """
 
     micro_batch: int  # -1 for a weight that was not finite before the step
-    place: int  # see TrainState.place
+    stage_index: int  # see TrainState.stage_index
     order: int  # number of this tensor among those checked on the rank
     rank: int
     what: str
@@ -109,11 +109,13 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         nonlocal looked
         looked += 1
         if (not own or not is_sum) and not value.detach().isfinite().all():
-            now, place = state.micro_batch, state.place
+            micro_batch, stage_index = state.micro_batch, state.stage_index
             if is_weight:  # before all micro-batches, in order of pipeline stages
-                now, place = -1, mesh.pipeline.rank
+                micro_batch, stage_index = -1, mesh.pipeline.rank
             rank, coordinates = mesh.control.rank, mesh.describe_rank()
-            finding = Finding(now, place, looked, rank, what, mesh.batch.rank, coordinates)
+            finding = Finding(
+                micro_batch, stage_index, looked, rank, what, mesh.batch.rank, coordinates
+            )
             own[:] = [min([finding, *own])]  # a pipeline may run a later micro-batch first
 
     def first() -> Finding | None:

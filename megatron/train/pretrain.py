@@ -235,13 +235,8 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     """
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import on_all_ranks
-    from megatron.train.state import (
-        DTYPES,
-        build_state,
-        choose_compile,
-        choose_precision,
-        environment,
-    )
+    from megatron.train.machine import choose_compile, choose_precision, environment
+    from megatron.train.state import DTYPES, build_state
 
     pipeline = plan_of_run(given, mesh.size(), inputs.corpus.vocab_size)
     refuse_differing(given, inputs, pipeline, mesh)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,14 +36,12 @@ from megatron.parallel.sharding import (
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.graph import StepGraph, choose_graph, use_own_stream
 from megatron.train.guards import keeps
-from megatron.train.launch import default_precision
+from megatron.train.machine import environment, keep_freed_memory
 from megatron.train.objectives import Objective
 
-ROOT = Path(__file__).resolve().parents[2]
 # Dtypes of weights and activations. Masters, moments and gradients are fp32 or wider, except with
 # --pure-bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
 
 
 @dataclass(kw_only=True)
@@ -67,7 +61,7 @@ class TrainState:
     # Micro-batch now running, and the index of its stage in the order F0..F(p-1), B(p-1)..B0 of p
     # stages; diagnose.py sorts by both.
     micro_batch: int = 0
-    place: int = 0
+    stage_index: int = 0
     # Optimizer steps and samples so far, including steps that fp16 skipped.
     step: int = 0
     samples: int = 0
@@ -116,11 +110,11 @@ class TrainState:
         saved = checkpoint.manifest["tensors"]
         for each in slices:
             if each.key.startswith("exp_avg.") and each.key in saved:
-                theirs, own = (getattr(torch, saved[each.key]["dtype"]), each.local.dtype)
-                if (theirs.itemsize < 4) != (own.itemsize < 4):
+                saved_dtype, dtype = getattr(torch, saved[each.key]["dtype"]), each.local.dtype
+                if (saved_dtype.itemsize < 4) != (dtype.itemsize < 4):
                     raise ValueError(
-                        f"{checkpoint.path} has moments of {theirs}, and this run of {own}: the "
-                        "same --pure-bf16, or none, would work"
+                        f"{checkpoint.path} has moments of {saved_dtype}, and this run of {dtype}: "
+                        "the same --pure-bf16, or none, would work"
                     )
         load_checkpoint(checkpoint, slices, mesh=self.mesh)
         counters = checkpoint.manifest["counters"]
@@ -133,9 +127,11 @@ class TrainState:
     def shards(self) -> dict[str, tuple[ShardingSpec, Tensor]]:
         """{name: (spec, this rank's part)} of each parameter, of its master if it is trained."""
         parameters = dict(self.model.named_parameters())
-        table = sharding_specs(self.model)
-        found = {name: (spec, parameters[name].detach()) for name, spec in table.items()}
-        return found | {each.key: (each.spec, each.local) for each in self.optimizer.masters()}
+        shards = {
+            name: (spec, parameters[name].detach())
+            for name, spec in sharding_specs(self.model).items()
+        }
+        return shards | {each.key: (each.spec, each.local) for each in self.optimizer.masters()}
 
     def load_weights(
         self,
@@ -183,31 +179,25 @@ class TrainState:
         mesh, plan = self.mesh, self.pipeline
         if mesh.pipeline.size == 1:
             return []
-        own = plan.layers[mesh.pipeline.rank :: plan.ranks]
-        layers = ", ".join(f"{each[0]} to {each[-1]}" if each[1:] else f"{each[0]}" for each in own)
-        held = sum(each.numel() for each in self.model.parameters())
-        line = f"pipeline {mesh.pipeline.rank}: layers {layers}, {held:,} parameters on each rank"
-        found = mesh.control.gather((mesh.pipeline.rank, line))
-        return [line for _, line in sorted({*found})]
-
-    @property
-    def own_parameters(self) -> int:
-        """Number of elements of this pipeline stage's parameters, whole; tied parameters count at
-        the first stage that has them."""
-        specs = sharding_specs(self.model).values()
-        return sum(prod(spec.shape) for spec in specs if spec.is_owner())
+        ranges = plan.layers[mesh.pipeline.rank :: plan.ranks]
+        layers = ", ".join(f"{x[0]} to {x[-1]}" if x[1:] else f"{x[0]}" for x in ranges)
+        size = sum(each.numel() for each in self.model.parameters())
+        line = f"pipeline {mesh.pipeline.rank}: layers {layers}, {size:,} parameters on each rank"
+        return [line for _, line in sorted({*mesh.control.gather((mesh.pipeline.rank, line))})]
 
     def describe(self) -> dict[str, Any]:
         """Facts about the model and its environment for the run's record, as JSON (every rank calls
         this). parameters: of the whole model."""
-        here, mesh = environment(self.mesh), self.mesh
-        own = torch.tensor(float(self.own_parameters), dtype=torch.float64, device=mesh.device)
+        mesh, machine = self.mesh, environment(self.mesh)
+        # Whole shapes; a tied parameter counts at the first pipeline stage that has it.
+        specs = [spec for spec in sharding_specs(self.model).values() if spec.is_owner()]
+        count = torch.tensor(float(sum(prod(spec.shape) for spec in specs)), dtype=torch.float64)
         return {
-            "layout": {f"{name}_parallel_size": size for name, size in here["layout"].items()},
-            "parameters": int(all_reduce(own, mesh.pipeline)),
+            "layout": {f"{name}_parallel_size": size for name, size in mesh.sizes.items()},
+            "parameters": int(all_reduce(count.to(mesh.device), mesh.pipeline)),
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
             "compiled": self.compiled,
-            **{name: here[name] for name in ("device", "commit", "torch")},
+            **{name: machine[name] for name in ("device", "commit", "torch")},
         }
 
 
@@ -246,8 +236,8 @@ def build_state(
     values = getattr(model, "initial_values", None)
     is_lasting = zero_stage < 3  # whether whole weights stay in memory
     if is_lasting:
-        given = seed if draws else None
-        materialize(model, device=mesh.device, dtype=dtype, seed=given, values=values)
+        drawn_by = seed if draws else None
+        materialize(model, device=mesh.device, dtype=dtype, seed=drawn_by, values=values)
     else:
         give_memory(model, partial(untrained_memory, device=mesh.device, dtype=dtype))
     if compiled:
@@ -275,40 +265,10 @@ def build_state(
         graph=StepGraph() if cuda_graph else None,
     )
     if not is_lasting and seed is not None and draws:
-        own = {name: TensorSlice(name, *shard) for name, shard in state.shards().items()}
-        set_values(model, own, seed, values)
+        slices = {name: TensorSlice(name, *shard) for name, shard in state.shards().items()}
+        set_values(model, slices, seed, values)
         master_weights.publish()
     return state
-
-
-def keep_freed_memory(*, gathers: bool = False) -> None:
-    """Lets the C library keep up to 2 GB of memory that this process frees. Returned to the system
-    after each step, it would come back page by page, for one to two per cent of a step's time.
-
-    gathers: whether weights are gathered layer by layer. Then blocks larger than 4 MB go back:
-    glibc 2.36 cannot place an aligned block where one of its size was freed, so each gather, and
-    its copy in gloo, would take new memory.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # not glibc
-        return
-    trim_threshold, mmap_threshold = -1, -3  # from malloc.h
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # the largest value allowed
-
-
-def choose_precision(given: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:
-    """The precision of all ranks: `given`, or else the default of the device.
-
-    Raises UsageError on every rank if ranks differ: `flag` must be given, e.g. as in `works`.
-    """
-    chosen = mesh.control.gather(given or default_precision(mesh.device))
-    if len(set(chosen)) > 1:
-        found = (f"{name} (rank {chosen.index(name)})" for name in dict.fromkeys(chosen))
-        allowed = f"given: the ranks' devices would compute in {' and '.join(found)}"
-        raise UsageError(flag, None, allowed, works=works)
-    return chosen[0]
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -317,70 +277,10 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
     Matmuls, attention and collectives run as written. Elementwise operations between
     them, dropout by coordinates included, run in a few kernels of the compiler.
     """
-    own = {"fallback_random": True} if backend == "inductor" else {}  # same draws as uncompiled
+    draws = {"fallback_random": True} if backend == "inductor" else {}  # same as uncompiled
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
             module.is_fused = module.mesh.device.type == "cuda"  # in place is faster on a CPU
         if isinstance(module, TransformerLayer):
-            options = own | {"guard_filter_fn": keeps}
+            options = draws | {"guard_filter_fn": keeps}
             module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
-
-
-def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
-    """(whether layers are compiled, the same on all ranks; warnings).
-
-    asked: None if no flag was given; then layers are compiled on GPUs if the compiler works. Raises
-    UsageError on every rank if --compile is given and does not work.
-    """
-    if not (mesh.device.type == "cuda" if asked is None else asked):
-        return False, []
-    failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))
-    if not failures:
-        return True, []
-    reason = f"torch.compile does not work here: {failures[0]}; {COMPILER_HELP}"
-    if asked:
-        raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
-    return False, [f"warning: layers are not compiled, which is slower: {reason}"]
-
-
-def compiler_failure(device: torch.device) -> str | None:
-    """Why torch.compile fails on this device, tested on a small function; None if it works."""
-
-    def function(x: Tensor) -> Tensor:
-        return torch.tanh(x) * x + 1
-
-    x = torch.linspace(-2, 2, 64, device=device)
-    try:
-        compiled = torch.compile(function)(x)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None if torch.allclose(compiled, function(x)) else "it computes something else"
-
-
-def environment(mesh: Mesh) -> dict[str, Any]:
-    """The program and all else that decides the last bits of a sum; kept in every checkpoint."""
-    device = mesh.device
-    return {
-        "commit": commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "layout": mesh.sizes,
-    }
-
-
-@cache
-def commit(root: Path = ROOT) -> str | None:
-    """The commit of this code, followed by "-dirty" if a file differs from it; None if the code has
-    no repository of its own, or git is not installed."""
-    if not (root / ".git").exists():  # git would search the parent folders
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        ended = subprocess.run(
-            [*command, "--exclude=*"], capture_output=True, text=True, check=False, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ended.stdout.strip() or None

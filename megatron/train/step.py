@@ -156,7 +156,7 @@ def forward_backward(
     def before(action: Action) -> None:
         is_forward, stage = action.direction == "forward", action.stage
         state.micro_batch = action.micro_batch
-        state.place = stage if is_forward else 2 * pipeline.stages - 1 - stage
+        state.stage_index = stage if is_forward else 2 * pipeline.stages - 1 - stage
         if is_forward and state.kernel_seed is not None:
             several = [stage] * (pipeline.virtual > 1)
             seed_kernels(state.kernel_seed, mesh, state.step, action.micro_batch, *several)

@@ -17,7 +17,7 @@ from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
 from megatron.models.build import build_model
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
-from megatron.train.state import environment
+from megatron.train.machine import environment
 from tasks.checks import ChecksConfig
 from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head
 from tests.data.samples import write_wordpiece

@@ -31,10 +31,11 @@ from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
 from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
-from megatron.train import state as state_module
+from megatron.train import machine
 from megatron.train.diagnose import find_first
 from megatron.train.guards import keeps
-from megatron.train.state import choose_compile, commit, compile_layers
+from megatron.train.machine import choose_compile, commit
+from megatron.train.state import compile_layers
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -464,7 +465,7 @@ def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> t
     mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
     failure = failure_of_last_rank if mesh.control.rank == mesh.size() - 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_module, "compiler_failure", lambda _: failure)
+        patch.setattr(machine, "compiler_failure", lambda _: failure)
         is_compiled, warnings = choose_compile(asked, mesh)
     return is_compiled, len(warnings)
 

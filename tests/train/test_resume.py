@@ -16,12 +16,11 @@ from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
 from megatron.config.checks import UsageError
 from megatron.config.training import PrecisionConfig
-from megatron.train import pretrain
-from megatron.train import state as state_module
+from megatron.train import machine, pretrain
 from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs
+from megatron.train.machine import choose_precision
 from megatron.train.pretrain import Run, build
-from megatron.train.state import choose_precision
 from tests.config.test_checks import settings
 from tests.dist import Pool
 from tests.programs import SHAPE, assert_equal_bits, finished, newest
@@ -250,7 +249,7 @@ def test_a_refused_start_is_refused_by_all(gloo: Pool, tmp_path: Path, finetune:
 def chosen(given: str | None, devices: list[str]) -> str:
     mesh = mesh_of_ranks(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_module, "default_precision", lambda _: devices[mesh.control.rank])
+        patch.setattr(machine, "default_precision", lambda _: devices[mesh.control.rank])
         try:
             return choose_precision(given, mesh, "--bf16", ("--no-bf16",))
         except UsageError as error:

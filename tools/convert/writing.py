@@ -25,7 +25,8 @@ from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import TensorSlice, sharding_specs
 from megatron.train.evaluate import load_model, whole_logits
-from megatron.train.state import DTYPES, environment
+from megatron.train.machine import environment
+from megatron.train.state import DTYPES
 from tools.convert.staging import staged
 from tools.convert.vocabulary import NoTokenizer
 

@@ -24,8 +24,9 @@ from megatron.parallel.sharding import TensorSlice, gather_whole
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.launch import launch
 from megatron.train.loader import prefetch
+from megatron.train.machine import choose_compile
 from megatron.train.pipelining import plan_of_run
-from megatron.train.state import DTYPES, TrainState, build_state, choose_compile
+from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import StepResult, train_step
 from tools.layouts.job import Job, open_samples
 from tools.layouts.meters import Counts, measure

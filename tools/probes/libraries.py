@@ -43,7 +43,7 @@ def layer_compiler(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
         return
-    from megatron.train.state import COMPILER_HELP, compiler_failure
+    from megatron.train.machine import COMPILER_HELP, compiler_failure
 
     lack = compiler_failure(device)
     yield Fact("torch.compile", lack is None, lack or "works; layers are compiled")

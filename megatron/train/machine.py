@@ -1,0 +1,110 @@
+"""The machine that a run computes on: its memory, precision and compiler, and its description."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.checks import UsageError
+from megatron.parallel.mesh import Mesh
+from megatron.train.launch import default_precision
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
+
+
+def keep_freed_memory(*, gathers: bool = False) -> None:
+    """Lets the C library keep up to 2 GB of memory that this process frees. Returned to the system
+    after each step, it would come back page by page, for one to two per cent of a step's time.
+
+    gathers: whether weights are gathered layer by layer. Then blocks larger than 4 MB go back:
+    glibc 2.36 cannot place an aligned block where one of its size was freed, so each gather, and
+    its copy in gloo, would take new memory.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # not glibc
+        return
+    trim_threshold, mmap_threshold = -1, -3  # from malloc.h
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # the largest value allowed
+
+
+def choose_precision(name: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:
+    """The precision of all ranks, a key of DTYPES: `name`, or else the default of the device.
+
+    Raises UsageError on every rank if ranks differ: `flag` must be given, e.g. as in `works`.
+    """
+    chosen = mesh.control.gather(name or default_precision(mesh.device))
+    if len(set(chosen)) > 1:
+        defaults = (f"{each} (rank {chosen.index(each)})" for each in dict.fromkeys(chosen))
+        allowed = f"given: the ranks' devices would compute in {' and '.join(defaults)}"
+        raise UsageError(flag, None, allowed, works=works)
+    return chosen[0]
+
+
+def choose_compile(asked: bool | None, mesh: Mesh) -> tuple[bool, list[str]]:
+    """(whether layers are compiled, the same on all ranks; warnings).
+
+    asked: None if no flag was given; then layers are compiled on GPUs if the compiler works. Raises
+    UsageError on every rank if --compile is given and does not work.
+    """
+    if not (mesh.device.type == "cuda" if asked is None else asked):
+        return False, []
+    failures = list(filter(None, mesh.control.gather(compiler_failure(mesh.device))))
+    if not failures:
+        return True, []
+    reason = f"torch.compile does not work here: {failures[0]}; {COMPILER_HELP}"
+    if asked:
+        raise UsageError("--compile", None, f"left out: {reason}", works=("--no-compile",))
+    return False, [f"warning: layers are not compiled, which is slower: {reason}"]
+
+
+def compiler_failure(device: torch.device) -> str | None:
+    """Why torch.compile fails on this device, tested on a small function; None if it works."""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(x) * x + 1
+
+    x = torch.linspace(-2, 2, 64, device=device)
+    try:
+        compiled = torch.compile(function)(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None if torch.allclose(compiled, function(x)) else "it computes something else"
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """The program and all else that decides the last bits of a sum; kept in every checkpoint."""
+    device = mesh.device
+    return {
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "layout": mesh.sizes,
+    }
+
+
+@cache
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of this code, followed by "-dirty" if a file differs from it; None if the code has
+    no repository of its own, or git is not installed."""
+    if not (root / ".git").exists():  # git would search the parent folders
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        ended = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() or None
