@@ -14,8 +14,8 @@ import torch
 
 from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
-from megatron.config.checks import UsageError
 from megatron.config.training import PrecisionConfig
+from megatron.errors import UsageError
 from megatron.train import pretrain
 from megatron.train import state as state_module
 from megatron.train.evaluate import load_newest
