@@ -5,7 +5,7 @@ from .config.parallel import (
     ParallelConfig as ParallelConfig,
     TrainingParallelConfig as TrainingParallelConfig,
 )
-from .config.checks import UsageError as UsageError
+from .errors import UsageError as UsageError
 from .config.parse import user_errors as user_errors
 from .train.launch import launch as launch
 from .parallel.mesh import (

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, share
+from megatron.config.checks import share
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase
+from megatron.errors import UsageError
 from tasks.protocol import BESIDE
 
 # RACE cut at the paper's 512 tokens has to pass: 7 % of its sequences are longer, and 10 % of

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.checks import UsageError, flag
 from megatron.config.model import FinetunedConfig
 from megatron.config.parse import user_errors
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
+from megatron.errors import UsageError, flag
 from megatron.inference.generate import DivergedError
 from megatron.models.build import build_on_meta
 from megatron.models.registry import config_of

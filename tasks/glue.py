@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertTokenizer
+from megatron.errors import UsageError
 from tasks.checks import ChecksConfig, InputChecks, LabelMap, check_apart, check_classes, majority
 from tasks.pairs import SPECIAL, PairExamples, encode, shape_of
 from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventions

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
-from megatron.config.checks import UsageError
 from megatron.config.launch import interruptible, is_first, world_size
 from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError
 from megatron.train.trained import begin_token_of, open_trained
 from tasks import paper
 from tasks.common import Task, TaskSettings, continue_prompts, score_windows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 
 
 @dataclass(frozen=True)

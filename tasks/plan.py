@@ -10,10 +10,10 @@ from typing import Any, get_args, get_type_hints
 
 from megatron.checkpoint.format import one_step
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError, flag
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tasks import paper

@@ -20,9 +20,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, fraction, non_negative, positive
+from megatron.config.checks import fraction, non_negative, positive
 from megatron.config.model import Head, RecomputeGranularity
 from megatron.config.parallel import FinetuneParallelConfig
+from megatron.errors import UsageError
 from tasks.common import ReportConfig, Tokens
 
 BESIDE = {"decides": False}  # metadata of a setting that affects neither training nor answers

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, positive
+from megatron.config.checks import positive
 from megatron.data.tokenizer import BertTokenizer
+from megatron.errors import UsageError
 from tasks.checks import (
     WARN_CUT_QUESTIONS,
     ChecksConfig,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 
 Program = Callable[[list[str]], object]
 ALIASES = {"--model-parallel-size": "--tensor-model-parallel-size"}

@@ -17,10 +17,10 @@ import torch
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import check_forms
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.models.hf_weights import forms_of
 from megatron.models.registry import find_kind

@@ -34,8 +34,8 @@ from megatron.checkpoint.format import (
     read_manifest,
     step_folders,
 )
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
+from megatron.errors import UsageError
 
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 

@@ -42,11 +42,12 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag, positive, switch, writable
+from megatron.config.checks import positive, writable
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import LoggingConfig, TrainingConfig
 from megatron.data.files import write_atomically
+from megatron.errors import UsageError, flag, switch
 from tools.layouts.job import Job, of_pretraining, open_samples, program_of
 from tools.layouts.layout import parse_layout
 from tools.processes import count_gpus, on_ranks

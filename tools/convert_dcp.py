@@ -34,12 +34,12 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.checkpoint.resume import arguments_of, find_start
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag
 from megatron.config.launch import interruptible
 from megatron.config.model import LlamaConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from tools.convert.llama import LLAMA
 from tools.convert.staging import refuse_existing, staged

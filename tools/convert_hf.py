@@ -29,11 +29,11 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
-from megatron.config.checks import UsageError
 from megatron.config.launch import interruptible
 from megatron.config.model import KEPT, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
+from megatron.errors import UsageError
 from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
 from tools.convert.families import FAMILIES, family_of

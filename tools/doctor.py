@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Literal
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -26,12 +26,13 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError, non_negative, positive, writable
+from megatron.config.checks import non_negative, positive, writable
 from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_token_of, open_trained
 from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import flag, non_negative
+from megatron.config.checks import non_negative
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import BertDataConfig
@@ -40,6 +40,7 @@ from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
 from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, build_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import flag
 from megatron.train.inputs import open_bert_data
 
 WIDTH = 100  # characters per line

@@ -26,10 +26,11 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError, flag, positive
+from megatron.config.checks import positive
 from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError, flag
 from megatron.libraries import Library
 from megatron.train.trained import begin_of, begin_token_of, open_trained
 from tasks.common import EvaluationConfig

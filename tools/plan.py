@@ -32,10 +32,11 @@ from typing import Any, Literal
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError, positive, writable
+from megatron.config.checks import positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError
 from megatron.libraries import load
 from megatron.parallel.schedules import ScheduleError, check, read_schedule, schedule
 from tools.layouts.job import program_of

@@ -18,8 +18,8 @@ import tyro
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
+from megatron.errors import UsageError
 from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
 

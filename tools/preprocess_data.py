@@ -32,13 +32,14 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError, positive, share
+from megatron.config.checks import positive, share
 from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
 from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, file_names
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say
 from tools.corpus.settings import parse_size

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.checks import UsageError
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh

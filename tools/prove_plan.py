@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError, switch, writable
+from megatron.config.checks import writable
 from megatron.config.huggingface import (
     HuggingFaceConfig,
     HuggingFaceMaskedConfig,
@@ -37,6 +37,7 @@ from megatron.config.huggingface import (
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import write_atomically
+from megatron.errors import UsageError, switch
 
 if TYPE_CHECKING:
     from tools.proofs import Outcome

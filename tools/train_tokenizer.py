@@ -31,7 +31,6 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
@@ -45,6 +44,7 @@ from megatron.data.tokenizer import (
 )
 from megatron.data.tokenizer_base import END_OF_DOCUMENT, MARKS, UNKNOWN
 from megatron.data.tokenizer_json import END_MARKS, PAD_MARKS, HuggingFaceTokenizer
+from megatron.errors import UsageError
 from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import cut, placed
 

@@ -20,11 +20,11 @@ from megatron.checkpoint.format import (
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag, switch
 from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.parallel import OF_BATCH
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import SAMPLE
+from megatron.errors import UsageError, flag, switch
 from megatron.models.registry import config_of, find_kind
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")

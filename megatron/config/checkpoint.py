@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.checks import UsageError, flag, positive
+from megatron.config.checks import positive
+from megatron.errors import UsageError, flag
 
 
 @dataclass(frozen=True, kw_only=True)

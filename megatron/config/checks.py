@@ -1,6 +1,5 @@
-"""The error of every wrong setting, and the checks of one field that the configs share."""
+"""Rules for the fields of a config; each raises UsageError."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,47 +7,7 @@ from operator import le
 from pathlib import Path
 from typing import Any
 
-
-class UsageError(ValueError):
-    """A flag's value that cannot be used.
-
-        UsageError("--seq-length", 2048, "at most --max-position-embeddings 1024",
-                   works=("--seq-length", "1024"))
-
-    reads `--seq-length 2048: must be at most --max-position-embeddings 1024; --seq-length 1024
-    works`. works: arguments that are accepted in place of the flag and its value; the tests of
-    refusals run them.
-    """
-
-    def __init__(
-        self, flag: str, value: object, allowed: str, *, works: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(flag, value, allowed)  # a copy for another rank is made from them
-        self.flag, self.value, self.allowed, self.works = flag, value, allowed, works
-
-    def __str__(self) -> str:
-        text = self.flag if self.value is None else f"{self.flag} {self.value}"
-        cure = f"; {' '.join(self.works)} works" if self.works else ""
-        return f"{text}: must be {self.allowed}{cure}"
-
-
-class OutOfMemoryError(RuntimeError):
-    """An allocation of a rank failed; the message says what helps (megatron/train/memory.py)."""
-
-
-def flag(field: str) -> str:
-    """The command line's spelling of a field: --seq-length for seq_length."""
-    return "--" + field.replace("_", "-")
-
-
-def switch(field: str, on: bool) -> str:
-    """The command line's spelling of a field that is true or false: --bf16, --no-bf16."""
-    return flag(field if on else f"no_{field}")
-
-
-def setting(field: str, value: Any) -> str:
-    """The spelling of a field and its value in a TOML file: append_eod = false."""
-    return f"{field} = {json.dumps(value, default=str)}"
+from megatron.errors import UsageError, flag
 
 
 def positive(config: Any, *fields: str) -> None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 import tyro
 
-from megatron.config.checks import UsageError
 from megatron.config.model import BESIDE, KEPT, KindConfig, RecomputeGranularity, beside
+from megatron.errors import UsageError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 # Files that are fetched from the hub: no pickle, no code, and no weights in other formats.

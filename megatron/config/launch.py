@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 
 # Variables with the number of processes started: that of torchrun; that of a step of srun, which a
 # batch script, being one process, does not have; that of Open MPI.

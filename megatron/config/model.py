@@ -6,7 +6,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from megatron.config.checks import UsageError, fraction, positive
+from megatron.config.checks import fraction, positive
+from megatron.errors import UsageError
 
 RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]

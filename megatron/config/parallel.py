@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.checks import UsageError, flag, positive
+from megatron.config.checks import positive
+from megatron.errors import UsageError, flag
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """The schedules of megatron.parallel.schedules, which is not imported here."""

@@ -23,8 +23,8 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from megatron.config.checks import UsageError, flag, setting, switch
 from megatron.config.launch import is_first, write_error_file
+from megatron.errors import UsageError, flag, setting, switch
 from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError, flag, switch
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig, has_window
 from megatron.config.model import BertConfig, GPT2Config, KindConfig, LlamaConfig, TextModelConfig
 from megatron.config.parallel import TrainingParallelConfig
@@ -23,6 +22,7 @@ from megatron.config.training import (
     PrecisionConfig,
     TrainingConfig,
 )
+from megatron.errors import UsageError, flag, switch
 from megatron.libraries import failure
 
 

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import UsageError, flag, fraction, non_negative, positive, switch
+from megatron.config.checks import fraction, non_negative, positive
+from megatron.errors import UsageError, flag, switch
 
 OF_PACKED = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
 OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}

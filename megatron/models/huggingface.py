@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.errors import UsageError
 from megatron.models.decoder import document_mask
 from megatron.models.hf_layers import (
     BatchRows,

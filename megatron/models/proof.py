@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import NAMES, HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig
+from megatron.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.checks import UsageError
 from megatron.config.model import KindConfig
 from megatron.data.batch import Batch
+from megatron.errors import UsageError
 from megatron.parallel.mesh import Mesh
 from megatron.train.executor import on_device, to_device
 

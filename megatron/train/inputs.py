@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import UsageError
 from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainConfig,
@@ -37,6 +36,7 @@ from megatron.data.sources import (
 )
 from megatron.data.tokenizer import BertTokenizer, build_tokenizer, file_flags
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError
 from megatron.train.trained import saved_tokenizer
 
 NO_CHECKPOINT = CheckpointConfig()

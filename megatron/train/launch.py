@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.checks import UsageError
 from megatron.config.launch import RankInfo, read_rank_info, world_size, write_error_file
 from megatron.config.parallel import ParallelConfig
+from megatron.errors import UsageError
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Process, Watch, note, own_process
 

@@ -9,8 +9,8 @@ from traceback import clear_frames
 
 import torch
 
-from megatron.config.checks import OutOfMemoryError
 from megatron.config.pretrain import PretrainConfig
+from megatron.errors import OutOfMemoryError
 from megatron.parallel.mesh import Mesh
 from megatron.train.watch import Progress
 

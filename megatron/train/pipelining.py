@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
+from megatron.errors import UsageError
 from megatron.parallel.pipeline import PipelinePlan, head_weight, partition, partition_uniform
 from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read_schedule
 

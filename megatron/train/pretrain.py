@@ -27,12 +27,12 @@ from megatron.checkpoint.resume import (
     run_id,
     saved_model,
 )
-from megatron.config.checks import OutOfMemoryError, UsageError
 from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
+from megatron.errors import OutOfMemoryError, UsageError
 from megatron.models.registry import KINDS, find_kind
 from megatron.parallel.pipeline import PipelinePlan
 from megatron.train.inputs import Inputs, mock_inputs

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, load_weights
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights

@@ -13,13 +13,13 @@ from typing import Any
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import find_start, newest_readable, require_kind
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
+from megatron.errors import UsageError
 from megatron.models.registry import config_of, find_kind, text_kinds
 
 # Fields of a model's config that belong to the present run, not to the checkpoint.

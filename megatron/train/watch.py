@@ -36,9 +36,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron.config.checks import OutOfMemoryError
 from megatron.config.launch import RankInfo, write_error_file
 from megatron.data.files import DataError
+from megatron.errors import OutOfMemoryError
 from megatron.parallel.mesh import CALLS, Mesh
 from megatron.train.stall import Report, Wait, find_behind, name_ranks, table
 

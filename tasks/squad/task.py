@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError, flag, positive, writable
+from megatron.config.checks import positive, writable
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer import BertTokenizer
+from megatron.errors import UsageError, flag
 from tasks.checks import (
     WARN_CUT_QUESTIONS,
     ChecksConfig,

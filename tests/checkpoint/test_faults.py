@@ -18,7 +18,7 @@ import torch
 
 from megatron.checkpoint.format import seal, step_folders
 from megatron.checkpoint.load import newest_whole, verify
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.train.state import TrainState
 from tests.checkpoint.saving import (
     BOTH,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.resume import Start, changes, check_start, find_start, newest_readable
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 from megatron.models.registry import config_of
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings

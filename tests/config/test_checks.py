@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError, at_least, share, writable
+from megatron.config.checks import at_least, share, writable
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import (
@@ -19,6 +19,7 @@ from megatron.config.pretrain import (
     epochs_of,
 )
 from megatron.config.training import PrecisionConfig
+from megatron.errors import UsageError
 from tests.refusals import refused
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig

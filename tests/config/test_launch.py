@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.launch import world_size
+from megatron.errors import UsageError
 
 
 @pytest.mark.parametrize(

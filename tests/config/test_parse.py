@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.checks import UsageError
 from megatron.config.parse import PRESETS, find_preset, parse, parse_call, user_errors
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 
 MODEL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4"]
 SMALL = [*MODEL, "--train-iters=3"]

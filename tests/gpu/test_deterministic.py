@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.train.launch import launch
 from pretrain_gpt2 import main
 from tests.programs import arguments_of, newest, start_ranks, whole_tensors

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.training import OptimizerConfig
+from megatron.errors import UsageError
 from megatron.models import hf_weights
 from megatron.models.hf_layers import Wide
 from megatron.models.hf_weights import form_of

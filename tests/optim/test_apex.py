@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adam import adam
 
-from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_apex
 from megatron.config.training import OptimizerConfig
+from megatron.errors import UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.state import TrainState
 from megatron.train.step import train_step

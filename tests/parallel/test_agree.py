@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import build_mesh
 from tests.dist import Pool

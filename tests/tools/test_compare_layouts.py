@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
 from tools import compare_layouts

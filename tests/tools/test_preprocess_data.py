@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from megatron.config.checks import UsageError
 from megatron.data.indexed import Description, IndexedDataset
 from megatron.data.tokenizer import GPT2BPETokenizer
+from megatron.errors import UsageError
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
 from tests.tools.corpus.lines import content, manifest, write_jsonl

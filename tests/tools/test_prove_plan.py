@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import pretrain
-from megatron.config.checks import UsageError
 from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.errors import UsageError
 from megatron.models.proof import prove, require_proof, tiny
 from megatron.parallel.plan import PlanError
 from tests.dist import Pool

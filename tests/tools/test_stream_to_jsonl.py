@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.data.documents import open_documents
+from megatron.errors import UsageError
 from tests.refusals import field_of, refusal
 from tools.stream_to_jsonl import alone, stream_to_jsonl
 

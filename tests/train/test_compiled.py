@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import flex_attention
 
 from benchmarks import compiled
-from megatron.config.checks import UsageError
 from megatron.config.model import KindConfig
 from megatron.data.gpt2 import GPT2Batch
+from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.bucket import Bucket

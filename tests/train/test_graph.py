@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.graph import WARM_UP, StepGraph, choose_graph
 from megatron.train.state import TrainState

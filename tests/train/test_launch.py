@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.checks import UsageError
 from megatron.config.launch import read_rank_info
 from megatron.config.parallel import ParallelConfig
+from megatron.errors import UsageError
 from megatron.train.launch import Arrival, choose_device, launch
 from tests.refusals import field_of, refusal
 from tests.train.ranks import run_ranks, write_program

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.checks import OutOfMemoryError
+from megatron.errors import OutOfMemoryError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.memory import memory_errors
 from megatron.train.step import train_step

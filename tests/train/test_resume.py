@@ -14,8 +14,8 @@ import torch
 
 from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
-from megatron.config.checks import UsageError
 from megatron.config.training import PrecisionConfig
+from megatron.errors import UsageError
 from megatron.train import machine, pretrain
 from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs

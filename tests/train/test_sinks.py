@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_sinks
 from megatron.config.training import LoggingConfig
+from megatron.errors import UsageError
 from megatron.train.sinks import TensorBoardSink, open_sinks, run_of
 
 pytest.importorskip("wandb")

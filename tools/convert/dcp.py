@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import check_tiling
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from tools.convert.torch_file import STORAGES, Placeholder, StoredTensor, read_pickle, read_section
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from tools.convert.torch_file import Placeholder, StoredTensor, read_saved
 
 POINTER = "latest_checkpointed_iteration.txt"

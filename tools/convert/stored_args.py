@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.checks import UsageError, flag
 from megatron.config.model import GPT2Config, ModelConfig
+from megatron.errors import UsageError, flag
 from tools.convert.ranks import Rank
 
 # Settings that a flag of this program may give, and the values if neither args nor flags do.

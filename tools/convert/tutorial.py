@@ -29,8 +29,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
 from megatron.config.model import LlamaConfig
+from megatron.errors import UsageError
 from tools.convert.dcp import METADATA, Item, read_folder
 from tools.convert.tokenizing import any_of
 from tools.convert.torch_file import Placeholder, read_pickle, read_saved

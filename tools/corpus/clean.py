@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron.config.checks import UsageError
 from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import UsageError
 from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.program import program, say
 from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of

@@ -25,8 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.config.checks import UsageError, at_least, share
+from megatron.config.checks import at_least, share
 from megatron.data.json_lines import WORK
+from megatron.errors import UsageError
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.leakage import Marks, leakage_table, show

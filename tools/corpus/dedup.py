@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from megatron.config.checks import UsageError, at_least, share
+from megatron.config.checks import at_least, share
+from megatron.errors import UsageError
 from megatron.libraries import failure
 from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.duplicates.index import Bands, Index

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.libraries import Library
 from tools.corpus.ngrams import Hashes, Indices, NgramSet, hash_ngrams, split_words
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from tools.corpus.formats import (
     Fault,
     Item,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import MANIFEST, WORK
+from megatron.errors import UsageError
 from tools.corpus.shards import Unit
 
 RUN = "run.json"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import OPENERS, bare_name, find_shards, warn_not_read
+from megatron.errors import UsageError
 from tools.corpus.program import say
 from tools.corpus.shards import Unit, cut, placed
 

@@ -26,7 +26,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, get_origin
 
-from megatron.config.checks import UsageError, setting
+from megatron.errors import UsageError, setting
 from tools.corpus.program import parse_settings
 
 STEPS = {

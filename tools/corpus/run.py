@@ -20,7 +20,7 @@ from typing import Annotated
 
 import tyro
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from tools.corpus import plan
 from tools.corpus.early import check_early
 from tools.corpus.pipeline import Job, as_keys, check_given, describe_given

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.libraries import Library, failure
 
 distributed, dask_jobqueue = Library("dask.distributed"), Library("dask_jobqueue")

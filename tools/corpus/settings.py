@@ -5,9 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.config.checks import UsageError, at_least
+from megatron.config.checks import at_least
 from megatron.data.files import sha256
 from megatron.data.json_lines import find_shards
+from megatron.errors import UsageError
 from tools.corpus.manifest import known_checksums
 from tools.corpus.program import say
 from tools.corpus.scheduler import check_scheduler

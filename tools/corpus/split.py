@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import MANIFEST, WORK
+from megatron.errors import UsageError
 from tools.corpus.program import program, say
 from tools.corpus.records import Funnel, document_id, documents, keyed_hash, read_documents
 from tools.corpus.settings import StepSettings, parse_size

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import MANIFEST, WORK
+from megatron.errors import UsageError
 from tools.corpus.manifest import (
     check_output,
     checksum_of,

@@ -21,8 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
+from megatron.errors import UsageError
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, documents
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows

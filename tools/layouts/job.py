@@ -8,9 +8,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron.config.checks import UsageError
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
+from megatron.errors import UsageError
 from megatron.models.registry import KINDS, find_kind
 from megatron.train.inputs import vocabulary_of
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.checks import UsageError
 from megatron.config.parallel import SCHEDULES, TrainingParallelConfig
+from megatron.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron.config.checks import UsageError, flag
+from megatron.errors import UsageError, flag
 from tools.command import ROOT
 from tools.stages import Stage, own_folder, run_stages, tell_plan
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.config.checks import flag
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import flag
 from tools.planning.hardware import Hardware
 from tools.planning.record import bars, table
 from tools.planning.software import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "hardware"
 PROGRAMS = ("this project", "megatron 2019", "megatron 2020")  # see software.py

@@ -10,8 +10,8 @@ from itertools import product
 from math import log2
 from typing import Any
 
-from megatron.config.checks import UsageError, flag, switch
 from megatron.config.pretrain import PretrainConfig
+from megatron.errors import UsageError, flag, switch
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tools.planning.hardware import Hardware

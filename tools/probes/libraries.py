@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from megatron.config.checks import UsageError
 from megatron.config.pretrain import require_apex
+from megatron.errors import UsageError
 from tools.probes.findings import Fact, Finding, Problem
 
 if TYPE_CHECKING:

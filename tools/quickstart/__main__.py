@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import find_preset
 from megatron.data.json_lines import find_shards, parse_line, read_shard
+from megatron.errors import UsageError
 from tools.command import ROOT
 from tools.processes import count_gpus
 from tools.quickstart.plan import Settings, choose_processes, plan

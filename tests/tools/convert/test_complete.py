@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import pretrain
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.config.checks import UsageError
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.errors import UsageError
 from megatron.models.hf_layers import Wide
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, score, whole_logits

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.checks import UsageError, at_least
+from megatron.config.checks import at_least
 from megatron.data.files import sha256
+from megatron.errors import UsageError
 from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps

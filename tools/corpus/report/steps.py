@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.checks import UsageError
 from megatron.data.json_lines import MANIFEST, WORK
+from megatron.errors import UsageError
 from tools.corpus.program import say
 from tools.corpus.records import Count, Counts, Funnel, documents
 

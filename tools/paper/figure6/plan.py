@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 from tools.command import python, shown
 from tools.paper.corpus import corpus_stages, evaluation_files, training_text
 from tools.paper.results import result_files

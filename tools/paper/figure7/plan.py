@@ -6,9 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.checks import UsageError, flag
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig
+from megatron.errors import UsageError, flag
 from tools.command import Command, on_all, python, shown
 from tools.paper.data import RACE_TRAIN
 from tools.paper.figure7.ending import is_result

@@ -5,8 +5,8 @@ import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
-from megatron.config.checks import UsageError
 from megatron.config.parse import parse_call, user_errors
+from megatron.errors import UsageError
 from tasks.race import LEVELS
 
 
