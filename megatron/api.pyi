@@ -154,10 +154,10 @@ from .train.state import (
 from .train.step import (
     train_step as train_step,
     StepResult as StepResult,
-    Outputs as Outputs,
 )
 from .optim.schedule import learning_rate as learning_rate
 from .train.evaluate import (
+    Outputs as Outputs,
     mean_losses as mean_losses,
     whole_logits as whole_logits,
 )

@@ -1,10 +1,11 @@
-"""Evaluation: a checkpoint's model at any layout, its mean loss, scores of given tokens."""
+"""Evaluation: a checkpoint's model at any layout, its mean loss, scores of given tokens,
+and the outputs of a training step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import gathered
-from megatron.train.executor import Executor
+from megatron.train.executor import Executor, to_device
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped
 
@@ -185,3 +186,46 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
     chosen = all_reduce(candidate, axis, ReduceOp.MIN)
     return chosen.where(chosen >= 0, vocab_size)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The model's output for the global batch of b samples, in the order of their numbers; the same
+    at every layout, on every rank.
+
+    logits: [b, s, vocabulary], fp32 or wider, without padding. labels: int64 [b, s], as the batch
+    has them. Both on the mesh's device.
+    """
+
+    logits: Tensor
+    labels: Tensor
+
+
+def require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
+    """Raises ValueError if the model lacks `logits`, or batches lack labels [b, s] of one shape."""
+    if not hasattr(model, "logits"):
+        raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
+    shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
+    if len(shapes) != 1 or None in shapes:
+        raise ValueError("return_outputs takes micro-batches with labels [b, s], of one shape")
+
+
+@torch.no_grad()
+def gather_outputs(
+    model: Any, mesh: Mesh, micro_batches: Sequence[Any], hidden_states: Mapping[int, Tensor]
+) -> Outputs:
+    """Runs the output layer again on the output of the layers, and gathers the columns and samples
+    of all ranks (every rank calls this). hidden_states: [n, h] by micro-batch, on the last pipeline
+    stage only."""
+    labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    # [micro-batches, samples of each, s, vocabulary]
+    logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
+    with gathered(model):
+        for number, x in hidden_states.items():
+            columns = gather_from(model.logits(x), -1, mesh.vocabulary)[:, : model.vocab_size]
+            logits[number] = columns.view(logits.shape[1:])
+    all_reduce(logits, mesh.pipeline)
+    # The samples of a step are in order of micro-batch, and within each in order of rank.
+    logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))
+    return Outputs(logits, labels)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.data.files import DataError
-from megatron.parallel.collectives import all_reduce, gather_from
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
-from megatron.parallel.zero3 import gathered
 from megatron.train.diagnose import non_finite
+from megatron.train.evaluate import Outputs, gather_outputs, require_outputs
 from megatron.train.executor import Executor, to_device
 from megatron.train.state import TrainState
 
@@ -47,19 +46,6 @@ class StepResult:
     outputs: Outputs | None = None
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The model's output for the global batch of b samples, in the order of their numbers; the same
-    at every layout, on every rank.
-
-    logits: [b, s, vocabulary], fp32 or wider, without padding. labels: int64 [b, s], as the batch
-    has them. Both on the mesh's device.
-    """
-
-    logits: Tensor
-    labels: Tensor
-
-
 def train_step(
     state: TrainState,
     micro_batches: Sequence[Batch],
@@ -80,14 +66,16 @@ def train_step(
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
-        _require_outputs(state.model, micro_batches)
+        require_outputs(state.model, micro_batches)
     if not state.model.training:
         state.model.train()  # visits each module
     counts = count(state, micro_batches)
-    seen = dict[int, Tensor]() if return_outputs else None
+    hidden_states = dict[int, Tensor]() if return_outputs else None
     run = forward_backward if state.graph is None else partial(state.graph, forward_backward)
-    totals = run(state, micro_batches, counts, seen)
-    outputs = None if seen is None else gather_outputs(state, micro_batches, seen)
+    totals = run(state, micro_batches, counts, hidden_states)
+    outputs = None
+    if hidden_states is not None:
+        outputs = gather_outputs(state.model, mesh, micro_batches, hidden_states)
 
     # All ranks agree by two small all-reduces, first of the loss, then within the model, and by one
     # copy to the host.
@@ -142,12 +130,12 @@ def forward_backward(
     state: TrainState,
     micro_batches: Sequence[Batch],
     counts: Tensor,
-    seen: dict[int, Tensor] | None = None,
+    hidden_states: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Fill the gradient buckets; return this rank's sum of each term, fp64 [k].
 
-    counts: see `count`. seen: receives the output of the layers, by micro-batch. Gradients are
-    those of the loss x loss scale, summed over the axes on which they are partial.
+    counts: see `count`. hidden_states: receives the output of the layers, by micro-batch.
+    Gradients are those of the loss x loss scale, summed over the axes on which they are partial.
     """
     # A term whose denominator is zero is reported after the step.
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
@@ -170,39 +158,9 @@ def forward_backward(
         loss_scales=loss_scales,
         gradients=state.gradients,
         before=before,
-        seen=seen,
+        seen=hidden_states,
     )
     state.gradients.start()
     totals = executor.run(pipeline.program(mesh.pipeline.rank, len(micro_batches)))
     state.gradients.finish()
     return totals
-
-
-def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
-    """Raises ValueError if the model lacks `logits`, or batches lack labels [b, s] of one shape."""
-    if not hasattr(model, "logits"):
-        raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
-    shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
-    if len(shapes) != 1 or None in shapes:
-        raise ValueError("return_outputs takes micro-batches with labels [b, s], of one shape")
-
-
-@torch.no_grad()
-def gather_outputs(
-    state: TrainState, micro_batches: Sequence[Any], seen: Mapping[int, Tensor]
-) -> Outputs:
-    """Runs the output layer again on the output of the layers, and gathers the columns and samples
-    of all ranks (every rank calls this)."""
-    mesh, model = state.mesh, cast(Any, state.model)
-    labels = torch.stack([to_device(mesh.device, each.labels)[0] for each in micro_batches])
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    # [micro-batches, samples of each, s, vocabulary]
-    logits = torch.zeros(*labels.shape, model.vocab_size, dtype=dtype, device=mesh.device)
-    with gathered(model):
-        for number, x in seen.items():  # only the last pipeline stage has any
-            columns = gather_from(model.logits(x), -1, mesh.vocabulary)[:, : model.vocab_size]
-            logits[number] = columns.view(logits.shape[1:])
-    all_reduce(logits, mesh.pipeline)
-    # The samples of a step are in order of micro-batch, and within each in order of rank.
-    logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))
-    return Outputs(logits, labels)

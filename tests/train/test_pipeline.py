@@ -21,11 +21,12 @@ from megatron.parallel.pipeline import PipelinePlan, partition
 from megatron.parallel.schedules import schedule
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.diagnose import NonFiniteError
+from megatron.train.evaluate import Outputs
 from megatron.train.inputs import mock_inputs, random_text
 from megatron.train.pipelining import plan_of_run
 from megatron.train.pretrain import refuse_differing
 from megatron.train.state import TrainState
-from megatron.train.step import Outputs, StepResult, train_step
+from megatron.train.step import StepResult, train_step
 from tests.dist import Pool
 from tests.refusals import field_of, refusal
 from tests.tiny import micro_batches, samples, tiny_section, tiny_state
