@@ -24,8 +24,8 @@ from torch import nn
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.steps import SEED
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
-from megatron.parallel.sharding import materialize
 from megatron.train.state import DTYPES
 
 CHUNKED, AT_ONCE = "logits in chunks", "all logits at once"

@@ -34,9 +34,10 @@ from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
+from megatron.parallel.initialize import initial_value
 from megatron.parallel.kernels import matmul as our_matmul
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import initial_value, sharding_specs
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import to_device
 from megatron.train.state import DTYPES
 from tools.convert.gpt2 import GPT2

@@ -47,9 +47,10 @@ from megatron.models.transformer import MLP, Sequences, Transformer
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import cut
 from megatron.parallel.factory import FACTORIES
+from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import Gathered, ParallelLinear
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import materialize, sharding_specs
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.state import DTYPES
 from tools.layouts.meters import counting
 from tools.layouts.work import Meter, on_meta

@@ -104,10 +104,10 @@ from .parallel.sharding import (
     TensorSlice as TensorSlice,
     sharding_specs as sharding_specs,
     replicated as replicated,
-    materialize as materialize,
     gather_whole as gather_whole,
     load_whole as load_whole,
 )
+from .parallel.initialize import materialize as materialize
 
 # Gradients
 from .parallel.buckets import (

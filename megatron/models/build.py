@@ -10,9 +10,9 @@ import torch
 from megatron.config.model import KindConfig
 from megatron.models.registry import find_kind
 from megatron.parallel.factory import FACTORIES, ModelPart
+from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.sharding import materialize
 
 
 def build_on_meta(

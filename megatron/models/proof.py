@@ -33,10 +33,11 @@ from megatron.models.hf_weights import form_of
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
+from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
 from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
-from megatron.parallel.sharding import gather_whole, materialize, sharding_specs
+from megatron.parallel.sharding import gather_whole, sharding_specs
 
 TOLERANCE = 1e-9  # relative to the norm of the compared tensor
 # Relative to the norm of the model's gradient. A smaller gradient, such as that of a key's bias,

@@ -24,6 +24,7 @@ from megatron.parallel import kernels
 from megatron.parallel.bucket import Bucket, Named, gradient_dtype, nothing
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import check_gradients, check_weights, name_unreached
+from megatron.parallel.initialize import give_memory
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.sharding import (
     Deferral,
@@ -34,7 +35,6 @@ from megatron.parallel.sharding import (
     TensorSlice,
     absent,
     add_gradients,
-    give_memory,
     mesh_of,
     sharding_specs,
 )

@@ -9,7 +9,7 @@ memory replace the tensor and lose its attributes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import nan, prod
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megatron.parallel import kernels
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.random import derive_seed
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,13 @@ class ShardingSpec:
     def is_owner(self, *axes: Axis) -> bool:
         """Whether this rank counts for all with its shard along the axes: it is the first."""
         return all(axis.rank == 0 for axis in self.copied_over(*axes))
+
+    def draw(self, generator: torch.Generator | None = None) -> Tensor:
+        """Initial values of the whole parameter [shape], fp32 on the CPU."""
+        whole = torch.empty(self.shape, device="cpu", dtype=torch.float32)
+        if self.std is None:
+            return whole.fill_(self.fill)
+        return whole.normal_(0.0, self.std, generator=generator)
 
     @property
     def of_shard(self) -> ShardingSpec:
@@ -314,7 +320,7 @@ class ShardedModule(nn.Module):
         device = torch.device("meta") if self.is_on_meta else self.mesh.device
         local = torch.empty(spec.local_shape, device=device)
         if not self.is_on_meta:
-            load_whole(local, draw(spec), spec)
+            load_whole(local, spec.draw(), spec)
         self.register_parameter(name, nn.Parameter(local))
 
     def add_bias(
@@ -416,46 +422,6 @@ def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
     return ShardingSpec(shape=shape, partial=mesh.of_stream, decay=decay)
 
 
-def draw(spec: ShardingSpec, generator: torch.Generator | None = None) -> Tensor:
-    """Initial values of the whole parameter [spec.shape], fp32 on the CPU."""
-    whole = torch.empty(spec.shape, device="cpu", dtype=torch.float32)
-    if spec.std is None:
-        return whole.fill_(spec.fill)
-    return whole.normal_(0.0, spec.std, generator=generator)
-
-
-def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
-    """Initial value of the whole parameter, a function only of (seed, name); see `draw`.
-
-    Every rank draws the whole and keeps its shard, so that the model is the same at every layout.
-    """
-    return draw(spec, torch.Generator().manual_seed(derive_seed(seed, "initialise", name)))
-
-
-def materialize(
-    model: nn.Module,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int | None,
-    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
-) -> nn.Module:
-    """Give a model that is on meta its memory and initial values.
-
-    seed: None leaves values undefined, for a model that is loaded next. values: maps a seed to
-    (name, whole tensor) of every parameter, with a few in memory at a time; by default the values
-    are those of the specs. Raises ValueError for a parameter of torch's own layers if there is a
-    seed and no `values`: build a model with such layers on the device at once.
-    """
-    give_memory(model, lambda each: torch.empty(each.shape, dtype=dtype, device=device))
-    if seed is not None:
-        table = owned_specs(model) if values is None else sharding_specs(model)
-        parameters = dict(model.named_parameters())
-        slices = {n: TensorSlice(n, table[n], parameters[n].detach()) for n in table}
-        set_values(model, slices, seed, values)
-    return model
-
-
 @cache
 def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), nan, dtype=dtype, device=device)
@@ -464,48 +430,6 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Placeholder for values that have no memory now; reading it gives NaN."""
     return _nan(dtype, device).expand(shape)
-
-
-def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Give each parameter the memory that `make` returns, of its shape; values are undefined."""
-    # Not by to_empty(): for the empty_like() of a meta tensor, torch imports the symbolic algebra
-    # of its compiler, which takes half a second.
-    real = {
-        id(parameter): nn.Parameter(make(parameter), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    for module in model.modules():
-        for name, parameter in [*module.named_parameters("", False, False)]:
-            module.register_parameter(name, real[id(parameter)])
-        if isinstance(module, ShardedModule) and module.values_check:
-            module.values_check.remove()
-
-
-@torch.no_grad()
-def set_values(
-    model: nn.Module,
-    slices: Mapping[str, TensorSlice],
-    seed: int,
-    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
-) -> None:
-    """Fill this rank's part of each parameter, `slices` by name, with initial values, rounded to
-    the parameter's dtype; see `materialize`."""
-    table = owned_specs(model)
-    others = [name for name, _ in model.named_parameters() if name not in table]
-    if others and values is None:
-        raise ValueError(
-            f"{others[0]} has no sharding spec that says its initial values: build the model "
-            'without torch.device("meta"), and materialize has nothing to do'
-        )
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    drawn = values(seed) if values is not None else _drawn(table, seed)
-    for name, whole in drawn:
-        if name in slices:  # a shared parameter is there under one name
-            load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)
-
-
-def _drawn(table: Mapping[str, ShardingSpec], seed: int) -> Iterator[tuple[str, Tensor]]:
-    return ((name, initial_value(name, spec, seed)) for name, spec in table.items())
 
 
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:

@@ -22,17 +22,11 @@ from megatron.models.transformer import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets, untrained_memory
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.initialize import give_memory, materialize, set_values
 from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.sharding import (
-    ShardingSpec,
-    TensorSlice,
-    give_memory,
-    materialize,
-    set_values,
-    sharding_specs,
-)
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.graph import StepGraph, choose_graph, use_own_stream
 from megatron.train.guards import keeps

@@ -26,15 +26,10 @@ from megatron.checkpoint.save import save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import own_rows
+from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.sharding import (
-    TensorSlice,
-    gather_whole,
-    materialize,
-    replicated,
-    sharding_specs,
-)
+from megatron.parallel.sharding import TensorSlice, gather_whole, replicated, sharding_specs
 from megatron.train.pretrain import build
 from megatron.train.state import TrainState
 from megatron.train.step import train_step

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.parallel import cross_entropy, layers
 from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets, clip_grad_norm
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     gather_whole,
-    materialize,
     replicated,
     sharding_specs,
 )

@@ -24,10 +24,10 @@ from megatron.parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megatron.parallel.fused_softmax import fused_softmax
+from megatron.parallel.initialize import materialize
 from megatron.parallel.kernels import padded_rows
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import materialize
 from megatron.train.evaluate import most_probable
 from tests.dist import Pool
 from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients

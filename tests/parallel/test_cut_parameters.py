@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
 from megatron.models.hf_layers import parameters_on_meta
+from megatron.parallel.initialize import materialize
 from megatron.parallel.parallelize import parallelize, whole_state_dict
 from megatron.parallel.plan import (
     Column,
@@ -25,7 +26,6 @@ from megatron.parallel.plan import (
     Summed,
     Vocabulary,
 )
-from megatron.parallel.sharding import materialize
 from tests.dist import Pool
 from tests.parallel.test_parallelize import (
     HIDDEN,

@@ -20,13 +20,13 @@ from megatron.config.model import ModelConfig
 from megatron.models.build import build_model, build_on_meta
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
+from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     gather_whole,
     load_whole,
-    materialize,
     sharding_specs,
 )
 from megatron.train.executor import on_device

@@ -17,6 +17,7 @@ from megatron.parallel import kernels
 from megatron.parallel.block_attention import BLOCK
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import head_keys, row_keys
+from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import (
     AttentionCore,
     LayerNorm,
@@ -25,7 +26,6 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.layers_llama import RMSNorm, RotaryEmbedding, rotate
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import materialize
 from tests import plain
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks

@@ -29,9 +29,9 @@ from megatron.models.decoder import document_mask
 from megatron.optim.adam import FlatWeights, adam_class
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d
+from megatron.parallel.initialize import materialize
 from megatron.parallel.kernels import add_matmul_, squares
 from megatron.parallel.mesh import serial_mesh
-from megatron.parallel.sharding import materialize
 from tools.probes.findings import Fact, Finding
 
 B, S, A, D, V = 2, 128, 4, 64, 512  # batch, sequence, heads, head size, vocabulary

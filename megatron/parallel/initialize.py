@@ -1,0 +1,94 @@
+"""Memory and initial values of a model that is built on meta.
+
+Every rank draws each whole parameter from (seed, name) and keeps its shard, so that the model is
+the same at every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.random import derive_seed
+from megatron.parallel.sharding import (
+    ShardedModule,
+    ShardingSpec,
+    TensorSlice,
+    load_whole,
+    owned_specs,
+    sharding_specs,
+)
+
+
+def initial_value(name: str, spec: ShardingSpec, seed: int) -> Tensor:
+    """Initial value of the whole parameter, a function only of (seed, name): fp32 on the CPU."""
+    return spec.draw(torch.Generator().manual_seed(derive_seed(seed, "initialise", name)))
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None,
+    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
+) -> nn.Module:
+    """Give a model that is on meta its memory and initial values.
+
+    seed: None leaves values undefined, for a model that is loaded next. values: maps a seed to
+    (name, whole tensor) of every parameter, with a few in memory at a time; by default the values
+    are those of the specs. Raises ValueError for a parameter of torch's own layers if there is a
+    seed and no `values`: build a model with such layers on the device at once.
+    """
+    give_memory(model, lambda each: torch.empty(each.shape, dtype=dtype, device=device))
+    if seed is not None:
+        table = owned_specs(model) if values is None else sharding_specs(model)
+        parameters = dict(model.named_parameters())
+        slices = {n: TensorSlice(n, table[n], parameters[n].detach()) for n in table}
+        set_values(model, slices, seed, values)
+    return model
+
+
+def give_memory(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Give each parameter the memory that `make` returns, of its shape; values are undefined."""
+    # Not by to_empty(): for the empty_like() of a meta tensor, torch imports the symbolic algebra
+    # of its compiler, which takes half a second.
+    real = {
+        id(parameter): nn.Parameter(make(parameter), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters("", False, False)]:
+            module.register_parameter(name, real[id(parameter)])
+        if isinstance(module, ShardedModule) and module.values_check:
+            module.values_check.remove()
+
+
+@torch.no_grad()
+def set_values(
+    model: nn.Module,
+    slices: Mapping[str, TensorSlice],
+    seed: int,
+    values: Callable[[int], Iterable[tuple[str, Tensor]]] | None = None,
+) -> None:
+    """Fill this rank's part of each parameter, `slices` by name, with initial values, rounded to
+    the parameter's dtype; see `materialize`."""
+    table = owned_specs(model)
+    others = [name for name, _ in model.named_parameters() if name not in table]
+    if others and values is None:
+        raise ValueError(
+            f"{others[0]} has no sharding spec that says its initial values: build the model "
+            'without torch.device("meta"), and materialize has nothing to do'
+        )
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    if values is None:
+        drawn: Iterable[tuple[str, Tensor]] = (
+            (name, initial_value(name, spec, seed)) for name, spec in table.items()
+        )
+    else:
+        drawn = values(seed)
+    for name, whole in drawn:
+        if name in slices:  # a shared parameter is there under one name
+            load_whole(slices[name].local, whole.to(dtypes[name]), slices[name].spec)
