@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.checks import UsageError
+from megatron.errors import UsageError
 from megatron.parallel.mesh import Mesh
 from megatron.train.launch import default_precision
 
