@@ -262,7 +262,7 @@ rotary-interleaved
 rms-norms-decay | parallel/test_sharding::test_matrices
 - fill=1, decay=False, partial=partial)
 + fill=1, partial=partial)
-@ megatron/parallel/mesh.py | parallel/test_mesh::test_unions_of
+@ megatron/parallel/axes.py | parallel/test_mesh::test_unions_of
 depth-not-reduced
 - "replicas": ("data", "context", *copies),
 + "replicas": ("data", "context"),

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.parallel import collectives
-from megatron.parallel.mesh import INNER, OUTER, UNIONS, Mesh, build_mesh
+from megatron.parallel.axes import INNER, OUTER, UNIONS
+from megatron.parallel.mesh import Mesh, build_mesh
 from tests.dist import PATIENCE
 from tools.planning.absent import AbsentRanks
 

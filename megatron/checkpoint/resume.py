@@ -21,11 +21,11 @@ from megatron.checkpoint.format import (
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.huggingface import HuggingFaceConfig
-from megatron.config.parallel import OF_BATCH
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import SAMPLE
 from megatron.errors import UsageError, flag, switch
 from megatron.models.registry import config_of, find_kind
+from megatron.parallel.axes import BATCH_AXES
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
 # Parts of the config whose settings are compared when a run resumes. The others (where files are,
@@ -315,7 +315,7 @@ def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: in
     different samples.
     """
     layout = manifest["environment"]["layout"]
-    sizes = prod(size for axis, size in layout.items() if axis in OF_BATCH), data_size
+    sizes = prod(size for axis, size in layout.items() if axis in BATCH_AXES), data_size
     return [
         f"changed: {name} is {_text(now)} (was {_text(saved)})"
         for name, (saved, now) in differences(manifest, facts, sizes).items()

@@ -10,15 +10,8 @@ from typing import Any, Literal
 
 from megatron.config.checks import positive
 from megatron.errors import UsageError, flag
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""The schedules of megatron.parallel.schedules, which is not imported here."""
-
-SHAPES = {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}
-"""Dims of the grid of tensor-parallel processes, by mode."""
-
-OF_BATCH = ("data", "depth", "row", "weight", "input")
-"""Axes along which processes read different samples, in some mode."""
+from megatron.parallel.axes import INNER, UNIONS
+from megatron.parallel.schedules import KINDS
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
@@ -59,7 +52,7 @@ class ParallelConfig:
             name = "--tensor-parallel-depth"
             allowed = "left out without --tensor-parallel-mode 2.5d"
             raise UsageError(name, depth, allowed, works=(name, "1"))
-        power = SHAPES[mode]
+        power = self.grid_dims
         if size != depth * self.side**power:
             allowed = {2: "a square", 3: "a cube"}[power] + f" with --tensor-parallel-mode {mode}"
             if depth > 1:
@@ -68,9 +61,14 @@ class ParallelConfig:
             raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
 
     @property
+    def grid_dims(self) -> int:
+        """Dims of the grid of tensor-parallel processes: 2 of a square, 3 of a cube, 1 in 1d."""
+        return len([axis for axis in INNER[self.tensor_parallel_mode] if axis != "depth"])
+
+    @property
     def side(self) -> int:
         """Processes along a side: q of a square, l of a cube; in 1d all of them."""
-        power = SHAPES[self.tensor_parallel_mode]
+        power = self.grid_dims
         size = self.tensor_model_parallel_size // self.tensor_parallel_depth
         return max(n for n in range(max(1, size) + 1) if n**power <= size)
 
@@ -82,19 +80,16 @@ class ParallelConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis except data, which has the remaining ones."""
-        side, depth = self.side, self.tensor_parallel_depth
-        return {
-            "1d": {"tensor": side},
-            "2d": {"row": side, "column": side},
-            "2.5d": {"depth": depth, "row": side, "column": side},
-            "3d": {"weight": side, "input": side, "output": side},
-        }[self.tensor_parallel_mode]
+        sizes = dict.fromkeys(INNER[self.tensor_parallel_mode], self.side)
+        if "depth" in sizes:
+            sizes["depth"] = self.tensor_parallel_depth
+        return sizes
 
     def batch_parallel_size(self, world_size: int) -> int:
         """Processes that read different samples: the data-parallel models, times the rows of
         processes in 2d, times depth and rows in 2.5d, times l^2 in 3d."""
-        sizes = self.sizes
-        return world_size // (sizes.get("pipeline", 1) * self.side)
+        batch = UNIONS[self.tensor_parallel_mode]["batch"]
+        return world_size // math.prod(n for axis, n in self.sizes.items() if axis not in batch)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
@@ -144,7 +139,7 @@ class ParallelConfig:
         size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
         if world_size % size:
             allowed = f"a divisor of the processes: torchrun --nproc-per-node, now {world_size}"
-            power, depth = SHAPES[mode], self.tensor_parallel_depth
+            power, depth = self.grid_dims, self.tensor_parallel_depth
             fitting = [n for k in range(1, side) if not world_size % (n := depth * k**power)]
             works = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
             raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
@@ -277,9 +272,9 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             allowed += " once for each micro-batch"
             raise UsageError("--zero-stage", self.zero_stage, allowed, works=("--zero-stage", "1"))
         kind = self.pipeline_schedule
-        if kind is not None and kind not in SCHEDULES and not Path(kind).is_file():
-            allowed = f"{', '.join(SCHEDULES)}, or a file of actions that is there"
-            near = difflib.get_close_matches(kind.lower(), SCHEDULES, 1)
+        if kind is not None and kind not in KINDS and not Path(kind).is_file():
+            allowed = f"{', '.join(KINDS)}, or a file of actions that is there"
+            near = difflib.get_close_matches(kind.lower(), KINDS, 1)
             works = _schedule(*near) if near else ()
             raise UsageError("--pipeline-schedule", kind, allowed, works=works)
 

@@ -7,16 +7,11 @@ one server:
                          data |           4  5  6  7     (its copy, on other samples)
 
 Axes that act together form a union, which has a name, too. Code asks for the union that it means
-(`mesh.loss`). A new axis is an entry here and a field of Mesh. A mesh has axes, a tensor has dims.
+(`mesh.loss`). A new axis is an entry in axes.py and a field of Mesh. A mesh has axes, a tensor has
+dims.
 
-Some tensor-parallel modes replace the tensor axis by several axes. Ranks of one model then read
-different samples, too, and the hidden states are cut along their hidden dim:
-
-              axes                     samples differ along   hidden dim, vocabulary   heads
-    1d        tensor                                          whole, tensor            tensor
-    2d        row, column              row                    column                   column
-    2.5d      depth, row, column       depth, row             column                   column
-    3d        weight, input, output    weight, input          output                   input
+Some tensor-parallel modes replace the tensor axis by several axes; axes.py has the table. Ranks of
+one model then read different samples, too, and the hidden states are cut along their hidden dim.
 """
 
 from __future__ import annotations
@@ -33,58 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-Names = tuple[str, ...]
-OUTER: Names = ("pipeline", "data", "context")
-INNER: dict[str, Names] = {
-    "1d": ("tensor",),
-    "2d": ("row", "column"),
-    "2.5d": ("depth", "row", "column"),
-    "3d": ("weight", "input", "output"),
-}
-"""Axes over which a layer is cut, by tensor-parallel mode, slowest first."""
-
-
-def _unions(
-    mode: str,
-    *,
-    copies: Names = (),
-    tokens: Names = (),
-    hidden: Names = (),
-    inner_tokens: Names | None = None,
-    inner_hidden: Names | None = None,
-) -> dict[str, Names]:
-    """copies: axes of a layer that divide only the samples. The others: see Mesh."""
-    cut = tuple(name for name in INNER[mode] if name not in copies)
-    return {
-        "replicas": ("data", "context", *copies),
-        "copies": ("data", *copies),
-        "tokens": tokens,
-        "hidden": hidden,
-        "inner_tokens": tokens if inner_tokens is None else inner_tokens,
-        "inner_hidden": hidden if inner_hidden is None else inner_hidden,
-        "vocabulary": hidden or cut,
-        "batch": ("data", *copies, *tokens),
-        "loss": ("data", "context", *copies, *tokens),
-        "loss_sums": ("pipeline", "data", "context", *copies, *tokens),
-        "model_parallel": ("pipeline", *cut),
-        "tensor": INNER[mode],
-    }
-
-
-UNIONS = {
-    "1d": _unions("1d", inner_hidden=("tensor",)),
-    "2d": _unions("2d", tokens=("row",), hidden=("column",)),
-    "2.5d": _unions("2.5d", copies=("depth",), tokens=("row",), hidden=("column",)),
-    "3d": _unions(
-        "3d",
-        tokens=("weight", "input"),
-        hidden=("output",),
-        inner_tokens=("weight", "output"),
-        inner_hidden=("input",),
-    ),
-}
-"""Axes of each union, by tensor-parallel mode; see Mesh. Unions of the same ranks share the group
-and the name of the first of them."""
+from megatron.parallel.axes import INNER, OUTER, UNIONS
 
 CALLS: dict[str, Calls] = {}
 """Calls, by name, of each axis of several ranks, channel and control group that was used."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.parallel import SCHEDULES, TrainingParallelConfig
+from megatron.config.parallel import TrainingParallelConfig
 from megatron.errors import UsageError
+from megatron.parallel.schedules import KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -118,12 +119,12 @@ def parse_layout(text: str) -> Layout:
             and name not in sizes
         ):
             sizes[name] = int(value)
-        elif name == "schedule" and value in SCHEDULES and schedule is None:
+        elif name == "schedule" and value in KINDS and schedule is None:
             schedule = value
         else:
             known = ", ".join([f"{each}=N" for each in NUMBERS] + list(SWITCHES))
             known += (
-                f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH, schedule={'|'.join(SCHEDULES)}"
+                f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH, schedule={'|'.join(KINDS)}"
             )
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
     virtual, zero = sizes.pop("virtual", 1), sizes.pop("zero", 0)
