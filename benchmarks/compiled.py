@@ -31,7 +31,7 @@ from benchmarks.report import Results
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
 from megatron.models.build import build_model
-from megatron.models.transformer import Sequences
+from megatron.models.gpt import Sequences
 from megatron.parallel import kernels
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import serial_mesh
@@ -66,10 +66,10 @@ def ours(config: TextModelConfig, samples: int, dtype: torch.dtype) -> tuple[Com
     model = build_model(config, serial_mesh(), 128, seed=SEED, dtype=dtype)
     buckets, s = GradientBuckets(model, sets_grad=False), config.max_position_embeddings
     layers = [*model.transformer.layers.values()]
-    turns = None
+    rotary_cos_sin = None
     if isinstance(config, LlamaConfig):
-        turns = model.rotary(torch.arange(s).expand(samples, s), dtype)
-    at = Sequences(count=samples, mask=None, is_causal=True, turns=turns)
+        rotary_cos_sin = model.rotary(torch.arange(s).expand(samples, s), dtype)
+    at = Sequences(count=samples, mask=None, is_causal=True, rotary_cos_sin=rotary_cos_sin)
 
     def run() -> None:
         x = torch.ones(samples * s, config.hidden_size, dtype=dtype, requires_grad=True)

@@ -43,7 +43,7 @@ from benchmarks.processes import forget_peak
 from benchmarks.report import Results
 from benchmarks.steps import SEED, stubbed_mesh
 from megatron.config.model import GPT2Config
-from megatron.models.transformer import MLP, Sequences, Transformer
+from megatron.models.gpt import MLP, Sequences, Transformer
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import cut
 from megatron.parallel.factory import FACTORIES

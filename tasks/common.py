@@ -27,7 +27,7 @@ from megatron.data.tokenizer_base import Tokenizer
 from megatron.train.loader import shard
 
 if TYPE_CHECKING:
-    from megatron.models.decoder import Decoder
+    from megatron.models.gpt import Decoder
     from megatron.parallel.mesh import Mesh
 
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]

@@ -33,7 +33,7 @@ from tasks.protocol import FinetuneSettings
 from tasks.record import ROOT, arrange, describe, identify, publish, version
 
 if TYPE_CHECKING:
-    from megatron.models.decoder import Decoder
+    from megatron.models.gpt import Decoder
     from megatron.parallel.mesh import Mesh
 
 # The module of each task, or module:class; tasks/common.py and tasks/protocol.py describe its

@@ -268,8 +268,8 @@ depth-not-reduced
 + "replicas": ("data", "context"),
 @ megatron/parallel/dropout.py | parallel/test_dropout::test_the_stream
 masks-by-local-rows
-- own_rows(known(rows), self.stream)
-+ known(rows)[: x.shape[:-1].numel()]
+- own_rows(require_keys(keys), self.stream)
++ require_keys(keys)[: x.shape[:-1].numel()]
 @ megatron/parallel/cross_entropy.py | parallel/test_cross_entropy
 padding-in-the-softmax
 - real = exponentials[:, :columns]
@@ -348,7 +348,7 @@ graph-of-other-shapes
 graph-of-a-shape-that-never-ran
 - self.shapes, self.runs, self.replay, self.totals = shapes, 0, None, None
 + self.shapes, self.replay, self.totals = shapes, None, None
-@ megatron/models/transformer.py | train/test_graph
+@ megatron/models/gpt.py | train/test_graph
 rows-of-an-evaluation-alone
 - if self.training and self.drops
 + if not self.training and self.drops
@@ -449,14 +449,14 @@ mask-share-of-words
 order-of-segments-exchanged
 - is_swapped=np.array([sample.pair.is_swapped for
 + is_swapped=np.array([not sample.pair.is_swapped for
-@ megatron/models/decoder.py | models/test_gpt2
+@ megatron/models/gpt.py | models/test_gpt2
 loss-mask-ignored | train/test_step::test_the_loss_is
 - batch.loss_mask.double() * loss_scales)
 + torch.ones_like(batch.loss_mask).double() * loss_scales)
 documents-see-each-other
 - same_document = document_starts[:, :, None] == document_starts[:, None, :]
 + same_document = document_starts[:, :, None] >= document_starts[:, None, :]
-@ megatron/models/transformer.py | parallel/test_sharding::test_matrices
+@ megatron/models/gpt.py | parallel/test_sharding::test_matrices
 selective-recomputes-nothing | layouts/test_matrix::test_one_process_takes
 - self.run_core = _runner(config, factory, "selective")
 + self.run_core = _run
@@ -516,7 +516,7 @@ end-mark-ignored | inference/test_generate::test_a_text_ends_at
 padding-of-the-vocabulary-is-drawn | inference/test_generate::test_padding
 - gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
 + gather_from(logits, -1, mesh.vocabulary)
-@ megatron/inference/cache.py | inference/test_cache
+@ megatron/models/cache.py | inference/test_cache
 cache-position-off-by-one
 - self.length += columns
 + self.length += columns - (self.length > 0)
@@ -587,10 +587,10 @@ extension-in-capitals-stays
 end-mark-before-the-document
 - np.insert(ids, np.cumsum(sizes), settings.eod)
 + np.insert(ids, np.cumsum(sizes) - sizes, settings.eod)
-@ megatron/models/gpt2.py | parallel/test_sharding::test_matrices
+@ megatron/models/gpt.py | parallel/test_sharding::test_matrices
 positions-of-another-std
-- std=config.init_method_std
-+ std=0.02
+- positions, h, std=config.init_method_std
++ positions, h, std=0.02
 @ megatron/parallel/layers.py | matrix[tensor=2-gpt2]
 row-mean-of-the-ranks
 - y = add_bias(sum_terms(y, self.after), self.bias)

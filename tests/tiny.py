@@ -19,7 +19,7 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
-from megatron.models.gpt2 import GPT2
+from megatron.models.gpt import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import initial_value
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh

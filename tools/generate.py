@@ -39,7 +39,7 @@ from tools.prompts import Prompt, Reader, of_command_line, of_file, typed_lines
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Sampling
-    from megatron.models.decoder import Decoder
+    from megatron.models.gpt import Decoder
     from megatron.parallel.mesh import Mesh
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.inference.cache import KeyValueCache
-from megatron.models.decoder import Decoder
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt import Decoder
 from megatron.parallel.collectives import gather_from, start_broadcast
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed

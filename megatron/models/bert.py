@@ -8,7 +8,7 @@ post-LN: transformer(norm(sum of embeddings)); each layer ends in its own norm
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -20,13 +20,13 @@ from torch.func import functional_call
 from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.bert import BertBatch
-from megatron.models.transformer import (
+from megatron.models.gpt import (
     PostNormLayer,
     Sequences,
     Transformer,
     TransformerLayer,
+    dropout_keys,
     make_norm,
-    text_rows,
 )
 from megatron.parallel.factory import LayerFactory
 
@@ -68,7 +68,7 @@ class BertEncoder(nn.Module):
             self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
-        """Hidden states [n, h], the input of the first layer."""
+        """Norm of the sum of the embeddings, [n, h]; `layers` drops some of it."""
         tokens, token_types = (
             each.view(-1, each.shape[-1]) for each in (batch.tokens, batch.token_types)
         )
@@ -79,26 +79,28 @@ class BertEncoder(nn.Module):
             + self.position_embedding(positions.flatten())
             + self.token_type_embedding(token_types.flatten())
         )
-        return self.embedding_dropout(self.embedding_norm(x), self.transformer.rows(batch))
+        return self.embedding_norm(x)
 
     def stream(self, batch: BertBatch | ExampleBatch, number: int) -> Tensor:
         """Input of layer `number` for a batch of arrays, as a tensor on meta."""
         return self.transformer.stream(batch.tokens.size)
 
     def layers(
-        self, x: Tensor, batch: BertBatch | ExampleBatch, numbers: Iterable[int] | None = None
+        self, x: Tensor, batch: BertBatch | ExampleBatch, numbers: Sequence[int] | None = None
     ) -> Tensor:
         """Hidden states after the last layer, or after the last of `numbers`. No token attends to
         padding; the output at padding positions has no meaning."""
         is_real = self.exchange(batch.is_real).view(-1, 1, 1, batch.is_real.shape[-1])
-        rows = self.transformer.rows(batch)
+        keys = self.transformer.dropout_keys(batch)
         at = Sequences(
             count=len(is_real),
             mask=is_real,
             is_causal=False,
-            rows=rows,
-            core_rows=self.exchange(rows),
+            dropout_keys=keys,
+            attention_dropout_keys=self.exchange(keys),
         )
+        if numbers is None or 0 in numbers:  # see Decoder
+            x = self.embedding_dropout(x, keys)
         return self.transformer(x, at, numbers)
 
     def output(self, x: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class BERT(nn.Module):
         return self.encoder.stream(batch, number)
 
     def layers(
-        self, x: Tensor, batch: BertBatch, *, numbers: Iterable[int] | None = None
+        self, x: Tensor, batch: BertBatch, *, numbers: Sequence[int] | None = None
     ) -> Tensor:
         return self.encoder.layers(x, batch, numbers)
 
@@ -240,23 +242,23 @@ class FinetunedBert(nn.Module):
         classes or options, with k = 1, or tokens as the first and last one of a span, with k = 2;
         padding scores minus infinity."""
         x = self.encoder.output(x)
-        rows = text_rows(batch)
+        keys = dropout_keys(batch)
         if self.pooler is None:
-            scores = self._score(x, rows).view(*batch.tokens.shape, SPAN_ENDS)
+            scores = self._score(x, keys).view(*batch.tokens.shape, SPAN_ENDS)
             return scores.masked_fill(~batch.is_real[..., None], -torch.inf)
         sequences = batch.tokens.numel() // batch.tokens.shape[-1]
-        rows = None if rows is None else rows.view(sequences, -1)[:, 0]
-        return self._score(self.pooler(x, sequences), rows).view(len(batch.tokens), -1, 1)
+        keys = None if keys is None else keys.view(sequences, -1)[:, 0]
+        return self._score(self.pooler(x, sequences), keys).view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
         """Runs all stages. With loss_scales see `loss`; without, see `scores`."""
         x = self.layers(self.embed(batch), batch)
         return self.scores(x, batch) if loss_scales is None else self.loss(x, batch, loss_scales)
 
-    def _score(self, x: Tensor, rows: Tensor | None) -> Tensor:
+    def _score(self, x: Tensor, keys: Tensor | None) -> Tensor:
         """Maps x [n, h] to scores [n, k] in fp32. In bf16, scores that differ by less than one part
         in 256 would be equal, and the first of them would be the answer."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weights = {name: each.to(wide) for name, each in self.head.named_parameters()}
-        scores: Tensor = functional_call(self.head, weights, (self.dropout(x, rows).to(wide),))
+        scores: Tensor = functional_call(self.head, weights, (self.dropout(x, keys).to(wide),))
         return scores

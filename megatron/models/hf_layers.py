@@ -66,7 +66,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @dataclass
-class BatchRows:
+class DropoutKeys:
     """Dropout keys of the batch's rows, for our layers inside a model of transformers."""
 
     keys: Tensor | None = None
@@ -75,14 +75,16 @@ class BatchRows:
 class PlannedDropout(nn.Module):
     """Replaces torch's Dropout: a function of coordinates, the same at every layout."""
 
-    def __init__(self, dropout: Any, rows: BatchRows, widths: Collection[int], ranks: int) -> None:
+    def __init__(
+        self, dropout: Any, keys: DropoutKeys, widths: Collection[int], ranks: int
+    ) -> None:
         """widths: last dims of activations that are whole on each rank. ranks: their number."""
         super().__init__()
-        self.dropout, self.p, self.rows = dropout, dropout.p, rows
+        self.dropout, self.p, self.batch_keys = dropout, dropout.p, keys
         self.widths, self.ranks = widths, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        keys, is_known = self.rows.keys, self.ranks == 1 or x.shape[-1] in self.widths
+        keys, is_known = self.batch_keys.keys, self.ranks == 1 or x.shape[-1] in self.widths
         is_known &= keys is None or len(keys) == x.shape[:-1].numel()
         if self.training and not is_known:
             raise RuntimeError(
@@ -184,7 +186,7 @@ def run_attention(
         heads = attention(query, key, value, attention_mask, dropout, causal)
     else:
         core.dropout = dropout
-        heads = core(query, key, value, attention_mask, causal, core.rows.keys)
+        heads = core(query, key, value, attention_mask, causal, core.batch_keys.keys)
     return heads.transpose(1, 2).contiguous(), None
 
 

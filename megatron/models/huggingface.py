@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from textwrap import shorten
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from megatron.config.huggingface import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
-from megatron.models.decoder import document_mask
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt import document_mask, dropout_keys
 from megatron.models.hf_layers import (
-    BatchRows,
+    DropoutKeys,
     PlannedDropout,
     Wide,
     other_dropout,
@@ -37,9 +38,8 @@ from megatron.models.hf_layers import (
 )
 from megatron.models.hf_plans import plan_at
 from megatron.models.registry import NO_END
-from megatron.models.transformer import text_rows
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.dropout import fold, known
+from megatron.parallel.dropout import fold, require_keys
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.mesh import ALONE
 from megatron.parallel.plan import PlanError
@@ -79,16 +79,6 @@ def _refused(config: HuggingFaceConfig, allowed: str) -> Iterator[None]:
         raise UsageError("--hf-model", config.hf_model, f"{allowed}: {reason}") from error
 
 
-class KeyValueCache(Protocol):
-    """Interface of megatron/inference/cache.py that such a model uses."""
-
-    first: Tensor | None
-    length: int
-    other: Any
-
-    def advance(self, columns: int) -> None: ...
-
-
 class HuggingFace(nn.Module):
     """A model of transformers that predicts the next token, with the methods of our own models."""
 
@@ -100,7 +90,7 @@ class HuggingFace(nn.Module):
         Raises UsageError for a model that `auto_class` of transformers cannot build, and for a plan
         that does not fit the model."""
         super().__init__()
-        self.config, self.rows = config, BatchRows()
+        self.config, self.batch_keys = config, DropoutKeys()
         self.buffers_on: torch.device | None = None
         self.has_run = False
         self.positions = config.positions or NO_END
@@ -144,14 +134,14 @@ class HuggingFace(nn.Module):
                 if not is_ours:
                     continue  # its own code may apply a Dropout to probabilities
                 core: Any = factory.attention_core(0.0, f"{name}.core")
-                core.rows, module.megatron_core = self.rows, core
+                core.batch_keys, module.megatron_core = self.batch_keys, core
                 if factory.tensor.size > 1:
                     own = getattr(module, "config", text)
                     core.heads = getattr(own, "num_attention_heads", 0)
             for own_name, child in [*module.named_children()]:
                 if type(child) is nn.Dropout and child.p > 0:
                     dropout = factory.dropout(child.p, f"{name}.{own_name}")
-                    planned = PlannedDropout(dropout, self.rows, widths, factory.tensor.size)
+                    planned = PlannedDropout(dropout, self.batch_keys, widths, factory.tensor.size)
                     setattr(module, own_name, planned)
         self.drawn = other_dropout(model)
         self.drawn_key: Any = factory.dropout(0.0, "drawn").key
@@ -186,7 +176,7 @@ class HuggingFace(nn.Module):
         """Input of the output layer, [n, h]; if the model scales or caps its logits, the logits:
         this rank's columns [n, v/t], or [n, v] if the plan leaves the output layer whole.
         cache: see Decoder; keys and values are in the model's own cache."""
-        self.rows.keys = text_rows(batch)
+        self.batch_keys.keys = dropout_keys(batch)
         with self.arithmetic():
             if cache is not None:
                 if not self.has_run:
@@ -222,7 +212,7 @@ class HuggingFace(nn.Module):
         head, device = self.model.get_output_embeddings(), arguments["input_ids"].device
         if self.drawn and self.training:
             # The same seed on the ranks that hold one model; recomputed layers draw the same.
-            torch.manual_seed(int(fold(self.drawn_key, known(self.rows.keys)).sum()))
+            torch.manual_seed(int(fold(self.drawn_key, require_keys(self.batch_keys.keys)).sum()))
         if isinstance(head, ColumnLinear):
             head.mode = self.reads
         if self.buffers_on != device:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.decoder import Decoder
-from megatron.models.transformer import Attention, Sequences, TransformerLayer, in_heads
+from megatron.models.gpt import Attention, Decoder, Sequences, TransformerLayer, in_heads
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import rotate
 
@@ -31,17 +30,19 @@ class LlamaAttention(Attention):
             bias=False,
             std=config.init_method_std,
         )
-        self.of_query = qkv.of_query
+        self.kv_head_index = qkv.of_query
         return cast(nn.Module, qkv)
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that they use."""
-        assert at.turns is not None
-        if self.of_query is not None and not x.is_meta:
-            self.of_query = self.of_query.to(x.device)  # once: a GPU does not wait for it again
+        assert at.rotary_cos_sin is not None
+        cos, sin = at.rotary_cos_sin
+        if self.kv_head_index is not None and not x.is_meta:
+            # Once: a GPU does not wait for it again.
+            self.kv_head_index = self.kv_head_index.to(x.device)
         q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x))
         # v is copied, so that it does not keep the memory of k before its rotation.
-        return rotate(q, *at.turns), rotate(k, *at.turns), v.contiguous()
+        return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
 
 
 class LlamaLayer(TransformerLayer):
@@ -57,7 +58,7 @@ class Llama(Decoder):
             config.head_size, base=config.rotary_base, scaling=config.rope_scaling
         )
 
-    def turns(self, batch: GPT2Batch) -> tuple[Tensor, Tensor]:
+    def rotary_cos_sin(self, batch: GPT2Batch) -> tuple[Tensor, Tensor]:
         positions = self.exchange(batch.positions)
         cos, sin = self.rotary(positions, next(self.parameters()).dtype)
         return cos, sin

@@ -32,7 +32,7 @@ class ModelKind:
     data: str
     """The DataConfig of imported checkpoints, and of a kind without a program."""
     writes_text: bool = False
-    """Whether it continues a text, as a megatron.models.decoder.Decoder does. Text generation and
+    """Whether it continues a text, as a megatron.models.gpt.Decoder does. Text generation and
     the tasks without fine-tuning accept such kinds."""
     conversion: str | None = None
     """Tables for the conversion from and to HuggingFace: a sequence of Family."""
@@ -51,7 +51,7 @@ NO_END = 1 << 20  # positions of a model of transformers whose config.json has n
 KINDS = {
     "gpt2": ModelKind(
         config="megatron.config.model:GPT2Config",
-        model="megatron.models.gpt2:GPT2",
+        model="megatron.models.gpt:GPT2",
         program="megatron.config.pretrain:PretrainGPT2Config",
         inputs="megatron.train.inputs:open_gpt2_inputs",
         data="megatron.config.training:GPT2DataConfig",

@@ -28,16 +28,17 @@ CHUNK = 2**18  # pairs of columns that are mixed at a time, so that they stay in
 PAIR = 0x9E3779B1 - 2**32  # factor of a pair's number; any odd number with many bits set
 
 
-def row_keys(numbers: Tensor, places: Tensor) -> Tensor:
-    """Keys of rows of a stream, int64 [b x s]. numbers: of samples [b]. places: positions [s]."""
-    return fold(fold(0, numbers)[:, None], places).flatten()
+def row_keys(numbers: Tensor, positions: Tensor) -> Tensor:
+    """Keys of the rows of hidden states, int64 [b x s]. numbers: of samples, [b]. positions: of
+    tokens in their sample, [s]."""
+    return fold(fold(0, numbers)[:, None], positions).flatten()
 
 
-def head_keys(rows: Tensor, key: Tensor, heads: range, batch: int) -> Tensor:
-    """Keys of the rows of attention probabilities in one layer, int64 [b, heads, s]. heads: their
-    numbers in the whole model. rows: see `row_keys`."""
-    numbers = torch.arange(heads.start, heads.stop, device=rows.device)
-    return fold(fold(key, rows).view(batch, 1, -1), numbers[:, None])
+def head_keys(keys: Tensor, key: Tensor, heads: range, batch: int) -> Tensor:
+    """Keys of the rows of attention probabilities in one layer, int64 [b, heads, s]. keys: see
+    `row_keys`. key: of the layer. heads: their numbers in the whole model."""
+    numbers = torch.arange(heads.start, heads.stop, device=keys.device)
+    return fold(fold(key, keys).view(batch, 1, -1), numbers[:, None])
 
 
 def layer_key(seed: int, name: str) -> Tensor:
@@ -46,8 +47,8 @@ def layer_key(seed: int, name: str) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout of the stream [n, h] or [b, s, h] outside the parallel region. Every rank that holds
-    a row drops the same elements of it."""
+    """Dropout of hidden states [n, h] or [b, s, h] outside the parallel region. Every rank that
+    holds a row drops the same elements of it."""
 
     def __init__(
         self, seed: int, p: float, name: str, *, stream: Axis = ALONE, hidden: Axis = ALONE
@@ -58,23 +59,23 @@ class Dropout(nn.Module):
         self.p, self.name, self.key = p, name, layer_key(seed, name)
         self.stream, self.hidden = stream, hidden
 
-    def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        """rows: int64 [n], keys of all rows of the stream, see `row_keys`."""
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """keys: int64 [n], of all rows, also those of other ranks of `stream`, see `row_keys`."""
         if not self.training or self.p == 0.0:
             return x
-        keys = fold(self.key, own_rows(known(rows), self.stream))
+        keys = fold(self.key, own_rows(require_keys(keys), self.stream))
         first = self.hidden.rank * x.shape[-1]
         return dropout(x.flatten(0, -2), keys, self.p, first).view_as(x)
 
 
-def known(rows: Tensor | None) -> Tensor:
-    """Return `rows`. Raises ValueError if they are None, as for a batch without sample numbers."""
-    if rows is None:
+def require_keys(keys: Tensor | None) -> Tensor:
+    """Return `keys`. Raises ValueError if they are None, as for a batch without sample numbers."""
+    if keys is None:
         raise ValueError(
             "dropout is a function of sample numbers, and there are none: set Batch.numbers, and a "
             "dropout of the model's settings, or call eval() on the model"
         )
-    return rows
+    return keys
 
 
 def dropout(x: Tensor, keys: Tensor, p: float, first: int = 0) -> Tensor:

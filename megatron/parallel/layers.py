@@ -41,7 +41,7 @@ from megatron.parallel.collectives import (
     sum_terms,
 )
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
-from megatron.parallel.dropout import head_keys, known, layer_key
+from megatron.parallel.dropout import head_keys, layer_key, require_keys
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.normalise import normalise
 from megatron.parallel.sharding import GradientView, ShardedModule
@@ -634,5 +634,5 @@ class AttentionCore(nn.Module):
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
-        keys = head_keys(known(rows), self.key, range(first, first + q.shape[1]), len(q))
+        keys = head_keys(require_keys(rows), self.key, range(first, first + q.shape[1]), len(q))
         return self.drop(q, k, v, mask, is_causal, p, keys)

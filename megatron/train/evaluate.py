@@ -19,7 +19,7 @@ from megatron.data.batch import Samples
 from megatron.data.files import DataError
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
-from megatron.models.decoder import Decoder
+from megatron.models.gpt import Decoder
 from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from, own_columns
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy

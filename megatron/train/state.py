@@ -18,7 +18,7 @@ from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
-from megatron.models.transformer import TransformerLayer
+from megatron.models.gpt import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets, untrained_memory
 from megatron.parallel.collectives import all_reduce

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.inference.cache import KeyValueCache
 from megatron.inference.generate import BatchReader
-from megatron.models.gpt2 import GPT2
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt import GPT2
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool

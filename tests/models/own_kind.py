@@ -13,8 +13,8 @@ from megatron.config.pretrain import PretrainTextConfig
 from megatron.config.training import GPT2DataConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
+from megatron.models.gpt import dropout_keys
 from megatron.models.registry import ModelKind
-from megatron.models.transformer import text_rows
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import GroupedQueryLinear, rotate
 
@@ -103,7 +103,7 @@ class Own(nn.Module):
         )
         cos, sin = self.rotary(batch.positions, x.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        heads = self.core(q, k, v, None, True, text_rows(batch), self.qkv.of_query)
+        heads = self.core(q, k, v, None, True, dropout_keys(batch), self.qkv.of_query)
         x = x + self.output(heads.transpose(1, 2).reshape(b * s, -1))
         gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=1)
         return x + self.down(F.silu(gate) * up)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.decoder import document_mask
+from megatron.models.gpt import document_mask
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
 from tests import plain

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
+from megatron.models.gpt import dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
-from megatron.models.transformer import text_rows
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
@@ -138,7 +138,10 @@ def test_a_model_alone_is_its_stages_in_order() -> None:
 def test_dropout_of_the_embeddings_is_a_setting(embedding: float | None, hidden: float) -> None:
     config = tiny_section(embedding_dropout=embedding, hidden_dropout=hidden)
     model = tiny_model(serial_mesh(), config)
-    x = model.train().embed(on_device(samples(4), CPU))
+    outputs, batch = list[Tensor](), on_device(samples(4), CPU)
+    model.embedding_dropout.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    model.train().layers(model.embed(batch), batch)
+    (x,) = outputs
     p = hidden if embedding is None else embedding
     assert (x == 0).double().mean().item() == pytest.approx(p, abs=0.05)
 
@@ -152,8 +155,8 @@ def test_a_batch_takes_its_tokens_in_an_order() -> None:
         assert np.array_equal(getattr(taken, name), getattr(batch, name)[:, order]), name
     again = taken.take(np.array([2, 0]))  # places are those in the sample
     for part, places in ((taken, order), (again, order[[2, 0]])):
-        rows = text_rows(on_device(part, CPU)).view(3, -1)
-        assert torch.equal(rows, text_rows(on_device(batch, CPU)).view(3, -1)[:, places])
+        keys = dropout_keys(on_device(part, CPU)).view(3, -1)
+        assert torch.equal(keys, dropout_keys(on_device(batch, CPU)).view(3, -1)[:, places])
     pictures = images(3, first=0)
     assert (pictures.num_samples, pictures.num_tokens) == (3, 3)
 

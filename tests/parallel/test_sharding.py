@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron.config.model import ModelConfig
 from megatron.models.build import build_model, build_on_meta
-from megatron.models.gpt2 import GPT2
+from megatron.models.gpt import GPT2
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh

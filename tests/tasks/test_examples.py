@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.load import verify
 from megatron.config.model import FinetunedConfig, ResidualOrder
 from megatron.data.bert import BertBatch
-from megatron.models.transformer import text_rows
+from megatron.models.gpt import dropout_keys
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.mesh import Axis, serial_mesh
 from megatron.parallel.sharding import gather_whole
@@ -184,8 +184,8 @@ def test_every_example_of_every_epoch_drops_other_elements() -> None:
         for batch in steps.micro_batches(step, serial_mesh()):
             found += batch.numbers[batch.counted > 0].tolist()
     assert sorted(found) == list(range(EPOCHS * EXAMPLES))
-    rows = text_rows(on_device(batch, torch.device("cpu")))  # of each option of its own
-    assert len(rows.unique()) == batch.tokens.size
+    keys = dropout_keys(on_device(batch, torch.device("cpu")))  # of each option of its own
+    assert len(keys.unique()) == batch.tokens.size
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.libraries import Library
-from megatron.models.decoder import Decoder
+from megatron.models.gpt import Decoder
 from megatron.parallel.mesh import Mesh
 from tasks.common import Prompts, Window, continue_prompts, score_windows
 

@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.training import OptimizerConfig
-from megatron.models.decoder import document_mask
+from megatron.models.gpt import document_mask
 from megatron.optim.adam import FlatWeights, adam_class
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory, factory_1d

@@ -1,0 +1,351 @@
+"""Transformers that predict the next token, in one scroll: layers, decoder, GPT-2.
+
+    b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size   f MLP's width
+    v padded vocabulary
+    t tensor-parallel size, which this file never reads: the factory decides what is cut
+
+A model has the stages `embed`, `layers` and `loss`; a batch holds tensors on the model's device. A
+pipeline rank builds its part of the model, with the names of the whole model.
+
+A layer is that of section 3 of the paper, in either order of norm and residual (section 5.2):
+
+    pre-LN, the paper's (figure 7, b)            post-LN, the original BERT's (figure 7, a)
+        x = x + dropout(Attention(LayerNorm(x)))     x = LayerNorm(x + dropout(Attention(x)))
+        x = x + dropout(MLP(LayerNorm(x)))           x = LayerNorm(x + dropout(MLP(x)))
+
+Hidden states between layers are [n, h]; only attention unfolds them to [b, ...].
+
+Recomputed parts (`recompute_granularity`) run through the factory's `checkpoint`. A whole layer
+keeps only its input, [n, h]. The attention core keeps q, k and v but not the probabilities,
+[b, a/t, s, s], which saves much memory for little arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod, sqrt
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig, RecomputeGranularity, TextModelConfig
+from megatron.data.batch import TextBatch
+from megatron.data.gpt2 import GPT2Batch
+from megatron.models.cache import KeyValueCache
+from megatron.parallel.dropout import row_keys
+from megatron.parallel.factory import LayerFactory
+from megatron.parallel.layers_llama import gated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Facts about the sequences whose tokens are the rows of the hidden states [n, h]."""
+
+    count: int  # b; each has n / b tokens
+    mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may attend
+    is_causal: bool  # query i attends to the keys up to i, without a mask
+    dropout_keys: Tensor | None = None  # int64 [n], see the function of this name
+    attention_dropout_keys: Tensor | None = None  # the same for the samples that attention holds
+    cache: KeyValueCache | None = None  # keys and values read so far; evaluation only
+    rotary_cos_sin: tuple[Tensor, Tensor] | None = None  # see RotaryEmbedding
+
+
+def dropout_keys(batch: TextBatch) -> Tensor | None:
+    """Dropout keys of the tokens, int64 [n]: masks depend on them. None without sample numbers.
+
+    Each sequence of a sample has its own number.
+    """
+    if batch.numbers is None:
+        return None
+    *samples, size = batch.tokens.shape
+    several, device = prod(samples[1:]), batch.numbers.device
+    numbers = batch.numbers[:, None] * several + torch.arange(several, device=device)
+    positions = torch.arange(size, device=device) if batch.places is None else batch.places
+    return row_keys(numbers.flatten(), positions)
+
+
+def document_mask(document_starts: Tensor) -> Tensor:
+    """Maps document starts [b, s] to the bool mask [b, 1, s, s]: causal, within one document."""
+    same_document = document_starts[:, :, None] == document_starts[:, None, :]
+    return torch.tril(same_document)[:, None]
+
+
+def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return function(*arguments)
+
+
+def _runner(
+    config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
+) -> Callable[..., Tensor]:
+    """Calls function(*arguments), and again in the backward if the config has this granularity."""
+    if config.recompute_granularity != granularity:
+        return _run
+    # A compiled layer is one graph, and the checkpoint of its core is part of this graph.
+    is_inside = granularity == "selective"
+    return factory.checkpoint if is_inside else torch.compiler.disable(factory.checkpoint)
+
+
+def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
+    make = factory.rms_norm if config.normalization == "rms" else factory.layer_norm
+    return make(config.hidden_size, epsilon=config.layernorm_epsilon)
+
+
+def in_heads(x: Tensor, count: int, size: int) -> Tensor:
+    """Splits x [n, a d] of `count` sequences into heads of this size: [b, a, s, d]."""
+    return x.view(count, -1, x.shape[1] // size, size).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on [n, h]; each head lives whole on one rank."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory, name: str) -> None:
+        super().__init__()
+        self.name = name
+        # int64 [a/t], see AttentionCore; None where the queries of a key/value head are adjacent.
+        self.kv_head_index: Tensor | None = None
+        h, std = config.hidden_size, config.init_method_std
+        self.head_size = config.head_size
+        self.qkv = self.make_qkv(config, factory)
+        self.core = factory.attention_core(config.attention_dropout, f"{name}.core")
+        self.run_core = _runner(config, factory, "selective")
+        # The paper's 1 / sqrt(2 N): N layers add 2 N outputs to the residual path.
+        out_std = std / sqrt(2 * config.num_layers)
+        self.output = factory.row(h, h, bias=config.has_biases, std=out_std)
+
+    def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> nn.Module:
+        h = config.hidden_size
+        return factory.column(h, h, parts=3, std=config.init_method_std)
+
+    def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [b, a/t, s, d]."""
+        # `unbind` of one tensor has a backward that is one Triton kernel of 0.66 ms a layer (124M).
+        q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x).chunk(3, dim=1))
+        return q, k, v
+
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        q, k, v = self.heads_of(x, at)
+        if at.cache is not None:
+            k, v = at.cache.append(self.name, k, v)
+        keys, index = at.attention_dropout_keys, self.kv_head_index
+        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, keys, index)
+        return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+# Gated activations read twice as many columns.
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": partial(gated, by=F.silu),
+    "geglu": partial(gated, by=F.gelu),
+}
+
+
+class MLP(nn.Module):
+    """Maps [n, h] to [n, f/t] to [n, h]; the activation acts on each rank's columns only."""
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
+        super().__init__()
+        self.is_gated = config.activation in GATED
+        self.activation = (ACTIVATIONS | GATED)[config.activation]
+        h, f, std = config.hidden_size, config.ffn_size, config.init_method_std
+        parts, bias = 2 if self.is_gated else 1, config.has_biases
+        self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
+        self.down = factory.row(f, h, bias=bias, std=std / sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class TransformerLayer(nn.Module):
+    """Pre-LN: the residual path has only additions."""
+
+    make_attention: ClassVar[type[Attention]] = Attention
+
+    def __init__(self, config: ModelConfig, factory: LayerFactory, number: int) -> None:
+        super().__init__()
+        name = f"layers.{number}"
+        self.attention_norm = make_norm(config, factory)
+        self.attention = self.make_attention(config, factory, f"{name}.attention")
+        self.attention_dropout = factory.dropout(config.hidden_dropout, f"{name}.attention")
+        self.mlp_norm = make_norm(config, factory)
+        self.mlp = MLP(config, factory)
+        self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
+        self.run = _runner(config, factory, "full")
+
+    def __call__(self, x: Tensor, at: Sequences) -> Tensor:
+        return self.run(super().__call__, x, at)
+
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), at), at.dropout_keys)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), at.dropout_keys)
+
+
+class PostNormLayer(TransformerLayer):
+    """Post-LN: the same parts, and every sum passes through a norm."""
+
+    def forward(self, x: Tensor, at: Sequences) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, at), at.dropout_keys))
+        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x), at.dropout_keys))
+
+
+class Transformer(nn.Module):
+    """One pipeline rank's layers; names of parameters and dropout use the number in the model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        factory: LayerFactory,
+        make: type[TransformerLayer] = TransformerLayer,
+    ) -> None:
+        super().__init__()
+        numbers = factory.part.layers(config.num_layers)
+        self.hidden_size, self.stream_shape = config.hidden_size, factory.stream_shape
+        self.drops = config.drops
+        self.layers = nn.ModuleDict(
+            {str(number): make(config, factory, number) for number in numbers}
+        )
+
+    def forward(self, x: Tensor, at: Sequences, numbers: Sequence[int] | None = None) -> Tensor:
+        """numbers: numbers in the model of the layers to run; None for all layers of this rank."""
+        for name in self.layers if numbers is None else map(str, numbers):
+            x = self.layers[name](x, at)
+        return x
+
+    def dropout_keys(self, batch: TextBatch) -> Tensor | None:
+        """See the function of this name. None if no dropout reads them: they take 60 kernels that
+        a GPU waits for."""
+        return dropout_keys(batch) if self.training and self.drops else None
+
+    def stream(self, n: int) -> Tensor:
+        """Hidden states of n tokens between layers on this rank, on meta: [n, h] or rows of it."""
+        dtype = next(self.parameters()).dtype
+        shape = self.stream_shape(n, self.hidden_size)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Decoder(nn.Module):
+    """Common base of GPT-2 and Llama: word embedding, transformer, final norm, and a head that may
+    be tied to the word embedding."""
+
+    terms: ClassVar = ("loss",)
+    make_layer: ClassVar[type[TransformerLayer]] = TransformerLayer
+
+    def __init__(self, config: TextModelConfig, factory: LayerFactory, vocab_size: int) -> None:
+        """vocab_size: the true one; the factory pads it."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.positions = config.max_position_embeddings
+        h, std, part = config.hidden_size, config.init_method_std, factory.part
+        rows, is_tied = config.make_vocab_size_divisible_by, config.has_tied_head
+        self.word_embedding: nn.Module | None = None  # also the weight of a tied head
+        if part.is_first or (part.is_last and is_tied):
+            self.word_embedding = factory.word_embedding(
+                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+            )
+        if part.is_first:
+            self.add_positions(config, factory)
+            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        self.transformer = Transformer(config, factory, self.make_layer)
+        self.exchange = factory.exchange
+        if part.is_last:
+            self.final_norm = make_norm(config, factory)
+            self.head = factory.head(
+                vocab_size, h, divisible_by=rows, untied_std=None if is_tied else std
+            )
+
+    def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
+        """Create what the first stage adds to the word embedding; nothing here."""
+
+    def denominators(self, batch: GPT2Batch) -> list[float]:
+        return [float(batch.loss_mask.sum(dtype=np.float64))]
+
+    def embed(self, batch: GPT2Batch) -> Tensor:
+        """Sum of the embeddings, [n, h]; `layers` drops some of it."""
+        assert self.word_embedding is not None
+        return self.word_embedding(batch.tokens.flatten())
+
+    def rotary_cos_sin(self, batch: GPT2Batch) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of rotary positions; None for a model without rotary positions."""
+        return None
+
+    def stream(self, batch: GPT2Batch, number: int) -> Tensor:
+        """Input of layer `number` for a batch of arrays, as a tensor on meta."""
+        return self.transformer.stream(batch.tokens.size)
+
+    def layers(
+        self,
+        x: Tensor,
+        batch: GPT2Batch,
+        cache: KeyValueCache | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Hidden states after the last layer, or after the last of `numbers`.
+
+        cache: keys and values of the tokens read so far; the batch's are added. Evaluation only.
+        """
+        starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
+        keys = self.transformer.dropout_keys(batch)
+        mask = None if starts is None else document_mask(starts)
+        if cache is not None:
+            assert mask is None
+            assert not self.training
+            mask = cache.mask(size, x.device)
+        at = Sequences(
+            count=len(batch.tokens),
+            mask=mask,
+            is_causal=mask is None and size > 1,  # a single query is the last of all tokens
+            dropout_keys=keys,
+            attention_dropout_keys=self.exchange(keys),
+            cache=cache,
+            rotary_cos_sin=self.rotary_cos_sin(batch),
+        )
+        # Dropout of the embeddings is here, so that a stage hashes the keys of a batch once.
+        if numbers is None or 0 in numbers:
+            x = self.embedding_dropout(x, keys)
+        x = self.transformer(x, at, numbers)
+        if cache is not None:
+            cache.advance(size)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns [m, v/t] of the logits, from rows [m, h] of the `layers` output."""
+        return self.head(self.final_norm(x), self.word_embedding)
+
+    def losses(self, x: Tensor, batch: GPT2Batch, scales: Tensor | None = None) -> Tensor:
+        """Loss of each label [n]; with floating-point scales [b, s], the sum of scale x loss."""
+        labels = batch.labels.flatten()
+        scales = None if scales is None else scales.flatten()
+        return self.head(self.final_norm(x), self.word_embedding, labels, scales)
+
+    def loss(self, x: Tensor, batch: GPT2Batch, loss_scales: Tensor) -> Tensor:
+        """Cross-entropy of each counted token: see Objective."""
+        return self.losses(x, batch, batch.loss_mask.double() * loss_scales)[None]
+
+    def forward(self, batch: GPT2Batch, loss_scales: Tensor | None = None) -> Tensor:
+        """Runs all stages. With loss_scales see `loss`; without, this rank's columns [n, v/t] of
+        the logits."""
+        x = self.layers(self.embed(batch), batch)
+        return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
+
+
+class GPT2(Decoder):
+    """Learned positions, pre-LN layers with biases, a head tied to the word embedding."""
+
+    def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
+        positions, h = config.max_position_embeddings, config.hidden_size
+        self.position_embedding = factory.position_embedding(
+            positions, h, std=config.init_method_std
+        )
+
+    def embed(self, batch: GPT2Batch) -> Tensor:
+        return super().embed(batch) + self.position_embedding(batch.positions.flatten())
