@@ -22,7 +22,7 @@ from megatron.models.build import build_model
 from megatron.models.gpt2 import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import gather_whole, initial_value, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state

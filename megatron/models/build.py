@@ -11,7 +11,7 @@ from megatron.config.model import KindConfig
 from megatron.models.registry import find_kind
 from megatron.parallel.factory import FACTORIES, ModelPart
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import materialize
 
 

@@ -28,7 +28,7 @@ from megatron.parallel.buckets import GradientBuckets, untrained_memory
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import (
     ShardingSpec,
     TensorSlice,

@@ -153,7 +153,7 @@ def forward_backward(
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
     pipeline, mesh = state.pipeline, state.mesh
 
-    def before(action: Action) -> None:
+    def note(action: Action) -> None:
         is_forward, stage = action.direction == "forward", action.stage
         state.micro_batch = action.micro_batch
         state.place = stage if is_forward else 2 * pipeline.stages - 1 - stage
@@ -169,13 +169,10 @@ def forward_backward(
         batches=micro_batches,
         loss_scales=loss_scales,
         gradients=state.gradients,
-        before=before,
-        seen=seen,
+        on_action=note,
+        hidden_states=seen,
     )
-    state.gradients.start()
-    totals = executor.run(pipeline.program(mesh.pipeline.rank, len(micro_batches)))
-    state.gradients.finish()
-    return totals
+    return executor.step()
 
 
 def _require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
