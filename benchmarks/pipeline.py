@@ -45,8 +45,8 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.pipeline import UNCUT, PipelinePlan, head_weight, partition
-from megatron.parallel.schedules import check, schedule
+from megatron.parallel.partition import head_weight, partition
+from megatron.parallel.schedules import UNCUT, PipelinePlan, check, schedule
 from megatron.train.state import DTYPES
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples

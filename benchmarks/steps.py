@@ -23,7 +23,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.machine import choose_compile
 from megatron.train.state import DTYPES, TrainState, build_state

@@ -124,7 +124,7 @@ from .parallel.stages import (
     PipelineModel as PipelineModel,
     tie as tie,
 )
-from .train.executor import run_pipeline as run_pipeline
+from .train.pipelining import run_pipeline as run_pipeline
 
 # Models and training
 from .config.model import (
@@ -136,7 +136,10 @@ from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
-from .parallel.pipeline import PipelinePlan as PipelinePlan
+from .parallel.schedules import (
+    PipelinePlan as PipelinePlan,
+    Action as Action,
+)
 from .train.pipelining import plan_pipeline as plan_pipeline
 from .models.registry import (
     ModelKind as ModelKind,

@@ -323,7 +323,7 @@ offload-ignores-versions
 warm-up-off-by-one
 - warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
 + warm_up = micro_batches if kind == "gpipe" else ranks - rank
-@ megatron/parallel/pipeline.py | train/test_pipelining::test_a_rank_has
+@ megatron/parallel/schedules.py | train/test_pipelining::test_a_rank_has
 virtual-stages-of-neighbours
 - self.layers[rank :: self.ranks]
 + self.layers[rank * self.virtual : (rank + 1) * self.virtual]
@@ -684,8 +684,8 @@ zero-norm-of-one-part
 + return total
 @ megatron/train/executor.py | matrix[pipeline=2-gpt2-accumulate]
 mean-of-the-means-of-micro-batches
-- return self.objective.loss(x, batch, self.loss_scales)
-+ return self.objective.loss(x, batch, self.loss_scales) / len(self.batches)
+- sums = self.objective.loss(x, batch, self.loss_scales)
++ sums = self.objective.loss(x, batch, self.loss_scales) / len(self.batches)
 stage-computed-twice
 - x: Any = inputs[0] if len(inputs) == 1 else inputs
 -         if stage == 0:
@@ -698,7 +698,7 @@ message-of-the-micro-batch-before
 + tensors = tuple(tensors)
 +         vars(self)["late"], tensors = tensors, vars(self).get("late", tensors)
 +         self.ready[direction, stage, number] = tensors
-@ megatron/parallel/pipeline.py | matrix[pipeline=2-gpt2-accumulate]
+@ megatron/parallel/schedules.py | matrix[pipeline=2-gpt2-accumulate]
 all-layers-on-every-stage
 -         if self.stages == 1:
 -             return None
@@ -718,7 +718,7 @@ shard-end-looks-at-the-next
 # no token of the next shard is read
 - if stop <= offset + shard.num_tokens:
 + if stop < offset + shard.num_tokens:
-@ megatron/parallel/pipeline.py
+@ megatron/parallel/partition.py
 stage-of-least-cost-later
 # min takes the first of equal costs either way
 - key=lambda each: (each in fixed, costs[each]))

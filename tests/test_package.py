@@ -159,18 +159,17 @@ def test_a_step_enters_the_files_of_the_core_path_alone(gloo: Pool) -> None:
     for found in gloo.run(2, calls_of_a_step):
         files = {file for file, _ in found}
         assert files <= set(core_path())
-        # The program and the loop come before the step, and a schedule is kept from the first on.
+        # The program and the loop come before the step.
         before = {"megatron/train/pretrain.py", "megatron/train/loop.py"}
-        kept = {"megatron/parallel/schedules.py"}
-        assert set(core_path()) - files - kept == before
+        assert set(core_path()) - files == before
         # Autograd calls the backward of our own functions on this thread too.
         assert ("megatron/parallel/collectives.py", "backward") in found
 
 
 def test_the_core_path_is_short() -> None:
     names = core_path()
-    assert len(set(names)) == len(names) <= 19
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 5870
+    assert len(set(names)) == len(names) <= 18
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in names) <= 5720
 
 
 def test_every_promise_names_its_test() -> None:

@@ -23,7 +23,7 @@ from megatron.models.gpt import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import initial_value
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import gather_whole, load_whole, sharding_specs
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state

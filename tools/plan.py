@@ -11,7 +11,7 @@
 Every flag of pretraining may follow the preset; --kind KIND is pretrain.py's --model. The model
 itself is traced without memory (tools/planning/); constants are in scripts/hardware/. Each stage of
 a pipeline is planned: memory is that of the fullest stage, time that of the slowest one plus the
-schedule's bubble. The word schedule proves and shows a pipeline schedule, or with --file your own.
+schedule's bubble. The word schedule proves and shows a pipeline schedule.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -38,7 +38,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
 from megatron.libraries import load
-from megatron.parallel.schedules import ScheduleError, check, read_schedule, schedule
+from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import program_of
 from tools.planning import gantt, search
 from tools.planning.hardware import known_hardware, load_hardware
@@ -124,38 +124,24 @@ class ScheduleConfig(FilesConfig):
     kind: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
     """Kind of schedule; interleaved takes --virtual."""
 
-    pipeline: int | None = None
+    pipeline: int
     """Number of ranks of the pipeline axis."""
 
-    micro_batches: int | None = None
+    micro_batches: int
     """Micro-batches per step and data-parallel rank."""
 
     virtual: int = 1
     """Virtual stages per rank."""
 
-    file: Path | None = None
-    """Your own schedule in place of all these, in the format of --json: {"actions": [["0F0",
-    "0B0"], ...]} by rank. An action is stage, F, B or its halves I and W, micro-batch."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "pipeline", "micro_batches", "virtual")
-        given = {"--pipeline": self.pipeline, "--micro-batches": self.micro_batches}
-        if self.file is not None and (self.kind, self.virtual) != ("1f1b", 1):
-            raise UsageError("--file", self.file, "given without --kind and --virtual")
-        for flag, value in given.items():
-            if self.file is not None and value is not None:
-                raise UsageError(flag, value, "left out beside --file, which says it")
-            if self.file is None and value is None:
-                raise UsageError(flag, None, "given, or --file", works=(flag, "4"))
-        interleaved = self.kind == "interleaved"
-        if self.file is None and (self.virtual > 1) != interleaved:
-            if interleaved:
-                allowed = "2 or more with --kind interleaved"
-                raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "2"))
-            if self.pipeline != 1:
-                allowed = f"1 with --kind {self.kind}"
-                raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "1"))
+        if self.kind == "interleaved" and self.virtual == 1:
+            allowed = "2 or more with --kind interleaved"
+            raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "2"))
+        if self.kind != "interleaved" and self.virtual > 1 and self.pipeline > 1:
+            allowed = f"1 with --kind {self.kind}"
+            raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,19 +253,9 @@ def compare_modes(settings: ModesConfig) -> None:
 
 
 def show_schedule(settings: ScheduleConfig) -> None:
-    if settings.file is None:
-        assert settings.pipeline is not None
-        assert settings.micro_batches is not None
-        virtual = settings.virtual
-        lists = schedule(settings.kind, settings.pipeline, settings.micro_batches, virtual)
-        facts = check(lists, virtual)
-    else:
-        try:
-            lists = read_schedule(settings.file)
-            stages = 1 + max((each.stage for actions in lists for each in actions), default=0)
-            facts = check(lists, -(-stages // len(lists)))
-        except ScheduleError as error:
-            raise UsageError("--file", settings.file, f"a schedule that works ({error})") from error
+    sizes = settings.pipeline, settings.micro_batches, settings.virtual
+    lists = schedule(settings.kind, *sizes)
+    facts = check(lists, settings.virtual)
     if settings.json is None:
         print(gantt.text(lists, facts))
     _write(settings.json, gantt.record(lists, facts))

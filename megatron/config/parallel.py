@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config.checks import positive
@@ -231,8 +230,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
 
     pipeline_schedule: str | None = None
     """Order in which each process runs its forwards and backwards: gpipe, 1f1b, interleaved (for
-    virtual stages), zb-h1 (zero bubble), or a JSON file of actions as written by tools/plan.py
-    schedule. If not given: 1f1b, or with virtual stages interleaved."""
+    virtual stages), or zb-h1 (zero bubble). If not given: 1f1b, or with virtual stages
+    interleaved."""
 
     pipeline_partition: Literal["balanced", "uniform"] = "balanced"
     """Layers of each stage. balanced: the slowest stage is as fast as possible, with the head
@@ -272,8 +271,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             allowed += " once for each micro-batch"
             raise UsageError("--zero-stage", self.zero_stage, allowed, works=("--zero-stage", "1"))
         kind = self.pipeline_schedule
-        if kind is not None and kind not in KINDS and not Path(kind).is_file():
-            allowed = f"{', '.join(KINDS)}, or a file of actions that is there"
+        if kind is not None and kind not in KINDS:
+            allowed = f"one of {', '.join(KINDS)}"
             near = difflib.get_close_matches(kind.lower(), KINDS, 1)
             works = _schedule(*near) if near else ()
             raise UsageError("--pipeline-schedule", kind, allowed, works=works)
@@ -342,7 +341,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             allowed = f"1f1b with {flag(STAGES)} 1, where it would only take memory"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
         if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
-            allowed = f"interleaved or a file, with {virtual} virtual stages"
+            allowed = f"interleaved with {virtual} virtual stages"
             raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("interleaved"))
         if kind == "zb-h1" and model.recompute_granularity == "full":
             allowed = "1f1b with --recompute-granularity full: zero bubble keeps what it frees"

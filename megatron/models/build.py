@@ -12,7 +12,7 @@ from megatron.models.registry import find_kind
 from megatron.parallel.factory import FACTORIES, ModelPart
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 
 
 def build_on_meta(

@@ -15,15 +15,14 @@ the largest group, which is p if p divides m. For m < p, gpipe and 1f1b idle as 
 idles (v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; at most v m are in flight.
 """
 
-import json
-import re
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, islice, pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
@@ -34,8 +33,11 @@ LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 
 
 class Action(NamedTuple):
-    """direction: forward, backward (the whole) or one of its halves, backward_input and
-    backward_weight. stage: number of the virtual stage in the model."""
+    """An entry of a schedule, which is a tuple of actions for each rank along the pipeline axis.
+
+    direction: forward, backward (the whole) or one of its halves, backward_input and
+    backward_weight. stage: number of the virtual stage in the model.
+    """
 
     direction: str
     stage: int
@@ -71,50 +73,65 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
     kind: one of KINDS. ranks: size of the pipeline axis. virtual: virtual stages per rank.
     Raises ScheduleError, with the nearest size that works, for sizes that the kind cannot run.
     """
-    _check_sizes(ranks, micro_batches, virtual)
+    groups = _groups(ranks, micro_batches, virtual)
     if kind not in KINDS:
         raise ScheduleError(f"schedule {kind}: must be one of {', '.join(KINDS)}")
     if kind == "interleaved" and virtual == 1:
         raise ScheduleError("interleaved: needs 2 or more virtual stages of each rank; 2 works")
     if kind != "interleaved" and virtual > 1 and ranks > 1:
         raise ScheduleError(f"{kind}: takes 1 virtual stage of each rank, not {virtual}; 1 works")
-    return tuple(_of_rank(kind, rank, ranks, micro_batches, virtual) for rank in range(ranks))
+    lists = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * virtual, ranks)
+        # Lists of blocks; a block is a list of (stage, micro-batch n) that run without a break.
+        if kind == "interleaved":
+            forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
+            backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
+            warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0])
+        else:  # several stages only if one rank has the whole model
+            forwards = [[(stage, n) for stage in stages] for n in range(micro_batches)]
+            backwards = [[(stage, n) for stage in stages[::-1]] for n in range(micro_batches)]
+            warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
+        blocks = [("forward", block) for block in forwards[:warm_up]]
+        for number, block in enumerate(backwards):
+            # Steady state: one forward, one backward. In the cool-down no forward is left.
+            ahead = warm_up + number
+            blocks += [("forward", each) for each in forwards[ahead : ahead + 1]]
+            if kind != "zb-h1":
+                blocks.append(("backward", block))
+                continue
+            blocks.append(("backward_input", block))
+            if number >= rank:  # weights lag by `rank`, so that every rank keeps p micro-batches
+                blocks.append(("backward_weight", backwards[number - rank]))
+        if kind == "zb-h1":
+            rest = backwards[max(0, micro_batches - rank) :]
+            blocks += [("backward_weight", block) for block in rest]
+        lists.append(tuple(Action(way, *each) for way, block in blocks for each in block))
+    return tuple(lists)
 
 
-def _of_rank(
-    kind: str, rank: int, ranks: int, micro_batches: int, virtual: int
-) -> tuple[Action, ...]:
-    stages = range(rank, ranks * virtual, ranks)
-    # Lists of blocks; a block is a list of (stage, micro-batch n) that run directly in sequence.
-    if kind == "interleaved":
-        groups = _groups(ranks, micro_batches)
-        forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
-        backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
-        warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0])
-    else:  # several stages only if one rank has the whole model
-        forwards = [[(stage, n) for stage in stages] for n in range(micro_batches)]
-        backwards = [[(stage, n) for stage in stages[::-1]] for n in range(micro_batches)]
-        warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
-    zero_bubble, actions = kind == "zb-h1", list[Action]()
-
-    def run(direction: str, blocks: list[list[tuple[int, int]]]) -> None:
-        actions.extend(Action(direction, *each) for block in blocks for each in block)
-
-    run("forward", forwards[:warm_up])
-    for number in range(len(backwards)):
-        # Steady state: one forward, one backward. In the cool-down no forward is left.
-        run("forward", forwards[warm_up + number : warm_up + number + 1])
-        run("backward_input" if zero_bubble else "backward", backwards[number : number + 1])
-        if zero_bubble and number >= rank:  # they lag by `rank`, so that every rank keeps p
-            run("backward_weight", backwards[number - rank : number - rank + 1])
-    if zero_bubble:
-        run("backward_weight", backwards[max(0, len(backwards) - rank) :])
-    return tuple(actions)
+@cache
+def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
+    """The actions of an evaluation. Raises ScheduleError."""
+    groups = _groups(ranks, micro_batches, virtual)
+    return tuple(
+        tuple(
+            Action("forward", stage, micro_batch)
+            for group in groups
+            for stage in range(rank, ranks * virtual, ranks)
+            for micro_batch in group
+        )
+        for rank in range(ranks)
+    )
 
 
-def _groups(ranks: int, micro_batches: int) -> tuple[range, ...]:
+def _groups(ranks: int, micro_batches: int, virtual: int) -> tuple[range, ...]:
     """Groups of micro-batches that each virtual stage of a rank runs in turn: as many groups as can
     have `ranks` micro-batches each, of nearly equal size, larger ones first."""
+    if min(ranks, micro_batches, virtual) < 1:
+        sizes = f"{ranks} ranks, {micro_batches} micro-batches, {virtual} virtual stages of a rank"
+        raise ScheduleError(f"{sizes}: must all be above 0; 1 works")
+    # Nearly equal sizes, because a short last group hung in 85 uneven cases of interleaved.
     count = max(1, micro_batches // ranks)
     small, larger = divmod(micro_batches, count)
     return consecutive([small + (number < larger) for number in range(count)])
@@ -125,65 +142,69 @@ def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
 
 
 @cache
-def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
-    """The actions of an evaluation. Raises ScheduleError."""
-    _check_sizes(ranks, micro_batches, virtual)
-    return tuple(
-        tuple(
-            Action("forward", stage, micro_batch)
-            for group in _groups(ranks, micro_batches)
-            for stage in range(rank, ranks * virtual, ranks)
-            for micro_batch in group
-        )
-        for rank in range(ranks)
-    )
+def simulate(
+    programs: tuple[Program, ...], *, by_message: bool = False
+) -> tuple[tuple[int, ...], ...]:
+    """Start of each item on the common clock, by rank: when its ranks are free and the results that
+    it needs are there.
 
+    by_message: a rank has its own results and those that it received; a message takes no time, and
+    its sender and receiver wait for each other. Otherwise every rank has each result when it ends.
+    Raises ScheduleError for a dead-lock.
+    """
+    ended = [dict[Action, int]() for _ in programs]  # results that a rank has, and since when
+    if not by_message:
+        ended = ended[:1] * len(programs)
+    starts, free = [list[int]() for _ in programs], [0] * len(programs)
+    last = _last_stage(programs)
 
-def _check_sizes(ranks: int, micro_batches: int, virtual: int) -> None:
-    if min(ranks, micro_batches, virtual) < 1:
-        sizes = f"{ranks} ranks, {micro_batches} micro-batches, {virtual} virtual stages of a rank"
-        raise ScheduleError(f"{sizes}: must all be above 0; 1 works")
+    def next_item(rank: int) -> Action | Message | None:
+        done = len(starts[rank])
+        return programs[rank][done] if done < len(programs[rank]) else None
 
-
-@cache
-def start_times(lists: Lists) -> tuple[tuple[int, ...], ...]:
-    """Start of each action on the common clock, by rank: when its rank is free and the actions that
-    it needs have ended. Raises ScheduleError for a dead-lock."""
-    ended: dict[Action, int] = {}  # by `_made`
-    starts: list[list[int]] = [[] for _ in lists]
-    free, last = [0] * len(lists), _last_stage(lists)
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(lists):
-            for action in islice(actions, len(starts[rank]), None):
-                needed = _needs(action, last)
-                if not all(each in ended for each in needed):
+        for rank in range(len(programs)):
+            while (item := next_item(rank)) is not None:
+                needed = _needed(item, last)
+                if isinstance(item, Message):
+                    ends, duration, result = [item.sender, item.receiver], 0, needed[0]
+                else:
+                    ends, duration, result = [rank], DURATIONS[item.direction], _result(item)
+                there = ended[ends[0]]
+                if any(each not in there for each in needed):
                     break
-                starts[rank].append(max([free[rank], *(ended[each] for each in needed)]))
-                free[rank] = starts[rank][-1] + DURATIONS[action.direction]
-                ended[_made(action)] = free[rank]
+                if any(next_item(end) != item for end in ends):
+                    break
+                start = max([*(free[end] for end in ends), *(there[each] for each in needed)])
+                for end in ends:
+                    starts[end].append(start)
+                    free[end] = start + duration
+                ended[ends[-1]][result] = start + duration
                 progress = True
-    for rank, actions in enumerate(lists):
-        if len(starts[rank]) < len(actions):
-            action = actions[len(starts[rank])]
-            missing = next(each for each in _needs(action, last) if each not in ended)
-            raise ScheduleError(f"dead-lock: rank {rank} waits at {action} for ever for {missing}")
+    for rank in range(len(programs)):
+        if (item := next_item(rank)) is not None:
+            missing = [each for each in _needed(item, last) if each not in ended[rank]]
+            cause = missing[0] if missing else "the other rank"
+            raise ScheduleError(f"dead-lock: rank {rank} waits at {item} for ever for {cause}")
     return tuple(map(tuple, starts))
 
 
-def _last_stage(programs: Sequence[Sequence[Action | Message]]) -> int:
+def _last_stage(programs: Sequence[Program]) -> int:
     return max((item.stage for item in chain(*programs)), default=0)
 
 
-def _made(action: Action) -> Action:
+def _result(action: Action) -> Action:
     """The action under the name by which others wait for it: backward_input counts as backward."""
     return action._replace(direction="backward") if action.direction == "backward_input" else action
 
 
-def _needs(action: Action, last: int) -> list[Action]:
-    """Actions that must end before this one, named as by `_made`. last: last stage of the model."""
-    direction, stage, micro_batch = action
+def _needed(item: Action | Message, last: int) -> list[Action]:
+    """Results that must be there first, named as by `_result`. last: last stage of the model."""
+    direction, stage, micro_batch = item[:3]
+    if isinstance(item, Message):
+        return [Action(direction, stage + (1 if direction == "backward" else -1), micro_batch)]
     if direction == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
     if direction == "backward_weight":
@@ -200,26 +221,83 @@ def program(lists: Lists, rank: int) -> Program:
     starts at or after that time. So all ranks pass messages in one total order (time, direction,
     stage, micro-batch), and nothing hangs even if each send waits for its receive.
     """
-    ranks, starts, last = len(lists), start_times(lists), _last_stage(lists)
+    # The naive order, receive before use and send after, hangs in 60 of 64 1F1B schedules.
+    ranks, last = len(lists), _last_stage(lists)
     placed: list[tuple[int, bool, Action | Message]] = []
-    for sender, actions in enumerate(lists):
-        for start, action in zip(starts[sender], actions, strict=True):
+    for sender, (actions, starts) in enumerate(zip(lists, simulate(lists), strict=True)):
+        for start, action in zip(starts, actions, strict=True):
             if sender == rank:
                 placed.append((start, True, action))
-            message = _message(action, ranks, last)
-            if message is not None and rank in (sender, message.receiver):
+            direction, stage, micro_batch = _result(action)
+            stage += {"forward": 1, "backward": -1, "backward_weight": last + 1}[direction]
+            receiver = stage % ranks
+            if 0 <= stage <= last and sender != receiver and rank in (sender, receiver):
+                message = Message(direction, stage, micro_batch, sender, receiver)
                 placed.append((start + DURATIONS[action.direction], False, message))
     return tuple(item for _, _, item in sorted(placed))
 
 
-def _message(action: Action, ranks: int, last: int) -> Message | None:
-    """The message that the action sends to another rank, or None."""
-    direction = _made(action).direction
-    stage = action.stage + {"forward": 1, "backward": -1}.get(direction, last + 1)
-    receiver = stage % ranks
-    if not 0 <= stage <= last or receiver == action.stage % ranks:
-        return None
-    return Message(direction, stage, action.micro_batch, action.stage % ranks, receiver)
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The layers of each virtual stage of a model, and the schedule in which the stages run.
+
+    ranks: size of the pipeline axis. virtual: virtual stages per rank. layers: numbers of the
+    layers of each virtual stage; empty if the model is not cut. kind: one of schedules.KINDS.
+    custom_schedule: a user's tuple of `Action`s for each rank, which replaces that of `kind`.
+    Raises ScheduleError if it does not work.
+    """
+
+    ranks: int = 1
+    virtual: int = 1
+    kind: str = "1f1b"
+    layers: tuple[range, ...] = ()
+    custom_schedule: Lists | None = None
+
+    def __post_init__(self) -> None:
+        if self.custom_schedule is None:
+            return
+        if len(self.custom_schedule) != self.ranks:
+            found = f"it is of {len(self.custom_schedule)} ranks"
+            raise ScheduleError(f"custom_schedule: {found}, and the pipeline of {self.ranks}")
+        if not any(check(self.custom_schedule, self.virtual).in_flight):
+            raise ScheduleError("custom_schedule: it has no backward")
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.virtual
+
+    def describe(self) -> str:
+        """The plan as a text for messages; plans of different settings have different texts."""
+        kind = self.kind if self.custom_schedule is None else "of its own"
+        sizes = ", ".join(str(len(each)) for each in self.layers) or "all"
+        return f"{self.stages} stages of {sizes} layers, {self.virtual} a rank, schedule {kind}"
+
+    def numbers(self, rank: int) -> tuple[int, ...] | None:
+        """The layers of one rank along the pipeline axis; None for all."""
+        if self.stages == 1:
+            return None
+        return tuple(chain.from_iterable(self.layers[rank :: self.ranks]))
+
+    def lists(self, micro_batches: int) -> Lists:
+        """The actions of a training step, by rank. Raises ScheduleError for a number of
+        micro-batches that the schedule does not support."""
+        if self.custom_schedule is None:
+            return schedule(self.kind, self.ranks, micro_batches, self.virtual)
+        if micro_batches != (own := check(self.custom_schedule, self.virtual).micro_batches):
+            raise ScheduleError(f"a schedule of {own} micro-batches, not of {micro_batches}")
+        return self.custom_schedule
+
+    def program(self, rank: int, micro_batches: int) -> Program:
+        """One rank's part of a training step. Raises ScheduleError as `lists` does."""
+        return program(self.lists(micro_batches), rank)
+
+    def evaluation(self, rank: int, micro_batches: int) -> Program:
+        """One rank's part of an evaluation, which has only forwards."""
+        return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
+
+
+UNCUT = PipelinePlan()
+"""The plan of a model that every rank holds whole."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +331,8 @@ def check(lists: Lists, virtual: int) -> Facts:
         for action, count in Counter(actions).items():
             if count > 1:
                 raise ScheduleError(f"rank {rank}: {action} is there {count} times")
-            own = action.stage in range(rank, ranks * virtual, ranks) and action.micro_batch >= 0
-            if not own or action.direction not in DURATIONS:
+            is_here = action.stage in range(rank, ranks * virtual, ranks)
+            if not is_here or action.micro_batch < 0 or action.direction not in DURATIONS:
                 raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
     trains = any(action.direction != "forward" for action in done)
     allowed, needed = (("FB", "FIW"), "F and B, or F, I and W") if trains else (("F",), "F")
@@ -264,82 +342,12 @@ def check(lists: Lists, virtual: int) -> Facts:
             if has not in allowed:
                 found = f"of stage {stage}, micro-batch {n} it has {has or 'nothing'}"
                 raise ScheduleError(f"rank {stage % ranks}: {found}, and needs {needed}")
-    check_programs([program(lists, rank) for rank in range(ranks)])
-    length = [DURATIONS[actions[-1].direction] for actions in lists]
-    end = max(times[-1] + last for times, last in zip(start_times(lists), length, strict=True))
+    simulate(tuple(program(lists, rank) for rank in range(ranks)), by_message=True)
+    ends = (
+        times[-1] + DURATIONS[actions[-1].direction]
+        for times, actions in zip(simulate(lists), lists, strict=True)
+    )
     ideal = micro_batches * virtual * (3 if trains else 1)
     kept = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
     in_flight = (max(accumulate(kept[each.direction] for each in actions)) for actions in lists)
-    return Facts(tuple(in_flight), (end - ideal) / ideal, micro_batches, virtual)
-
-
-def check_programs(programs: Sequence[Sequence[Action | Message]]) -> None:
-    """Simulate the ranks' programs. Each send waits for its receive, and each receive for its send.
-
-    Raises ScheduleError if ranks wait for ever, or an action comes before one that it needs.
-    """
-    at, last = [0] * len(programs), _last_stage(programs)
-    held = [set[Action]() for _ in programs]  # run by the rank, or its result received
-
-    def next_of(rank: int) -> Action | Message | None:
-        return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
-
-    progress = True
-    while progress:
-        progress = False
-        for rank in range(len(programs)):
-            while (item := next_of(rank)) is not None:
-                if isinstance(item, Message):
-                    ends = [item.sender, item.receiver]
-                    if any(next_of(end) != item for end in ends):
-                        break
-                    maker = item.stage + (1 if item.direction == "backward" else -1)
-                    made = Action(item.direction, maker, item.micro_batch)
-                    needed = [made]
-                else:
-                    ends, made, needed = [rank], _made(item), _needs(item, last)
-                for each in needed:
-                    if each not in held[ends[0]]:
-                        raise ScheduleError(f"rank {ends[0]}: {item} comes before {each}")
-                held[ends[-1]].add(made)
-                for end in ends:
-                    at[end] += 1
-                progress = True
-    for rank in range(len(programs)):
-        if (item := next_of(rank)) is not None:
-            raise ScheduleError(f"dead-lock: rank {rank} waits for ever at {item}")
-
-
-def to_json(lists: Lists) -> dict[str, list[list[str]]]:
-    """{"actions": [["0F0", "0B0"], ...]} by rank: stage, letter (LETTERS), micro-batch."""
-    return {"actions": [[str(action) for action in actions] for actions in lists]}
-
-
-def from_json(content: Any) -> Lists:
-    """The inverse of `to_json`; other keys are ignored. Raises ScheduleError, naming the
-    malformed entry. `check` says whether the schedule works."""
-    directions = dict(zip(LETTERS.values(), LETTERS, strict=True))
-    ranks = content.get("actions") if isinstance(content, dict) else None
-    if not isinstance(ranks, list) or {type(each) for each in ranks} != {list}:
-        allowed = '{"actions": [["0F0", "0B0"], ...]}, a list for each rank'
-        raise ScheduleError(f"it must be {allowed}")
-    lists = []
-    for rank, entries in enumerate(ranks):
-        actions = []
-        for number, entry in enumerate(entries):
-            match = re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", str(entry))
-            if match is None:
-                allowed = "must be stage, F, B, I or W, and micro-batch; 0F0 works"
-                raise ScheduleError(f"actions[{rank}][{number}] {entry!r}: {allowed}")
-            actions.append(Action(directions[match[2]], int(match[1]), int(match[3])))
-        lists.append(tuple(actions))
-    return tuple(lists)
-
-
-def read_schedule(path: Path) -> Lists:
-    """A user's schedule from a JSON file. Raises ScheduleError, also if the file is not JSON."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ScheduleError(f"it must be a file of JSON ({error})") from error
-    return from_json(content)
+    return Facts(tuple(in_flight), (max(ends) - ideal) / ideal, micro_batches, virtual)

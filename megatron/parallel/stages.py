@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import PipelinePlan, partition_uniform
+from megatron.parallel.partition import partition_uniform
 from megatron.parallel.random import derive_seed
-from megatron.parallel.schedules import KINDS
+from megatron.parallel.schedules import KINDS, PipelinePlan
 from megatron.parallel.sharding import ShardedModule, Tied
 
 META = torch.device("meta")

@@ -24,7 +24,7 @@ from megatron.models.registry import config_of
 from megatron.parallel.collectives import all_reduce, gather_from, own_columns
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import gathered
 from megatron.train.executor import Executor, to_device
 from megatron.train.objectives import Objective

@@ -22,16 +22,15 @@ from typing import Any, TypeVar
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.batch import Batch
 from megatron.parallel.buckets import Deferred, GradientBuckets
-from megatron.parallel.collectives import all_reduce, start_receive, start_send
+from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.schedules import Action, Message, Program
-from megatron.parallel.stages import PipelineModel, as_tuple
+from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
+from megatron.parallel.stages import as_tuple
 from megatron.parallel.zero3 import gathered
 from megatron.train.objectives import Objective
 
@@ -45,7 +44,8 @@ class Executor:
     """Runs the programs of one rank.
 
     batches: one per micro-batch. loss_scales: fp64 [k]. gradients: buckets to add to; None in an
-    evaluation. before: called before each action. seen: gets the last layer's output, by number.
+    evaluation. on_action: called before each action. hidden_states: receives the last layer's
+    output, by micro-batch.
     """
 
     model: Any
@@ -55,8 +55,16 @@ class Executor:
     batches: Sequence[Batch]
     loss_scales: Tensor
     gradients: GradientBuckets | None = None
-    before: Callable[[Action], object] = lambda action: None
-    seen: dict[int, Tensor] | None = None
+    on_action: Callable[[Action], object] = lambda action: None
+    hidden_states: dict[int, Tensor] | None = None
+
+    def step(self) -> Tensor:
+        """Runs a training step, which fills the gradient buckets. Returns as `run` does."""
+        assert self.gradients is not None, "an evaluation is no training step"
+        self.gradients.start()
+        totals = self.run(self.pipeline.program(self.mesh.pipeline.rank, len(self.batches)))
+        self.gradients.finish()
+        return totals
 
     def run(self, program: Program) -> Tensor:
         """Returns this rank's sum of each term, fp64 [k]; 0 except on the last pipeline stage."""
@@ -66,85 +74,86 @@ class Executor:
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
         last = {each.stage: each for each in program if isinstance(each, Action)}
         with gathered(self.model):
-            for event in program:
-                if isinstance(event, Message):
-                    self.pass_on(event)
+            for item in program:
+                if isinstance(item, Message):
+                    self.pass_message(item)
                     continue
-                self.before(event)
-                if event.direction == "forward":
-                    self.forward(event.stage, event.micro_batch)
+                self.on_action(item)
+                if item.direction == "forward":
+                    self.forward(item.stage, item.micro_batch)
                 else:
-                    self.backward(event, is_last=event is last[event.stage])
+                    self.backward(item, is_last=item is last[item.stage])
         self.messages.close()
         return self.totals
 
     def forward(self, stage: int, number: int) -> None:
+        """number: of the micro-batch."""
         inputs: Tensors = self.messages.take("forward", stage, number) if stage else ()
         if self.gradients is not None:
             inputs = tuple(each.detach().requires_grad_(has_gradient(each)) for each in inputs)
         batch = on_device(self.batches[number], self.mesh.device)
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        if stage == 0:
+            x = self.model.embed(batch)
+        if self.pipeline.stages == 1:
+            x = self.model.layers(x, batch)
+        else:
+            x = self.model.layers(x, batch, numbers=self.pipeline.layers[stage])
         roots: list[Any]
         if stage < self.pipeline.stages - 1:
-            outputs = as_tuple(self.run_layers(stage, inputs, batch))
+            outputs = as_tuple(x)
             self.messages.put("forward", stage + 1, number, (each.detach() for each in outputs))
             # Edges of the graph, not the outputs, whose memory is free once they are sent.
-            roots = [edge_of(each) for each in outputs if has_gradient(each)]
+            roots = [
+                get_gradient_edge(each) if each.requires_grad else None
+                for each in outputs
+                if has_gradient(each)
+            ]
         else:
-            x = self.run_layers(stage, inputs, batch)
-            if self.seen is not None:
-                self.seen[number] = x.detach()
-            sums = self.run_loss(x, batch)
+            if self.hidden_states is not None:
+                self.hidden_states[number] = x.detach()
+            sums = self.objective.loss(x, batch, self.loss_scales)
             self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
             roots = [from_one(sums.sum())]
         if self.gradients is not None:
             self.in_flight[stage, number] = inputs, roots
 
-    def run_layers(self, stage: int, inputs: Tensors, batch: Batch) -> Any:
-        """The output of a stage's layers. inputs: the output of the previous stage."""
-        x: Any = inputs[0] if len(inputs) == 1 else inputs
-        if stage == 0:
-            x = self.model.embed(batch)
-        if self.pipeline.stages == 1:
-            return self.model.layers(x, batch)
-        return self.model.layers(x, batch, numbers=self.pipeline.layers[stage])
-
-    def run_loss(self, x: Any, batch: Batch) -> Tensor:
-        """The sum of each term over a batch x its loss scale, [k]."""
-        return self.objective.loss(x, batch, self.loss_scales)
-
     def backward(self, action: Action, *, is_last: bool) -> None:
         """is_last: the last backward of this stage; its buckets are reduced while it runs."""
         assert self.gradients is not None, "an evaluation has no backward"
         direction, stage, number = action
-        part = stage if self.pipeline.virtual > 1 else None
+        bucket_stage = stage if self.pipeline.virtual > 1 else None
         if direction == "backward_weight":
             deferred = self.deferred.pop((stage, number))
-            self.gradients.add_deferred(deferred, is_last=is_last, stage=part)
+            self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
             return
         inputs, roots = self.in_flight.pop((stage, number))
-        given: Sequence[Tensor | None] = (None,)
+        root_gradients: Sequence[Tensor | None] = (None,)
         if stage < self.pipeline.stages - 1:
-            given = self.messages.take("backward", stage, number)
-        pairs = [pair for pair in zip(roots, given, strict=True) if pair[0] is not None]
+            root_gradients = self.messages.take("backward", stage, number)
+        # A root is None where its output does not require a gradient.
+        pairs = [each for each in zip(roots, root_gradients, strict=True) if each[0] is not None]
         is_half = direction == "backward_input"
-        with self.gradients.backward(is_last=is_last, stage=part, is_deferred=is_half) as deferred:
+        with self.gradients.backward(
+            is_last=is_last, stage=bucket_stage, is_deferred=is_half
+        ) as deferred:
             torch.autograd.backward([root for root, _ in pairs], [each for _, each in pairs])
         if is_half:
             self.deferred[stage, number] = deferred
         if stage > 0:
-            own = (each for each in inputs if has_gradient(each))
-            found = (torch.zeros_like(x) if x.grad is None else x.grad for x in own)
-            self.messages.put("backward", stage - 1, number, found)
+            leaves = [each for each in inputs if has_gradient(each)]
+            sent = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            self.messages.put("backward", stage - 1, number, sent)
 
-    def pass_on(self, message: Message) -> None:
+    def pass_message(self, message: Message) -> None:
         direction, stage, number = message[:3]
         if message.sender == self.mesh.pipeline.rank:
             self.messages.send(message)
             return
         # The gradient of a stage's output has the shapes and dtypes of the next stage's input.
-        entered = stage if direction == "forward" else stage + 1
-        first = self.pipeline.layers[entered].start
-        like = as_tuple(self.model.stream(self.batches[number], first))
+        input_stage = stage if direction == "forward" else stage + 1
+        first_layer = self.pipeline.layers[input_stage].start
+        like = as_tuple(self.model.stream(self.batches[number], first_layer))
         if direction == "backward":
             like = tuple(each for each in like if has_gradient(each))
         self.messages.receive(message, like, self.mesh.device)
@@ -172,6 +181,7 @@ class Messages:
 
     def send(self, message: Message) -> None:
         sending, receiver = self.sending[message.receiver], message.receiver
+        # gloo reports a send as complete only once it is waited for, so the oldest is waited for.
         while len(sending) >= SENDS:
             wait_for(sending.popleft())
         what, tensors = describe(message), self.ready.pop(message[:3])
@@ -202,44 +212,6 @@ def describe(message: Message) -> str:
 
 def has_gradient(x: Tensor) -> bool:
     return x.is_floating_point()
-
-
-def edge_of(x: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(x) if x.requires_grad else None
-
-
-def run_pipeline(
-    model: PipelineModel, gradients: GradientBuckets, micro_batches: Sequence[Batch]
-) -> Tensor:
-    """Forward and backward of a global batch through the stages of a user's model (every rank calls
-    this). Then each parameter has its `.grad`, for an optimizer of torch and for `clip_grad_norm`.
-
-    gradients: the model's. micro_batches: this rank's along the mesh's batch axis, with arrays as
-    fields; the ranks of one model have the same. Returns the mean of the loss over the global
-    batch, an fp64 scalar, the same on every rank; NaN if the denominators are 0. Raises ValueError,
-    before any message is sent, if the schedule does not have this number of micro-batches or a
-    stage does not run on meta.
-    """
-    mesh, pipeline = model.mesh, model.pipeline
-    program = pipeline.program(mesh.pipeline.rank, len(micro_batches))
-    for each in micro_batches if pipeline.ranks > 1 else ():
-        model.stream(each, model.count - 1)
-    own = [model.denominators(each) for each in micro_batches]
-    counts = torch.tensor(own, dtype=torch.float64).sum(0).to(mesh.device)
-    counts = all_reduce(counts, mesh.loss)
-    executor = Executor(
-        model=model,
-        objective=model,
-        mesh=mesh,
-        pipeline=pipeline,
-        batches=micro_batches,
-        loss_scales=1 / counts.where(counts > 0, 1),
-        gradients=gradients,
-    )
-    gradients.start()
-    totals = executor.run(program)
-    gradients.finish()
-    return (all_reduce(totals, mesh.loss_sums) / counts).sum()
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:

@@ -1,20 +1,23 @@
-"""Plans the pipeline of a run from its config: the layers of each stage, and the schedule.
-
-Needs no torch, so that a schedule that does not work is refused before torch is imported.
-"""
+"""Pipelines of a run and of a user's own stages: their plan, and a step of one's own loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.pretrain import PretrainConfig
-from megatron.errors import UsageError
-from megatron.parallel.pipeline import PipelinePlan, head_weight, partition, partition_uniform
-from megatron.parallel.schedules import KINDS, Lists, ScheduleError, check, read_schedule
+from megatron.data.batch import Batch
+from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.partition import head_weight, partition, partition_uniform
+from megatron.parallel.schedules import Lists, PipelinePlan, ScheduleError
+from megatron.parallel.stages import PipelineModel
+from megatron.train.executor import Executor
 
 
 def plan_pipeline(
@@ -24,17 +27,22 @@ def plan_pipeline(
     seq_length: int,
     vocab_size: int,
     scored: float = 1.0,
+    custom_schedule: Lists | None = None,
 ) -> PipelinePlan:
     """The pipeline of a model that divides into its stages (`TrainingParallelConfig.check_model`).
 
     model: its config. seq_length: tokens per sample. scored: the share of tokens whose logits the
-    head computes, which is the head's cost. The embedding, a look-up, costs nothing. Raises
-    UsageError for a file that is not a schedule of this number of stages.
+    head computes, which is the head's cost. The embedding, a look-up, costs nothing.
+    custom_schedule: see PipelinePlan. Raises ValueError if that is not a schedule of this number of
+    stages, or halves backwards although layers are recomputed in full.
     """
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_stages(model.num_layers)
     kind = parallel.pipeline_schedule or ("interleaved" if virtual > 1 else "1f1b")
-    own = None if kind in KINDS else _own_schedule(kind, ranks, virtual, model)
+    is_halved = any(each.direction == "backward_weight" for each in chain(*custom_schedule or ()))
+    if is_halved and model.recompute_granularity == "full":
+        # A deferred half keeps what full recomputation frees, 64 times the memory.
+        raise ScheduleError("custom_schedule: its halves undo --recompute-granularity full")
     stages, layers = ranks * virtual, tuple[range, ...]()
     each = parallel.num_layers_per_virtual_pipeline_stage
     if stages > 1 and (parallel.pipeline_partition == "uniform" or each is not None):
@@ -47,55 +55,46 @@ def plan_pipeline(
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
         )
-    return PipelinePlan(ranks=ranks, virtual=virtual, kind=kind, layers=layers, own=own)
+    return PipelinePlan(ranks, virtual, kind, layers, custom_schedule)
 
 
-def plan_of_run(config: PretrainConfig, world_size: int, vocab_size: int) -> PipelinePlan:
-    """The pipeline of a run that `config.check` accepts. Raises UsageError if a user's schedule
-    does not work, or has another number of micro-batches than a step of this run."""
-    plan = plan_pipeline(
+def plan_of_run(config: PretrainConfig, vocab_size: int) -> PipelinePlan:
+    """The pipeline of a run that `config.check` accepts."""
+    return plan_pipeline(
         config.parallel,
         config.model,
         seq_length=config.data.seq_length,
         vocab_size=vocab_size,
         scored=getattr(config.data, "mask_prob", 1.0),
     )
-    batch = config.global_batch_size(world_size)
-    samples = config.training.micro_batch_size
-    samples *= config.parallel.batch_parallel_size(world_size)
-    if plan.own is not None and batch != (
-        wanted := samples * check(plan.own, plan.virtual).micro_batches
-    ):
-        raise UsageError(
-            "--global-batch-size",
-            batch,
-            f"{wanted} samples, {wanted // samples} micro-batches as in --pipeline-schedule "
-            f"{plan.kind}",
-            works=("--global-batch-size", str(wanted)),
-        )
-    return plan
 
 
-def _own_schedule(file: str, ranks: int, virtual: int, model: Any) -> Lists:
-    with _refused(file, virtual):
-        own = read_schedule(Path(file))
-        if len(own) != ranks:
-            flag = "--pipeline-model-parallel-size"
-            raise ScheduleError(f"it is of {len(own)} ranks, and {flag} is {ranks}")
-        if not any(check(own, virtual).in_flight):
-            raise ScheduleError("it has no backward")
-        halves = any(each.direction == "backward_weight" for actions in own for each in actions)
-        if halves and model.recompute_granularity == "full":
-            raise ScheduleError("its halves of a backward undo --recompute-granularity full")
-    return own
+def run_pipeline(
+    model: PipelineModel, gradients: GradientBuckets, micro_batches: Sequence[Batch]
+) -> Tensor:
+    """Forward and backward of a global batch through the stages of a user's model (every rank calls
+    this). Then each parameter has its `.grad`, for an optimizer of torch and for `clip_grad_norm`.
 
-
-@contextmanager
-def _refused(given: str, virtual: int) -> Iterator[None]:
-    """Turns a ScheduleError into a UsageError, which suggests the default schedule."""
-    try:
-        yield
-    except ScheduleError as error:
-        works = ("--pipeline-schedule", "interleaved" if virtual > 1 else "1f1b")
-        allowed = f"a schedule that works: {error}"
-        raise UsageError("--pipeline-schedule", given, allowed, works=works) from None
+    gradients: the model's. micro_batches: this rank's along the mesh's batch axis, with arrays as
+    fields; the ranks of one model have the same. Returns the mean of the loss over the global
+    batch, an fp64 scalar, the same on every rank; NaN if the denominators are 0. Raises ValueError,
+    before any message is sent, if the schedule does not have this number of micro-batches or a
+    stage does not run on meta.
+    """
+    mesh, pipeline = model.mesh, model.pipeline
+    pipeline.lists(len(micro_batches))
+    for each in micro_batches if pipeline.ranks > 1 else ():
+        model.stream(each, model.count - 1)
+    denominators = [model.denominators(each) for each in micro_batches]
+    counts = torch.tensor(denominators, dtype=torch.float64).sum(0).to(mesh.device)
+    counts = all_reduce(counts, mesh.loss)
+    executor = Executor(
+        model=model,
+        objective=model,
+        mesh=mesh,
+        pipeline=pipeline,
+        batches=micro_batches,
+        loss_scales=1 / counts.where(counts > 0, 1),
+        gradients=gradients,
+    )
+    return (all_reduce(executor.step(), mesh.loss_sums) / counts).sum()

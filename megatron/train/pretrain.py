@@ -34,9 +34,8 @@ from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError, UsageError
 from megatron.models.registry import KINDS, find_kind
-from megatron.parallel.pipeline import PipelinePlan
+from megatron.parallel.schedules import PipelinePlan
 from megatron.train.inputs import Inputs, mock_inputs
-from megatron.train.pipelining import plan_of_run
 from megatron.train.signals import StopSignals, exit_code
 from megatron.train.trained import files_beside, saved_settings
 
@@ -83,7 +82,6 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = mock_inputs(config, resolve_name(entry.samples))
             else:
                 inputs = resolve_name(entry.inputs)(config)
-            plan_of_run(config, world, inputs.corpus.vocab_size)  # for early errors, as below
             # Until here the tokenizers library may use all cores (--too-long refuse). From here on
             # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
             # slow them down. It also warns if a process that used them forks, as for a compiler.
@@ -207,7 +205,7 @@ def refuse_differing(
     value = name or " ".join(config.data.data_path) or None
     refuse(flag, value, own, "a folder that all of them see works")
     stages = config.parallel.pipeline_model_parallel_size
-    cure = "a preset and a schedule that all of them see work"
+    cure = "a preset that all of them see works"
     refuse("--pipeline-model-parallel-size", stages, pipeline.describe(), cure)
 
 
@@ -236,9 +234,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import on_all_ranks
     from megatron.train.machine import choose_compile, choose_precision, environment
+    from megatron.train.pipelining import plan_of_run
     from megatron.train.state import DTYPES, build_state
 
-    pipeline = plan_of_run(given, mesh.size(), inputs.corpus.vocab_size)
+    pipeline = plan_of_run(given, inputs.corpus.vocab_size)
     refuse_differing(given, inputs, pipeline, mesh)
     start = mesh.control.gather(start)[0]
     found: Checkpoint | None = None

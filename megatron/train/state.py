@@ -25,7 +25,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory, materialize, set_values
 from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.graph import StepGraph, choose_graph, use_own_stream

@@ -141,7 +141,7 @@ def forward_backward(
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
     pipeline, mesh = state.pipeline, state.mesh
 
-    def before(action: Action) -> None:
+    def note(action: Action) -> None:
         is_forward, stage = action.direction == "forward", action.stage
         state.micro_batch = action.micro_batch
         state.stage_index = stage if is_forward else 2 * pipeline.stages - 1 - stage
@@ -157,10 +157,7 @@ def forward_backward(
         batches=micro_batches,
         loss_scales=loss_scales,
         gradients=state.gradients,
-        before=before,
-        seen=hidden_states,
+        on_action=note,
+        hidden_states=hidden_states,
     )
-    state.gradients.start()
-    totals = executor.run(pipeline.program(mesh.pipeline.rank, len(micro_batches)))
-    state.gradients.finish()
-    return totals
+    return executor.step()

@@ -21,7 +21,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.parallel.compare import unseen
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Axis, Mesh, serial_mesh
-from megatron.parallel.pipeline import PipelinePlan
+from megatron.parallel.schedules import PipelinePlan
 from megatron.parallel.sharding import gather_whole
 from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss

@@ -23,7 +23,8 @@ from megatron.optim.adam import MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.offload import SMALLEST, Trip, on_host
-from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
+from megatron.parallel.partition import partition
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState

@@ -1,12 +1,11 @@
 """Schedules: their formulas, their proofs, and what is refused."""
 
 import itertools
-import json
 import random
+import re
 from collections.abc import Iterator
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +13,21 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.parallel import schedules
-from megatron.parallel.pipeline import head_weight, partition, partition_uniform
+from megatron.parallel.partition import head_weight, partition, partition_uniform
 from megatron.parallel.schedules import (
     KINDS,
+    LETTERS,
     Action,
     Lists,
     Message,
+    PipelinePlan,
+    Program,
     ScheduleError,
     check,
-    check_programs,
     forward_only,
-    from_json,
     program,
-    read_schedule,
     schedule,
-    to_json,
+    simulate,
 )
 from tests.refusals import refusal
 
@@ -37,8 +35,22 @@ from tests.refusals import refusal
 @pytest.fixture(autouse=True)
 def _no_schedule_stays() -> Iterator[None]:
     yield
-    for cached in (schedule, forward_only, schedules.start_times, program):
+    for cached in (schedule, forward_only, simulate, program, check):
         cached.cache_clear()
+
+
+def written(lists: Lists) -> list[list[str]]:
+    return [[str(action) for action in actions] for actions in lists]
+
+
+def read(actions: list[list[str]]) -> Lists:
+    """The inverse of `written`."""
+    directions = {letter: direction for direction, letter in LETTERS.items()}
+    matches = ([re.fullmatch(r"(\d+)(.)(\d+)", each) for each in own] for own in actions)
+    return tuple(
+        tuple(Action(directions[each[2]], int(each[1]), int(each[3])) for each in own if each)
+        for own in matches
+    )
 
 
 def sizes(ranks: int) -> Iterator[tuple[str, int]]:
@@ -98,10 +110,10 @@ def test_the_prototypes_figures() -> None:
 
 
 def test_one_rank_takes_a_micro_batch_at_a_time() -> None:
-    assert to_json(schedule("1f1b", 1, 2))["actions"] == [["0F0", "0B0", "0F1", "0B1"]]
+    assert written(schedule("1f1b", 1, 2)) == [["0F0", "0B0", "0F1", "0B1"]]
     whole = ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
-    assert to_json(schedule("1f1b", 1, 2, 2))["actions"] == [whole]
-    assert to_json(forward_only(1, 2, 2))["actions"] == [["0F0", "1F0", "0F1", "1F1"]]
+    assert written(schedule("1f1b", 1, 2, 2)) == [whole]
+    assert written(forward_only(1, 2, 2)) == [["0F0", "1F0", "0F1", "1F1"]]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (2, 5), (4, 3), (4, 8)])
@@ -124,7 +136,7 @@ def test_programs_pass_each_message_once_in_one_order(ranks: int, micro_batches:
         graph.prepare()  # raises for a circle
 
 
-def naive(lists: Lists, rank: int) -> tuple[Action | Message, ...]:
+def naive(lists: Lists, rank: int) -> Program:
     """1F1B as one writes it first: receive before use, send behind the action."""
     ranks, items = len(lists), list[Action | Message]()
     for action in lists[rank]:
@@ -139,24 +151,29 @@ def naive(lists: Lists, rank: int) -> tuple[Action | Message, ...]:
 
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_the_naive_order_of_messages_is_refused(ranks: int) -> None:
-    check_programs([naive(schedule("1f1b", ranks, 1), rank) for rank in range(ranks)])
+    lists = schedule("1f1b", ranks, 1)
+    simulate(tuple(naive(lists, rank) for rank in range(ranks)), by_message=True)
     for micro_batches in range(2, 9):
         lists = schedule("1f1b", ranks, micro_batches)
         with pytest.raises(ScheduleError):
-            check_programs([naive(lists, rank) for rank in range(ranks)])
+            simulate(tuple(naive(lists, rank) for rank in range(ranks)), by_message=True)
 
 
 def test_a_message_before_its_action_is_refused() -> None:
     lists = schedule("1f1b", 2, 1)
-    early = [program(lists, rank) for rank in range(2)]
-    message = early[0][1]
+    sender, receiver = (program(lists, rank) for rank in range(2))
+    message = sender[1]
     assert isinstance(message, Message)
-    early[0] = (message, *(item for item in early[0] if item != message))
-    with pytest.raises(ScheduleError):
-        check_programs(early)
-    lost = [[item for item in program(lists, rank) if item != message] for rank in range(2)]
-    with pytest.raises(ScheduleError):
-        check_programs(lost)
+
+    def without(items: Program) -> Program:
+        return tuple(item for item in items if item != message)
+
+    early = (message, *without(sender)), receiver
+    lost = without(sender), without(receiver)
+    lost_by_one = sender, without(receiver)
+    for wrong in (early, lost, lost_by_one):
+        with pytest.raises(ScheduleError):
+            simulate(wrong, by_message=True)
 
 
 def has_an_order(lists: Lists) -> bool:
@@ -221,7 +238,7 @@ def test_torch_has_the_same_interleaved_lists() -> None:
             theirs = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=torch.nn.MSELoss())
         finally:
             dist.destroy_process_group()
-        lists = to_json(schedule("interleaved", ranks, micro_batches, virtual))["actions"]
+        lists = written(schedule("interleaved", ranks, micro_batches, virtual))
         for rank, actions in enumerate(lists):
             assert actions == [str(each) for each in theirs.pipeline_order[rank] if each], rank
 
@@ -266,44 +283,49 @@ def test_schedules_that_a_kind_cannot_run_are_refused(
 )
 def test_lists_that_do_not_work(actions: list[list[str]], named: str) -> None:
     with pytest.raises(ScheduleError) as error:
-        check(from_json({"actions": actions}), 1)
+        check(read(actions), 1)
     assert named in str(error.value)
 
 
 def test_one_backward_may_be_whole_and_another_in_halves() -> None:
     actions = [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1I0", "1F1", "1B1", "1W0"]]
-    assert check(from_json({"actions": actions}), 1).in_flight == (2, 2)
+    assert check(read(actions), 1).in_flight == (2, 2)
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    for kind in ("zb-h1", "1f1b"):
-        lists = schedule(kind, 4, 6)
-        file.write_text(json.dumps({**to_json(lists), "idle_share": 0.5}))
-        assert read_schedule(file) == lists
+def test_a_schedule_of_ones_own() -> None:
+    lists = schedule("1f1b", 2, 4)
+    custom = (lists[0], tuple(each._replace(micro_batch=3 - each[2]) for each in lists[1]))
+    for actions, virtual in ((lists, 1), (schedule("interleaved", 2, 3, 2), 2)):
+        micro_batches = check(actions, virtual).micro_batches
+        plan = PipelinePlan(2, virtual, custom_schedule=actions)
+        assert plan.lists(micro_batches) == actions
+        assert [plan.program(rank, micro_batches) for rank in (0, 1)] == [
+            program(actions, rank) for rank in (0, 1)
+        ]
+        for other in (micro_batches - 1, micro_batches + 1):
+            with pytest.raises(ScheduleError):
+                plan.program(1, other)
+    with pytest.raises(ScheduleError):
+        PipelinePlan(2, custom_schedule=custom)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ('{"actions": [["0F0", "0X0"]]}', "actions[0][1]"),
-        ('{"actions": [["0F0"], [7]]}', "actions[1][0]"),
-        ('{"actions": [["0F-1"]]}', "actions[0][0]"),
-        ('{"actions": [["F0"]]}', "actions[0][0]"),
-        ('{"actions": ["0F0"]}', "actions"),
-        ('{"actions": []}', "actions"),
-        ('["0F0"]', "actions"),
-        ("0F0", "JSON"),
-        (None, "mine.json"),
-    ],
-)
-def test_files_that_are_no_schedule(tmp_path: Path, content: str | None, named: str) -> None:
-    file = tmp_path / "mine.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ScheduleError) as error:
-        read_schedule(file)
-    assert named in str(error.value)
+GOOD = schedule("1f1b", 2, 2)
+WRONG: dict[str, tuple[Lists, int]] = {
+    "dead-lock": ((GOOD[0][::-1], GOOD[1]), 1),
+    "an action is missing": ((GOOD[0][:-1], GOOD[1]), 1),
+    "another rank's": ((GOOD[1], GOOD[0]), 1),
+    "other ranks": (schedule("1f1b", 4, 2), 1),
+    "other stages": (schedule("interleaved", 2, 2, 2), 1),
+    "other stages, fewer": (GOOD, 2),
+    "no backward": (tuple(actions[:1] for actions in schedule("gpipe", 2, 1)), 1),
+    "no action": (((), ()), 1),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_schedule_of_ones_own_that_does_not_work_is_refused(name: str) -> None:
+    lists, virtual = WRONG[name]
+    assert isinstance(refusal(lambda: PipelinePlan(2, virtual, custom_schedule=lists)), ValueError)
 
 
 def counts(ranges: tuple[range, ...]) -> list[int]:

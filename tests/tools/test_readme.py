@@ -82,7 +82,7 @@ def test_a_training_command_fits_its_preset(words: list[str], tmp_path: Path) ->
         mode = config.parallel.tensor_parallel_mode
         mesh = absent_mesh(sizes, torch.device("meta"), tensor_parallel_mode=mode)
         vocabulary = config.model.vocab_size or VOCABULARY
-        stages = plan_of_run(config, world_size, vocabulary)
+        stages = plan_of_run(config, vocabulary)
         model = build_model(
             config.model, mesh, vocabulary, seed=None, dtype=torch.bfloat16, pipeline=stages
         )
@@ -116,7 +116,7 @@ def test_plans_in_docs_fit_their_presets() -> None:
     flags = words[2:]
     config = parse(program_of(flags, question=plan.QuestionConfig), flags, {})
     config.check(config.question.gpus)
-    assert plan_of_run(config, config.question.gpus, VOCABULARY).ranks == 8
+    assert plan_of_run(config, VOCABULARY).ranks == 8
     load_hardware(config.question.hardware)
 
 

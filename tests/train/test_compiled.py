@@ -30,7 +30,8 @@ from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
-from megatron.parallel.pipeline import UNCUT, PipelinePlan, partition
+from megatron.parallel.partition import partition
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.train import machine
 from megatron.train.diagnose import find_first
 from megatron.train.guards import keeps

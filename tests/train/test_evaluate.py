@@ -12,7 +12,8 @@ from megatron.config.model import GPT2Config
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import config_of
-from megatron.parallel.pipeline import PipelinePlan, partition
+from megatron.parallel.partition import partition
+from megatron.parallel.schedules import PipelinePlan
 from megatron.train import evaluate
 from megatron.train.evaluate import load_model, load_newest, mean_losses, score
 from megatron.train.executor import on_device

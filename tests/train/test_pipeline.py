@@ -17,8 +17,8 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import PrecisionConfig
 from megatron.optim.adam import LossScaler
 from megatron.parallel.mesh import build_mesh, serial_mesh
-from megatron.parallel.pipeline import PipelinePlan, partition
-from megatron.parallel.schedules import schedule
+from megatron.parallel.partition import partition
+from megatron.parallel.schedules import PipelinePlan, schedule
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import Outputs
@@ -80,11 +80,11 @@ def outputs(ranks: int, order: str = "") -> Outputs:
     state = staged(ranks) if ranks > 1 else whole_of_two()
     if order == "reversed":
         lists = schedule("1f1b", ranks, 4)
-        own = (
+        custom = (
             tuple(each._replace(micro_batch=3 - each.micro_batch) for each in actions)
             for actions in lists
         )
-        state.pipeline = replace(state.pipeline, own=tuple(own))
+        state.pipeline = replace(state.pipeline, custom_schedule=tuple(custom))
     return step(state, return_outputs=True).outputs
 
 
@@ -176,7 +176,7 @@ def differing_plans() -> str:
     words += f"--decoder-first-pipeline-num-layers {2 + mesh.pipeline.rank}"
     config = parse(PretrainGPT2Config, words.split(), {})
     inputs = mock_inputs(config, random_text)
-    plan = plan_of_run(config, 2, 101)
+    plan = plan_of_run(config, 101)
     return field_of(refusal(lambda: refuse_differing(config, inputs, plan, mesh)))
 
 

@@ -1,8 +1,5 @@
-"""The stages and the schedule that settings come to, and what is refused before torch comes."""
+"""The stages and the schedule that settings come to, and what is refused."""
 
-import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,18 +7,9 @@ import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from megatron.parallel.pipeline import PipelinePlan
-from megatron.parallel.schedules import (
-    KINDS,
-    Action,
-    Lists,
-    ScheduleError,
-    program,
-    schedule,
-    to_json,
-)
-from megatron.train.pipelining import plan_of_run
-from tests.refusals import field_of, refused
+from megatron.parallel.schedules import KINDS, Action, Lists, PipelinePlan, schedule
+from megatron.train.pipelining import plan_of_run, plan_pipeline
+from tests.refusals import refusal, refused
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 SMALL = "--num-layers 12 --hidden-size 16 --num-attention-heads 4 --seq-length 1 --train-iters 9"
@@ -36,7 +24,7 @@ def read(
     config = parse(settings, [*SMALL.split(), *given], {})
     world = 2 * config.parallel.pipeline_model_parallel_size
     config.check(world)
-    return plan_of_run(config, world, VOCABULARY)
+    return plan_of_run(config, VOCABULARY)
 
 
 def sizes(plan: PipelinePlan) -> list[int]:
@@ -46,15 +34,11 @@ def sizes(plan: PipelinePlan) -> list[int]:
     return [len(each) for each in plan.layers]
 
 
-def test_a_plan_evaluates_each_virtual_stage_and_has_its_own_micro_batches() -> None:
+def test_a_plan_evaluates_each_virtual_stage() -> None:
     plan = read(f"--pipeline-model-parallel-size 2 {VIRTUAL} 3")
     for rank in range(2):
         actions = [each for each in plan.evaluation(rank, 4) if isinstance(each, Action)]
         assert Counter(each.stage for each in actions) == dict.fromkeys(range(rank, 6, 2), 4)
-    plan = PipelinePlan(2, 1, "own.json", (range(1), range(1, 2)), schedule("1f1b", 2, 4))
-    assert plan.program(1, 4) == program(schedule("1f1b", 2, 4), 1)
-    with pytest.raises(ScheduleError):
-        plan.program(1, 5)
 
 
 def test_the_settings_know_every_schedule() -> None:
@@ -95,63 +79,51 @@ def test_a_head_of_few_tokens_weighs_less() -> None:
 ])  # fmt: skip
 def test_layers_of_presets(layers: list[int], preset: str, vocabulary: int) -> None:
     config = parse(PretrainGPT2Config, ["--preset", preset], {})
-    plan = plan_of_run(config, 64, vocabulary)
+    plan = plan_of_run(config, vocabulary)
     assert sizes(plan) == layers
 
 
-def file_of(folder: Path, lists: Lists) -> str:
-    file = folder / "own.json"
-    file.write_text(json.dumps(to_json(lists)))
-    return str(file)
+def with_custom(lists: Lists, words: str = "") -> PipelinePlan:
+    """The plan of two stages with a schedule of one's own."""
+    flags = f"{SMALL} --pipeline-model-parallel-size 2 {words}"
+    config = parse(PretrainGPT2Config, flags.split(), {})
+    return plan_pipeline(
+        config.parallel,
+        config.model,
+        seq_length=1,
+        vocab_size=VOCABULARY,
+        custom_schedule=lists,
+    )
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_a_schedule_of_ones_own() -> None:
     lists = schedule("gpipe", 2, 3)
-    words = "--pipeline-model-parallel-size 2 --global-batch-size 6 --pipeline-schedule "
-    plan = read(words + file_of(tmp_path, lists))
-    assert (plan.own, plan.ranks, plan.virtual) == (lists, 2, 1)
-    virtual = f"{VIRTUAL} 2 {words}"
-    plan = read(virtual + file_of(tmp_path, schedule("interleaved", 2, 3, 2)))
-    assert (plan.own, plan.virtual) == (schedule("interleaved", 2, 3, 2), 2)
+    plan = with_custom(lists)
+    assert (plan.custom_schedule, plan.ranks, plan.virtual) == (lists, 2, 1)
+    assert plan.layers == read("--pipeline-model-parallel-size 2").layers
+    lists = schedule("interleaved", 2, 3, 2)
+    plan = with_custom(lists, f"{VIRTUAL} 2")
+    assert (plan.custom_schedule, plan.virtual) == (lists, 2)
+    assert with_custom(schedule("zb-h1", 2, 2)).lists(2) == schedule("zb-h1", 2, 2)
 
 
-GOOD = schedule("1f1b", 2, 2)
 WRONG: dict[str, tuple[Lists, str]] = {
-    "dead-lock": ((GOOD[0][::-1], GOOD[1]), ""),
-    "an action is missing": ((GOOD[0][:-1], GOOD[1]), ""),
-    "another rank's": ((GOOD[1], GOOD[0]), ""),
     "other ranks": (schedule("1f1b", 4, 2), ""),
-    "other stages": (schedule("interleaved", 2, 2, 2), ""),
-    "other stages, fewer": (GOOD, f"{VIRTUAL} 2"),
-    "no backward": (tuple(actions[:1] for actions in schedule("gpipe", 2, 1)), ""),
+    "other stages": (schedule("1f1b", 2, 2), f"{VIRTUAL} 2"),
     "halves with full recomputation": (schedule("zb-h1", 2, 2), "--checkpoint-activations full"),
 }
 
 
-OTHER_NUMBER = "--micro-batch-size 3"  # whose micro-batches are another number
+@pytest.mark.parametrize("name", WRONG)
+def test_a_schedule_of_ones_own_that_does_not_fit_is_refused(name: str) -> None:
+    assert isinstance(refusal(lambda: with_custom(*WRONG[name])), ValueError)
 
 
-@pytest.mark.parametrize("others", [OTHER_NUMBER, *WRONG])
-def test_a_schedule_that_does_not_work_is_refused(others: str, tmp_path: Path) -> None:
-    """The batch that has as many micro-batches as the schedule is suggested."""
-    lists, more = WRONG.get(others, (GOOD, f"--global-batch-size 6 {OTHER_NUMBER}"))
-    batch = "" if others == OTHER_NUMBER else "--global-batch-size 4"
-    words = f"{more} {batch} --pipeline-model-parallel-size 2 --pipeline-schedule"
-    flag = "--global-batch-size" if others == OTHER_NUMBER else "--pipeline-schedule"
-    assert refused(read, f"{words} {file_of(tmp_path, lists)}") == flag
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"actions": [["0F0"], ["1X0"]]}'])
-def test_a_file_that_is_none_ends_the_program_without_torch(text: str, tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text(text)
-    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
-    words = "pretrain_gpt2.py --num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data"
-    words += f" --train-iters 1 --pipeline-schedule {tmp_path / 'own.json'}"
-    command = [sys.executable, *words.split()]
-    environ = {"PYTHONPATH": str(tmp_path), "PATH": ""}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert field_of(ended.stderr) == "--pipeline-schedule"
+def test_a_file_is_no_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text('{"actions": [["0F0", "0B0"], ["1F0", "1B0"]]}')
+    words = f"--pipeline-model-parallel-size 2 --pipeline-schedule {file}"
+    assert refused(read, words) == "--pipeline-schedule"
 
 
 def test_a_rank_has_every_so_many_th_virtual_stage() -> None:

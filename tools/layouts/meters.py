@@ -133,7 +133,7 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
         batches=[batch],
         loss_scales=torch.ones(len(state.objective.terms), dtype=torch.float64, device=mesh.device),
         gradients=state.gradients,
-        before=lambda action: enter(action.stage),
+        on_action=lambda action: enter(action.stage),
     )
 
     def enter(stage: int) -> None:

@@ -68,7 +68,7 @@ def train_layout(job: Job) -> Report:
                 optimizer=config.optimizer,
                 precision=config.precision,
                 compiled=choose_compile(config.training.compile or False, mesh)[0],
-                pipeline=plan_of_run(config, mesh.size(), vocabulary),
+                pipeline=plan_of_run(config, vocabulary),
                 zero_stage=config.parallel.stage_of_zero,
             )
             return report(job, state, samples)

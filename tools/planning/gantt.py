@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.libraries import Library
-from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, start_times, to_json
+from megatron.parallel.schedules import DURATIONS, LETTERS, Facts, Lists, simulate
 
 figures = Library("matplotlib.figure", "a run without --picture")
 
@@ -13,9 +13,9 @@ COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_
 
 
 def record(lists: Lists, facts: Facts) -> dict[str, Any]:
-    """The JSON that --json writes and `read_schedule` reads."""
+    """The JSON that --json writes. An action is written as stage, letter (LETTERS), micro-batch."""
     return {
-        **to_json(lists),
+        "actions": [[str(action) for action in actions] for actions in lists],
         "in_flight": list(facts.in_flight),
         "idle_share": facts.idle_share,
         "micro_batches": facts.micro_batches,
@@ -40,7 +40,7 @@ def text(lists: Lists, facts: Facts) -> str:
     An action is written as in JSON, without its stage if a rank has only one.
     """
     rows = []
-    for actions, starts in zip(lists, start_times(lists), strict=True):
+    for actions, starts in zip(lists, simulate(lists), strict=True):
         row: list[str] = []
         for action, start in zip(actions, starts, strict=True):
             label = str(action) if facts.virtual > 1 else f"{LETTERS[action.direction]}{action[2]}"
@@ -60,7 +60,7 @@ def text(lists: Lists, facts: Facts) -> str:
 def draw(file: Path, lists: Lists, facts: Facts) -> None:
     """A Gantt chart: a row for each rank, a bar for each action with its micro-batch. The later the
     virtual stage in the model, the darker the bar."""
-    starts = start_times(lists)
+    starts = simulate(lists)
     units = max(times[-1] for times in starts) + 2
     inches = min(60.0, 3 + 0.25 * units)
     figure = figures.Figure(figsize=(inches, 1.7 + 0.4 * len(lists)), layout="constrained")

@@ -33,8 +33,7 @@ from megatron.models.registry import find_kind
 from megatron.parallel.buckets import Deferred, GradientBuckets
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.schedules import Action
+from megatron.parallel.schedules import UNCUT, Action, PipelinePlan
 from megatron.parallel.stages import as_tuple
 from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
@@ -78,11 +77,8 @@ class MicroBatch:
     @property
     def backward(self) -> tuple[str, ...]:
         """The actions of a backward in the pipeline's schedule."""
-        plan = self.pipeline
-        own = plan.own[self.rank] if plan.own else ()
-        if plan.kind == "zb-h1" or any(each.direction == "backward_weight" for each in own):
-            return "backward_input", "backward_weight"
-        return ("backward",)
+        is_halved = self.pipeline.kind == "zb-h1"
+        return ("backward_input", "backward_weight") if is_halved else ("backward",)
 
 
 @cache
@@ -126,7 +122,7 @@ def trace(traced: MicroBatch) -> Trace:
         batches=[batch],
         loss_scales=torch.ones(len(model.terms), dtype=torch.float64, device=META),
         gradients=gradients,
-        before=enter,
+        on_action=enter,
     )
     actions = [Action("forward", stage, 0) for stage in own]
     actions += [Action(each, stage, 0) for stage in own[::-1] for each in traced.backward]

@@ -12,8 +12,6 @@ from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError, flag, switch
-from megatron.train.inputs import vocabulary_of
-from megatron.train.pipelining import plan_of_run
 from tools.planning.hardware import Hardware
 
 GRANULARITIES = ("none", "selective", "full")
@@ -47,7 +45,7 @@ def check(config: PretrainConfig, gpus: int) -> None:
     """Raise UsageError if this layout cannot work on so many devices, with the reason and the
     nearest layout that can."""
     try:
-        _check(config, gpus)
+        config.check(gpus)
     except UsageError as error:
         if (found := nearest(config, gpus)) is not None:
             allowed = f"{error.allowed}; on {gpus} GPUs"
@@ -66,11 +64,6 @@ def sizes(config: PretrainConfig) -> tuple[str, ...]:
     """The flags of the config's layout."""
     found = settings(config)
     return tuple(word for name in SIZES for word in (flag(name), str(found[name])))
-
-
-def _check(config: PretrainConfig, gpus: int) -> None:
-    config.check(gpus)
-    plan_of_run(config, gpus, vocabulary_of(config))
 
 
 def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
@@ -92,7 +85,7 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
         with suppress(UsageError):  # also for a size that the tensor-parallel mode cannot have
             found = varied(config, tensor_model_parallel_size=size, micro_batch_size=batch)
             found = varied(found, sequence_parallel=cut)
-            _check(found, gpus)
+            found.check(gpus)
             yield found
 
 

@@ -20,8 +20,7 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
 from megatron.parallel.mesh import Axis
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
-from megatron.parallel.schedules import Facts, Lists, check, schedule
+from megatron.parallel.schedules import UNCUT, Facts, Lists, PipelinePlan, check
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import SENDS
 from megatron.train.inputs import vocabulary_of
@@ -137,7 +136,7 @@ class Step:
     def pipeline(self) -> PipelinePlan:
         if self.config.parallel.sizes.get("pipeline", 1) == 1:
             return UNCUT
-        return plan_of_run(self.config, self.ranks, vocabulary_of(self.config))
+        return plan_of_run(self.config, vocabulary_of(self.config))
 
     @cached_property
     def stages(self) -> list[Step]:
@@ -225,8 +224,7 @@ class Step:
 
     @property
     def lists(self) -> Lists:
-        plan = self.pipeline
-        return plan.own or schedule(plan.kind, plan.ranks, self.micro_batches, plan.virtual)
+        return self.pipeline.lists(self.micro_batches)
 
     @property
     def activations(self) -> int:

@@ -31,7 +31,7 @@ from megatron.parallel import collectives
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.kernels import meta_as
 from megatron.parallel.mesh import Axis, Mesh, build_mesh
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import count, forward_backward

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse
-from megatron.parallel.schedules import Lists, schedule, to_json
 from tests.refusals import field_of, refusal, refused
 from tests.tools.planning.counted import preset
 from tools import plan
@@ -145,30 +144,6 @@ def test_every_stage_is_planned(tmp_path: Path) -> None:
     assert sent == [5 * m + 1, 5 * m + 1]
     assert found["idle_share_of_schedule"] == pytest.approx(1 / (3 * m))
     assert found["predicted_step_seconds"]["pipeline_bubble"] > 0
-
-
-def test_a_schedule_of_ones_own_is_planned(tmp_path: Path) -> None:
-    """As a file the actions of a kind are planned like the kind. One rank may halve its backwards
-    and another not: each keeps what its own actions do."""
-    words = "--preset quickstart --num-layers 8 --gpus 8 --hardware dgx-a100 --micro-batch-size 1"
-    words += " --global-batch-size 24 --pipeline-model-parallel-size 4 --pipeline-schedule"
-    whole, halves = (schedule(kind, 4, 12) for kind in ("1f1b", "zb-h1"))
-
-    def of(given: object) -> dict[str, Any]:
-        found = planned(tmp_path, f"{words} {given}")
-        assert found["model"].pop("schedule") == str(given)
-        return found
-
-    def of_file(lists: Lists) -> dict[str, Any]:
-        file = tmp_path / "own.json"
-        file.write_text(json.dumps(to_json(lists)))
-        return of(file)
-
-    own = of_file(halves)
-    assert own == of("zb-h1")
-    assert of_file((whole[0], *halves[1:]))["stages"][1:] == own["stages"][1:]
-    found = planned(tmp_path, f"{words} {tmp_path / 'own.json'}", "--search")["layouts"]
-    assert {each["micro_batches"] for each in found} == {12}
 
 
 def test_a_kind_can_be_given(tmp_path: Path) -> None:

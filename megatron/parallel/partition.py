@@ -1,76 +1,8 @@
-"""How a run uses its pipeline ranks: the layers of each stage, and the schedule. No torch."""
+"""Which layers each virtual stage of a pipeline has. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-from hashlib import sha256
-from itertools import chain
-
-from megatron.parallel.schedules import (
-    Lists,
-    Program,
-    ScheduleError,
-    consecutive,
-    forward_only,
-    program,
-    schedule,
-)
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """The layers of each virtual stage of a model, and the schedule in which the stages run.
-
-    ranks: size of the pipeline axis. virtual: virtual stages per rank. layers: numbers of the
-    layers of each virtual stage; empty if the model is not cut. kind: one of schedules.KINDS. own:
-    the action lists of a user's schedule, which replaces that of `kind`.
-    """
-
-    ranks: int = 1
-    virtual: int = 1
-    kind: str = "1f1b"
-    layers: tuple[range, ...] = ()
-    own: Lists | None = None
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.virtual
-
-    def describe(self) -> str:
-        """The plan as a text for messages; different plans have different texts."""
-        kind = self.kind
-        if self.own is not None:
-            kind = f"of a file, {sha256(repr(self.own).encode()).hexdigest()[:12]}"
-        sizes = ", ".join(str(len(each)) for each in self.layers) or "all"
-        return f"{self.stages} stages of {sizes} layers, {self.virtual} a rank, schedule {kind}"
-
-    def numbers(self, rank: int) -> tuple[int, ...] | None:
-        """The layers of one rank along the pipeline axis; None for all."""
-        if self.stages == 1:
-            return None
-        return tuple(chain.from_iterable(self.layers[rank :: self.ranks]))
-
-    def program(self, rank: int, micro_batches: int) -> Program:
-        """One rank's part of a training step. Raises ScheduleError for a number of micro-batches
-        that the schedule does not support."""
-        return _program(self, rank, micro_batches)
-
-    def evaluation(self, rank: int, micro_batches: int) -> Program:
-        """One rank's part of an evaluation, which has only forwards."""
-        return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
-
-
-@cache
-def _program(plan: PipelinePlan, rank: int, micro_batches: int) -> Program:
-    lists = plan.own or schedule(plan.kind, plan.ranks, micro_batches, plan.virtual)
-    if plan.own and micro_batches != (found := 1 + max(each.micro_batch for each in lists[0])):
-        raise ScheduleError(f"a schedule of {found} micro-batches, not of {micro_batches}")
-    return program(lists, rank)
-
-
-UNCUT = PipelinePlan()
-"""The plan of a model that every rank holds whole."""
+from megatron.parallel.schedules import consecutive
 
 
 def head_weight(hidden: int, seq_length: int, vocab_size: int) -> float:
