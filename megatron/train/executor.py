@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.data.batch import Batch
+from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import Deferred, GradientBuckets
 from megatron.parallel.collectives import all_reduce, start_receive, start_send
 from megatron.parallel.cross_entropy import from_one
@@ -32,7 +33,6 @@ from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from megatron.parallel.schedules import Action, Message, Program
 from megatron.parallel.stages import PipelineModel, as_tuple
-from megatron.parallel.zero3 import gathered
 from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megatron.data.batch import Batch
 from megatron.data.files import DataError
+from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
-from megatron.parallel.zero3 import gathered
 from megatron.train.diagnose import non_finite
 from megatron.train.executor import Executor, to_device
 from megatron.train.state import TrainState
