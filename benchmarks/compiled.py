@@ -64,7 +64,7 @@ def ours(config: TextModelConfig, samples: int, dtype: torch.dtype) -> tuple[Com
     """(compile, run, first layer) of this project, with gradients in their buckets."""
     kernels.use_cpu_kernels = False
     model = build_model(config, serial_mesh(), 128, seed=SEED, dtype=dtype)
-    buckets, s = GradientBuckets(model, sets_grad=False), config.max_position_embeddings
+    buckets, s = GradientBuckets.for_master_weights(model), config.max_position_embeddings
     layers = [*model.transformer.layers.values()]
     rotary_cos_sin = None
     if isinstance(config, LlamaConfig):

@@ -132,7 +132,7 @@ def pair(rank: Rank, name: str, dtype: str, hidden: int, tokens: int) -> Turn:
         mesh = rank.mesh(sizes, **options)
     model = build(name, mesh, hidden)
     materialize(model, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
-    buckets = GradientBuckets(model, sets_grad=False)
+    buckets = GradientBuckets.for_master_weights(model)
     figures: Figures = {}
     if not is_stubbed:
         own_differences = differences(model, buckets, mesh, hidden)
@@ -167,7 +167,7 @@ def peak(name: str, dtype: str, hidden: int, tokens: int, layers: int = 0) -> fl
     mesh = absent_mesh(sizes, META, tensor_parallel_mode=mode)
     model = build(name, mesh, hidden, layers)
     materialize(model, device=META, dtype=DTYPES[dtype], seed=None)
-    buckets = GradientBuckets(model, sets_grad=False)
+    buckets = GradientBuckets.for_master_weights(model)
     whole = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
     x, dy = own(whole, mesh).requires_grad_(), own(whole, mesh)
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in buckets.buckets)])

@@ -82,7 +82,7 @@ def train(
     mesh: Mesh, model: nn.Module, zero_stage: int, steps: int, save: str | None = None
 ) -> Iterator[tuple[int, float, float]]:
     """Yields (step, loss, gradient norm), from the newest checkpoint on; saves the last step."""
-    gradients = GradientBuckets(model, mesh=mesh, sets_grad=False, zero_stage=zero_stage)
+    gradients = GradientBuckets.for_master_weights(model, mesh=mesh, zero_stage=zero_stage)
     optimizer = MasterWeights(gradients, OptimizerConfig(weight_decay=0.1))
     begun = 0
     if save and (found := newest_checkpoint(save, mesh)):

@@ -23,9 +23,9 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.order import permute
 from megatron.inference.generate import DivergedError
+from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.zero3 import gathered
 from megatron.train.executor import on_device
 from megatron.train.loader import shard
 from megatron.train.state import DTYPES, TrainState, build_state

@@ -647,8 +647,8 @@ plan-a-sum-for-each-column-layer
 + if False and (rows := _made_of(x, self.passed)) is not None:
 @ megatron/parallel/bucket.py | matrix[data=2,zero=1-gpt2]
 tie-left-unsummed | matrix[pipeline=2-gpt2-accumulate]
-- if axis is not first and axis.is_of_stages == is_of_stages:
-+ if axis is not first and not axis.is_of_stages and not is_of_stages:
+- if axis is not self.summed and axis.is_of_stages == is_of_stages:
++ if axis is not self.summed and not axis.is_of_stages and not is_of_stages:
 zero-owner-off-by-one
 - self.part = slice(self.shared.rank * share, (self.shared.rank + 1) * share)
 + owner = (self.shared.rank + 1) % self.shared.size
@@ -662,17 +662,15 @@ zero-2-keeps-all-gradients | train/test_zero_memory::test_what_lasts
 - arrived = start_sum(flat, self.shared, self.shared)
 + vars(self)["kept"] = flat
 +         arrived = start_sum(flat, self.shared, self.shared)
+@ megatron/parallel/zero3.py | train/test_zero_memory::test_what_lasts
 zero-3-keeps-all-weights | matrix[data=2,zero=3-bert]
--         if self.zero_stage < 3:
--             return
--         if self.coming is not None:
+- if self.coming is not None:
 -             self.coming()
 -         self.coming = self.weights
-+         return
++ return
 +         if self.coming is not None:
 +             self.coming()
 +         self.coming = self.weights
-@ megatron/parallel/zero3.py | train/test_zero_memory::test_what_lasts
 zero-3-gathers-all-layers
 - bucket.start_gather()
 + bucket.start_gather()
@@ -680,7 +678,7 @@ zero-3-gathers-all-layers
 +             self.before.start()
 @ megatron/parallel/buckets.py | matrix[data=2,zero=1-gpt2]
 zero-norm-of-one-part
-- return all_reduce(total, shared)
+- return all_reduce(total, self.shared)
 + return total
 @ megatron/train/executor.py | matrix[pipeline=2-gpt2-accumulate]
 mean-of-the-means-of-micro-batches

@@ -24,7 +24,13 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import initial_value
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
-from megatron.parallel.sharding import gather_whole, load_whole, sharding_specs
+from megatron.parallel.sharding import (
+    GradientViews,
+    ShardedModule,
+    gather_whole,
+    load_whole,
+    sharding_specs,
+)
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state
 from tools.layouts.layout import parse_layout
@@ -134,6 +140,13 @@ def scatter_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     return {n: gather_whole(parameters[n], spec) for n, spec in sharding_specs(model).items()}
+
+
+def leave_to_autograd(model: nn.Module) -> None:
+    """From now on all gradients reach the model's GradientBuckets through `.grad`."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.gradient_views = GradientViews()
 
 
 def whole_gradients(gradients: GradientBuckets) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ from megatron.checkpoint.format import (
     step_folders,
 )
 from megatron.checkpoint.resume import newest_readable
+from megatron.parallel.bucket import require_whole
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
-from megatron.parallel.zero3 import require_whole
 
 
 def model_slices(

@@ -19,10 +19,10 @@ from torch import Tensor
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.cache import KeyValueCache
 from megatron.models.gpt import Decoder
+from megatron.parallel.bucket import require_whole
 from megatron.parallel.collectives import gather_from, start_broadcast
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
-from megatron.parallel.zero3 import require_whole
 from megatron.train.evaluate import most_probable
 from megatron.train.loader import shard
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.parallel.bucket import Bucket
+from megatron.parallel.bucket import LocalPart
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.offload import HostPart, host_empty
+from megatron.parallel.offload import HostPart
 from megatron.parallel.sharding import TensorSlice, load_whole
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
@@ -170,35 +170,31 @@ class MasterWeights:
     """The optimizer of a model whose weights are set already, or are set next."""
 
     def __init__(self, gradients: GradientBuckets, config: OptimizerConfig) -> None:
-        """gradients: with sets_grad=False. Each rank updates its own part of a bucket (ZeRO)."""
+        """gradients: of GradientBuckets.for_master_weights. Each rank updates its own part of a
+        bucket (ZeRO), on the host with --optimizer-cpu-offload."""
         self.config, self.gradients = config, gradients
         self.buckets = gradients.buckets
-        self.moments: list[tuple[Tensor, Tensor]] = []
-        flats: list[FlatWeights] = []
-        # With --optimizer-cpu-offload, an optimizer for each bucket.
-        self.hosts: list[tuple[Bucket, HostPart, TorchAdam]] = []
-        self.adams: Sequence[Any]
-        for bucket in self.buckets:
-            master = bucket.hold_weights(on_host=config.optimizer_cpu_offload)
-            host, size = bucket.host, len(master)
-            gradients_of = bucket.own if host is None else host.gradients
-            if host is None:
-                exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
-            else:
-                exp_avg, exp_avg_sq = (
-                    host_empty(size, master.dtype, bucket.device).zero_() for _ in range(2)
-                )
-            first = len(flats)
-            self.moments.append((exp_avg, exp_avg_sq))
+        kind = HostPart if config.optimizer_cpu_offload else LocalPart
+        self.parts = [bucket.hold_weights(kind) for bucket in self.buckets]
+        self.moments = [(part.zeros(), part.zeros()) for part in self.parts]
+        by_bucket: list[list[FlatWeights]] = []
+        for bucket, part, moments in zip(self.buckets, self.parts, self.moments, strict=True):
+            tensors = part.masters, part.gradients, *moments
+            by_bucket.append([])
             for own, segment in bucket.own_segments():
                 decays = segment.spec.decay or config.decay_biases_and_norms
                 decay = config.weight_decay * decays
-                tensors = master, gradients_of, exp_avg, exp_avg_sq
-                flats.append(FlatWeights(decay, *(each[own] for each in tensors)))
-            if host is not None:
-                self.hosts.append((bucket, host, TorchAdam(flats[first:], config)))
-        make = adam_class(config.optimizer_impl)
-        self.adams = [adam for *_, adam in self.hosts] or [make(flats, config)]
+                by_bucket[-1].append(FlatWeights(decay, *(each[own] for each in tensors)))
+        self.adams: list[Any]
+        self.updated: list[list[int]]
+        """Numbers of the buckets that each of `adams` updates."""
+        if config.optimizer_cpu_offload:
+            self.adams = [TorchAdam(flats, config) for flats in by_bucket]
+            self.updated = [[number] for number in range(len(self.buckets))]
+        else:
+            flats = [each for flats in by_bucket for each in flats]
+            self.adams = [adam_class(config.optimizer_impl)(flats, config)]
+            self.updated = [list(range(len(self.buckets)))]
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
@@ -210,46 +206,36 @@ class MasterWeights:
         self.gradients.name_unreached()
         limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        if not self.hosts:
-            self.adams[0].step(lr, unscale * clip)
-            self.publish()
-            return
-        # While one bucket is updated, gradients of the next and weights of the previous ones are
-        # copied. Copies do not start earlier: clip_grad_norm scales the sums on the device.
-        arrivals = [host.start(bucket.own) for bucket, host, _ in self.hosts]
-        for (bucket, host, adam_of), arrive in zip(self.hosts, arrivals, strict=True):
-            arrive()
+        # With offload, while one bucket is updated, gradients of the next and weights of the
+        # previous ones are copied. Copies start here, as clip_grad_norm scales sums on the device.
+        arrivals = [part.start() for part in self.parts]
+        for adam_of, numbers in zip(self.adams, self.updated, strict=True):
+            for number in numbers:
+                arrivals[number]()
             adam_of.step(lr, unscale * clip)
-            host.round()
-            bucket.release()
-            if bucket.zero_stage < 3:
-                bucket.start_gather()
-        for bucket, *_ in self.hosts:
-            if bucket.zero_stage < 3:
-                bucket.gather()
+            for number in numbers:
+                self.buckets[number].start_publish()
+        for bucket in self.buckets:
+            bucket.end_publish()
 
     def publish(self) -> None:
         """Round the masters to the parameters, and gather each rank's part on all ranks; in ZeRO
         stage 3 parameters are gathered when they are used."""
         for bucket in self.buckets:
-            bucket.round_masters()
-            bucket.release()
-        lasting = [bucket for bucket in self.buckets if bucket.zero_stage < 3]
-        for bucket in lasting:
-            bucket.start_gather()
-        for bucket in lasting:
-            bucket.gather()
+            bucket.start_publish()
+        for bucket in self.buckets:
+            bucket.end_publish()
 
     def masters(self) -> Iterator[TensorSlice]:
         """This rank's part of the master of every trained parameter: key NAME."""
-        for bucket in self.buckets:
-            assert bucket.masters is not None
-            yield from bucket.slices(bucket.masters)
+        for bucket, part in zip(self.buckets, self.parts, strict=True):
+            yield from bucket.slices(part.masters)
 
     def weights(self) -> Iterator[TensorSlice]:
         """This rank's part of every parameter, trained or not: key model.NAME. In ZeRO stage 3,
         and with masters on the host, that is its part of the masters, rounded."""
-        is_of_masters = self.gradients.zero_stage == 3 or self.hosts
+        is_whole = all(bucket.keeps_weights for bucket in self.buckets)
+        is_of_masters = self.config.optimizer_cpu_offload or not is_whole
         own = {each.key: each for each in self.masters()} if is_of_masters else {}
         for name, parameter in self.gradients.model.named_parameters():
             key, spec, local = f"model.{name}", self.gradients.specs[name], parameter.detach()
@@ -280,12 +266,11 @@ class MasterWeights:
 
     def tensors(self) -> Iterator[TensorSlice]:
         """This rank's part of the optimizer's state in a checkpoint: key KIND.NAME."""
-        for bucket, (exp_avg, exp_avg_sq) in zip(self.buckets, self.moments, strict=True):
-            yield from bucket.slices(exp_avg, "exp_avg.")
-            yield from bucket.slices(exp_avg_sq, "exp_avg_sq.")
+        for bucket, part, moments in zip(self.buckets, self.parts, self.moments, strict=True):
+            for moment, prefix in zip(moments, ("exp_avg.", "exp_avg_sq."), strict=True):
+                yield from bucket.slices(moment, prefix)
             if bucket.weight_dtype != bucket.dtype:
-                assert bucket.masters is not None
-                yield from bucket.slices(bucket.masters, "master.")
+                yield from bucket.slices(part.masters, "master.")
 
     def loaded(self, updates: int) -> None:
         """Continue from a checkpoint that filled `slices()`. updates: number made before it."""

@@ -14,14 +14,21 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.parallel import kernels
-from megatron.parallel.bucket import Bucket, Named, gradient_dtype, nothing
+from megatron.parallel.bucket import (
+    Bucket,
+    Named,
+    ShardedBucket,
+    gradient_dtype,
+    is_gathered,
+    nothing,
+)
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import check_gradients, check_weights, name_unreached
 from megatron.parallel.initialize import give_memory
@@ -33,54 +40,18 @@ from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     TensorSlice,
-    absent,
     add_gradients,
     mesh_of,
     sharding_specs,
 )
-from megatron.parallel.zero3 import Units, is_gathered
+from megatron.parallel.zero3 import GatheredBucket, Units, untrained_memory
 
 BUCKET_BYTES = 64 * 2**20
 SMALL = 2**16  # elements; gradients up to this size wait and are added together
 IN_FLIGHT = 2  # reductions at a time from ZeRO stage 2 on; their buckets are in memory
+STORAGES = (Bucket, Bucket, ShardedBucket, GatheredBucket)  # by ZeRO stage
 
 Deferred = tuple[GradientView, Callable[[], object]]
-
-
-def untrained_memory(
-    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Memory for a parameter on meta, for ZeRO stage 3. A trained parameter gets none, as its
-    weights are gathered from the masters."""
-    make = absent if parameter.requires_grad else torch.empty
-    return make(parameter.shape, dtype=dtype or parameter.dtype, device=device)
-
-
-def _assemble(
-    model: nn.Module,
-    table: Mapping[str, ShardingSpec],
-    most: int,
-    wide: bool,
-    unit_of: Mapping[str, int],
-    **settings: Any,
-) -> list[Bucket]:
-    """Buckets of at most `most` bytes, or of one larger parameter, in the order in which the
-    backward fills them: last layers first. unit_of: numbers of units; parameters with different
-    numbers share no bucket."""
-    found: list[list[Named]] = []
-    open_buckets: dict[object, list[Named]] = {}
-    free: dict[object, int] = defaultdict(int)
-    trained = [each for each in model.named_parameters() if each[1].requires_grad]
-    for name, parameter in reversed(trained):
-        spec = table[name]
-        axes = tuple(axis.name for axis in spec.partial if axis.size > 1)
-        key = unit_of.get(name), parameter.dtype, axes
-        if free[key] < (size := parameter.numel() * gradient_dtype(parameter, wide).itemsize):
-            open_buckets[key], free[key] = [], most
-            found.append(open_buckets[key])
-        open_buckets[key].append((name, parameter, spec))
-        free[key] -= size
-    return [Bucket(named, wide=wide, **settings) for named in found]
 
 
 class GradientBuckets:
@@ -100,81 +71,99 @@ class GradientBuckets:
         *,
         specs: Mapping[str, ShardingSpec] | None = None,
         mesh: Mesh | None = None,
-        direct: bool = True,
-        sets_grad: bool = True,
         wide: bool = True,
-        zero_stage: int = 0,
-        units: Sequence[nn.Module] | None = None,
-        compares_weights: bool = True,
     ) -> None:
-        """specs: specs of parameters that no layer of ours owns, see `others` of sharding_specs.
+        """For an optimizer of torch, which reads `.grad`; for MasterWeights: for_master_weights.
+
+        specs: specs of parameters that no layer of ours owns, see `others` of sharding_specs.
         mesh: by default the mesh of our layers in the model; required if it has none of them.
-
-        direct: True: our layers add the gradients of their weights to the buckets as soon as they
-        have them. False: all gradients go through autograd and `.grad`, in the parameters' dtype.
-        In fp32 or wider the results are the same. In half dtypes on a CPU both round the gradient
-        of a micro-batch to that dtype; the head's is rounded chunk by chunk.
-
-        sets_grad: False for an optimizer that reads the buckets itself, such as MasterWeights:
-        there is no `.grad`, and gradients that several ranks hold are not compared here.
 
         wide: False accumulates gradients of micro-batches and ranks in the parameters' own dtype:
         bf16 takes half the memory and traffic, but sums have only 8 bits.
 
-        zero_stage: the ZeRO stage; from 1 on there is no `.grad`, and MasterWeights is the
-        optimizer. units: modules, each of which stage 3 gathers as a whole; by default the elements
-        of the outermost lists with two elements of one class. No bucket then holds two units. A
-        model on meta, too large for any rank, takes stage 3 and MasterWeights.fill.
+        The first step raises RuntimeError, naming them, if weights or gradients that several ranks
+        hold differ between these.
+        """
+        self._set_up(model, specs, mesh)
+        self._add_buckets(bucket_bytes, wide, Bucket, {})
+        self.sets_grad = True
+        self.checks_weights = not any(parameter.is_meta for parameter in model.parameters())
+
+    @classmethod
+    def for_master_weights(
+        cls,
+        model: nn.Module,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        specs: Mapping[str, ShardingSpec] | None = None,
+        mesh: Mesh | None = None,
+        wide: bool = True,
+        zero_stage: int = 0,
+        units: Sequence[nn.Module] | None = None,
+        compares_weights: bool = True,
+    ) -> Self:
+        """For MasterWeights, which reads the buckets: there is no `.grad`, and gradients that
+        several ranks hold are not compared. specs, mesh, wide: see GradientBuckets.
+
+        zero_stage: the ZeRO stage. units: modules, each of which stage 3 gathers as a whole; by
+        default the elements of the outermost lists with two elements of one class. No bucket then
+        holds two units. A model on meta, too large for any rank, takes stage 3 and
+        MasterWeights.fill.
 
         compares_weights: check that initial weights that several ranks hold are equal on them;
-        False if weights are set later. With sets_grad=False the check runs here, otherwise before
-        the first step. Raises RuntimeError, naming the weights that differ.
+        False if weights are set later. Raises RuntimeError, naming the weights that differ.
         """
-        mesh = mesh or mesh_of(model)
-        if mesh is None:
-            raise ValueError("a model without layers of megatron.api needs mesh=")
+        gradients = cls.__new__(cls)
+        gradients._set_up(model, specs, mesh)
+        mesh = gradients.mesh
         if zero_stage not in range(4):
             raise ValueError(f"zero_stage={zero_stage}: must be 0, 1, 2 or 3")
-        if is_gathered(model):
-            raise ValueError(
-                "the model is in ZeRO stage 3 of other GradientBuckets, which have its weights: "
-                "build it anew"
-            )
-        if zero_stage and sets_grad:
-            raise ValueError(f"zero_stage={zero_stage} takes sets_grad=False: .grad is in parts")
         if zero_stage >= 2 and mesh.pipeline.size > 1:
             raise ValueError(
                 f"zero_stage={zero_stage}: a pipeline takes 1 at most, as each micro-batch would "
                 "reduce its gradients, and gather weights"
             )
-        self.model = model
-        self.specs = table = sharding_specs(model, specs, mesh=mesh)
-        self.mesh, self.zero_stage = mesh, zero_stage
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
         if is_on_meta and zero_stage == 3 and mesh.device.type != "meta":
             give_memory(model, partial(untrained_memory, device=mesh.device))
-        self.deferral = Deferral()
-        self.units = Units(model, units) if units is not None or zero_stage == 3 else None
-        self.buckets = _assemble(
-            model,
-            table,
-            bucket_bytes,
-            wide,
-            self.units.of_parameters if self.units is not None else {},
-            deferral=self.deferral,
-            zero_stage=zero_stage,
-            shared=mesh.replicas if zero_stage else ALONE,
-        )
-        if self.units is not None and zero_stage == 3:
-            if not self.units.modules:
+        if compares_weights and not is_on_meta:  # next, parts of them become masters
+            check_weights(model, gradients.specs, mesh)
+        unit_of: Mapping[str, int] = {}
+        if units is not None or zero_stage == 3:
+            layers = Units(model, units)
+            unit_of = layers.of_parameters
+            gradients.units = layers if zero_stage == 3 else None
+            if zero_stage == 3 and not layers.modules:
                 raise ValueError(
                     f"zero_stage=3: {type(model).__name__} has no list of layers, and so its "
                     "weights would always be whole; units= names the modules to gather them for"
                 )
-            self.units.take(self.buckets)
-        # All ranks of a tie sum its copies in the same order.
-        tied = [each for each in self.buckets if any(axis.is_of_stages for axis in each.axes)]
-        self.tied = sorted(tied, key=lambda each: min(view.name for view in each.views))
+        if zero_stage:
+            gradients.zero_stage, gradients.shared = zero_stage, mesh.replicas
+        gradients._add_buckets(bucket_bytes, wide, STORAGES[zero_stage], unit_of)
+        if gradients.units is not None:
+            gradients.units.take(gradients.buckets)
+        return gradients
+
+    def _set_up(
+        self, model: nn.Module, specs: Mapping[str, ShardingSpec] | None, mesh: Mesh | None
+    ) -> None:
+        mesh = mesh or mesh_of(model)
+        if mesh is None:
+            raise ValueError("a model without layers of megatron.api needs mesh=")
+        if is_gathered(model):
+            raise ValueError(
+                "the model is in ZeRO stage 3 of other GradientBuckets, which have its weights: "
+                "build it anew"
+            )
+        self.model, self.mesh = model, mesh
+        self.specs = sharding_specs(model, specs, mesh=mesh)
+        self.zero_stage = 0
+        self.shared = ALONE  # the axis whose ranks divide the buckets (ZeRO)
+        self.units: Units | None = None  # in ZeRO stage 3
+        self.sets_grad = self.checks_weights = False
+        self.checks_reach = True  # in the first step
+        self.deferral = Deferral()
         self.is_last: bool | None = None  # None: outside of a backward
         self.stage: int | None = None  # stage of the current backward, if this rank has several
         self.lowest: dict[str, int] = {}  # per step: lowest stage that gave a parameter a gradient
@@ -183,19 +172,43 @@ class GradientBuckets:
         self.arrived: dict[int, tuple[GradientView, Tensor]] = {}
         """Gradients that wait to be added, by the id of their view."""
         self.reducing = deque[Bucket]()  # buckets in reduction, from ZeRO stage 2 on
-        self.sets_grad = sets_grad
         self.on_gradient: Callable[[GradientView], object] = nothing  # called after each addition
+
+    def _add_buckets(
+        self, bucket_bytes: int, wide: bool, storage: type[Bucket], unit_of: Mapping[str, int]
+    ) -> None:
+        """Make buckets of at most `bucket_bytes`, or of one larger parameter, in the order in which
+        the backward fills them: last layers first. unit_of: numbers of units; parameters with
+        different numbers share no bucket."""
+        alike: list[list[Named]] = []
+        open_buckets: dict[object, list[Named]] = {}
+        free: dict[object, int] = defaultdict(int)
+        trained = [each for each in self.model.named_parameters() if each[1].requires_grad]
+        for name, parameter in reversed(trained):
+            spec = self.specs[name]
+            axes = tuple(axis.name for axis in spec.partial if axis.size > 1)
+            key = unit_of.get(name), parameter.dtype, axes
+            if free[key] < (size := parameter.numel() * gradient_dtype(parameter, wide).itemsize):
+                open_buckets[key], free[key] = [], bucket_bytes
+                alike.append(open_buckets[key])
+            open_buckets[key].append((name, parameter, spec))
+            free[key] -= size
+        self.buckets = [
+            storage(named, self.deferral, wide=wide, shared=self.shared) for named in alike
+        ]
+        self.sums_each_micro_batch = storage.sums_each_micro_batch
+        # All ranks of a tie sum its copies in the same order.
+        tied = [each for each in self.buckets if any(axis.is_of_stages for axis in each.axes)]
+        self.tied = sorted(tied, key=lambda each: min(view.name for view in each.views))
+        self.to_compare = list(self.views)  # views whose gradients were zero so far
+
+        # Our layers add gradients of matrices to the buckets, without `.grad`.
         views = {id(view.parameter): view for view in self.views if view.parameter.dim() > 1}
-        for module in model.modules():
+        for module in self.model.modules():
             if isinstance(module, ShardedModule):
                 own = {name: views.get(id(module.shard_of(name))) for name in module.specs}
-                known = {name: view for name, view in own.items() if direct and view is not None}
+                known = {name: view for name, view in own.items() if view is not None}
                 module.gradient_views = GradientViews(known)
-        self.to_compare = list(self.views)  # views whose gradients were zero so far
-        self.checks_reach = True  # in the first step
-        self.checks_weights = compares_weights and not is_on_meta
-        if self.checks_weights and not sets_grad:  # next, parts of them become masters
-            check_weights(list(self.views), mesh)
         self.nodes: list[Node] = []  # kept alive, since the hooks of a node are freed with it
         for bucket in self.buckets:
             for view in bucket.views:
@@ -214,17 +227,14 @@ class GradientBuckets:
         if self.sets_grad:
             if self.checks_weights:
                 self.checks_weights = False
-                check_weights(list(self.views), self.mesh)
+                check_weights(self.model, self.specs, self.mesh)
             for view in self.views:
                 view.parameter.grad = None  # of the previous step
         self.in_step, self.is_complete, self.next = True, False, 0
-        if self.zero_stage == 3 and self.units is not None:
+        if self.units is not None:
             self.units.end_backward()  # of an aborted step
         for bucket in self.buckets:
-            bucket.wait()  # of an aborted step
-            bucket.missing, bucket.has_sum = len(bucket.views), False
-            for view in bucket.views:
-                view.is_filled = False
+            bucket.start()
 
     def _collect(self, bucket: Bucket, view: GradientView, *_: object) -> None:
         """Runs when the backward has passed all uses of a parameter."""
@@ -259,7 +269,7 @@ class GradientBuckets:
     def completes(self) -> bool:
         """Whether the current backward is the last before a reduction. From ZeRO stage 2 on each
         one is, as no rank keeps whole gradients."""
-        return bool(self.is_last) or self.zero_stage >= 2
+        return bool(self.is_last) or self.sums_each_micro_batch
 
     def _complete(self, found: Iterable[tuple[Bucket, GradientView]]) -> None:
         """Count these gradients as complete, and reduce the buckets that are full."""
@@ -278,7 +288,7 @@ class GradientBuckets:
 
     def _reduce_next(self) -> None:
         bucket = self.buckets[self.next]
-        if self.zero_stage >= 2:
+        if self.sums_each_micro_batch:
             if len(self.reducing) == IN_FLIGHT:  # before memory for one more sum is allocated
                 self.reducing.popleft().wait()
             self.reducing.append(bucket)
@@ -313,7 +323,7 @@ class GradientBuckets:
         pipeline stage, if this rank has several. is_deferred: our layers leave the gradients of
         their weights to `add_deferred`, which takes the yielded list after the `with` has ended.
         """
-        if self.zero_stage >= 2 and (stage is not None or is_deferred):
+        if self.sums_each_micro_batch and (stage is not None or is_deferred):
             raise ValueError("from ZeRO stage 2 on a micro-batch has one backward, and no halves")
         deferred: list[Deferred] = []
         self.is_last, self.stage = is_last and not is_deferred, stage
@@ -324,12 +334,12 @@ class GradientBuckets:
         finally:
             self.is_last = self.stage = self.deferral.works = None
             self.arrived.clear()
-        if self.zero_stage >= 2:
+        if self.sums_each_micro_batch:
             self._reduce_all()
             self.next = 0
             for bucket in self.buckets:
                 bucket.missing = len(bucket.views)
-        if self.zero_stage == 3 and self.units is not None:
+        if self.units is not None:
             self.units.end_backward()
 
     @torch.no_grad()
@@ -351,7 +361,7 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """End a step: reduce the remaining buckets and wait for all reductions."""
-        if self.zero_stage < 2:
+        if not self.sums_each_micro_batch:
             self._reduce_all()
         self.reducing.clear()
         for bucket in self.buckets:
@@ -360,9 +370,8 @@ class GradientBuckets:
             bucket.add_up(is_of_stages=True)
         for bucket in self.buckets:
             bucket.wait()
-            bucket.release()
-        if self.zero_stage == 3 and self.units is not None:
-            self.units.check_order(self.mesh)
+        if self.units is not None:
+            self.units.end_step(self.mesh)
         for view in self.views:
             view.is_filled = False
             view.stage = self.lowest.get(view.name, view.stage)
@@ -394,17 +403,16 @@ class GradientBuckets:
         """
         device = self.buckets[0].device if self.buckets else self.mesh.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        shared = self.mesh.replicas if self.zero_stage else ALONE
         counted: dict[bool, list[Tensor]] = {True: [], False: []}
         for bucket in self.buckets:
             for own, segment in bucket.own_segments():
                 is_owner = segment.spec.is_owner(self.mesh.model_parallel)
-                is_owner = is_owner and (bucket.shared is shared or shared.rank == 0)
+                is_owner = is_owner and (bucket.shared is self.shared or self.shared.rank == 0)
                 counted[is_owner].append(bucket.own[own])
         for is_owner, pieces in counted.items():
             if pieces:
                 total += float(is_owner) * kernels.squares(pieces)
-        return all_reduce(total, shared)
+        return all_reduce(total, self.shared)
 
     def slices(self) -> Iterator[TensorSlice]:
         """This rank's slice of each gradient after a step, by the parameter's name."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from megatron.parallel.collectives import all_reduce
@@ -37,13 +37,14 @@ def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -
     return found
 
 
-def check_weights(views: Sequence[GradientView], mesh: Mesh) -> None:
-    """Before the first step: check that weights that several ranks hold are equal on them. Raises
-    RuntimeError, naming those that differ."""
-    weights, specs = [each.parameter.detach() for each in views], [each.spec for each in views]
-    axes = [axis for axis in mesh.axes if not axis.is_of_stages]
-    numbers, *_ = _compare(weights, specs, axes, mesh)
-    if differing := [views[number].name for number in numbers]:
+def check_weights(model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh) -> None:
+    """Before the first step: check that trained weights that several ranks hold are equal on them.
+    Raises RuntimeError, naming those that differ."""
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    names, axes = list(weights), [axis for axis in mesh.axes if not axis.is_of_stages]
+    tensors = [each.detach() for each in weights.values()]
+    numbers, *_ = _compare(tensors, [specs[name] for name in names], axes, mesh)
+    if differing := [names[number] for number in numbers]:
         raise RuntimeError(
             f"the initial weights of {listed(differing)} differ between ranks: on every "
             "rank the same torch.manual_seed() before the model is built makes them equal"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.bucket import require_whole
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec, load_whole, sharding_specs
-from megatron.parallel.zero3 import require_whole
 
 
 def to_dtensors(

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron.parallel.bucket import Bucket, LocalPart
+
 HOST = torch.device("cpu")
 SMALLEST = 4096  # bytes; a smaller storage is not worth a copy
 
@@ -65,22 +67,26 @@ def start_to_host(source: Tensor, host: Tensor) -> Callable[[], object]:
     return done.synchronize
 
 
-class HostPart:
+class HostPart(LocalPart):
     """The local part of a bucket on the host: masters, a copy of the gradients, rounded weights."""
 
-    def __init__(
-        self, size: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """device: where weights and gradients are."""
-        self.masters = host_empty(size, dtype, device).zero_()
-        self.gradients = host_empty(size, dtype, device).zero_()
+    def __init__(self, bucket: Bucket) -> None:
+        self.summed, self.device, size = bucket.own, bucket.device, len(bucket.own)
+        self.masters = host_empty(size, bucket.dtype, self.device).zero_()
+        self.gradients = host_empty(size, bucket.dtype, self.device).zero_()
         self.rounded = self.masters  # copied to the device
-        if weight_dtype != dtype:
-            self.rounded = host_empty(size, weight_dtype, device).zero_()
+        if bucket.weight_dtype != bucket.dtype:
+            self.rounded = host_empty(size, bucket.weight_dtype, self.device).zero_()
+        if bucket.weights is not None:
+            self.masters.copy_(bucket.weights[bucket.part])
+            self.round()
 
-    def start(self, gradients: Tensor) -> Callable[[], object]:
+    def zeros(self) -> Tensor:
+        return host_empty(len(self.masters), self.masters.dtype, self.device).zero_()
+
+    def start(self) -> Callable[[], object]:
         """Start to copy the summed gradients to the host."""
-        return start_to_host(gradients, self.gradients)
+        return start_to_host(self.summed, self.gradients)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -88,6 +94,9 @@ class HostPart:
         update came after a backward, and the backward after the last copy to the device."""
         if self.rounded is not self.masters:
             self.rounded.copy_(self.masters)
+
+    def write(self, own: Tensor) -> None:
+        own.copy_(self.rounded, non_blocking=True)
 
 
 class Kept:

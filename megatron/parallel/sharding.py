@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from math import nan, prod
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -420,16 +420,6 @@ def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
     rows of hidden states outside the parallel region. Matrices decay, vectors do not."""
     shape, decay = tuple(parameter.shape), parameter.dim() > 1
     return ShardingSpec(shape=shape, partial=mesh.of_stream, decay=decay)
-
-
-@cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), nan, dtype=dtype, device=device)
-
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Placeholder for values that have no memory now; reading it gives NaN."""
-    return _nan(dtype, device).expand(shape)
 
 
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:

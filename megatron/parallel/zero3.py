@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import pairwise
+from math import nan
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
@@ -26,15 +27,91 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from megatron.parallel.bucket import Bucket
+from megatron.parallel.bucket import (
+    Bucket,
+    LocalPart,
+    OfUnit,
+    ShardedBucket,
+    is_gathered,
+    require_whole,
+)
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.offload import Offloaded, Trip, saving
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), nan, dtype=dtype, device=device)
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Placeholder for values that have no memory now; reading it gives NaN."""
+    return _nan(dtype, device).expand(shape)
+
+
+def untrained_memory(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Memory for a parameter on meta. A trained parameter gets none, as its weights are gathered
+    from the masters."""
+    make = absent if parameter.requires_grad else torch.empty
+    return make(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+
+
+class GatheredBucket(ShardedBucket):
+    """ZeRO stage 3: each rank keeps the masters of its own part alone. The parameters are views of
+    `weights` while these are gathered; reading a parameter at another time gives NaN."""
+
+    keeps_weights = False
+
+    @torch.no_grad()
+    def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
+        self.local = kind(self)
+        parameters = {view.name: view.parameter for view in self.views}
+        for each in self.slices(self.local.masters):
+            if (flat := each.spec.flat) is None:
+                each.local.copy_(parameters[each.key])
+            else:
+                each.local.copy_(parameters[each.key].flatten()[flat.start : flat.stop])
+        self.local.round()
+        self.release()
+        return self.local
+
+    def start_gather(self) -> None:
+        if self.weights is None and self.local is not None:
+            self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
+            super().start_gather()
+
+    def gather(self) -> None:
+        """Gather the weights of all parts and wait for them."""
+        self.start_gather()
+        if self.coming is None or self.weights is None:
+            return
+        self.coming()
+        self.coming = None
+        for view in self.views:
+            view.parameter.data = view.view(self.weights)
+
+    def release(self) -> None:
+        """Free the weights."""
+        if self.coming is not None:
+            self.coming()
+        self.coming = self.weights = None
+        for view in self.views:
+            shape = view.spec.local_shape
+            view.parameter.data = absent(shape, self.weight_dtype, self.device)
+
+    def start_publish(self) -> None:
+        """After a change of the masters: weights are gathered when a layer uses them."""
+        if self.local is not None:
+            self.local.round()
+        self.release()
 
 
 class Saved(NamedTuple):
     """Stands in for a saved view of a gathered weight."""
 
-    bucket: Bucket
+    bucket: GatheredBucket
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -46,7 +123,7 @@ class Unit:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.buckets: list[Bucket] = []
+        self.buckets: list[GatheredBucket] = []
         self.before: Unit | None = None
         self.behind: Unit | None = None
         self.is_root = self.is_in_backward = False
@@ -96,6 +173,23 @@ class Unit:
         if not found or not (self.is_root or self.behind is None):
             self.release()
         return output
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which the root has its weights. A nested one does nothing."""
+        if self.depth:
+            yield
+            return
+        self.depth += 1
+        self.gather()
+        if self.behind is not None:
+            self.behind.start()
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            for unit in (self, *_behind(self)):
+                unit.release()
 
     def enter_backward(self, trip: Trip | None, _: Tensor) -> None:
         """Called when the gradient of the module's output is there."""
@@ -153,15 +247,6 @@ def unpack(kept: Any) -> Tensor:
     return whole.as_strided(kept.shape, kept.stride, kept.offset)
 
 
-class OfUnit(nn.Module):
-    """A base class added to that of a unit's module, so that each call goes through the unit."""
-
-    unit: Unit
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.unit.run(super().__call__, *arguments, **named)
-
-
 @cache
 def _of_unit(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (OfUnit, kind), {"__module__": kind.__module__})
@@ -202,6 +287,7 @@ class Units:
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Give each unit its buckets. From now on its module gathers them when it is called."""
         for bucket in buckets:
+            assert isinstance(bucket, GatheredBucket)
             place = self.of_parameters[bucket.views[0].name]
             bucket.is_of_layer = place >= 0
             (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
@@ -223,9 +309,12 @@ class Units:
         for unit in self.all:
             unit.leave_backward()
 
-    def check_order(self, mesh: Mesh) -> None:
-        """After the first step, check that ranks that gather weights from each other called the
-        same layers in the same order. Raises RuntimeError, on every rank, if they did not."""
+    def end_step(self, mesh: Mesh) -> None:
+        """Release all weights. After the first step, check that ranks that gather weights from each
+        other called the same layers in the same order. Raises RuntimeError, on every rank, if they
+        did not."""
+        for unit in (self.root, *self.all):
+            unit.release()
         own, self.order = self.order, None
         if own is None or mesh.control.group is None:  # checked before, or a single rank
             return
@@ -299,39 +388,5 @@ def find_units(module: nn.Module) -> Iterator[nn.Module]:
             yield from inside or ([] if isinstance(child, LISTS) else [child])
 
 
-def is_gathered(model: nn.Module) -> bool:
-    """Whether a forward gathers weights; then ranks that share them run equally many forwards."""
-    return isinstance(model, OfUnit) and model.unit.is_root
-
-
-def require_whole(model: nn.Module, reader: str) -> None:
-    """Raise ValueError, naming the reader, for a model whose parameters no rank has whole."""
-    if is_gathered(model):
-        raise ValueError(
-            f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
-            "optimizer's slices() loads whole"
-        )
-
-
 def _refuse_state_dict(module: nn.Module, *_: object) -> None:
     require_whole(module, "state_dict")
-
-
-@contextmanager
-def gathered(model: Any) -> Iterator[None]:
-    """Context in which the root's weights of a model of ZeRO stage 3 are gathered; other models
-    have theirs anyway. A nested one does nothing."""
-    root: Unit | None = model.unit if is_gathered(model) else None
-    if root is None or root.depth:
-        yield
-        return
-    root.depth += 1
-    root.gather()
-    if root.behind is not None:
-        root.behind.start()
-    try:
-        yield
-    finally:
-        root.depth -= 1
-        for unit in (root, *_behind(root)):
-            unit.release()

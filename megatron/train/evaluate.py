@@ -21,11 +21,11 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.models.gpt import Decoder
 from megatron.models.registry import config_of
+from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce, gather_from, own_columns
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
-from megatron.parallel.zero3 import gathered
 from megatron.train.executor import Executor, to_device
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped

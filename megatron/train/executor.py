@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.batch import Batch
+from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import Deferred, GradientBuckets
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.cross_entropy import from_one
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
 from megatron.parallel.stages import as_tuple
-from megatron.parallel.zero3 import gathered
 from megatron.train.objectives import Objective
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -20,14 +20,14 @@ from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.models.gpt import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
-from megatron.parallel.buckets import GradientBuckets, untrained_memory
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory, materialize, set_values
 from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
-from megatron.parallel.zero3 import offload_activations
+from megatron.parallel.zero3 import offload_activations, untrained_memory
 from megatron.train.graph import StepGraph, choose_graph, use_own_stream
 from megatron.train.guards import keeps
 from megatron.train.machine import environment, keep_freed_memory
@@ -236,9 +236,8 @@ def build_state(
         give_memory(model, partial(untrained_memory, device=mesh.device, dtype=dtype))
     if compiled:
         compile_layers(model)
-    gradients = GradientBuckets(
+    gradients = GradientBuckets.for_master_weights(
         model,
-        sets_grad=False,
         wide=not precision.pure_bf16,
         zero_stage=zero_stage,
         compares_weights=False,  # they are a function of the seed, or loaded next

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megatron.checkpoint.load import model_slices
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.inference.generate import Sampling, generate
+from megatron.parallel.bucket import gathered
 from megatron.parallel.dtensors import from_dtensors, to_dtensors
 from megatron.parallel.sharding import gather_whole
-from megatron.parallel.zero3 import gathered
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
 from megatron.train.step import train_step

@@ -102,8 +102,8 @@ def with_other_weights(stage: int) -> str:
     model = build()
     if mesh.rank("data") == 1:
         model.blocks[1].up = nn.Linear(64, 256).double()
-    given = {"mesh": mesh, "sets_grad": False, "zero_stage": stage}
-    return str(refusal(lambda: GradientBuckets(model, **given)))
+    make = GradientBuckets.for_master_weights
+    return str(refusal(lambda: make(model, mesh=mesh, zero_stage=stage)))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -118,7 +118,7 @@ def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
     mesh, values = mesh_of_ranks(1), build()
     with torch.device("meta"):
         model = Model().double()
-    gradients = GradientBuckets(model, mesh=mesh, sets_grad=False, zero_stage=3)
+    gradients = GradientBuckets.for_master_weights(model, mesh=mesh, zero_stage=3)
     assert not any(each.is_meta for each in model.parameters())
     optimizer = MasterWeights(gradients, OptimizerConfig())
     optimizer.fill((name, each) for name, each in values.named_parameters())

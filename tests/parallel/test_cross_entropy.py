@@ -30,7 +30,13 @@ from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.train.evaluate import most_probable
 from tests.dist import Pool
-from tests.tiny import Communication, assert_relative, mesh_of_ranks, whole_gradients
+from tests.tiny import (
+    Communication,
+    assert_relative,
+    leave_to_autograd,
+    mesh_of_ranks,
+    whole_gradients,
+)
 
 TOKENS, HIDDEN, VOCABULARY = 35, 6, 13
 PADDING = 50.0  # far above every real logit: it would rule the softmax
@@ -248,7 +254,9 @@ def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bo
     """Whole gradients of factor x the sum of both losses."""
     model = Tied(mesh_of_ranks(dist.get_world_size() if dist.is_initialized() else 1))
     materialize(model, device=torch.device("cpu"), dtype=dtype, seed=1)
-    buckets = GradientBuckets(model, direct=direct)
+    buckets = GradientBuckets(model)
+    if not direct:
+        leave_to_autograd(model)
     for bucket in buckets.buckets:
         assert bucket.flat.dtype == torch.promote_types(dtype, torch.float32)
         bucket.flat.fill_(torch.nan)  # what an earlier step left must not be seen

@@ -278,8 +278,8 @@ def own_steps(stage: int, order: str, left_out: int = 0) -> tuple[list[Tensor], 
     units = list(model.layers[left_out:]) if left_out else None
     if order == "first":
         offload_activations(model)
-    given: dict[str, Any] = {"sets_grad": False, "zero_stage": stage, "units": units}
-    gradients = GradientBuckets(model, mesh=mesh, **given)
+    given: dict[str, Any] = {"zero_stage": stage, "units": units}
+    gradients = GradientBuckets.for_master_weights(model, mesh=mesh, **given)
     optimizer = MasterWeights(gradients, OptimizerConfig())
     if order == "behind":
         offload_activations(model, units)

@@ -189,7 +189,7 @@ def train(case: Case, first: int = 0, folder: Path | None = None) -> Found:
     mesh, before = model.mesh, whole_weights(model)
     optimizer: Any = None
     if case.zero:
-        gradients = GradientBuckets(model, 2048, sets_grad=False, zero_stage=case.zero)
+        gradients = GradientBuckets.for_master_weights(model, 2048, zero_stage=case.zero)
         settings = {"weight_decay": 0.01, "decay_biases_and_norms": True, "lr": 0.01}
         optimizer = MasterWeights(gradients, OptimizerConfig(**settings))  # as AdamW's defaults
         update = partial(optimizer.step, 0.01)
@@ -454,7 +454,11 @@ BAD: dict[str, dict[str, Any]] = {
 def refused_one(changes: dict[str, Any]) -> None:
     zero = changes.get("zero", 0)
     model = build(Case(2, 2), **{n: each for n, each in changes.items() if n != "zero"})
-    gradients = GradientBuckets(model, zero_stage=zero, sets_grad=not zero)
+    gradients = (
+        GradientBuckets.for_master_weights(model, zero_stage=zero)
+        if zero
+        else GradientBuckets(model)
+    )
     run_pipeline(model, gradients, [micro_batch(0)])
 
 

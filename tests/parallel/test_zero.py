@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import LossScaler, MasterWeights
+from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import ALONE, Axis, Mesh, serial_mesh
 from megatron.parallel.sharding import FlatRange, ShardingSpec, gather_whole
-from megatron.parallel.zero3 import gathered
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests import plain
@@ -45,8 +45,8 @@ def trained(
     """(masters, weights of the model, norms) after STEPS steps of `count` micro-batches a rank, all
     whole; buckets do not depend on the stage. In fp16 the first steps overflow."""
     model = tiny_model(mesh, dtype=dtype)
-    gradients = GradientBuckets(
-        model, sets_grad=False, zero_stage=stage, units=layers_of(model), mesh=mesh
+    gradients = GradientBuckets.for_master_weights(
+        model, zero_stage=stage, units=layers_of(model), mesh=mesh
     )
     state = TrainState(
         mesh=mesh,
@@ -228,7 +228,7 @@ def check_own_model(stage: int) -> None:
     own_loss(twin, batch_of(0)[:, 0], 0).backward()
     trained = [(name, each) for name, each in twin.named_parameters() if each.requires_grad]
     unreached = [name for name, each in trained if each.grad is None]
-    gradients = GradientBuckets(model, 2048, mesh=mesh, sets_grad=False, zero_stage=stage)
+    gradients = GradientBuckets.for_master_weights(model, 2048, mesh=mesh, zero_stage=stage)
     optimizer = MasterWeights(gradients, CONFIG)
     for step in range(STEPS):
         own = batch_of(step).chunk(mesh.data.size)[mesh.data.rank]

@@ -27,11 +27,11 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.parallel import cross_entropy, fused_softmax, kernels
-from megatron.parallel.bucket import Bucket
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.zero3 import GatheredBucket
 from megatron.train import machine
 from megatron.train.diagnose import find_first
 from megatron.train.guards import keeps
@@ -145,9 +145,9 @@ def kept_in_three_steps(
     if backend is not None:
         compile_layers(state.model, backend)
     batches, gathered, alive = micro_batches(samples(8), mesh, 4), list[StorageWeakRef](), []
-    gather, held = Bucket.gather, set[int]()
+    gather, held = GatheredBucket.gather, set[int]()
 
-    def watched(bucket: Bucket) -> None:
+    def watched(bucket: GatheredBucket) -> None:
         gather(bucket)
         if bucket.is_of_layer and bucket.weights is not None:
             gathered.append(StorageWeakRef(bucket.weights.untyped_storage()))
@@ -157,7 +157,7 @@ def kept_in_three_steps(
         held.add(sum(each.nbytes for each in on_host))
 
     state.model.final_norm.register_forward_pre_hook(count_kept)
-    with patch.object(Bucket, "gather", watched), compiler(backend) as found:
+    with patch.object(GatheredBucket, "gather", watched), compiler(backend) as found:
         losses = [train_step(state, batches, 1e-3).loss for _ in range(3)]
     assert found == (Counter() if backend is None else ONE_GRAPH)
     return losses, alive, held

@@ -100,8 +100,8 @@ def hold_stages(precision: str) -> list[Held]:
 def hold(precision: str, stage: int) -> Held:
     gc.collect()
     before = live_memories()
-    buckets = partial(GradientBuckets, bucket_bytes=BUCKET_BYTES)
-    with patch("megatron.train.state.GradientBuckets", buckets):
+    make = partial(GradientBuckets.for_master_weights, bucket_bytes=BUCKET_BYTES)
+    with patch.object(GradientBuckets, "for_master_weights", make):
         state = tiny_state(mesh_of_ranks(1), SECTION, dtype=DTYPES[precision], zero_stage=stage)
     sums = Sums()
     # What the kernels of CPUs take for a moment depends on the processor.

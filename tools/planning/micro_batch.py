@@ -86,7 +86,7 @@ def trace(traced: MicroBatch) -> Trace:
     config, device, pipeline, rank = traced.config, traced.device, traced.pipeline, traced.rank
     sizes = config.parallel.sizes
     mesh, model = rank_on_meta(config, traced.precision, sizes, device, pipeline, rank)
-    gradients = _Unreduced(model, sets_grad=False)
+    gradients = _Unreduced.for_master_weights(model)
     meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
     meter.phase = "forward"
     numbers = np.arange(config.training.micro_batch_size)

@@ -69,8 +69,10 @@ class Model:
         self.own = sum(prod(spec.shape) for spec in specs.values() if spec.is_owner())
         self.local = sum(each.numel() for each in model.parameters())
         stage = config.parallel.stage_of_zero
-        settings: dict[str, Any] = {"wide": wide, "sets_grad": not stage, "zero_stage": stage}
-        ready, gradients = _ready(specs), GradientBuckets(model, bucket_bytes, **settings)
+        gradients = GradientBuckets.for_master_weights(
+            model, bucket_bytes, wide=wide, zero_stage=stage
+        )
+        ready = _ready(specs)
         self.buckets = [
             (max(ready[view.name] for view in each.views), each) for each in gradients.buckets
         ]

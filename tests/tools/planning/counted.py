@@ -128,7 +128,7 @@ def state_on(
     alone."""
     rows, dtype, stage = vocabulary_of(config), DTYPES[precision], config.parallel.stage_of_zero
     model = build_model(config.model, mesh, rows, seed=None, dtype=dtype, pipeline=pipeline).train()
-    gradients = GradientBuckets(model, sets_grad=False, zero_stage=stage)
+    gradients = GradientBuckets.for_master_weights(model, zero_stage=stage)
     optimizer: Any = MasterWeights(gradients, OptimizerConfig()) if stage else None
     return TrainState(
         mesh=mesh,
