@@ -19,7 +19,6 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
     Start,
     changes,
-    check_forms,
     check_start,
     data_fingerprint,
     find_start,
@@ -28,7 +27,6 @@ from megatron.checkpoint.resume import (
     saved_model,
 )
 from megatron.config.checks import OutOfMemoryError, UsageError
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
@@ -270,11 +268,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if found is None:
         refuse_alike(mesh, lambda: names.append(config.model.starts_from()))
     weights = mesh.control.gather(names[-1])[0]
-    own = config.model
-    if isinstance(own, HuggingFaceConfig) and mesh.tensor.size > 1:
-        from megatron.models.proof import require_proof
-
-        refuse_alike(mesh, lambda: messages.append(require_proof(own, mesh)))
+    refuse_alike(mesh, lambda: messages.extend(config.model.prove(mesh)))
     state = build_state(
         config.model,
         mesh,
@@ -298,12 +292,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         # The id of the run whose weights were fine-tuned, in this run or an earlier one.
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
-    if isinstance(own, HuggingFaceConfig):
-        from megatron.models.hf_weights import forms_of
-
-        facts["forms"] = forms_of(state.model)
-        if found is not None:
-            refuse_alike(mesh, partial(check_forms, own, facts["forms"], found))
+    refuse_alike(mesh, lambda: facts.update(config.model.facts(state.model, found)))
     evaluate_first = False
     if weights is not None:
         refuse_alike(mesh, lambda: messages.extend(state.load_folder(weights)))
@@ -351,7 +340,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
-        files=files_beside(own, found, inputs.corpus.identity) if mesh.is_first else {},
+        files=files_beside(config.model, found, inputs.corpus.identity) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )
