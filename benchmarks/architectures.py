@@ -25,8 +25,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 import tyro
 
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.data.files import write_atomically
+from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
 
 SIZES = (2, 4)
 MASKED = "masked words"
@@ -182,7 +182,7 @@ METHOD = (
     "plans say; in a model as tiny as this it is nearly all of the FLOPs. Where there are 2 "
     "key/value heads each of 4 ranks computes one, which is why its share is above 25 %.",
     "Plans of transformers' that are wrong, and are mended here (MENDED and _of_norms in "
-    "megatron/models/hf_plans.py): apertus (parameters of an activation between cut layers), "
+    "megatron/huggingface/plans.py): apertus (parameters of an activation between cut layers), "
     "gemma3n (the mean and the deviation of cut gates: logits off by 0.025 without an error), "
     "phi (norms of heads, whose gradients nobody adds up: off by twice their norm without an "
     "error), doge, esmc, neomme and cohere with use_qk_norm (attention that needs all heads), "
@@ -211,7 +211,7 @@ def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]
     )
     from transformers.utils.logging import set_verbosity_error
 
-    from megatron.models.hf_plans import PLANS
+    from megatron.huggingface.plans import PLANS
 
     set_verbosity_error()  # no warnings about inconsistent defaults
     found: dict[tuple[str, str], HuggingFaceConfig] = {}
@@ -265,7 +265,7 @@ def described(name: str) -> dict[str, Any]:
 def rows() -> Iterator[Row]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from megatron.parallel.plan import REFUSED
+    from megatron.huggingface.plan import REFUSED
     from tools.processes import on_ranks
     from tools.proofs import prove_at
 

@@ -41,14 +41,14 @@ from benchmarks import llama, peers, steps
 from benchmarks.harness import Contender, Flags, Question, Rank, Turn
 from benchmarks.processes import forget_peak
 from benchmarks.report import Results
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.pretrain import (
     PretrainConfig,
     PretrainGPT2Config,
-    PretrainHuggingFaceConfig,
     PretrainLlamaConfig,
 )
-from megatron.parallel.planned import Planned
+from megatron.huggingface.config import HuggingFaceConfig
+from megatron.huggingface.layers import Planned
+from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.parallel.sharding import load_whole
 from tools.layouts.job import open_samples
 

@@ -79,13 +79,13 @@ from .parallel.factory import (
 )
 
 # Models that were not written for it, by a plan
-from .parallel.parallelize import (
+from .huggingface.parallelize import (
     parallelize as parallelize,
     whole_state_dict as whole_state_dict,
 )
-from .models.hf_plans import plan_of as plan_of
-from .models.hf_layers import parameters_on_meta as parameters_on_meta
-from .parallel.plan import (
+from .huggingface.plans import plan_of as plan_of
+from .huggingface.replacements import parameters_on_meta as parameters_on_meta
+from .huggingface.plan import (
     Column as Column,
     Row as Row,
     Vocabulary as Vocabulary,

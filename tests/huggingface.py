@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.parallel.planned import Planned
+from megatron.models.registry import find_kind
 from tests.tiny import SEQUENCE, VOCABULARY
 
 HIDDEN, HEADS, GROUPS, MLP, LAYERS = 32, 4, 2, 64, 2
@@ -124,7 +124,8 @@ def described(name: str, **changes: Any) -> str:
 
 def hf_section(name: str, of_hf: dict[str, Any] | None = None, **settings: Any) -> Any:
     """The settings of a model; of_hf: changes of config.json."""
-    make = HuggingFaceMaskedConfig if name in MASKED else HuggingFaceConfig
+    kind = "huggingface-masked" if name in MASKED else "huggingface"
+    make = resolve_name(find_kind(kind).config)
     plan = of_plan(settings.pop("plan", PLANS.get(name, "auto")))
     return make(hf_model=name, hf_config=described(name, **(of_hf or {})), **plan, **settings)
 
@@ -141,11 +142,11 @@ def write_folder(folder: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
-def plain_model(config: HuggingFaceConfig, attention: str = "eager") -> Any:
+def plain_model(config: Any, attention: str = "eager") -> Any:
     """As transformers builds it, its parameters in fp64: its buffers stay, as in a model of
     ours."""
     described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    is_masked = isinstance(config, HuggingFaceMaskedConfig)
+    is_masked = config.kind == "huggingface-masked"
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
     kernels = {"attn_implementation": attention, "experts_implementation": "eager"}
     model = kind.from_config(described, **kernels)
@@ -161,7 +162,7 @@ def by_their_names(model: nn.Module, held: dict[str, Tensor]) -> dict[str, Tenso
     for full_name, tensor in held.items():
         name, _, own = full_name.rpartition(".")
         module = model.get_submodule(name)
-        form = module.forms.get(own) if isinstance(module, Planned) else None
+        form = getattr(module, "forms", {}).get(own)
         found[full_name.removeprefix("model.")] = tensor if form is None else form.original(tensor)
     return found
 

@@ -467,11 +467,11 @@ mlp-of-another-std
 padding-is-attended-to | tasks/test_examples::test_the_loss_is_the_mean
 - mask=is_real,
 + mask=is_real | True,
-@ megatron/models/hf_layers.py | models/test_unmodified::test_unmodified_models_compute
+@ megatron/huggingface/replacements.py | models/test_unmodified::test_unmodified_models_compute
 attention-scaling-ignored
 - query = query * (scaling * size**0.5)
 + pass
-@ megatron/models/proof.py | tools/test_prove_plan::test_corrupted
+@ megatron/huggingface/proof.py | tools/test_prove_plan::test_corrupted
 proof-of-the-first-rank-alone | tools/test_prove_plan::test_what_one_rank
 - ranks = mesh.control.gather(own)
 -     failures
@@ -635,7 +635,7 @@ cube-leaves-as-it-enters | matrix[tensor=8:3d-gpt2-samples=8]
 cube-masks-of-the-samples-that-are-read
 - return gather_from(x, 0, mesh.input).chunk(mesh.input.size)[mesh.output.rank]
 + return x
-@ megatron/parallel/planned.py | matrix[tensor=4-hf-llama-padded]
+@ megatron/huggingface/layers.py | matrix[tensor=4-hf-llama-padded]
 plan-heads-of-the-first-queries
 - own = range(tensor.rank * share, (tensor.rank + 1) * share)
 + own = range(share)

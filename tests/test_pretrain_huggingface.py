@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.resume import check_forms
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError
+from megatron.huggingface.weights import layouts_of
 from megatron.models.build import build_on_meta
-from megatron.models.hf_weights import forms_of
 from megatron.models.registry import find_kind
 from pretrain import main
 from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
@@ -257,11 +256,11 @@ def test_a_run_goes_on_by_its_plan_or_one_of_the_same_forms(tmp_path: Path) -> N
     """A square matrix that is held transposed has the same shape."""
     saved = hf_section("gpt2", plan=OTHER)
     assert hf_section("gpt2").completed(lambda: asdict(saved)) == saved
-    checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": forms(saved)})
-    check_forms(hf_section("gpt2"), forms(hf_section("gpt2")), checkpoint)
+    checkpoint = Checkpoint(tmp_path, {"config": {"model": asdict(saved)}, "forms": layouts(saved)})
+    hf_section("gpt2").check_layouts(layouts(hf_section("gpt2")), checkpoint)
     whole = hf_section("gpt2", plan='"*.c_fc" = "column"\n"*.mlp.c_proj" = "row"\n')
     with pytest.raises(UsageError) as refused:
-        check_forms(whole, forms(whole), checkpoint)
+        whole.check_layouts(layouts(whole), checkpoint)
     assert refused.value.flag == "--plan"
 
 
@@ -274,9 +273,9 @@ def test_several_ranks_ask_for_a_plan(model: str) -> None:
     assert refused.value.flag == "--hf-model"
 
 
-def forms(section: Any) -> dict[str, list[int]]:
+def layouts(section: Any) -> dict[str, list[int]]:
     mesh = absent_mesh({}, torch.device("meta"))
-    return forms_of(build_on_meta(section, mesh, VOCABULARY))
+    return layouts_of(build_on_meta(section, mesh, VOCABULARY))
 
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:

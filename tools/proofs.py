@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.huggingface import HuggingFaceConfig
-from megatron.models.proof import NoProofError, Proof, prove
+from megatron.huggingface.config import HuggingFaceConfig
+from megatron.huggingface.plan import PlanError
+from megatron.huggingface.proof import NoProofError, Proof, prove
 from megatron.parallel.mesh import build_mesh
-from megatron.parallel.plan import PlanError
 
 Outcome = Proof | str
 """A string gives the reason why there is no proof."""

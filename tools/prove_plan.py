@@ -28,16 +28,16 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.checks import writable
-from megatron.config.huggingface import (
+from megatron.config.launch import interruptible
+from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import write_atomically
+from megatron.errors import UsageError, switch
+from megatron.huggingface.config import (
     HuggingFaceConfig,
     HuggingFaceMaskedConfig,
     kind_of,
     read_hf_config,
 )
-from megatron.config.launch import interruptible
-from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import write_atomically
-from megatron.errors import UsageError, switch
 
 if TYPE_CHECKING:
     from tools.proofs import Outcome
@@ -142,11 +142,11 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded."""
     import torch
 
+    from megatron.huggingface.layers import Planned
+    from megatron.huggingface.plan import Local, PlanError
+    from megatron.huggingface.plans import plan_of
+    from megatron.huggingface.replacements import unmodified
     from megatron.models.build import build_on_meta
-    from megatron.models.hf_plans import plan_of
-    from megatron.models.huggingface import unmodified
-    from megatron.parallel.plan import Local, PlanError
-    from megatron.parallel.planned import Planned
     from tools.planning.absent import absent_mesh
 
     mesh = absent_mesh({"tensor": size}, torch.device("meta"))
@@ -181,9 +181,9 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
 
 
 def becomes(module: Any) -> str:
-    from megatron.parallel import planned
+    from megatron.huggingface import layers
 
-    if isinstance(module, planned.SummedParameters):
+    if isinstance(module, layers.SummedParameters):
         return "Summed()"
     return said(module.style) if hasattr(module, "style") else "holds a shard"
 
@@ -208,18 +208,18 @@ def shape(sizes: Sequence[int]) -> str:
 
 def sent(module: Any) -> str:
     """The communication of a sharded module."""
-    from megatron.parallel import planned
+    from megatron.huggingface import layers
 
-    if isinstance(module, planned.SharedHeads):
+    if isinstance(module, layers.SharedHeads):
         return "f, sum of the gradient"
-    if isinstance(module, planned.ColumnLinear):
+    if isinstance(module, layers.ColumnLinear):
         entering = "all-gather of tokens" if module.style.tokens else "f"
         return f"{entering}, all-gather of the output" if module.style.gather else entering
-    if isinstance(module, planned.RowLinear | planned.VocabularyEmbedding):
+    if isinstance(module, layers.RowLinear | layers.VocabularyEmbedding):
         return "reduce-scatter of tokens" if module.style.tokens else "g"
-    if isinstance(module, planned.ChannelEmbedding):
+    if isinstance(module, layers.ChannelEmbedding):
         return "all-gather of the output" if module.style.gather else ""
-    return "sum of the gradient" if isinstance(module, planned.SummedParameters) else ""
+    return "sum of the gradient" if isinstance(module, layers.SummedParameters) else ""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

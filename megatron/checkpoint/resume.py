@@ -20,7 +20,6 @@ from megatron.checkpoint.format import (
     step_of,
 )
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import SAMPLE
 from megatron.errors import UsageError, flag, switch
@@ -276,20 +275,6 @@ def check_start(
         works = ("--override-data",) if unless else ()
     value = " ".join(words[1:]) or None
     raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
-
-
-def check_forms(
-    config: HuggingFaceConfig, forms: Mapping[str, Sequence[int]], checkpoint: Checkpoint
-) -> None:
-    """Raise UsageError if the plan holds a tensor in another form than the checkpoint: the shape of
-    a square matrix does not show it. forms: see megatron.models.hf_weights.forms_of."""
-    saved = checkpoint.manifest.get("forms", {})
-    for name in sorted(saved.keys() | forms.keys()):
-        if list(saved.get(name, ())) != list(forms.get(name, ())):
-            kept = checkpoint.manifest["config"]["model"].get("plan")
-            tensor = name.removeprefix("model.")
-            allowed = f"one that holds {tensor} in the form of {checkpoint.path}, whose plan is"
-            raise UsageError("--plan", config.plan, f"{allowed} {kept}")
 
 
 def _has_moments(manifest: Mapping[str, Any]) -> bool:

@@ -46,6 +46,8 @@ class KindConfig:
     """Fields that no parameter depends on, which fine-tuning may change."""
     has_grids: ClassVar[bool] = True
     """Whether its layers can be sharded in every --tensor-parallel-mode, and not only in 1d."""
+    is_unmodified: ClassVar[bool] = False
+    """Whether it is an unmodified model of transformers, which has a tokenizer of its own."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
@@ -73,6 +75,16 @@ class KindConfig:
         """Weights of another program from which a run without a checkpoint starts; None for random
         ones. Raises UsageError for weights that cannot be read."""
         return None
+
+    def prove(self, mesh: Any) -> list[str]:
+        """Check on the ranks of the mesh, before the model is built, that it can be divided (every
+        rank calls this). Returns messages. Raises UsageError, the same on every rank."""
+        return []
+
+    def facts(self, model: Any, checkpoint: Any | None) -> dict[str, Any]:
+        """Further facts for the manifests of the model. checkpoint: the one that it loads next.
+        Raises UsageError if these facts of the checkpoint's model differ."""
+        return {}
 
     def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:
         """This config with the settings that only a run's checkpoint has. saved: reads the

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig, has_window
 from megatron.config.model import BertConfig, GPT2Config, KindConfig, LlamaConfig, TextModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
@@ -22,7 +21,7 @@ from megatron.config.training import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron.errors import UsageError, flag, switch
+from megatron.errors import UsageError, flag
 from megatron.libraries import failure
 
 
@@ -220,61 +219,6 @@ class PretrainLlamaConfig(PretrainTextConfig):
 @dataclass(frozen=True, kw_only=True)
 class PretrainBertConfig(PretrainTextConfig):
     model: BertConfig
-    data: BertDataConfig = field(default_factory=BertDataConfig)
-    optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainUnmodifiedConfig(PretrainConfig):
-    """Settings for unmodified models of transformers."""
-
-    model: HuggingFaceConfig
-
-    def check(self, world_size: int) -> None:
-        self.model.check()
-        if self.parallel.tensor_model_parallel_size > 1:
-            self.model.check_cut()
-        native = self.model.described["model_type"]
-        other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
-        for name, is_given, reason, least in (
-            ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
-             f"1: an unmodified model cannot be cut into stages{other}", "1"),
-            ("sequence_parallel", self.parallel.sequence_parallel,
-             "left out: an unmodified model makes its masks and positions of whole sequences, and "
-             f"cannot compute with a part of one{other}", None),
-        ):  # fmt: skip
-            if is_given:
-                cure = (flag(name), least) if least else (switch(name, False),)
-                value = getattr(self.parallel, name) if least else None
-                raise UsageError(flag(name), value, reason, works=cure)
-        super().check(world_size)
-        length, positions = self.data.seq_length, self.model.positions
-        if positions is not None and length > positions:
-            works = ("--seq-length", f"{positions}")
-            allowed = f"at most the {positions} positions of --hf-model"
-            raise UsageError("--seq-length", length, allowed, works=works)
-        resets = [
-            getattr(self.data, f"reset_{each}", False)
-            for each in ("position_ids", "attention_mask")
-        ]
-        if resets == [True, False]:
-            name, works = "--reset-position-ids", ("--reset-position-ids", "--reset-attention-mask")
-            allowed = "given with --reset-attention-mask: transformers takes such positions for it"
-            raise UsageError(name, None, allowed, works=works)
-        if resets[1] and has_window(self.model.described):
-            allowed = "left out: the mask of documents would take the place of --hf-model's window"
-            works = ("--no-reset-attention-mask", "--no-reset-position-ids")
-            raise UsageError("--reset-attention-mask", None, allowed, works=works)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainHuggingFaceConfig(PretrainUnmodifiedConfig):
-    data: GPT2DataConfig = field(default_factory=GPT2DataConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainHuggingFaceMaskedConfig(PretrainUnmodifiedConfig):
-    model: HuggingFaceMaskedConfig
     data: BertDataConfig = field(default_factory=BertDataConfig)
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 

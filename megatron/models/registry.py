@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.errors import UsageError
 
 
@@ -68,18 +67,18 @@ KINDS = {
         conversion="tools.convert.llama:LLAMAS",
     ),
     "huggingface": ModelKind(
-        config="megatron.config.huggingface:HuggingFaceConfig",
-        model="megatron.models.huggingface:HuggingFace",
-        program="megatron.config.pretrain:PretrainHuggingFaceConfig",
-        inputs="megatron.train.inputs:open_huggingface_inputs",
+        config="megatron.huggingface.config:HuggingFaceConfig",
+        model="megatron.huggingface.model:HuggingFace",
+        program="megatron.huggingface.pretrain:PretrainHuggingFaceConfig",
+        inputs="megatron.huggingface.pretrain:open_inputs",
         data="megatron.config.training:GPT2DataConfig",
         writes_text=True,
     ),
     "huggingface-masked": ModelKind(
-        config="megatron.config.huggingface:HuggingFaceMaskedConfig",
-        model="megatron.models.huggingface:HuggingFaceMasked",
-        program="megatron.config.pretrain:PretrainHuggingFaceMaskedConfig",
-        inputs="megatron.train.inputs:open_huggingface_masked_inputs",
+        config="megatron.huggingface.config:HuggingFaceMaskedConfig",
+        model="megatron.huggingface.model:HuggingFaceMasked",
+        program="megatron.huggingface.pretrain:PretrainHuggingFaceMaskedConfig",
+        inputs="megatron.huggingface.pretrain:open_masked_inputs",
         samples="megatron.train.inputs:random_pairs",
         data="megatron.config.training:BertDataConfig",
     ),
@@ -140,7 +139,7 @@ def positions_of(manifest: Mapping[str, Any]) -> int:
 
 def is_unmodified(kind: str) -> bool:
     """Whether it is the kind of an unmodified model of transformers."""
-    return issubclass(resolve_name(find_kind(kind, "kind").config), HuggingFaceConfig)
+    return bool(resolve_name(find_kind(kind, "kind").config).is_unmodified)
 
 
 def config_of(manifest: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,6 @@ from megatron.parallel.dropout import Dropout
 from megatron.parallel.flex_dropout import FlexAttentionCore
 from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.parallelize import parallelize
 
 Maker = Callable[..., nn.Module]
 
@@ -74,6 +74,11 @@ class LayerFactory:
     see the function of this name; None if this factory cannot cut such models."""
 
 
+def _parallelize(model: nn.Module, plan: Any, mesh: Mesh) -> nn.Module:
+    # By name: models that are cut by a plan are a folder above this one.
+    return resolve_name("megatron.huggingface.parallelize:parallelize")(model, plan, mesh)
+
+
 LAYER_NORMS = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
 CORES = {False: layers.AttentionCore, True: FlexAttentionCore}
 
@@ -122,7 +127,7 @@ def factory_1d(
         ),
         stream_shape=lambda n, h: (n // mesh.stream.size, h),
         exchange=lambda x: x,
-        parallelize=partial(parallelize, mesh=mesh),
+        parallelize=partial(_parallelize, mesh=mesh),
         tensor=mesh.tensor,
         part=part,
     )

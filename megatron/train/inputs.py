@@ -14,9 +14,6 @@ from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainConfig,
     PretrainGPT2Config,
-    PretrainHuggingFaceConfig,
-    PretrainHuggingFaceMaskedConfig,
-    PretrainUnmodifiedConfig,
 )
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
 from megatron.data.batch import Samples
@@ -74,38 +71,18 @@ def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
 
     Warns if checkpoints will be saved without a tokenizer.
     """
-    return _open_text(config, config.model.vocab_size)
+    size = config.model.vocab_size
+    return open_text(config.data, config.training.seed, size, load=config.checkpoint)
 
 
-def open_huggingface_inputs(config: PretrainHuggingFaceConfig) -> Inputs:
-    """Like open_gpt2_inputs; the model's vocabulary may be larger than the tokenizer's."""
-    inputs = _open_text(config, None)
-    _require_vocabulary(config, inputs)
-    return inputs
-
-
-def open_huggingface_masked_inputs(config: PretrainHuggingFaceMaskedConfig) -> Inputs:
-    """Like open_bert_inputs; the model's vocabulary may be larger than the tokenizer's."""
-    _, inputs = open_bert_data(config.data, config.training.seed, load=config.checkpoint)
-    _require_vocabulary(config, inputs)
-    return inputs
-
-
-def _require_vocabulary(config: PretrainUnmodifiedConfig, inputs: Inputs) -> None:
-    found, most = inputs.corpus.vocab_size, config.model.vocab_size
-    if found > most:
-        allowed = f"a model with at least the {found} tokens of --data-path, and this has {most}"
-        raise UsageError("--hf-model", config.model.hf_model, allowed)
-
-
-def _open_text(
-    config: PretrainGPT2Config | PretrainHuggingFaceConfig, vocab_size: int | None
+def open_text(
+    data: GPT2DataConfig, seed: int, vocab_size: int | None, *, load: CheckpointConfig
 ) -> Inputs:
-    data = config.data
+    """vocab_size: of the model, None for the tokenizer's. load: see saved_tokenizer."""
     if data.pad:
-        return _open_padded(data, config.training.seed, vocab_size, config.checkpoint)
-    corpus, tokenizer = _open_corpus(data, vocab_size, config.checkpoint, sentences=False)
-    if tokenizer is None and config.checkpoint.save is not None:
+        return _open_padded(data, seed, vocab_size, load)
+    corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=False)
+    if tokenizer is None and load.save is not None:
         warnings.warn(
             "checkpoints will hold no tokenizer, as no data set of --data-path has one beside it; "
             f"with {file_flags(data.tokenizer_type)} they would",
@@ -115,7 +92,7 @@ def _open_text(
         corpus,
         split=data.split,
         seq_length=data.seq_length,
-        seed=config.training.seed,
+        seed=seed,
         shuffle=data.shuffle,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
@@ -267,7 +244,8 @@ def random_text(config: PretrainConfig) -> Samples:
     )
 
 
-def random_pairs(config: PretrainBertConfig | PretrainHuggingFaceMaskedConfig) -> Samples:
+def random_pairs(config: PretrainBertConfig) -> Samples:
+    """config: of any kind of model that reads a BertDataConfig."""
     return RandomPairs(
         vocabulary=vocabulary_of(config),
         length=config.data.seq_length,

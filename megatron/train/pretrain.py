@@ -19,7 +19,6 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import (
     Start,
     changes,
-    check_forms,
     check_start,
     data_fingerprint,
     find_start,
@@ -27,7 +26,6 @@ from megatron.checkpoint.resume import (
     run_id,
     saved_model,
 )
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.launch import is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
@@ -254,11 +252,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     weights: str | None = None
     if found is None:
         weights = mesh.control.gather(on_all_ranks(mesh, config.model.starts_from))[0]
-    own = config.model
-    if isinstance(own, HuggingFaceConfig) and mesh.tensor.size > 1:
-        from megatron.models.proof import require_proof
-
-        messages.append(on_all_ranks(mesh, lambda: require_proof(own, mesh)))
+    messages += on_all_ranks(mesh, lambda: config.model.prove(mesh))
     state = build_state(
         config.model,
         mesh,
@@ -282,12 +276,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         # The id of the run whose weights were fine-tuned, in this run or an earlier one.
         "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
     }
-    if isinstance(own, HuggingFaceConfig):
-        from megatron.models.hf_weights import forms_of
-
-        facts["forms"] = forms_of(state.model)
-        if found is not None:
-            on_all_ranks(mesh, partial(check_forms, own, facts["forms"], found))
+    facts |= on_all_ranks(mesh, lambda: config.model.facts(state.model, found))
     evaluate_first = False
     if weights is not None:
         messages += on_all_ranks(mesh, lambda: state.load_folder(weights))
@@ -335,7 +324,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         inputs=inputs,
         state=state,
         facts=facts,
-        files=files_beside(own, found, inputs.corpus.identity) if mesh.is_first else {},
+        files=files_beside(config.model, found, inputs.corpus.identity) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=evaluate_first,
     )

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, load_weights
-from megatron.config.huggingface import fetch, has_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
-from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.models.gpt import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
@@ -146,25 +144,11 @@ class TrainState:
         """Start an unmodified model of transformers from the weights of a folder, or of a name on
         the hub; masters get the values of its files.
 
-        Returns messages to the user. Raises UsageError if the folder has no file of weights or,
-        naming the tensors, if it is of another model.
+        Returns messages to the user. Raises UsageError as the model's `load_folder` does.
         """
-        from megatron.models.hf_weights import read_weights
-
-        folder = fetch(name)
-        if not has_weights(name, folder):
-            works = ("--hf-model", name, "--random-weights")
-            raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
-        try:
-            left_out = read_weights(self.model, folder, self.shards())
-        except (ValueError, OSError) as error:
-            works = ("--hf-model", name, "--random-weights")
-            allowed = f"a folder whose weights are of its config.json ({error})"
-            raise UsageError("--hf-model", name, allowed, works=works) from error
+        model: Any = self.model
+        messages: list[str] = model.load_folder(name, self.shards())
         self.optimizer.publish()
-        messages = [f"starting at step 0 from the weights of {name}"]
-        if left_out:
-            messages.append(f"left out, as the model has no part for it: {', '.join(left_out)}")
         return messages
 
     def describe_stages(self) -> list[str]:

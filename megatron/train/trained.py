@@ -13,7 +13,6 @@ from typing import Any
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.resume import find_start, newest_readable, require_kind
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
@@ -131,7 +130,7 @@ def files_beside(
     if checkpoint is None:
         return model.files(None)
     tokenizers = {checkpoint.manifest["tokenizer"], identity["tokenizer"]} - {""}
-    is_kept = len(tokenizers) < 2 or isinstance(model, HuggingFaceConfig)
+    is_kept = len(tokenizers) < 2 or model.is_unmodified
     return model.files(checkpoint.path if is_kept else None)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
+from megatron.huggingface.replacements import Wide
 from megatron.inference.generate import Sampling, generate
-from megatron.models.hf_layers import Wide
 from tests.dist import Pool
 from tests.models.test_hf_weights import (
     CASES,

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
-from megatron.models import hf_weights
-from megatron.models.hf_layers import Wide
-from megatron.models.hf_weights import form_of
-from megatron.parallel.planned import AS_IT_IS, Form
+from megatron.huggingface import weights as hf_weights
+from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.huggingface.layers import AS_IT_IS, Form
+from megatron.huggingface.replacements import Wide
+from megatron.huggingface.weights import form_of
 from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step

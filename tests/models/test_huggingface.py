@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
+from megatron.huggingface.replacements import Wide
 from megatron.models.build import build_model
-from megatron.models.hf_layers import Wide
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import gather_whole, sharding_specs

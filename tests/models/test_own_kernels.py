@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from megatron.models.hf_layers import Wide, use_own_kernels
+from megatron.huggingface.replacements import Wide, use_own_kernels
 
 WIDTH = 96
 KNOWN: dict[str, Callable[[], nn.Module]] = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 from transformers.masking_utils import eager_mask
 
-from megatron.models.hf_layers import Wide, parameters_on_meta
-from megatron.models.huggingface import initial_values
+from megatron.huggingface.replacements import Wide, parameters_on_meta
+from megatron.huggingface.weights import initial_values
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
 from megatron.parallel.dropout import STEPS, fold, head_keys, is_kept, layer_key, row_keys

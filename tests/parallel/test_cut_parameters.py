@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
-from megatron.models.hf_layers import parameters_on_meta
-from megatron.parallel.initialize import materialize
-from megatron.parallel.parallelize import parallelize, whole_state_dict
-from megatron.parallel.plan import (
+from megatron.huggingface.parallelize import parallelize, whole_state_dict
+from megatron.huggingface.plan import (
     Column,
     Local,
     Plan,
@@ -26,6 +24,8 @@ from megatron.parallel.plan import (
     Summed,
     Vocabulary,
 )
+from megatron.huggingface.replacements import parameters_on_meta
+from megatron.parallel.initialize import materialize
 from tests.dist import Pool
 from tests.parallel.test_parallelize import (
     HIDDEN,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from megatron.huggingface.parallelize import parallelize
+from megatron.huggingface.plan import Column, Plan, Redistribute, Row, Summed, Vocabulary
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.parallelize import parallelize
-from megatron.parallel.plan import Column, Plan, Redistribute, Row, Summed, Vocabulary
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
 from tests.tiny import leave_to_autograd, mesh_of_ranks

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.parallel.plan import (
+from megatron.huggingface.plan import (
     WORDS,
     Column,
     Local,
@@ -94,5 +94,5 @@ def test_every_word_is_read(word: str) -> None:
 
 
 def test_a_plan_needs_no_torch() -> None:
-    code = "import megatron.parallel.plan, sys; sys.exit('torch' in sys.modules)"
+    code = "import megatron.huggingface.plan, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

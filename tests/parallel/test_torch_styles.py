@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from megatron.huggingface.parallelize import parallelize
+from megatron.huggingface.plan import Column, Local, PlanError
 from megatron.parallel.buckets import GradientBuckets
-from megatron.parallel.parallelize import parallelize
-from megatron.parallel.plan import Column, Local, PlanError
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
 from tests.parallel.test_parallelize import errors

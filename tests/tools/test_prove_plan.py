@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import pretrain
-from megatron.config.huggingface import HuggingFaceConfig, HuggingFaceMaskedConfig
 from megatron.errors import UsageError
-from megatron.models.proof import prove, require_proof, tiny
-from megatron.parallel.plan import PlanError
+from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
+from megatron.huggingface.plan import PlanError
+from megatron.huggingface.proof import prove, require_proof, tiny
 from tests.dist import Pool
 from tests.huggingface import of_plan
 from tests.programs import start_ranks

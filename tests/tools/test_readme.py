@@ -15,9 +15,9 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainGPT2Config,
-    PretrainHuggingFaceConfig,
     PretrainLlamaConfig,
 )
+from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.models.build import build_model
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder

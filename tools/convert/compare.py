@@ -20,7 +20,7 @@ from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
-from megatron.models.hf_layers import Wide
+from megatron.huggingface.replacements import Wide
 from megatron.parallel.compare import SEEN
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model

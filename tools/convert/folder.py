@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
-from megatron.config.huggingface import FETCHED
 from megatron.config.model import BESIDE, ModelConfig, beside
 from megatron.errors import flag
+from megatron.huggingface.config import FETCHED
 from tools.convert.families import FAMILIES
 from tools.convert.table import Choice, Family, Setting
 from tools.convert.tokenizing import any_of

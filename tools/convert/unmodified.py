@@ -21,12 +21,12 @@ from transformers import AutoConfig, GenerationConfig
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, verify
 from megatron.checkpoint.save import reason
-from megatron.config.huggingface import HuggingFaceConfig
 from megatron.config.model import KEPT, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
+from megatron.huggingface.config import HuggingFaceConfig
+from megatron.huggingface.replacements import Wide
+from megatron.huggingface.weights import INDEX, Bare, form_of
 from megatron.models.build import build_on_meta
-from megatron.models.hf_layers import Wide
-from megatron.models.hf_weights import INDEX, Bare, form_of
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import TensorSlice, sharding_specs

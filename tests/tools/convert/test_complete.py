@@ -21,7 +21,7 @@ from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from megatron.errors import UsageError
-from megatron.models.hf_layers import Wide
+from megatron.huggingface.replacements import Wide
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, score, whole_logits
 from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece

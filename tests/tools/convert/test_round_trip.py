@@ -15,7 +15,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig, FinetunedConfig, LlamaConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import file_names, read_tokenizer
-from megatron.models.hf_layers import Wide
+from megatron.huggingface.replacements import Wide
 from megatron.models.registry import config_of
 from megatron.train.evaluate import load_model, whole_logits
 from megatron.train.trained import open_trained

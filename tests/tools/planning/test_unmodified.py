@@ -12,9 +12,9 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import (
     PretrainConfig,
     PretrainGPT2Config,
-    PretrainHuggingFaceConfig,
     PretrainLlamaConfig,
 )
+from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from tools.layouts.work import Call, Matmul
 from tools.plan import main
 from tools.planning.hardware import load_hardware

@@ -21,9 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megatron.config.huggingface import HuggingFaceConfig
-from megatron.models.huggingface import unmodified
-from megatron.parallel.planned import AS_IT_IS, Form, Planned
+from megatron.errors import UsageError
+from megatron.huggingface.config import HuggingFaceConfig, fetch, has_weights
+from megatron.huggingface.layers import AS_IT_IS, Form, Planned
+from megatron.huggingface.replacements import unmodified
+from megatron.parallel.random import derive_seed
 from megatron.parallel.sharding import ShardingSpec
 
 SINGLE = "model.safetensors"
@@ -39,7 +41,7 @@ def form_of(model: nn.Module, name: str) -> Form:
     return module.forms.get(own_name, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
 
 
-def forms_of(model: nn.Module) -> dict[str, list[int]]:
+def layouts_of(model: nn.Module) -> dict[str, list[int]]:
     """{name of a parameter: the numbers of its Form} for parameters that the planned model holds in
     another form than transformers writes."""
     found = {name: form_of(model, name) for name, _ in model.named_parameters()}
@@ -158,13 +160,37 @@ def convert(bare: Bare, files: Files, group: Any) -> Iterator[tuple[str, Tensor]
         yield bare.first.get(each, each), value[0] if isinstance(value, list) else value
 
 
+def load_folder(
+    model: Any, name: str, shards: Mapping[str, tuple[ShardingSpec, Tensor]]
+) -> list[str]:
+    """Start a HuggingFace from the weights of a folder, or of a name on the hub. shards: see
+    read_weights; masters get the values of the files.
+
+    Returns messages to the user. Raises UsageError if the folder has no file of weights or, naming
+    the tensors, if it is of another model.
+    """
+    folder = fetch(name)
+    works = ("--hf-model", name, "--random-weights")
+    if not has_weights(name, folder):
+        raise UsageError("--hf-model", name, "a model with model.safetensors", works=works)
+    try:
+        left_out = read_weights(model, folder, shards)
+    except (ValueError, OSError) as error:
+        allowed = f"a folder whose weights are of its config.json ({error})"
+        raise UsageError("--hf-model", name, allowed, works=works) from error
+    messages = [f"starting at step 0 from the weights of {name}"]
+    if left_out:
+        messages.append(f"left out, as the model has no part for it: {', '.join(left_out)}")
+    return messages
+
+
 @torch.no_grad()
 def read_weights(
     model: Any, folder: Path, shards: Mapping[str, tuple[ShardingSpec, Tensor]]
 ) -> list[str]:
     """Fill this rank's shards of a model's parameters from a folder; padding becomes zero.
 
-    model: a HuggingFace of megatron.models.huggingface. shards: {name of its parameter: (spec,
+    model: a HuggingFace. shards: {name of its parameter: (spec,
     local of any dtype)}. Returns the keys of tensors that only another class of transformers has a
     part for: heads. Raises ValueError, naming the folder and the tensors, for tensors that are
     missing, unknown or of another shape.
@@ -293,3 +319,38 @@ def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - LISTED
     return ", ".join(ordered[:LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+@torch.no_grad()
+def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, values) for the parameters of a model of transformers that is on meta."""
+    from transformers import PreTrainedModel
+    from transformers.initialization import guard_torch_init_functions
+
+    def initialise(module: nn.Module, own: Any) -> None:
+        for child in module.children():
+            initialise(child, child._init_weights if isinstance(child, PreTrainedModel) else own)
+        own(module)
+
+    def walk(name: str, module: nn.Module, own: Any, is_unit: bool) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(module, PreTrainedModel):
+            own = module._init_weights
+        if is_unit or [*module.parameters(recurse=False)]:
+            own_parameters: Any = module.named_parameters(name, recurse=is_unit)
+            made = {own_name: each.made for own_name, each in own_parameters}
+            module.to_empty(device="cpu", recurse=is_unit)
+            for parameter in module.parameters(recurse=is_unit):
+                parameter.fill_(torch.nan)
+            with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
+                torch.manual_seed(derive_seed(seed, "initialise", name))
+                initialise(module, own) if is_unit else own(module)
+            for own_name, parameter in module.named_parameters(name, recurse=is_unit):
+                if (unset := parameter.isnan()).any():  # the constructor's value stays
+                    parameter.copy_(torch.where(unset, made[own_name], parameter))
+                yield own_name, parameter.detach()
+            module.to("meta")
+        for child_name, child in () if is_unit else module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            yield from walk(full, child, own, isinstance(module, nn.ModuleList))
+
+    yield from walk("", model, model._init_weights, False)

@@ -3,6 +3,7 @@ coordinates, and fp64 arithmetic that is never narrowed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,30 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from megatron.huggingface.config import HuggingFaceConfig
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.kernels import attention, layer_norm, rms_norm
 from megatron.parallel.layers import AttentionCore
 
 
-class Wide(TorchFunctionMode):
-    """Keeps fp64 tensors in fp64. Models of transformers narrow them to fp32 in RMSNorm, rotary
-    positions and softmax, and the results of equal models would differ by 1e-7."""
+def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
+    """The model as transformers builds it, with its parameters on meta."""
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        if is_wide and func is Tensor.float:
-            return args[0]
-        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
-
-            def widened(value: Any) -> Any:
-                return torch.float64 if value is torch.float32 else value
-
-            args = tuple(map(widened, args))
-            kwargs = {name: widened(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+    transformers.utils.logging.set_verbosity_error()
+    # Models call the attention of this name; its masks are bool, or None, as for torch's.
+    AttentionInterface.register("megatron", run_attention)
+    AttentionMaskInterface.register("megatron", sdpa_mask)
+    described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
+    described.use_cache, described.dtype = False, "float32"  # initial values are drawn in fp32
+    maker = getattr(transformers, auto_class)
+    with torch.device("cpu"), parameters_on_meta():
+        model = maker.from_config(described, attn_implementation="eager")
+    model.set_attn_implementation("megatron")  # except models with their own attention code
+    return model
 
 
 SMALL = 1 << 18  # elements; up to this size a parameter's value from its constructor is kept whole
@@ -63,6 +63,27 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Wide(TorchFunctionMode):
+    """Keeps fp64 tensors in fp64. Models of transformers narrow them to fp32 in RMSNorm, rotary
+    positions and softmax, and the results of equal models would differ by 1e-7."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if is_wide and func is Tensor.float:
+            return args[0]
+        if is_wide and func in (Tensor.to, Tensor.type, Tensor.softmax, torch.softmax, F.softmax):
+
+            def widened(value: Any) -> Any:
+                return torch.float64 if value is torch.float32 else value
+
+            args = tuple(map(widened, args))
+            kwargs = {name: widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 @dataclass
@@ -237,12 +258,3 @@ def other_dropout(model: nn.Module) -> list[str]:
             if is_named and not is_own and isinstance(value, float) and value > 0:
                 found.setdefault((kind, attribute), f"{name}.{attribute} = {value:g}")
     return [*found.values()]
-
-
-def register_attention() -> None:
-    """Register `run_attention` with transformers as "megatron"."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register("megatron", run_attention)
-    AttentionMaskInterface.register("megatron", sdpa_mask)

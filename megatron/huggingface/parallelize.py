@@ -27,20 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.plan import (
-    Column,
-    Local,
-    Plan,
-    PlanError,
-    Redistribute,
-    Row,
-    Style,
-    Summed,
-    Vocabulary,
-    read_style,
-)
-from megatron.parallel.planned import (
+from megatron.huggingface.layers import (
     MOVES,
     ChannelEmbedding,
     ColumnLinear,
@@ -55,6 +42,19 @@ from megatron.parallel.planned import (
     heads_of_queries,
     is_transposed_matmul,
 )
+from megatron.huggingface.plan import (
+    Column,
+    Local,
+    Plan,
+    PlanError,
+    Redistribute,
+    Row,
+    Style,
+    Summed,
+    Vocabulary,
+    read_style,
+)
+from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import gather_whole
 
 Named = tuple[str, Style]  # (name of a module, its style)

@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.collectives import Cut, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import DIVISIBLE_BY, Gathered, linear, look_up, multiply
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.regions import gather_with_gradient, reduce_from, split_with_gradient
 from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, load_whole
 

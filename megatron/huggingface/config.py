@@ -4,11 +4,12 @@ that in a folder, here or on the HuggingFace hub."""
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Self
 
 import tyro
@@ -75,6 +76,7 @@ class HuggingFaceConfig(KindConfig):
     """A model of transformers, unmodified, that predicts the next token."""
 
     kind: ClassVar[str] = "huggingface"
+    is_unmodified: ClassVar[bool] = True
     can_compile = False
     has_grids: ClassVar[bool] = False
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
@@ -136,6 +138,29 @@ class HuggingFaceConfig(KindConfig):
         if self.random_weights or (folder.is_dir() and not has_weights(self.hf_model, folder)):
             return None
         return self.hf_model
+
+    def prove(self, mesh: Any) -> list[str]:
+        if mesh.tensor.size == 1:
+            return []
+        # By name, as in the registry: this file needs no torch.
+        return [resolve_name("megatron.huggingface.proof:require_proof")(self, mesh)]
+
+    def facts(self, model: Any, checkpoint: Any | None) -> dict[str, Any]:
+        layouts = resolve_name("megatron.huggingface.weights:layouts_of")(model)
+        if checkpoint is not None:
+            self.check_layouts(layouts, checkpoint)
+        return {"forms": layouts}
+
+    def check_layouts(self, layouts: Mapping[str, Sequence[int]], checkpoint: Any) -> None:
+        """Raise UsageError if the plan holds a tensor in another layout than the checkpoint: the
+        shape of a square matrix does not show it. layouts: see weights.layouts_of."""
+        saved = checkpoint.manifest.get("forms", {})
+        for name in sorted(saved.keys() | layouts.keys()):
+            if list(saved.get(name, ())) != list(layouts.get(name, ())):
+                plan = checkpoint.manifest["config"]["model"].get("plan")
+                tensor = name.removeprefix("model.")
+                allowed = f"one that holds {tensor} in the form of {checkpoint.path}, whose plan is"
+                raise UsageError("--plan", self.plan, f"{allowed} {plan}")
 
     def check(self) -> None:
         """Raise UsageError if config.json shows that the model is not of this kind."""

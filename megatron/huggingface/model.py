@@ -1,6 +1,6 @@
-"""Unmodified models of transformers, cut by a plan (megatron/parallel/parallelize.py).
+"""Unmodified models of transformers, cut by a plan (parallelize.py).
 
-The plan is transformers' own or one of hf_plans.py. In addition, the word embedding and the output
+The plan is transformers' own or one of plans.py. In addition, the word embedding and the output
 layer are cut by vocabulary, the loss is computed from cut logits, and attention runs on our kernels
 with dropout by coordinates.
 
@@ -10,8 +10,7 @@ them in fp64 (`Wide`), so that equal results can be recognised as equal.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from textwrap import shorten
 from typing import Any, ClassVar
@@ -21,46 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.huggingface import HuggingFaceConfig, has_window
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
-from megatron.models.cache import KeyValueCache
-from megatron.models.gpt import document_mask, dropout_keys
-from megatron.models.hf_layers import (
+from megatron.huggingface.config import HuggingFaceConfig, has_window
+from megatron.huggingface.layers import ColumnLinear, Planned
+from megatron.huggingface.plan import PlanError
+from megatron.huggingface.plans import plan_at
+from megatron.huggingface.replacements import (
     DropoutKeys,
     PlannedDropout,
     Wide,
     other_dropout,
-    parameters_on_meta,
-    register_attention,
+    unmodified,
     use_own_kernels,
 )
-from megatron.models.hf_plans import plan_at
+from megatron.huggingface.weights import initial_values, load_folder
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt import document_mask, dropout_keys
 from megatron.models.registry import NO_END
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import fold, require_keys
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.mesh import ALONE
-from megatron.parallel.plan import PlanError
-from megatron.parallel.planned import ColumnLinear, Planned
-from megatron.parallel.random import derive_seed
 from megatron.parallel.regions import split_with_gradient
-
-
-def unmodified(config: HuggingFaceConfig, auto_class: str) -> Any:
-    """The model as transformers builds it, with its parameters on meta."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    register_attention()
-    described = transformers.AutoConfig.for_model(**json.loads(config.hf_config or "{}"))
-    described.use_cache, described.dtype = False, "float32"  # initial values are drawn in fp32
-    maker = getattr(transformers, auto_class)
-    with torch.device("cpu"), parameters_on_meta():
-        model = maker.from_config(described, attn_implementation="eager")
-    model.set_attn_implementation("megatron")  # except models with their own attention code
-    return model
+from megatron.parallel.sharding import ShardingSpec
 
 
 @contextmanager
@@ -263,6 +247,12 @@ class HuggingFace(nn.Module):
         x = self.layers(self.embed(batch), batch)
         return self.logits(x) if loss_scales is None else self.loss(x, batch, loss_scales)
 
+    def load_folder(
+        self, name: str, shards: Mapping[str, tuple[ShardingSpec, Tensor]]
+    ) -> list[str]:
+        """Start from the weights of a folder or of a name on the hub; see weights.load_folder."""
+        return load_folder(self, name, shards)
+
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor as it is held) from the model's own initialisation, one layer
         at a time, so that no more of it is whole at once. A function of the seed alone."""
@@ -293,38 +283,3 @@ class HuggingFaceMasked(HuggingFace):
         """See Objective: cross-entropy of each masked token."""
         scales = batch.is_counted * loss_scales[0]
         return self.losses(x[batch.masked], batch.masked_labels, scales)[None]
-
-
-@torch.no_grad()
-def initial_values(model: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) for the parameters of a model of transformers that is on meta."""
-    from transformers import PreTrainedModel
-    from transformers.initialization import guard_torch_init_functions
-
-    def initialise(module: nn.Module, own: Any) -> None:
-        for child in module.children():
-            initialise(child, child._init_weights if isinstance(child, PreTrainedModel) else own)
-        own(module)
-
-    def walk(name: str, module: nn.Module, own: Any, is_unit: bool) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(module, PreTrainedModel):
-            own = module._init_weights
-        if is_unit or [*module.parameters(recurse=False)]:
-            own_parameters: Any = module.named_parameters(name, recurse=is_unit)
-            made = {own_name: each.made for own_name, each in own_parameters}
-            module.to_empty(device="cpu", recurse=is_unit)
-            for parameter in module.parameters(recurse=is_unit):
-                parameter.fill_(torch.nan)
-            with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
-                torch.manual_seed(derive_seed(seed, "initialise", name))
-                initialise(module, own) if is_unit else own(module)
-            for own_name, parameter in module.named_parameters(name, recurse=is_unit):
-                if (unset := parameter.isnan()).any():  # the constructor's value stays
-                    parameter.copy_(torch.where(unset, made[own_name], parameter))
-                yield own_name, parameter.detach()
-            module.to("meta")
-        for child_name, child in () if is_unit else module.named_children():
-            full = f"{name}.{child_name}" if name else child_name
-            yield from walk(full, child, own, isinstance(module, nn.ModuleList))
-
-    yield from walk("", model, model._init_weights, False)

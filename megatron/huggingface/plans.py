@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.parallel.plan import (
+from megatron.huggingface.plan import (
     Column,
     Local,
     Plan,

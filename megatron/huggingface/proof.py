@@ -23,20 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config.huggingface import NAMES, HuggingFaceConfig
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
+from megatron.huggingface.config import NAMES, HuggingFaceConfig
+from megatron.huggingface.layers import ColumnLinear, Form, SharedHeads
+from megatron.huggingface.plan import Local, PlanError, read_plan, read_toml
+from megatron.huggingface.replacements import Wide
+from megatron.huggingface.weights import form_of
 from megatron.models.build import build_on_meta
-from megatron.models.hf_layers import Wide
-from megatron.models.hf_weights import form_of
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.plan import Local, PlanError, read_plan, read_toml
-from megatron.parallel.planned import ColumnLinear, Form, SharedHeads
 from megatron.parallel.sharding import gather_whole, sharding_specs
 
 TOLERANCE = 1e-9  # relative to the norm of the compared tensor
