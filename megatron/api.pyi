@@ -10,45 +10,22 @@ from .config.parse import user_errors as user_errors
 from .train.launch import launch as launch
 from .parallel.mesh import (
     Mesh as Mesh,
-    Axis as Axis,
     build_mesh as build_mesh,
     serial_mesh as serial_mesh,
 )
-from .parallel.collectives import (
-    all_reduce as all_reduce,
-    gather_from as gather_from,
-    own_rows as own_rows,
-)
-from .parallel.regions import (
-    gather_with_gradient as gather_with_gradient,
-    copy_to as copy_to,
-    reduce_from as reduce_from,
-)
+from .parallel.collectives import all_reduce as all_reduce
 
 # Layers
-from .parallel.collectives import Cut as Cut
 from .parallel.layers import (
     Gathered as Gathered,
     Partition as Partition,
     ParallelLinear as ParallelLinear,
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
-    VocabParallelEmbedding as VocabParallelEmbedding,
-    PositionEmbedding as PositionEmbedding,
     LayerNorm as LayerNorm,
-    AttentionCore as AttentionCore,
-    VocabParallelHead as VocabParallelHead,
 )
-from .parallel.layers_whole import (
-    Linear as Linear,
-    InputLinear as InputLinear,
-    OutputLinear as OutputLinear,
-)
-from .parallel.layers_llama import (
-    GroupedQueryLinear as GroupedQueryLinear,
-    RotaryEmbedding as RotaryEmbedding,
-    RMSNorm as RMSNorm,
-)
+from .parallel.layers_whole import Linear as Linear
+from .parallel.layers_llama import RMSNorm as RMSNorm
 from .parallel.layers_2d import (
     Linear2D as Linear2D,
     InputLinear2D as InputLinear2D,
@@ -68,22 +45,14 @@ from .parallel.layers_3d import (
     GroupedQueryLinear3D as GroupedQueryLinear3D,
     exchange as exchange,
 )
-from .parallel.dropout import (
-    Dropout as Dropout,
-    row_keys as row_keys,
-)
-from .parallel.factory import (
-    LayerFactory as LayerFactory,
-    layer_factory as layer_factory,
-    factory_1d as factory_1d,
-)
+from .parallel.dropout import Dropout as Dropout
+from .parallel.factory import layer_factory as layer_factory
 
 # Models that were not written for it, by a plan
 from .huggingface.parallelize import (
     parallelize as parallelize,
     whole_state_dict as whole_state_dict,
 )
-from .huggingface.plans import plan_of as plan_of
 from .huggingface.replacements import parameters_on_meta as parameters_on_meta
 from .huggingface.plan import (
     Column as Column,
@@ -93,19 +62,13 @@ from .huggingface.plan import (
     Whole as Whole,
     Local as Local,
     Redistribute as Redistribute,
-    PlanError as PlanError,
-    read_plan as read_plan,
 )
 
 # Parameters
 from .parallel.sharding import (
-    ShardedModule as ShardedModule,
-    ShardingSpec as ShardingSpec,
-    TensorSlice as TensorSlice,
     sharding_specs as sharding_specs,
     replicated as replicated,
     gather_whole as gather_whole,
-    load_whole as load_whole,
 )
 from .parallel.initialize import materialize as materialize
 
@@ -130,25 +93,16 @@ from .train.pipelining import run_pipeline as run_pipeline
 from .config.model import (
     GPT2Config as GPT2Config,
     LlamaConfig as LlamaConfig,
-    BertConfig as BertConfig,
 )
 from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
-from .parallel.schedules import (
-    PipelinePlan as PipelinePlan,
-    Action as Action,
-)
+from .parallel.schedules import Action as Action
 from .train.pipelining import plan_pipeline as plan_pipeline
 from .models.registry import (
     ModelKind as ModelKind,
     register as register,
-)
-from .models.build import build_model as build_model
-from .train.objectives import (
-    Objective as Objective,
-    WholeLogitsLoss as WholeLogitsLoss,
 )
 from .train.state import (
     TrainState as TrainState,
@@ -159,13 +113,6 @@ from .train.step import (
     StepResult as StepResult,
 )
 from .optim.schedule import learning_rate as learning_rate
-from .train.evaluate import (
-    Outputs as Outputs,
-    mean_losses as mean_losses,
-    whole_logits as whole_logits,
-)
-from .train.signals import Stopped as Stopped
-from .train.replicas import check_replicas as check_replicas
 from .train.metrics import (
     Metrics as Metrics,
     peak_memory as peak_memory,
@@ -175,28 +122,19 @@ from .train.sinks import TensorBoardSink as TensorBoardSink
 # Data
 from .data.batch import (
     Batch as Batch,
-    TextBatch as TextBatch,
     Samples as Samples,
-    micro_batch_numbers as micro_batch_numbers,
 )
 from .data.gpt2 import (
     GPT2Batch as GPT2Batch,
     RandomText as RandomText,
-    open_splits as open_splits,
 )
-from .data.bert import BertBatch as BertBatch
 from .data.sources import (
     Corpus as Corpus,
-    open_corpus as open_corpus,
     open_document_corpus as open_document_corpus,
 )
 from .data.documents import (
     Documents as Documents,
     open_documents as open_documents,
-)
-from .data.columns import (
-    ColumnDocuments as ColumnDocuments,
-    DatasetColumn as DatasetColumn,
 )
 from .data.map_style import open_named as open_named
 from .data.padded import open_padded_splits as open_padded_splits

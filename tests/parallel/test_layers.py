@@ -27,9 +27,7 @@ from megatron.api import (
     OutputLinear2D,
     RMSNorm3D,
     RowParallelLinear,
-    VocabParallelEmbedding,
     VocabParallelEmbedding2D,
-    VocabParallelHead,
     VocabParallelHead2D,
     exchange,
     gather_stream,
@@ -42,7 +40,7 @@ from megatron.api import (
 )
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.factory import LayerFactory
-from megatron.parallel.layers import padded_vocabulary
+from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead, padded_vocabulary
 from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.layers_llama import GroupedQueryLinear, RotaryEmbedding, gated, rotate
 from megatron.parallel.mesh import Axis

@@ -32,7 +32,6 @@ from megatron.api import (
     clip_grad_norm,
     load_checkpoint,
     load_optimizer,
-    mean_losses,
     model_slices,
     newest_checkpoint,
     optimizer_slices,
@@ -42,6 +41,7 @@ from megatron.api import (
     tie,
 )
 from megatron.parallel.sharding import gather_whole
+from megatron.train.evaluate import mean_losses
 from tests import plain
 from tests.dist import Pool
 from tests.refusals import refusal
