@@ -209,10 +209,10 @@ class MasterWeights:
         # With offload, while one bucket is updated, gradients of the next and weights of the
         # previous ones are copied. Copies start here, as clip_grad_norm scales sums on the device.
         arrivals = [part.start() for part in self.parts]
-        for adam_of, numbers in zip(self.adams, self.updated, strict=True):
+        for adamw, numbers in zip(self.adams, self.updated, strict=True):
             for number in numbers:
                 arrivals[number]()
-            adam_of.step(lr, unscale * clip)
+            adamw.step(lr, unscale * clip)
             for number in numbers:
                 self.buckets[number].start_publish()
         for bucket in self.buckets:
