@@ -46,26 +46,23 @@ class BertEncoder(nn.Module):
         """vocab_size: the true one; the factory pads it. is_tied: whether a head also uses the word
         embedding."""
         super().__init__()
-        h, std, part = config.hidden_size, config.init_method_std, factory.part
-        is_pre = config.residual_order == "pre-ln"
-
-        self.word_embedding: nn.Module | None = None
-        if part.is_first or (part.is_last and is_tied):
-            rows = config.make_vocab_size_divisible_by
-            self.word_embedding = factory.word_embedding(
-                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
-            )
-        if part.is_first:
-            positions = config.max_position_embeddings
-            self.position_embedding = factory.position_embedding(positions, h, std=std)
-            self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
-            self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
-            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        h, std, positions = (
+            config.hidden_size,
+            config.init_method_std,
+            config.max_position_embeddings,
+        )
+        is_pre, rows = config.residual_order == "pre-ln", config.make_vocab_size_divisible_by
+        self.word_embedding: nn.Module | None = factory.word_embedding(
+            vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+        )
+        self.position_embedding = factory.position_embedding(positions, h, std=std)
+        self.token_type_embedding = factory.position_embedding(TOKEN_TYPES, h, std=std)
+        self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
+        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
         self.exchange = factory.exchange
-        if part.is_last:
-            self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
-            self.gather = factory.gather()
+        self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
+        self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
         """Norm of the sum of the embeddings, [n, h]; `layers` drops some of it."""
@@ -80,10 +77,6 @@ class BertEncoder(nn.Module):
             + self.token_type_embedding(token_types.flatten())
         )
         return self.embedding_norm(x)
-
-    def stream(self, batch: BertBatch | ExampleBatch, number: int) -> Tensor:
-        """Input of layer `number` for a batch of arrays, as a tensor on meta."""
-        return self.transformer.stream(batch.tokens.size)
 
     def layers(
         self, x: Tensor, batch: BertBatch | ExampleBatch, numbers: Sequence[int] | None = None
@@ -154,12 +147,22 @@ class BERT(nn.Module):
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        is_tied, heads = config.has_tied_head, factory.whole()
-        self.encoder = BertEncoder(config, factory, vocab_size, is_tied=is_tied)
-        if factory.part.is_last:
-            self.pooler = Pooler(config, heads)
-            self.mlm = MaskedTokenHead(config, heads, vocab_size)
-            self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
+        self.is_tied, heads = config.has_tied_head, factory.whole()
+        self.encoder = BertEncoder(config, factory, vocab_size, is_tied=self.is_tied)
+        self.pooler = Pooler(config, heads)
+        self.mlm = MaskedTokenHead(config, heads, vocab_size)
+        self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
+
+    def stages(self) -> list[list[str]]:
+        """See Decoder."""
+        names = ("word", "position", "token_type")
+        embedding = [f"encoder.{name}_embedding" for name in names]
+        embedding += ["encoder.embedding_norm", "encoder.embedding_dropout"]
+        layers = [
+            [f"encoder.transformer.layers.{name}"] for name in self.encoder.transformer.layers
+        ]
+        end = ["encoder.final_norm", "encoder.gather", "pooler", "mlm", "sop"]
+        return [embedding, *layers, end + ["encoder.word_embedding"] * self.is_tied]
 
     def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
@@ -168,7 +171,8 @@ class BERT(nn.Module):
         return self.encoder.embed(batch)
 
     def stream(self, batch: BertBatch, number: int) -> Tensor:
-        return self.encoder.stream(batch, number)
+        """Input of layer `number` for a batch of arrays, as a tensor on meta."""
+        return self.encoder.transformer.stream(batch.tokens.size)
 
     def layers(
         self, x: Tensor, batch: BertBatch, *, numbers: Sequence[int] | None = None

@@ -4,8 +4,8 @@
     v padded vocabulary
     t tensor-parallel size, which this file never reads: the factory decides what is cut
 
-A model has the stages `embed`, `layers` and `loss`; a batch holds tensors on the model's device. A
-pipeline rank builds its part of the model, with the names of the whole model.
+A model is a list of stages: `embed`, each layer, `loss`. A batch holds tensors on its device.
+A pipeline rank keeps a slice of this list, with the names of the whole model (models/build.py).
 
 A layer is that of section 3 of the paper, in either order of norm and residual (section 5.2):
 
@@ -198,7 +198,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class Transformer(nn.Module):
-    """One pipeline rank's layers; names of parameters and dropout use the number in the model."""
+    """The layers; names of parameters and dropout use the number in the model."""
 
     def __init__(
         self,
@@ -207,15 +207,14 @@ class Transformer(nn.Module):
         make: type[TransformerLayer] = TransformerLayer,
     ) -> None:
         super().__init__()
-        numbers = factory.part.layers(config.num_layers)
         self.hidden_size, self.stream_shape = config.hidden_size, factory.stream_shape
         self.drops = config.drops
         self.layers = nn.ModuleDict(
-            {str(number): make(config, factory, number) for number in numbers}
+            {str(number): make(config, factory, number) for number in range(config.num_layers)}
         )
 
     def forward(self, x: Tensor, at: Sequences, numbers: Sequence[int] | None = None) -> Tensor:
-        """numbers: numbers in the model of the layers to run; None for all layers of this rank."""
+        """numbers: numbers in the model of the layers to run; None for all."""
         for name in self.layers if numbers is None else map(str, numbers):
             x = self.layers[name](x, at)
         return x
@@ -244,26 +243,29 @@ class Decoder(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.positions = config.max_position_embeddings
-        h, std, part = config.hidden_size, config.init_method_std, factory.part
-        rows, is_tied = config.make_vocab_size_divisible_by, config.has_tied_head
-        self.word_embedding: nn.Module | None = None  # also the weight of a tied head
-        if part.is_first or (part.is_last and is_tied):
-            self.word_embedding = factory.word_embedding(
-                vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
-            )
-        if part.is_first:
-            self.add_positions(config, factory)
-            self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
+        h, std, is_tied = config.hidden_size, config.init_method_std, config.has_tied_head
+        rows, untied_std = config.make_vocab_size_divisible_by, None if is_tied else std
+        self.word_embedding: nn.Module | None = factory.word_embedding(
+            vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+        )
+        self.add_positions(config, factory)
+        self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, self.make_layer)
         self.exchange = factory.exchange
-        if part.is_last:
-            self.final_norm = make_norm(config, factory)
-            self.head = factory.head(
-                vocab_size, h, divisible_by=rows, untied_std=None if is_tied else std
-            )
+        self.final_norm = make_norm(config, factory)
+        self.head = factory.head(vocab_size, h, divisible_by=rows, untied_std=untied_std)
+        self.is_tied = is_tied
 
     def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
-        """Create what the first stage adds to the word embedding; nothing here."""
+        """Create what `embed` adds to the word embedding; nothing here."""
+
+    def stages(self) -> list[list[str]]:
+        """Names of the modules of each stage: of `embed`, of each layer, of `loss`. A pipeline rank
+        has those of its stages, and all modules that are in no stage."""
+        layers = [[f"transformer.layers.{number}"] for number in self.transformer.layers]
+        # Both ends hold a tied embedding; the sum of its two gradients is over their group.
+        end = ["final_norm", "head", *["word_embedding"] * self.is_tied]
+        return [["word_embedding", "embedding_dropout"], *layers, end]
 
     def denominators(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -346,6 +348,10 @@ class GPT2(Decoder):
         self.position_embedding = factory.position_embedding(
             positions, h, std=config.init_method_std
         )
+
+    def stages(self) -> list[list[str]]:
+        first, *others = super().stages()
+        return [[*first, "position_embedding"], *others]
 
     def embed(self, batch: GPT2Batch) -> Tensor:
         return super().embed(batch) + self.position_embedding(batch.positions.flatten())

@@ -3,7 +3,7 @@ cut. Another way to cut a model is another factory, and no change to the model."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -19,26 +19,6 @@ from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.mesh import ALONE, Axis, Mesh
 
 Maker = Callable[..., nn.Module]
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """The part of a model that one pipeline rank builds; by default all of it.
-
-    numbers: numbers of its layers in the whole model. is_first: whether it has the modules before
-    the first layer. is_last: whether it has the modules after the last layer.
-    """
-
-    numbers: tuple[int, ...] | None = None
-    is_first: bool = True
-    is_last: bool = True
-
-    def layers(self, count: int) -> Sequence[int]:
-        """Numbers of this rank's layers, in a model of `count` layers."""
-        return range(count) if self.numbers is None else self.numbers
-
-
-WHOLE = ModelPart()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +47,6 @@ class LayerFactory:
     exchange: Callable[[Any], Any]
     """(x [b, ..]): sends per-sample data, such as masks and positions, to the ranks that hold these
     samples in the parallel region; returns x unchanged except in 3D."""
-    part: ModelPart = WHOLE  # the part of the model that this rank builds
     tensor: Axis = ALONE  # axis that cuts the layers
     parallelize: Callable[..., Any] | None = None
     """(model, plan): cuts a model that was not built from these layers, in place, and returns it,
@@ -90,7 +69,6 @@ def factory_1d(
     norm: str = "torch",
     draws_in_kernel: bool = False,
     by_flex: bool = False,
-    part: ModelPart = WHOLE,
 ) -> LayerFactory:
     """The paper's: the mesh's one tensor axis cuts the layers, and also the rows of x if the mesh's
     stream has several ranks (sequence parallelism).
@@ -123,13 +101,11 @@ def factory_1d(
             norm=norm,
             draws_in_kernel=draws_in_kernel,
             by_flex=by_flex,
-            part=part,
         ),
         stream_shape=lambda n, h: (n // mesh.stream.size, h),
         exchange=lambda x: x,
         parallelize=partial(_parallelize, mesh=mesh),
         tensor=mesh.tensor,
-        part=part,
     )
 
 
@@ -140,7 +116,6 @@ def factory_2d(
     norm: str = "torch",
     draws_in_kernel: bool = False,
     by_flex: bool = False,
-    part: ModelPart = WHOLE,
 ) -> LayerFactory:
     """2D and 2.5D: tokens are cut over the mesh's rows, hidden columns over its columns. Arguments:
     see factory_1d; the only norms are torch's."""
@@ -167,7 +142,6 @@ def factory_2d(
         stream_shape=lambda n, h: (n, h // mesh.hidden.size),
         exchange=lambda x: x,
         tensor=mesh.tensor,
-        part=part,
     )
     return factory
 

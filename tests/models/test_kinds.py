@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
+from megatron.models.build import build_on_meta
 from megatron.models.gpt import dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
 from megatron.parallel.mesh import Mesh, serial_mesh
@@ -18,7 +20,9 @@ from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
+from tests.bert import bert_section
 from tests.dist import Pool
+from tests.llama import llama_section
 from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
 from tests.refusals import field_of, refusal
 from tests.tiny import (
@@ -31,6 +35,7 @@ from tests.tiny import (
     tiny_state,
     whole_weights,
 )
+from tools.planning.absent import absent_mesh
 
 CPU = torch.device("cpu")
 LAYOUTS = ((2, 2), (4, 2), (4, 4))  # ranks and those along the tensor axis
@@ -132,6 +137,42 @@ def test_a_model_alone_is_its_stages_in_order() -> None:
     x = model.layers(model.embed(batch), batch)
     assert torch.equal(model(batch, scales), model.loss(x, batch, scales))
     assert torch.equal(model(batch), model.logits(x))
+
+
+UNTIED = {"untie_embeddings_and_output_weights": True}
+STAGED: dict[str, Any] = {
+    "gpt2": tiny_section(num_layers=4),
+    "untied": tiny_section(num_layers=4, **UNTIED),
+    "llama": llama_section(num_layers=4),
+    "bert": bert_section(num_layers=4),
+    "post-ln": bert_section("post-ln", num_layers=4),
+}
+
+
+@pytest.mark.parametrize("name", list(STAGED))
+def test_pipeline_ranks_divide_a_model_under_its_names(name: str) -> None:
+    """Two virtual stages a rank: rank 0 has layers 0 and 2. Both ends have a tied embedding."""
+    layers = tuple(range(number, number + 1) for number in range(4))
+    plan, whole = PipelinePlan(2, 2, "interleaved", layers), names_of(STAGED[name], 1, 0)
+    first, last = (names_of(STAGED[name], 2, rank, plan) for rank in range(2))
+    tied = {each for each in whole if each.endswith("word_embedding.weight")}
+    assert first | last == whole
+    assert first & last == (tied if STAGED[name].has_tied_head else set())
+    for number in range(4):
+        of_layer = {each for each in whole if f".layers.{number}." in each}
+        assert of_layer
+        assert of_layer <= (first, last)[number % 2]
+
+
+def names_of(config: ModelConfig, ranks: int, rank: int, plan: PipelinePlan = UNCUT) -> set[str]:
+    mesh = absent_mesh({"pipeline": ranks}, CPU, stage=rank)
+    return {name for name, _ in build_on_meta(config, mesh, 101, pipeline=plan).named_parameters()}
+
+
+def test_a_kind_without_a_list_of_stages_has_no_pipeline() -> None:
+    mesh, plan = absent_mesh({"pipeline": 2}, CPU, stage=0), PipelinePlan(2, layers=(range(1),) * 2)
+    refused = refusal(lambda: build_on_meta(own_config(), mesh, 101, pipeline=plan))
+    assert "--pipeline-model-parallel-size 2" in str(refused)
 
 
 @pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])
