@@ -42,7 +42,7 @@ def describe(text: Path, output: Path, given: Figures) -> str:
         "extract": f'generated = {{input = ["{text}"], format = "jsonl", source = "generated"}}\n',
         "clean": words,
         "decontaminate": f"{words}evaluation = {json.dumps(given['evaluation'])}\n",
-        "tokenise": f"{words}append_eod = true\n",
+        "tokenise": words,
     }
     read = "" if "extract" in given["steps"] else f'input = ["{text}"]\n'
     own = [f"[{step}]\n{tables.get(step, '')}" for step in given["steps"]]

@@ -68,7 +68,7 @@ def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> di
         start(Rank(), "tools/train_tokenizer.py", *how)
     files = [str(tokenizer.resolve() / name) for name in ("vocab.json", "merges.txt")]
     own = ["--vocab-file", files[0], "--merge-file", files[1]]
-    how = ["--append-eod", "--workers", "2", "--output-prefix", packed, "--input", lines]
+    how = ["--workers", "2", "--output-prefix", packed, "--input", lines]
     start(Rank(), "tools/preprocess_data.py", *own, *how)
     return {
         PACKED: [*own, "--data-path", f"{packed}_text_document"],

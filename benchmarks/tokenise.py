@@ -50,7 +50,7 @@ def run(rank: Rank, name: str, folder: str, files: tuple[str, str]) -> Turn:
     load(*files)
 
     def preprocess(*inputs: Path) -> Figures:
-        flags = ["--append-eod", "--workers", 1, "--overwrite", "--output-prefix"]
+        flags = ["--workers", 1, "--overwrite", "--output-prefix"]
         flags += [f"{folder}/{name}", "--vocab-file", files[0], "--merge-file", files[1]]
         return watched("tools/preprocess_data.py", *flags, "--input", *inputs)
 

@@ -91,8 +91,9 @@ class Settings:
     merge_file: Path | None = None
     """The byte-pair encoding's merges (merges.txt)."""
 
-    append_eod: bool = False
-    """End each document with an end-of-document mark."""
+    append_eod: bool | None = None
+    """End each document with an end-of-document mark. The default is to do so without
+    --split-sentences, and not with it."""
 
     split_sentences: bool = False
     """Write each sentence as a sequence, as pretrain_bert.py needs, to a data set P_text_sentence.
@@ -145,6 +146,10 @@ class Settings:
                 "left out with --split-sentences, which keeps documents apart without a mark",
                 works=("--no-append-eod",),
             )
+
+    @property
+    def appends_eod(self) -> bool:
+        return not self.split_sentences if self.append_eod is None else self.append_eod
 
     @property
     def name(self) -> str:
@@ -209,8 +214,8 @@ def check(settings: Settings) -> None:
         )
     if is_bert and not settings.split_sentences:
         warn("without --split-sentences pretrain_bert.py does not read what is written")
-    elif not settings.append_eod and not settings.split_sentences:
-        warn("without --append-eod documents run into each other in training")
+    elif not settings.appends_eod and not settings.split_sentences:
+        warn("with --no-append-eod documents run into each other in training")
 
 
 def say_warning(warning: str | None) -> None:
@@ -247,7 +252,7 @@ def token_settings(settings: Settings) -> TokenSettings:
         merge_file=settings.merge_file,
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod if settings.append_eod else None,
+        eod=tokenizer.eod if settings.appends_eod else None,
         unknown=tokenizer.unknown if isinstance(tokenizer, BertTokenizer) else None,
         sentences=splitter() if settings.split_sentences else None,
         encoder=encoder.name,

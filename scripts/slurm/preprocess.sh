@@ -3,7 +3,7 @@
 #
 #     sbatch --nodes 8 --ntasks-per-node 1 --cpus-per-task 32 --time 8:00:00 \
 #         scripts/slurm/preprocess.sh --input /shared/split/train --output-prefix /shared/P \
-#         --vocab-file vocab.json --merge-file merges.txt --append-eod
+#         --vocab-file vocab.json --merge-file merges.txt
 #
 # All tasks do a stage together, then the next, and the first one writes the end. There are two
 # stages for every 64 shards of the output (--shard-size); --export=ALL,STAGES=4 does four.

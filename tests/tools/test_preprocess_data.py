@@ -79,7 +79,7 @@ def test_documents_in_order_with_end_marks(folder: Path) -> None:
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[100:150])))
     (folder / "c.jsonl.zst").write_bytes(zstd.compress(lines(TEXTS[150:])))
     words = ["--input", "a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "--json-key", "text",
-             "--output-prefix", "p", "--append-eod", "--workers", "1", *TOKENIZER]  # fmt: skip
+             "--output-prefix", "p", "--workers", "1", *TOKENIZER]  # fmt: skip
     command = [sys.executable, str(PROGRAM)]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
     assert "warning" not in done.stderr
@@ -123,7 +123,7 @@ def test_units_are_put_together_in_order(folder: Path, capsys: pytest.CaptureFix
     good = encoded([json.loads(line)["text"] for line in each if line != b"bad\n"])
     for prefix, more in (("one", []), ("cut", ["--shard-size", "75KB"])):
         words = ["--input", "a.jsonl", "b.jsonl.gz", "--output-prefix", prefix, *more]
-        tokenise(capsys, *words, "--workers", "3")
+        tokenise(capsys, *words, "--workers", "3", "--no-append-eod")
         assert read(f"{prefix}_text_document") == good
         verify(f"{prefix}_text_document")
     assert len(list(folder.glob("cut_*.bin"))) > 4

@@ -110,7 +110,7 @@ def test_whole_documents_of_a_wordpiece(folder: Path, capsys: pytest.CaptureFixt
     tokenizer = build_tokenizer(KIND, "vocab.txt", None)
     for end in ([], [tokenizer.eod]):
         preprocess_data.warn.cache_clear()  # for it is said once in a process
-        mark = ["--append-eod"] if end else []
+        mark = [] if end else ["--no-append-eod"]
         said = preprocess(capsys, "--no-split-sentences", "--overwrite", *mark)
         assert said.count("warning: ") == said.count("--split-sentences") == 1
         assert read("p_text_document") == [

@@ -44,6 +44,8 @@ OF_THE_COMMAND = {"shard", "overwrite"}
 NOT_OF_THE_FILE = {"output", *OF_THE_COMMAND}
 USUAL = ("clean", "dedup", "split")
 """Steps of a run without a file."""
+SWITCHES = (bool, bool | None)
+"""Types of keys whose flags take no value."""
 FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
 
 Table = Mapping[str, Any]
@@ -140,7 +142,7 @@ def check_table(table: Table, kind: type[Any], step: str, where: str, *, reads_r
         check_key(where, key, set(known), f"python -m {STEPS[step]} --help")
         if isinstance(value, Mapping):
             raise ValueError(f"{where} {key}: a table in a table is no flag")
-        if known[key].type is bool and not isinstance(value, bool):
+        if known[key].type in SWITCHES and not isinstance(value, bool):
             raise ValueError(f"{where} {key}: true or false would work, without quotes")
     if reads_raw and not table.get("input"):
         raise ValueError(f'{where} needs input = ["FILE OR FOLDER"]')
@@ -258,7 +260,7 @@ def as_keys(error: Exception, settings: Any) -> str:
         key, is_on = (key, True) if key in known else (key.removeprefix("no_"), False)
         if key not in known:
             return " ".join([flag, *values])
-        if known[key].type is bool:
+        if known[key].type in SWITCHES:
             return setting(key, is_on)
         if get_origin(known[key].type) is tuple and values:
             return setting(key, [*map(as_value, values)])

@@ -29,7 +29,7 @@ def data_stage(output: Path, text: Path, model: str, vocab_size: int, cores: int
                    "--vocab-size", str(vocab_size), "--output-dir", vocabulary)  # fmt: skip
     own: dict[str, list[str | Path]] = {
         "gpt2": ["--vocab-file", vocabulary / "vocab.json",
-                 "--merge-file", vocabulary / "merges.txt", "--append-eod"],
+                 "--merge-file", vocabulary / "merges.txt"],
         "bert": ["--vocab-file", vocabulary / "vocab.txt", "--split-sentences"],
     }  # fmt: skip
     encode = python("tools/preprocess_data.py", "--input", text,

@@ -134,7 +134,7 @@ def token_stages(settings: Settings, cores: int) -> list[Stage]:
     encode = python(
         "tools/preprocess_data.py", "--input", text, "--json-key", "text",
         "--output-prefix", settings.out / "data" / "train",
-        "--tokenizer-type", "GPT2BPETokenizer", *vocabulary_flags(settings), "--append-eod",
+        "--tokenizer-type", "GPT2BPETokenizer", *vocabulary_flags(settings),
     )  # fmt: skip
     preprocess = Stage(
         name="preprocess",
