@@ -191,11 +191,11 @@ from .data.documents import (
     Documents as Documents,
     open_documents as open_documents,
 )
-from .data.columns import (
+from .data.map_style import (
     ColumnDocuments as ColumnDocuments,
     DatasetColumn as DatasetColumn,
+    open_named as open_named,
 )
-from .data.map_style import open_named as open_named
 from .data.padded import open_padded_splits as open_padded_splits
 from .data.tokenizer_base import Tokenizer as Tokenizer
 from .data.tokenizer import build_tokenizer as build_tokenizer
