@@ -34,10 +34,9 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.columns import check_column
 from megatron.data.files import flush_to_disk
 from megatron.data.json_lines import LONGEST_LINE
-from megatron.data.map_style import load_named, one_line
+from megatron.data.map_style import check_column, load_named, one_line
 from megatron.errors import UsageError
 from megatron.libraries import Library
 from tools.corpus.shards import placed

@@ -49,11 +49,15 @@ class Batch:
         """The batch without entries that only fill it up to sizes that kernels like."""
         return self
 
+    def with_arrays(self, **arrays: Array) -> Self:
+        """The batch with these fields changed; dataclasses.replace would derive others again."""
+        batch = copy(self)
+        vars(batch).update(arrays)
+        return batch
+
     def numbered(self, numbers: Array) -> Self:
         """The same samples with these numbers."""
-        batch = copy(self)  # dataclasses.replace would derive fields again
-        object.__setattr__(batch, "numbers", numbers)
-        return batch
+        return self.with_arrays(numbers=numbers)
 
     def take(self, order: Array) -> Self:
         """The batch with only the tokens at positions `order`, int64 [at most s], of each sample,

@@ -19,7 +19,6 @@ b: samples of a batch; s: tokens of a sample (--seq-length), of which 3 are mark
 
 import sys
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar, Self
@@ -70,15 +69,15 @@ class BertBatch(TextBatch):
         masked = np.flatnonzero(self.loss_mask)
         size = -(-len(masked) // MASKED_MULTIPLE) * MASKED_MULTIPLE
         filled = np.pad(masked, (0, size - len(masked)))
-        object.__setattr__(self, "masked", filled)
-        object.__setattr__(self, "masked_labels", self.labels.reshape(-1)[filled])
-        object.__setattr__(self, "is_counted", np.arange(size) < len(masked))
+        vars(self).update(
+            masked=filled,
+            masked_labels=self.labels.reshape(-1)[filled],
+            is_counted=np.arange(size) < len(masked),
+        )
 
     def trimmed(self) -> Self:
-        batch = copy(self)
-        for name in ("masked", "masked_labels", "is_counted"):
-            object.__setattr__(batch, name, getattr(self, name)[self.is_counted])
-        return batch
+        names = ("masked", "masked_labels", "is_counted")
+        return self.with_arrays(**{name: getattr(self, name)[self.is_counted] for name in names})
 
 
 @dataclass(kw_only=True)

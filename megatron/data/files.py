@@ -9,14 +9,15 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+T = TypeVar("T")
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Pieces of a file that are read to identify it: 128 KiB, and few enough seeks for a slow disk.
 PIECES, PIECE = 8, 16 << 10
@@ -52,7 +53,7 @@ def write_atomically(file: Path, content: bytes) -> None:
         flush_directory(file.parent)
     except OSError as error:
         staged.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_SPACE:
             raise OSError(f"{file}: {error.strerror}; {disk_space(file, len(content))}") from error
         raise
 
@@ -97,28 +98,30 @@ def sampled_sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Lets one process of a host at a time make this file, unless the folder allows no locks."""
-    from filelock import FileLock
-
-    lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except (OSError, NotImplementedError):  # the folder, or its file system, allows none
-        yield
-        return
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            Path(lock.lock_file).unlink()
-        lock.release()
-
-
 class DataError(ValueError):
     """Data of a run that cannot be read, have changed, or teach nothing. The user gets one line
     that names the flag or the file."""
+
+
+def find_or_make(file: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
+    """What `find` reads of a file kept beside data, else what `make` returns, which writes it.
+
+    One process of a host makes the file; the others wait for it, unless the folder allows no locks.
+    """
+    if (found := find()) is not None:
+        return found
+    from filelock import FileLock
+
+    lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
+    with suppress(OSError, NotImplementedError):  # the folder, or its file system, allows none
+        lock.acquire()
+    try:
+        return made if (made := find()) is not None else make()
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()
+            lock.release()
 
 
 class ScanCache:
@@ -146,19 +149,15 @@ class ScanCache:
         return self._stamp() == self._key
 
     def find(self, scan: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The cached arrays, by name; without a cache those of `scan`, which are then cached.
+        """The cached arrays, by name; without a cache those of `scan`, which are then cached."""
 
-        One process of a host scans; the others wait for its cache.
-        """
-        if (found := self._read()) is not None:
-            return found
-        with alone(self._file):
-            if (found := self._read()) is None:
-                self._write(scanned := scan())
-                return scanned
-        return found
+        def make() -> Mapping[str, Any]:
+            self._write(arrays := scan())
+            return arrays
 
-    def _read(self) -> dict[str, NDArray[Any]] | None:
+        return find_or_make(self._file, self._read, make)
+
+    def _read(self) -> Mapping[str, Any] | None:
         """The cached arrays; None without a cache, or if it is of other files."""
         import numpy as np  # not above: checkpoint/format.py needs this file, but no numpy
 

@@ -1,27 +1,186 @@
-"""Opens data of `datasets` by the flags: saved folders, parquet, `load_dataset`.
+"""Documents from a column of text of map-style data of `datasets`, opened by the flags.
 
---data-path names a folder of `save_to_disk` or parquet files, which are not copied; --dataset-name
-is the argument of `datasets.load_dataset`, which copies the data to Arrow in its cache once.
-`datasets` is imported only where one of these is opened, which takes half a second.
+| flag | data | read from |
+|---|---|---|
+| --data-path | a folder of `save_to_disk` | its Arrow files, in place |
+| --data-path | parquet, a file or a folder | a copy of the text column in the cache of `datasets` |
+| --dataset-name | an argument of `load_dataset` | a copy of all columns in the same cache |
+
+Arrow is memory-mapped: the text of a random row takes 10 us. Parquet has no access by row: a row
+decodes its whole row group, 200 ms for the 100 MB that `datasets` writes by default (one core,
+snappy), so that it is copied once. A copy is valid while path and modification time stay the same.
+
+The texts are read once as a whole (some 0.5 s per GB if the disk is as fast), to find the rows
+without text and to hash the others. The result is kept beside the data and is valid while sizes and
+modification times of the files stay the same. The hash is of the texts in their order, not of the
+files: `save_to_disk` writes equal texts to different files whenever its version, shards, or an
+index mapping differ.
+
+`datasets` is imported only where such data are opened, which takes half a second.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
-from megatron.data.files import ScanCache
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.files import DataError, ScanCache
 from megatron.data.json_lines import NOT_SHARDS, warn_not_read
 from megatron.libraries import Library
 
 datasets, pa = Library("datasets"), Library("pyarrow")
+pc, pq = Library("pyarrow.compute"), Library("pyarrow.parquet")
 
+BATCH_ROWS = 1000  # rows read together in the one pass
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of files with texts
+
+
+class ColumnDocuments:
+    """The rows of a column that hold text, numbered in their order.
+
+    Implements megatron.data.documents.Documents. Rows without text (null, empty, blank, not UTF-8)
+    are left out.
+    """
+
+    def __init__(self, name: str, column: DatasetColumn, *, cache: ScanCache | None = None) -> None:
+        """name: flag and value, for messages. cache: where the result of the pass is kept.
+
+        Warns of rows without text; raises ValueError if no row has text.
+        """
+        self.name, self._column = name, column
+        found = _scan(column) if cache is None else cache.find(partial(_scan, column))
+        digest, without = str(found["digest"]), found["without"]
+        self.content = f"SHA-256 {digest} of texts"
+        self.num_documents = len(column) - len(without)
+        # Number of documents before each row that is left out.
+        self._before = without - np.arange(len(without))
+        if not self.num_documents:
+            raise ValueError(
+                f"{name} holds no text in any of its {len(column)} rows; another --text-column, or "
+                "other data, would work"
+            )
+        if len(without):
+            warnings.warn(
+                f"{name}: {len(without)} of {len(column)} rows hold no text and are left out; the "
+                f"first is row {without[0]}",
+                stacklevel=3,
+            )
+
+    def row(self, number: int) -> int:
+        """Row of the document of this number, counted from 0."""
+        return number + int(np.searchsorted(self._before, number, side="right"))
+
+    def place(self, number: int) -> str:
+        return f"{self.name}, row {self.row(number)}"
+
+    def text(self, number: int) -> str:
+        """Raises DataError if the column has changed."""
+        if (text := self._column[self.row(number)]) is None:
+            raise DataError(
+                f"{self.place(number)} holds no text: it has changed since the whole was read; "
+                "files that stay as they are work"
+            )
+        return text
+
+
+def _scan(column: DatasetColumn) -> dict[str, NDArray[Any]]:
+    """One pass over the column. digest: SHA-256, in hex, of the texts; without: int64, rows without
+    text.
+
+    Lengths and bytes have separate hashes, so that the result does not depend on batches.
+    """
+    sizes, content = hashlib.sha256(), hashlib.sha256()
+    without, row = [np.empty(0, np.int64)], 0
+    for batch in column.batches():
+        texts = batch.cast(pa.large_string())
+        good = _has_text(texts)
+        if not good.all():
+            without.append(row + np.flatnonzero(~good))
+            texts = texts.filter(pa.array(good))
+        row += len(batch)
+        sizes.update(pc.binary_length(texts).to_numpy(zero_copy_only=False).tobytes())
+        _, offsets, values = texts.buffers()
+        if len(texts):
+            ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+            content.update(memoryview(values)[ends[0] : ends[-1]])
+    whole = hashlib.sha256(sizes.digest() + content.digest())
+    return {"digest": np.array(whole.hexdigest()), "without": np.concatenate(without)}
+
+
+def _has_text(texts: Any) -> NDArray[np.bool_]:
+    """Whether each text is not null, is UTF-8, and holds more than white space."""
+    try:
+        blank = pc.or_kleene(pc.utf8_is_space(texts), pc.equal(pc.binary_length(texts), 0))
+    except pa.ArrowInvalid:  # not UTF-8 somewhere in the batch
+        if len(texts) == 1:
+            return np.array([False])
+        half = len(texts) // 2
+        return np.concatenate([_has_text(texts[:half]), _has_text(texts[half:])])
+    return ~pc.fill_null(blank, True).to_numpy(zero_copy_only=False)
+
+
+class DatasetColumn:
+    """A column of a map-style `datasets.Dataset`, which may be shuffled or selected."""
+
+    def __init__(self, dataset: Any, column: str, name: str) -> None:
+        """Raises ValueError, naming the flag, if the dataset is not map-style or the column does
+        not hold text."""
+        if not isinstance(dataset, datasets.Dataset):
+            raise ValueError(
+                f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
+                "JSON lines that `python -m tools.stream_to_jsonl` writes from it works"
+            )
+        check_column(column, dataset.features.arrow_schema, name)
+        self._dataset = dataset.select_columns([column]).with_format(None)
+        self._name = column
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> str | None:
+        found: str | None = self._dataset[row][self._name]
+        return found
+
+    def batches(self) -> Iterator[Any]:
+        for table in self._dataset.with_format("arrow").iter(BATCH_ROWS):
+            yield table.column(0).combine_chunks()
+
+
+def check_column(column: str, schema: Any, name: str) -> None:
+    """ValueError, naming the text columns, if the Arrow schema has no such column of text."""
+
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        return any(
+            test(kind)
+            for test in (
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_string_view,
+                pa.types.is_null,
+            )
+        )
+
+    texts = [field.name for field in schema if is_text(field.type)]
+    if column not in texts:
+        found = f" (it is {schema.field(column).type})" if column in schema.names else ""
+        there = (
+            f"but {', '.join(texts)}; --text-column {texts[0]} works" if texts else "nor another"
+        )
+        raise ValueError(
+            f"--text-column {column}: {name} has no such column of text{found}, {there}"
+        )
 
 
 def names_map_style(path: str) -> bool:
@@ -78,8 +237,38 @@ def is_saved(folder: Path) -> bool:
 def _open_parquet(
     path: Path, files: Sequence[Path], column: str, selection: str, name: str
 ) -> ColumnDocuments:
-    texts = ParquetColumn(files, column, name)
+    """Copies the column of each file to Arrow, unless that was done before.
+
+    Raises DataError, naming the file, for one that is damaged.
+    """
+    names = [name if len(files) == 1 else f"{name} ({file.name})" for file in files]
+    rows = []
+    for file, file_name in zip(files, names, strict=True):  # all of them before the first copy
+        with _damage_named(file_name):
+            metadata = pq.read_metadata(file)
+        check_column(column, metadata.schema.to_arrow_schema(), file_name)
+        rows.append(metadata.num_rows)
+    features = datasets.Features({column: datasets.Value("large_string")})
+    how = {"columns": [column], "features": features, "batch_size": BATCH_ROWS}
+    copies = [datasets.Dataset.from_dict({column: []}, features)]
+    for file, file_name, count in zip(files, names, rows, strict=True):
+        if count:  # `datasets` copies no file without rows
+            with _damage_named(file_name):
+                pattern = glob.escape(str(file.absolute()))
+                copies.append(datasets.Dataset.from_parquet(pattern, **how))
+    texts = DatasetColumn(datasets.concatenate_datasets(copies), column, name)
     return ColumnDocuments(name, texts, cache=ScanCache(path, files, column, selection))
+
+
+@contextmanager
+def _damage_named(file: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, datasets.exceptions.DatasetsError, pa.ArrowException) as error:
+        raise DataError(
+            f"{file} is damaged, or cannot be copied: {one_line(error.__cause__ or error)}; the "
+            "file written again works"
+        ) from error
 
 
 def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:

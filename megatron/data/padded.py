@@ -12,18 +12,37 @@ attention needs no mask.
 b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
-from collections.abc import Sequence
+import hashlib
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron.data.documents import Documents
+from megatron.data.documents import Documents, JsonLines
+from megatron.data.files import (
+    NO_SPACE,
+    DataError,
+    disk_space,
+    find_or_make,
+    flush_to_disk,
+    temporary,
+)
 from megatron.data.gpt2 import GPT2Batch
+from megatron.data.indexed import token_dtype
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.token_cache import CHUNK, Encode, encoder
 from megatron.data.tokenizer_base import Tokenizer
+
+CHUNK = 256  # documents that are tokenised together
+
+Encode = Callable[[Sequence[int]], list[list[int]]]
+"""Maps numbers of documents to the ids of each; safe in any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +146,8 @@ def open_padded_splits(
         seq_length=seq_length,
     )
     data = [source.data for source in corpus.sources]
-    encoders = {id(each): encoder(each, tokenizer, cached=cache_tokens) for each in data}
+    make_encoder = _read_cached if cache_tokens else _encode_on_demand
+    encoders = {id(each): make_encoder(each, tokenizer) for each in data}
     if refuse_too_long:
         _refuse_too_long([(each, encoders[id(each)]) for each in data], padding)
 
@@ -164,3 +184,85 @@ def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Paddi
             f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
             "--too-long cut works"
         )
+
+
+def _encode_on_demand(documents: Documents, tokenizer: Tokenizer) -> Encode:
+    return lambda numbers: tokenizer.encode_batch([documents.text(number) for number in numbers])
+
+
+def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
+    """Token ids of a file of JSON lines, kept beside it: tokenised once, read by every later run.
+
+    The name of the cache, `.FILE.HASH.tokens`, has a hash of the file's content, the key of its
+    texts and the tokenizer. So a changed file, or another tokenizer, has its own cache, and none is
+    stale. Ids are without begin and end marks and are not cut: one cache serves every --seq-length.
+
+        ids     uint16 or int32    of all documents, one after another
+        ends    int64 [documents]  where in ids each document ends
+
+    Raises ValueError, naming --cache-tokens, if the documents are not a file of JSON lines, and
+    DataError if the cache is damaged. Warns if no cache can be written to the folder, and then
+    tokenises on demand.
+    """
+    if not isinstance(documents, JsonLines):
+        raise ValueError(
+            f"--cache-tokens: {documents.name} is no file of JSON lines; --no-cache-tokens works"
+        )
+    encode = _encode_on_demand(documents, tokenizer)
+    facts = "\n".join((documents.content, tokenizer.kind, tokenizer.fingerprint))
+    name = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    source, dtype = Path(documents.name).resolve(), token_dtype(tokenizer.vocab_size)
+    file, count = source.with_name(f".{source.name}.{name}.tokens"), documents.num_documents
+
+    def write() -> Path:
+        """Writes the cache in bounded memory; the file is in place whole, or not at all."""
+        staged, ends = temporary(file), np.empty(count, np.int64)
+        end = 0
+        try:
+            with staged.open("wb") as stream:
+                for start in range(0, count, CHUNK):
+                    numbers = range(start, min(start + CHUNK, count))
+                    for number, ids in zip(numbers, encode(numbers), strict=True):
+                        stream.write(np.asarray(ids, dtype).tobytes())
+                        ends[number] = end = end + len(ids)
+                stream.write(ends.tobytes())
+                flush_to_disk(stream)
+            return staged.replace(file)
+        finally:
+            staged.unlink(missing_ok=True)
+
+    try:
+        find_or_make(file, lambda: file if file.is_file() else None, write)
+    except OSError as error:
+        space = error.errno in NO_SPACE and f"; {disk_space(file, documents.num_bytes)}"
+        warnings.warn(
+            f"--cache-tokens: {file.parent} takes no cache ({error.strerror}{space or ''}): "
+            "documents are tokenised when they are read",
+            stacklevel=3,
+        )
+        return encode
+    return _open_cache(file, count, dtype)
+
+
+def _open_cache(file: Path, documents: int, dtype: np.dtype[Any]) -> Encode:
+    """Raises DataError, naming the file, if it is damaged."""
+    stream = file.open("rb", buffering=0)
+    size, tail = os.fstat(stream.fileno()).st_size, 8 * documents
+    ends = os.pread(stream.fileno(), tail, size - tail) if size >= tail else b""
+    starts = np.concatenate([[0], np.frombuffer(ends, np.int64)]) * dtype.itemsize
+    if int(starts[-1]) + tail != size or (np.diff(starts) < 0).any():
+        stream.close()
+        raise DataError(f"--cache-tokens: {file} is damaged; without this file it is made anew")
+
+    def read(numbers: Sequence[int]) -> list[list[int]]:
+        texts = list[list[int]]()
+        for number in numbers:
+            start, stop = starts[number : number + 2].tolist()
+            content = os.pread(stream.fileno(), stop - start, start)
+            if len(content) != stop - start:
+                raise DataError(f"--cache-tokens: {file} was cut while it was read")
+            texts.append(np.frombuffer(content, dtype).tolist())
+        return texts
+
+    weakref.finalize(read, stream.close)
+    return read

@@ -13,10 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron.data.columns import ColumnDocuments, DatasetColumn, ParquetColumn
 from megatron.data.documents import open_documents
-from megatron.data.map_style import open_map_style, open_named
+from megatron.data.map_style import (
+    ColumnDocuments,
+    DatasetColumn,
+    open_map_style,
+    open_named,
+)
 from tests.refusals import field_of, refusal
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 TEXTS = [f"text {number} " * (number % 5 + 1) for number in range(40)]
 # What is left out, at the beginning, in a row, and at the end.
@@ -113,8 +119,8 @@ def test_every_source_gives_the_same_texts(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert documents.content == open_map_style(str(saved(tmp_path / "w", TEXTS))).content
-    is_named = source.startswith("JSON") or "named" in source
-    assert any(datasets_cache.rglob("*.arrow")) == is_named  # nothing else is copied
+    is_copied = source.startswith(("JSON", "parquet"))
+    assert any(datasets_cache.rglob("*.arrow")) == is_copied  # nothing else is
 
 
 @pytest.mark.parametrize(
@@ -199,17 +205,42 @@ def test_what_is_kept_is_of_one_column(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_damaged_page_names_flag_and_file(tmp_path: Path, when: str) -> None:
+def test_a_damaged_page_names_flag_and_file(tmp_path: Path) -> None:
+    """Where it is there at the start; texts that were opened before stay what they are."""
     folder = parquet_folder(tmp_path)
-    documents = None if when == "before" else open_map_style(str(folder))
+    documents = open_map_style(str(folder))
     file = folder / "data" / "train-00001-of-00002.parquet"
     with file.open("r+b") as stream:
         stream.seek(4)
         stream.write(b"\xff" * 40)
-    error = refusal(lambda: (documents or open_map_style(str(folder))).text(10), lines=1)
+    assert texts_of(documents) == TEXTS
+    error = refusal(lambda: open_map_style(str(folder)), lines=1)
     assert field_of(error) == "--data-path"
     assert file.name in str(error)
+
+
+def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path) -> None:
+    """The column alone, and again if the file changes; brackets are part of a name."""
+    folder = tmp_path / "[a]*"
+    folder.mkdir()
+    columns = {"text": ["a"], "large": ["no text" * 10_000]}
+    pq.write_table(pa.table(columns), folder / "a.parquet")
+
+    def copies() -> set[Path]:
+        return set(datasets_cache.rglob("*.arrow"))
+
+    def open_texts() -> list[str]:
+        return texts_of(open_map_style(str(folder / "a.parquet")))
+
+    assert open_texts() == ["a"]
+    (first,) = copies()
+    assert first.stat().st_size < 10_000
+    assert open_texts() == ["a"]
+    assert copies() == {first}
+    parquet(folder / "a.parquet", ["changed"])
+    os.utime(folder / "a.parquet", ns=(0, 0))
+    assert open_texts() == ["changed"]
+    assert len(copies()) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.* hold no ")
@@ -221,25 +252,10 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
     assert texts_of(open_named(str(lines))) == TEXTS
 
 
-def test_large_row_groups_are_told_of(tmp_path: Path) -> None:
-    """Where there are several of them, and not all of them are kept."""
-    large = parquet(tmp_path / "large.parquet", [letter * (5 << 20) for letter in "abc"], 1)
-    with pytest.warns(UserWarning, match=r"large\.parquet"):
-        ParquetColumn([large], "text", str(large), 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ParquetColumn([large], "text", str(large))
-        ParquetColumn([parquet(tmp_path / "small.parquet")], "text", "small", 1)
-
-
 @pytest.mark.parametrize("source", ["saved", "parquet", "object"])
 def test_any_thread_may_ask(source: str, tmp_path: Path) -> None:
-    if source == "parquet":  # of which one group is kept at a time
-        column = ParquetColumn([parquet(tmp_path / "a.parquet", TEXTS)], "text", "mine", 1)
-        documents = ColumnDocuments("mine", column)
-    else:
-        path = str(saved(tmp_path, TEXTS))
-        documents = shuffled(TEXTS) if source == "object" else open_map_style(path)
+    path = str((saved if source == "saved" else parquet)(tmp_path / "a.parquet", TEXTS))
+    documents = shuffled(TEXTS) if source == "object" else open_map_style(path)
     numbers = random.Random(0).choices(range(len(TEXTS)), k=2000)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(documents.text, numbers))
@@ -331,7 +347,7 @@ def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: 
     for name, texts in (("one", TEXTS), ("two", ["of two"]), ("one", TEXTS)):
         assert texts_of(open_map_style(folder, config=name)) == texts
         assert texts_of(open_documents(folder, config=name)) == texts
-    assert not list(datasets_cache.iterdir())
+    assert len(list(datasets_cache.rglob("*.arrow"))) == 2  # each is copied once
     lines = json_folder(tmp_path, TEXTS)
     configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in SPLITS)
     (lines / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
