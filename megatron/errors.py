@@ -28,6 +28,10 @@ class UsageError(ValueError):
         return f"{text}: must be {self.allowed}{cure}"
 
 
+class CommandLineError(ValueError):
+    """The command line does not fit the flags of a program; the message is tyro's own."""
+
+
 class OutOfMemoryError(RuntimeError):
     """An allocation of a rank failed; the message says what helps (megatron/train/memory.py)."""
 

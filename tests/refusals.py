@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import UsageError
+from megatron.errors import CommandLineError, UsageError
 
 Program = Callable[[list[str]], object]
 ALIASES = {"--model-parallel-size": "--tensor-model-parallel-size"}
+TYRO = (  # tyro's messages, up to the flag or word that is wrong
+    r"(?s)(?:Unrecognized options: |Error parsing |invalid choice .*? for argument '"
+    r"|Missing value for argument '|Missing from\s.*?:\s+)([\w-]+)"
+)
 ERRORS = (ValueError, OSError, RuntimeError, TypeError)
 
 
@@ -57,12 +61,13 @@ def leaving_nothing(program: Program) -> Program:
 
 
 def refusal(call: Callable[[], object], *, lines: int = 2) -> Exception:
-    """The error with which a call ends; its message has at most so many lines."""
+    """The error with which a call ends; its message has at most so many lines, but for tyro's."""
     try:
         call()
     except (SystemExit, *ERRORS) as stop:
         error = cause_of(stop)
-        assert str(error).count("\n") < lines, str(error)
+        is_short = str(error).count("\n") < lines or isinstance(error, CommandLineError)
+        assert is_short, str(error)
         return error
     pytest.fail("it was accepted")
 
@@ -82,6 +87,8 @@ def field_of(error: Exception | str) -> str:
     if isinstance(error, UsageError):
         return error.flag
     text = error.rpartition("error: ")[2] if isinstance(error, str) else str(error)
+    if found := re.match(TYRO, text):
+        return found[1].replace("_", "-")
     return re.split(r"[\s:,;]", text.strip(), maxsplit=1)[0]
 
 

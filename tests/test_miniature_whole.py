@@ -41,7 +41,8 @@ def small_preset(folder: Path, name: str) -> Path:
     """The preset of this name with a toy's sizes."""
     text = (ROOT / "scripts" / "presets" / f"{name}.toml").read_text()
     for key, value in SMALL.items():
-        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
+        names = r"lr_warmup_\w+" if key == "lr_warmup_iters" else key
+        text, count = re.subn(rf"(?m)^{names} = .*$", f"{key} = {value}", text)
         assert count == 1, key
     preset = folder / f"{name}.toml"
     preset.write_text(text)

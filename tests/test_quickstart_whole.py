@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 FEW = 48  # documents, of which an example reads a whole epoch
 LENGTHS = {  # of the quickstart, which takes them from its preset
     "train_iters": 30,
-    "lr_warmup_iters": 5,
+    "lr_warmup_fraction": 0.17,
     "log_interval": 5,
     "eval_interval": 15,
     "eval_iters": 1,

@@ -21,33 +21,24 @@ from megatron.checkpoint.format import (
 )
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.pretrain import PretrainConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.data.files import SAMPLE
 from megatron.errors import UsageError, flag, switch
 from megatron.models.registry import config_of, find_kind
 from megatron.parallel.axes import BATCH_AXES
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
-# Parts of the config whose settings are compared when a run resumes. The others (where files are,
-# how fast it runs, what it logs) change no result.
-COMPARED = ("model", "data", "optimizer", "training", "precision")
-# Model settings that may differ on resume (a message lists them); any other difference is an error.
-FREE = {
-    *DROPOUTS,
-    "--cpu-offload-activations",
-    "--init-method-std",
-    "--layernorm-impl",
-    "--make-vocab-size-divisible-by",
-    "--recompute-granularity",
-    "--vocab-size",  # compared as "vocabulary"
-    "--hf-model",  # compared as what its config.json says
-    "--plan",  # its effect on tensors is compared once the model is built
-    "--random-weights",
+# Parts of the config whose settings are compared when a run resumes, and what happens to a setting
+# that has changed where "resume" in the metadata of its field does not say it.
+# fixed: it is refused. data: it is refused without --override-data. free: a message lists it.
+# effect: it is not compared by its value, but by what it comes to: "precision", "vocabulary" ...
+PARTS = {
+    "model": "fixed",
+    "data": "data",
+    "optimizer": "free",
+    "training": "free",
+    "precision": "free",
 }
-# Data settings that may differ on resume: the data set's fingerprint covers them, or they change
-# nothing in a sample.
-WHERE = {"--data-path", "--mock-data", "--tokenizer-type", "--vocab-file", "--merge-file"}
-WHERE |= {"--dataset-name", "--dataset-config", "--dataset-split", "--json-key"}
-WHERE |= {"--num-workers", "--too-long"}
 CONFIG_JSON = "config.json: "  # prefix of each of its keys
 # Keys of config.json that say nothing about the model.
 NO_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -229,23 +220,23 @@ def check_start(
             f"a run to resume, not weights imported from {manifest['imported_from']}",
             works=("--load", str(path), "--finetune"),
         )
-    fixed = {flag(each.name) for each in fields(config.model)} - FREE | {"vocabulary"}
-    fixed |= set() if finetune else {"precision"}
-    fixed -= {flag(name) for name in config.model.adaptable} if finetune else set()
-    overridable = {"tokenizer"}
-    if not finetune:
-        overridable |= {"--seed", "data sets", *(flag(each.name) for each in fields(config.data))}
-        overridable -= WHERE
-    if config.checkpoint.override_data:
-        overridable = set()
+    rules = _rules(manifest["kind"])
+    if finetune:
+        rules = {name: rule for name, rule in rules.items() if rule == "fixed"}
+        free = ("precision", *map(flag, config.model.adaptable))
+        rules |= dict.fromkeys(free, "free") | {"tokenizer": "data"}
     precision = config.precision.name or manifest["precision"]
     differing = differences(
         manifest, {"config": asdict(config), **identity, "precision": precision}
     )
-    fixed |= {name for name in differing if name.startswith(CONFIG_JSON) and "drop" not in name}
-    wrong = [name for name in differing if name in fixed] + [
-        name for name in differing if name.partition(":")[0] in overridable
-    ]
+    refused: dict[str, list[str]] = {"fixed": [], "data": [], "free": []}
+    for name in differing:
+        if name.startswith(CONFIG_JSON):
+            refused["free" if "drop" in name else "fixed"].append(name)
+        else:
+            refused[rules.get(name.partition(":")[0], "free")].append(name)
+    fixed = refused["fixed"]
+    wrong = fixed + ([] if config.checkpoint.override_data else refused["data"])
     if not wrong:
         return
     saved, now = differing[wrong[0]]
@@ -267,8 +258,8 @@ def check_start(
         must = " ".join(arguments_of(wrong[0], saved)) or "left out"
         works = tuple(word for name in wrong for word in arguments_of(name, differing[name][0]))
     else:  # not a setting, but what is at --data-path
-        name = getattr(config.data, "dataset_name", None)
-        words = ("--dataset-name", name) if name else ("--data-path", *config.data.data_path)
+        hub = getattr(config.data, "dataset_name", None)
+        words = ("--dataset-name", hub) if hub else ("--data-path", *config.data.data_path)
         if wrong[0] == "tokenizer" and config.data.vocab_file is not None:
             words = ("--vocab-file", config.data.vocab_file)
         must = f"of {wrong[0]} {saved} (not {now})"
@@ -318,7 +309,8 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """{name: (saved, now)} of settings that both runs have and that differ. A run is given by the
     facts of its manifests and the number of its ranks that read different samples."""
-    ours, theirs = _settings(saved, data_sizes[0]), _settings(now, data_sizes[1])
+    rules = _rules(saved["kind"])
+    ours, theirs = _settings(saved, data_sizes[0], rules), _settings(now, data_sizes[1], rules)
     for name in ours.keys() | theirs.keys():
         if name.startswith(CONFIG_JSON):  # a key that only one of them has differs, too
             ours.setdefault(name, None)
@@ -330,11 +322,30 @@ def differences(
     }
 
 
-def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
+def _rules(kind: str) -> dict[str, str]:
+    """{"--num-layers": "fixed", "--seed": "data", ...} of runs of this kind of model: see PARTS."""
+    entry = find_kind(kind, "kind")
+    rules = {"vocabulary": "fixed", "precision": "fixed", "tokenizer": "data", "data sets": "data"}
+    for part, config in (
+        ("model", resolve_name(entry.config)),
+        ("data", entry.data_config),
+        ("optimizer", OptimizerConfig),
+        ("training", TrainingConfig),
+        ("precision", PrecisionConfig),
+    ):
+        rules |= {flag(each.name): PARTS[part] for each in fields(config)}
+        for owner in reversed(config.__mro__):  # a subclass may change the default alone
+            for each in vars(owner).get("__dataclass_fields__", {}).values():
+                if "resume" in each.metadata:
+                    rules[flag(each.name)] = each.metadata["resume"]
+    return rules
+
+
+def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]) -> dict[str, Any]:
     """{"--seed": 1234, ..., "precision": "fp32", "vocabulary": 50257, "tokenizer": its fingerprint,
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as in JSON. Unset options are
     replaced by their effective values."""
-    parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in COMPARED}))
+    parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in PARTS}))
     if "kind" in facts:  # a checkpoint older than a setting has its default
         kind = find_kind(facts["kind"], "kind")
         for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
@@ -355,23 +366,17 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
         if found["--embedding-dropout"] is None:
             found["--embedding-dropout"] = found["--hidden-dropout"]
-    if (text := found.pop("--hf-config", None)) is not None:
+    if (text := found.get("--hf-config")) is not None:
         keys = json.loads(text)
         for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
             found[f"{CONFIG_JSON}{name}"] = keys[name]
-    found.pop("--plan-text", None)  # the text of --plan
-    found.pop("--attention-dropout-rng", None)  # compared by its effect
     if "kind" in facts and any(found.get(name) for name in DROPOUTS):
         found["dropout masks"] = _masks(facts)
-    is_pure = found.get("--pure-bf16")
-    for name in ("--bf16", "--fp16", "--pure-bf16"):  # compared by their effect
-        found.pop(name, None)
     if "precision" in facts:
-        found["precision"] = "pure-bf16" if is_pure else facts["precision"]
+        found["precision"] = "pure-bf16" if found.get("--pure-bf16") else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
         found["tokenizer"] = facts["tokenizer"][:12]
     found["vocabulary"] = facts["vocab_size"]
-    found.pop("--vocab-size", None)  # the same, or unset
     if not is_imported:
         found["data sets"] = len(facts["data"])
     for number, text in enumerate(facts["data"], start=1):
@@ -379,7 +384,7 @@ def _settings(facts: Mapping[str, Any], data_size: int) -> dict[str, Any]:
         found[f"data sets: {number}"] = content
         if sample:  # separate, since an older checkpoint has none
             found[f"data sets: {number}, sample"] = sample
-    return found
+    return {name: value for name, value in found.items() if rules.get(name) != "effect"}
 
 
 def _masks(facts: Mapping[str, Any]) -> str:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.config.checks import positive
-from megatron.errors import UsageError, flag
+from megatron.config.checks import at_least, needs, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +37,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         positive(self, "save_interval")
-        keep = self.keep_checkpoints
-        if keep is not None and keep < 2:
-            allowed = "at least 2, as the newest may be damaged"
-            raise UsageError("--keep-checkpoints", keep, allowed, works=("--keep-checkpoints", "2"))
+        at_least(self, keep_checkpoints=2)  # the newest may be damaged
         for name in ("save_interval", "keep_checkpoints", "async_save"):
-            if (value := getattr(self, name)) and self.save is None:
-                number = None if value is True else str(value)
-                cure = (flag(name), *([number] if number else []), "--save", "checkpoints")
-                raise UsageError(flag(name), number, "given with --save", works=cure)
-        if self.finetune and self.load is None:
-            cure = ("--finetune", "--load", "checkpoints")
-            raise UsageError("--finetune", None, "given with --load", works=cure)
+            needs(self, name, "save")
+        needs(self, "finetune", "load")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Rules for the fields of a config; each raises UsageError."""
+"""Rules for the fields of a config, one line each; a rule that a config breaks raises UsageError.
+
+A field is set if its value is not the default. None, "not given", passes every rule of a value; so
+does False where the default is None.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,12 +11,11 @@ from operator import le
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UsageError, flag
+from megatron.errors import UsageError, flag, switch
 
 
 def positive(config: Any, *fields: str) -> None:
-    """Refuse 0, negative numbers, infinity and NaN. Here and below None passes: the flag was not
-    given."""
+    """Refuse 0, negative numbers, infinity and NaN."""
     _check(config, fields, "above 0", lambda value: 0 < value < math.inf, 1)
 
 
@@ -37,11 +40,73 @@ def at_least(config: Any, **least: int) -> None:
         _check(config, [field], f"at least {number}", partial(le, number), number)
 
 
+def at_most(config: Any, field: str, most: float, name: str) -> None:
+    """Refuse a value above `most`, which is that of another flag or file: its name."""
+    _check(config, [field], f"at most {name} {most}", lambda value: value <= most, most)
+
+
+def divides(config: Any, field: str, whole: int, name: str) -> None:
+    """Refuse a value that does not divide `whole`, which is that of another flag: its name."""
+    value = getattr(config, field)
+    if value is not None and whole % value:
+        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+        nearest = min(divisors, key=lambda n: (abs(n - value), -n))
+        works = (flag(field), str(nearest))
+        raise UsageError(flag(field), value, f"a divisor of {name} {whole}", works=works)
+
+
+def needs(config: Any, field: str, *others: str) -> None:
+    """Refuse a field that is set where none of the others is."""
+    if not any(is_set(config, other) for other in others):
+        _refuse_set(config, field, f"given with {' or '.join(map(flag, others))}")
+
+
+def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
+    """Refuse a field that is set where one of the others is, too."""
+    if names := [_spelling(config, other) for other in others if is_set(config, other)]:
+        reason = f", {because}" if because else ""
+        _refuse_set(config, field, f"given without {' and '.join(names)}{reason}")
+
+
+def left_out(config: Any, field: str, reason: str) -> None:
+    """Refuse a field that is set, for a reason outside its config: "with --mock-data"."""
+    _refuse_set(config, field, f"left out {reason}")
+
+
+def is_set(config: Any, field: str) -> bool:
+    value, default = getattr(config, field), _default(config, field)
+    return value != default and (value is not False or default is True)
+
+
+def _default(config: Any, field: str) -> Any:
+    return getattr(type(config), field, None)
+
+
+def _spelling(config: Any, field: str) -> str:
+    value = getattr(config, field)
+    return switch(field, value) if isinstance(value, bool) else flag(field)
+
+
+def _refuse_set(config: Any, field: str, allowed: str) -> None:
+    """The default is what works."""
+    if is_set(config, field):
+        value, default = getattr(config, field), _default(config, field)
+        works: tuple[str, ...] = ()
+        if isinstance(default, bool):
+            works = (switch(field, default),)
+        elif default is not None and default != ():
+            works = (flag(field), str(default))
+        text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        given = None if isinstance(value, bool) else text
+        raise UsageError(_spelling(config, field), given, allowed, works=works)
+
+
 def _check(
     config: Any, fields: Sequence[str], allowed: str, holds: Callable[[Any], bool], works: object
 ) -> None:
+    """The default is what works; or, if it does not pass or there is none, `works`."""
     for field in fields:
-        value, default = getattr(config, field), getattr(type(config), field, None)
+        value, default = getattr(config, field), _default(config, field)
         if value is not None and not holds(value):
             some = works if default is None or not holds(default) else default
             raise UsageError(flag(field), value, allowed, works=(flag(field), str(some)))

@@ -6,7 +6,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from megatron.config.checks import fraction, positive
+from megatron.config.checks import divides, fraction, left_out, positive
 from megatron.errors import UsageError
 
 RecomputeGranularity = Literal["none", "full", "selective"]
@@ -53,7 +53,9 @@ class KindConfig:
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
     """Values of --recompute-granularity that it has."""
 
-    attention_dropout_rng: Literal["coordinates", "coordinates-flex", "kernel"] | None = None
+    attention_dropout_rng: Literal["coordinates", "coordinates-flex", "kernel"] | None = field(
+        default=None, metadata={"resume": "effect"}
+    )
     """Source of attention's dropout. coordinates: a function of sample, head, query and key, the
     same at every layout. kernel: drawn by torch's kernel, and dependent on the layout. If not
     given: coordinates on CPUs; kernel on GPUs, where coordinates needs more time and memory.
@@ -61,13 +63,13 @@ class KindConfig:
     of torch's flex_attention, which keep no probabilities."""
 
     recompute_granularity: RecomputeGranularity = field(
-        default="none", metadata={"alias": "checkpoint_activations"}
+        default="none", metadata={"alias": "checkpoint_activations", "resume": "free"}
     )
     """Activations that the backward recomputes, to save memory. full: each layer from its input, as
     in the paper. selective: only attention's core, which saves the memory of its probabilities if
     its kernel keeps them. Also spelt --checkpoint-activations."""
 
-    cpu_offload_activations: bool = False
+    cpu_offload_activations: bool = field(default=False, metadata={"resume": "free"})
     """Keep the tensors that layers save for their backward in host memory until then; with
     --recompute-granularity full, the input of each layer."""
 
@@ -155,20 +157,20 @@ class ModelConfig(KindConfig):
     layernorm_epsilon: float = 1e-5
     """Added to the variance in LayerNorm, to the mean square in RMSNorm."""
 
-    layernorm_impl: Literal["torch", "apex"] = "torch"
+    layernorm_impl: Literal["torch", "apex"] = field(default="torch", metadata={"resume": "free"})
     """LayerNorm: torch's own fused kernel, or NVIDIA apex's FusedLayerNorm, with which layers are
     not compiled."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = field(default=0.02, metadata={"resume": "free"})
     """Standard deviation of the initial weights; divided by sqrt(2 x layers) before residuals."""
 
-    attention_dropout: float = 0.1
+    attention_dropout: float = field(default=0.1, metadata={"resume": "free"})
     """Dropout probability of the attention probabilities."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = field(default=0.1, metadata={"resume": "free"})
     """Dropout probability before each residual add."""
 
-    embedding_dropout: float | None = None
+    embedding_dropout: float | None = field(default=None, metadata={"resume": "free"})
     """Dropout probability of the embeddings; --hidden-dropout if not given."""
 
     def __post_init__(self) -> None:
@@ -182,15 +184,7 @@ class ModelConfig(KindConfig):
             "init_method_std",
         )
         fraction(self, "attention_dropout", "hidden_dropout", "embedding_dropout")
-        if self.hidden_size % (heads := self.num_attention_heads):
-            divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
-            nearest = min(divisors, key=lambda n: (abs(n - heads), -n))
-            raise UsageError(
-                "--num-attention-heads",
-                heads,
-                f"a divisor of --hidden-size {self.hidden_size}",
-                works=("--num-attention-heads", str(nearest)),
-            )
+        divides(self, "num_attention_heads", self.hidden_size, "--hidden-size")
 
     @property
     def head_size(self) -> int:
@@ -229,11 +223,11 @@ class TextModelConfig(ModelConfig):
     max_position_embeddings: int
     """Rows of the position embedding: the longest sequence that the model can read."""
 
-    vocab_size: int | None = None
+    vocab_size: int | None = field(default=None, metadata={"resume": "effect"})
     """Rows of the word embedding, all of which are in the softmax: at least the number of ids of
     the data set's tokenizer, which is the default."""
 
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = field(default=128, metadata={"resume": "free"})
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
     untie_embeddings_and_output_weights: bool = False
@@ -292,20 +286,15 @@ class LlamaConfig(TextModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "num_query_groups", "rotary_base")
-        if self.num_attention_heads % (groups := self.query_groups):
-            heads, name = self.num_attention_heads, "--num-query-groups"
-            most = max(n for n in range(1, min(groups, heads) + 1) if heads % n == 0)
-            allowed = f"a divisor of --num-attention-heads {heads}"
-            raise UsageError(name, groups, allowed, works=(name, str(most)))
+        heads = self.num_attention_heads
+        divides(self, "num_query_groups", heads, "--num-attention-heads")
+        left_out(self, "layernorm_impl", "with RMSNorm, which apex's kernel does not compute")
         if self.head_size % 2:
             name, h = "--num-attention-heads", self.hidden_size
             allowed = f"such that heads of --hidden-size {h} have an even size"
-            even = [n for n in range(1, self.num_attention_heads) if not h % (2 * n)]
+            even = [n for n in range(1, heads) if not h % (2 * n)]
             works = (name, str(even[-1])) if even else ()
-            raise UsageError(name, self.num_attention_heads, allowed, works=works)
-        if self.layernorm_impl != "torch":
-            name = "--layernorm-impl"
-            raise UsageError(name, self.layernorm_impl, "torch for RMSNorm", works=(name, "torch"))
+            raise UsageError(name, heads, allowed, works=works)
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
             is_finite = all(map(isfinite, self.rope_scaling))

@@ -7,18 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.checks import positive
+from megatron.config.checks import excludes, is_set, left_out, needs, positive
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS
 from megatron.parallel.schedules import KINDS
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
-STAGES, VIRTUAL = "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"
-OF_STAGES = (
-    *("num_layers_per_virtual_pipeline_stage", VIRTUAL),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-)
-"""Settings that need several pipeline stages: virtual stages, and a first and a last stage."""
+STAGES = "pipeline_model_parallel_size"
+EACH = "num_layers_per_virtual_pipeline_stage"
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +45,8 @@ class ParallelConfig:
             self.tensor_model_parallel_size,
             self.tensor_parallel_depth,
         )
-        if depth > 1 and mode != "2.5d":
-            name = "--tensor-parallel-depth"
-            allowed = "left out without --tensor-parallel-mode 2.5d"
-            raise UsageError(name, depth, allowed, works=(name, "1"))
+        if mode != "2.5d":
+            left_out(self, "tensor_parallel_depth", "without --tensor-parallel-mode 2.5d")
         power = self.grid_dims
         if size != depth * self.side**power:
             allowed = {2: "a square", 3: "a cube"}[power] + f" with --tensor-parallel-mode {mode}"
@@ -97,10 +93,9 @@ class ParallelConfig:
     def check_kind(self, model: Any, given: str = "--model") -> None:
         """Raise UsageError if layers of a model with this config cannot be sharded in this mode.
         given: the flag that names the model."""
-        if (mode := self.tensor_parallel_mode) != "1d" and not model.has_grids:
-            name = "--tensor-parallel-mode"
-            allowed = f"1d with {given} of the kind {model.kind}, whose plan cuts along one axis"
-            raise UsageError(name, mode, allowed, works=(name, "1d"))
+        if not model.has_grids:
+            reason = f"with {given} of the kind {model.kind}, whose plan cuts along one axis"
+            left_out(self, "tensor_parallel_mode", reason)
 
     def check(
         self,
@@ -140,21 +135,19 @@ class ParallelConfig:
             allowed = f"a divisor of the processes: torchrun --nproc-per-node, now {world_size}"
             power, depth = self.grid_dims, self.tensor_parallel_depth
             fitting = [n for k in range(1, side) if not world_size % (n := depth * k**power)]
-            works = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
-            raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
+            cure = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
+            raise UsageError("--tensor-model-parallel-size", size, allowed, works=cure)
         for name, width in widths.items():
             # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
             parts = side if "heads" in name or mode != "3d" else side**2
             if width % parts:
                 allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
                 allowed += f"--tensor-model-parallel-size {size}"
-                heads, hidden = (widths.get(each, 1) for each in (HEADS, HIDDEN))
+                works: tuple[str, ...] = ()
                 if name == HEADS:
+                    hidden = widths.get(HIDDEN, 1)
                     fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
-                else:
-                    step = math.lcm(parts, heads) if name == HIDDEN else parts
-                    fitting = [-(-width // step) * step]
-                works = (name, str(fitting[0])) if fitting else ()
+                    works = (name, str(fitting[0])) if fitting else ()
                 raise UsageError(name, width, allowed, works=works)
 
     def _check_own(self, world_size: int) -> None:
@@ -178,15 +171,12 @@ class FinetuneParallelConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sequence_parallel and self.tensor_parallel_mode != "1d":
-            allowed = (
-                f"left out with --tensor-parallel-mode {self.tensor_parallel_mode}, which cuts"
-            )
-            allowed += " the stream already"
-            raise UsageError("--sequence-parallel", None, allowed)
-        if self.use_distributed_optimizer and self.zero_stage > 1:
-            allowed = f"left out with --zero-stage {self.zero_stage}, which does more"
-            raise UsageError("--use-distributed-optimizer", None, allowed)
+        if (mode := self.tensor_parallel_mode) != "1d":
+            reason = f"with --tensor-parallel-mode {mode}, which cuts the hidden states already"
+            left_out(self, "sequence_parallel", reason)
+        if self.zero_stage > 1:
+            reason = f"with --zero-stage {self.zero_stage}, which does more"
+            left_out(self, "use_distributed_optimizer", reason)
 
     @property
     def stage_of_zero(self) -> int:
@@ -253,19 +243,13 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",
         )
-        given = [name for name in OF_STAGES if getattr(self, name) is not None]
-        if given[:1] == [VIRTUAL] and self.num_virtual_stages_per_pipeline_rank == 1:
-            given.remove(VIRTUAL)
-        for name in given:
-            if self.pipeline_model_parallel_size == 1:
-                allowed = f"given with {flag(STAGES)} above 1"
-            elif name != given[0] and given[0] in OF_STAGES[:2]:
-                allowed = f"given without {flag(given[0])}"
-            elif name in OF_STAGES[2:] and self.pipeline_partition == "uniform":
-                allowed = "given with --pipeline-partition balanced"
-            else:
-                continue
-            raise UsageError(flag(name), getattr(self, name), allowed)
+        excludes(self, VIRTUAL, EACH)
+        # One virtual stage per process is a plain pipeline stage.
+        of_virtual = (EACH,) if self.num_virtual_stages_per_pipeline_rank == 1 else (EACH, VIRTUAL)
+        for name in (*of_virtual, *ENDS):
+            needs(self, name, STAGES)
+        for name in ENDS:
+            excludes(self, name, *of_virtual, "pipeline_partition")
         if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
             allowed = "at most 1 with pipeline stages: weights and gradients would cross the ranks"
             allowed += " once for each micro-batch"
@@ -274,7 +258,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if kind is not None and kind not in KINDS:
             allowed = f"one of {', '.join(KINDS)}"
             near = difflib.get_close_matches(kind.lower(), KINDS, 1)
-            works = _schedule(*near) if near else ()
+            works = ("--pipeline-schedule", *near) if near else ()
             raise UsageError("--pipeline-schedule", kind, allowed, works=works)
 
     @property
@@ -294,7 +278,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         tensor = 1 if world_size % tensor else tensor  # which is refused below
         if world_size % (stages * tensor):
             most = max(n for n in range(1, stages) if not world_size % (n * tensor))
-            is_needed = any(getattr(self, name) is not None for name in OF_STAGES)
+            is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
             raise UsageError(
                 "--pipeline-model-parallel-size",
                 stages,
@@ -309,17 +293,11 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         layers, stages = model.num_layers, self.pipeline_model_parallel_size
         of_model = f"--num-layers {layers}"
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
-            name, parts = flag("num_layers_per_virtual_pipeline_stage"), layers // stages
             if layers % stages:
-                allowed = f"left out where {stages} stages do not divide {of_model}"
-                works = (flag(VIRTUAL), "2") if parts > 1 else ()
-                raise UsageError(name, each, allowed, works=works)
-            smaller = [n for n in range(1, parts) if not parts % n]
-            if each not in smaller:
+                left_out(self, EACH, f"where {stages} stages do not divide {of_model}")
+            if (layers // stages) % each or each * stages == layers:
                 allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
-                most = max((n for n in smaller if n < each), default=None)
-                works = (flag(VIRTUAL), "1") if most is None else (name, str(most))
-                raise UsageError(name, each, allowed, works=works)
+                raise UsageError(flag(EACH), each, allowed)
         virtual = self.virtual_stages(layers)
         if virtual > 1 and layers < stages * virtual:
             allowed = f"at most {of_model} / {stages} stages"
@@ -328,24 +306,20 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if layers < stages:
             most = max(n for n in range(1, layers + 1) if not stages % n)
             raise UsageError(flag(STAGES), stages, f"at most {of_model}", works=_stages(most))
-        if self.pipeline_partition == "uniform" and layers % virtual:
-            allowed = f"balanced where {virtual} virtual stages do not divide {of_model}"
-            works = ("--pipeline-partition", "balanced")
-            raise UsageError("--pipeline-partition", "uniform", allowed, works=works)
+        if layers % virtual:
+            reason = f"where {virtual} virtual stages do not divide {of_model}"
+            left_out(self, "pipeline_partition", reason)
         self._check_ends(layers)
-        kind = self.pipeline_schedule
+        kind, name = self.pipeline_schedule, "pipeline_schedule"
         if kind == "interleaved" and virtual == 1:
-            allowed = f"another one where a process has one virtual stage, without {flag(VIRTUAL)}"
-            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+            left_out(self, name, f"where a process has one virtual stage, without {flag(VIRTUAL)}")
         if kind in ("gpipe", "zb-h1") and stages == 1:
-            allowed = f"1f1b with {flag(STAGES)} 1, where it would only take memory"
-            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+            left_out(self, name, f"with {flag(STAGES)} 1, where it would only take memory")
         if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
-            allowed = f"interleaved with {virtual} virtual stages"
-            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("interleaved"))
+            left_out(self, name, f"or interleaved with {virtual} virtual stages")
         if kind == "zb-h1" and model.recompute_granularity == "full":
-            allowed = "1f1b with --recompute-granularity full: zero bubble keeps what it frees"
-            raise UsageError("--pipeline-schedule", kind, allowed, works=_schedule("1f1b"))
+            reason = "with --recompute-granularity full: zero bubble keeps what it frees"
+            left_out(self, name, reason)
 
     def _check_ends(self, layers: int) -> None:
         """Refuse a first and a last stage that leave the others no layers, or leave layers over."""
@@ -361,10 +335,6 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             if given is not None and (given > most or (is_all and given < most)):
                 allowed = f"{'' if is_all else 'at most '}{most} of --num-layers {layers}"
                 raise UsageError(flag(name), given, allowed, works=(flag(name), str(most)))
-
-
-def _schedule(kind: str) -> tuple[str, ...]:
-    return "--pipeline-schedule", kind
 
 
 def _stages(number: int) -> tuple[str, ...]:

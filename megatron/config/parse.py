@@ -11,10 +11,12 @@ import difflib
 import functools
 import inspect
 import io
+import itertools
 import os
 import re
 import select
 import sys
+import textwrap
 import time
 import tomllib
 import warnings
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from megatron.config.launch import is_first, write_error_file
-from megatron.errors import UsageError, flag, setting, switch
+from megatron.errors import CommandLineError, UsageError, flag, setting, switch
 from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
@@ -37,8 +39,6 @@ _PRESET_HELP = (
     "--preset FILE|NAME reads settings from a TOML file (num_layers = 24), or from that of this "
     "name in scripts/presets; it may be given several times, and the flags on the command line win."
 )
-
-_KINDS = {"INT": "a whole number", "FLOAT": "a number"}  # by their names in tyro
 
 # Flags of other trainers, and their names here (the first that the program has).
 _SYNONYMS = {
@@ -63,6 +63,7 @@ _SYNONYMS = {
     "--tensor-parallel-size": ("--tensor-model-parallel-size", "--tensor-parallel"),
     "--tp": ("--tensor-model-parallel-size", "--tensor-parallel"),
     "--warmup-iters": ("--lr-warmup-iters",),
+    "--warmup-ratio": ("--lr-warmup-fraction",),
     "--warmup-steps": ("--lr-warmup-iters",),
 }
 
@@ -121,6 +122,8 @@ _in_force: list[tuple[set[str], Path, str]] = []
 
 def _presets_named(error: Exception) -> str:
     """End of a message: settings of presets that the error is about and that no flag has given."""
+    if isinstance(error, CommandLineError):  # it is about the command line alone
+        return ""
     about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
     named = set(re.findall(r"--[a-z][\w-]*", about))
     found: dict[Path, list[str]] = {}
@@ -146,7 +149,8 @@ def parse(
     replaces. prog, description: the program's name and description in --help. saved: maps the words
     of presets and command line to {key: value} of settings that both may leave out.
     Raises UsageError for values that a config refuses, and for missing, unknown or malformed
-    presets and flags. With --help it prints (on rank 0) and raises SystemExit with status 0.
+    presets; CommandLineError for missing, unknown or malformed flags. With --help it prints (on
+    rank 0) and raises SystemExit with status 0.
     """
     import tyro
 
@@ -190,19 +194,19 @@ def parse(
     call = functools.partial(tyro.cli, program, description=description)
     try:
         return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
-    except UsageError:
+    except CommandLineError:
         # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
-            if isinstance(value, bool) and bool in (known[key], *get_args(known[key])):
+            is_switch = bool in (known[key], *get_args(known[key]))
+            if isinstance(value, bool) and is_switch:
                 continue  # alone it would be a value, not a flag
             one = functools.partial(tyro.cli, make_dataclass("one", [(key, known[key])]))
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
-            except UsageError as error:
-                is_switch = bool in (known[key], *get_args(known[key]))
-                allowed = "true or false" if is_switch else error.allowed
-                given = f"{file}: {setting(key, value)}"
-                raise UsageError("--preset", given, allowed) from None
+            except CommandLineError as error:
+                reason = str(error).partition("\n")[0]
+                allowed = "true or false" if is_switch else f"a value of this setting ({reason})"
+                raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed) from None
         raise
 
 
@@ -211,7 +215,7 @@ def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, s
     import tyro
 
     call = functools.partial(tyro.cli, part, return_unknown_args=True)
-    found: Program = _run_tyro(call, argv, environ, [name for name, *_ in _fields(part)])[0]
+    found: Program = _run_tyro(call, argv, environ, ())[0]
     return found
 
 
@@ -251,9 +255,20 @@ def _run_tyro(
     known: Collection[str],
     prog: str | None = None,
 ) -> Any:
-    """known: the names of all settings, to suggest one for an unknown flag."""
+    """known: the names of settings that a flag of another trainer may stand for. Raises UsageError
+    for such a flag, and CommandLineError with tyro's own message."""
     import tyro
 
+    flags = {flag(field) for field in known}
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
+        if near and name not in flags:
+            values = [value] if equals else arguments[index + 1 :]
+            values = [*itertools.takewhile(lambda word: not word.startswith("--"), values)]
+            given, works = " ".join(values) or None, (near[0], *values)
+            raise UsageError(name, given, "a flag of this program", works=works)
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -271,56 +286,10 @@ def _run_tyro(
             cause = cause.__context__
         if not stop.code:
             raise
-    help_command = f"{prog} --help" if prog else "--help"
-    raise _refusal(message.getvalue(), arguments, known, help_command)
-
-
-def _refusal(
-    box: str, arguments: Sequence[str], known: Collection[str], help_command: str
-) -> UsageError:
-    """The error for tyro's own message; for an unknown flag it suggests a known one."""
-    lines = [line.strip("│| ") for line in box.splitlines()[1:]]
-    text = " ".join(line for line in lines if line)
-    named = re.findall(r"--[a-z][\w-]*", text)
-    if unknown := re.search(r"Unrecognized options: ([^\s,]+)", text):
-        if not unknown[1].startswith("--"):
-            allowed = f"the value of a flag; {help_command} lists the flags"
-            return UsageError(unknown[1], None, allowed)
-        name = unknown[1].partition("=")[0].replace("_", "-")
-        values, flags = _values(name, arguments), [flag(field) for field in known]
-        near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
-        near += difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
-        works = (near[0], *values) if near else ()
-        allowed = f"a flag of this program; {help_command} lists them"
-        return UsageError(name, " ".join(values) or None, allowed, works=works)
-    if "Required options" in box.splitlines()[0]:
-        missing = [line.split()[0] for line in lines if re.match(r"--(?!help)|[A-Z]{2}", line)]
-        return UsageError(" ".join(missing), None, f"given; {help_command} says what it is")
-    name = named[0] if named else ""
-    value = " ".join(_values(name, arguments)) or None
-    if choices := re.search(r"[Ee]xpected one of \((.*?)\)", text):
-        words = tuple(word for word in re.findall(r"'(.*?)'", choices[1]) if word != "None")
-        return UsageError(name, value, " or ".join(words), works=(name, words[0]))
-    wanted = re.search(rf"helptext: .*?{re.escape(name)} (INT|FLOAT|\{{.*?\}}|\S+)", text)
-    kind = wanted[1] if wanted and value else "followed by a value"
-    several = kind.count(" ") + 1
-    if kind.strip("{}").split() == ["FLOAT"] * several and several > 1:
-        kind = f"{several} numbers"
-    return UsageError(name, value, _KINDS.get(kind, kind))
-
-
-def _values(name: str, arguments: Sequence[str]) -> list[str]:
-    """The values of the last flag of this name among the arguments."""
-    values: list[str] = []
-    is_its = False
-    for word in arguments:
-        if word.startswith("--"):
-            spelt, equals, value = word.partition("=")
-            is_its = spelt.replace("_", "-") == name
-            values = ([value] if equals else []) if is_its else values
-        elif is_its:
-            values.append(word)
-    return values
+    # The text in the box that tyro draws, without its title and rules.
+    box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
+    lines = [line for line in box if line.strip("─- ")]
+    raise CommandLineError(textwrap.dedent("\n".join(lines)))
 
 
 def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks import at_most, left_out
 from megatron.config.model import BertConfig, GPT2Config, KindConfig, LlamaConfig, TextModelConfig
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
@@ -59,22 +60,29 @@ class PretrainConfig:
 
     def check(self, world_size: int) -> None:
         """Raise UsageError if two configs, or a config and world_size processes, disagree."""
-        if self.data.mock_data and (epochs := self.training.epochs) is not None:
-            allowed = "given without --mock-data, which has no end"
-            raise UsageError("--epochs", epochs, allowed, works=("--train-iters", "1000"))
+        if self.data.mock_data:
+            left_out(self.training, "epochs", "with --mock-data, which has no end")
         if (given := self.model.recompute_granularity) not in (known := self.model.granularities):
             name, last = "--recompute-granularity", known[-1]
             allowed = f"{' or '.join(known)} of a model of the kind {self.model.kind}"
             raise UsageError(name, given, allowed, works=(name, last))
         self.parallel.check_kind(self.model)
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
-            self._check_mode(mode)
+            reason = f"with --tensor-parallel-mode {mode}, which cuts what a norm is of"
+            left_out(self.model, "layernorm_impl", reason)
         if self.training.compile and not self.model.can_compile:
             allowed = (
                 "left out: layers of --model huggingface, or with apex's norm, are not compiled"
             )
             raise UsageError("--compile", None, allowed, works=("--no-compile",))
-        self._check_flex()
+        is_compiled = self.training.compile is not False and self.model.can_compile
+        if (rng := self.model.attention_dropout_rng) == "coordinates-flex" and not is_compiled:
+            name = "--attention-dropout-rng"
+            allowed = (
+                "coordinates where layers are not compiled: with --no-compile, --model huggingface "
+                "or apex's norm"
+            )
+            raise UsageError(name, rng, allowed, works=(name, "coordinates"))
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
         batch = self.global_batch_size(world_size)
@@ -90,23 +98,12 @@ class PretrainConfig:
             )
         if self.training.train_iters is not None:
             self._check_warmup()
-        if self.precision.pure_bf16 and self.optimizer.optimizer_impl == "apex":
-            name, allowed = "--optimizer-impl", "torch with --pure-bf16: apex's moments are fp32"
-            raise UsageError(name, "apex", allowed, works=(name, "torch"))
+        if self.precision.pure_bf16:
+            left_out(self.optimizer, "optimizer_impl", "with --pure-bf16: apex's moments are fp32")
         require_apex(
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )
         require_sinks(self.logging, self.metrics_file())
-
-    def _check_flex(self) -> None:
-        is_compiled = self.training.compile is not False and self.model.can_compile
-        if (given := self.model.attention_dropout_rng) == "coordinates-flex" and not is_compiled:
-            name = "--attention-dropout-rng"
-            allowed = (
-                "coordinates where layers are not compiled: with --no-compile, --model huggingface "
-                "or apex's norm"
-            )
-            raise UsageError(name, given, allowed, works=(name, "coordinates"))
 
     def with_steps(
         self,
@@ -116,45 +113,36 @@ class PretrainConfig:
         steps_done: int = 0,
         samples_done: int = 0,
     ) -> Self:
-        """This config with --train-iters in place of --epochs; an incomplete global batch at the
-        end is dropped.
+        """This config with --train-iters in place of --epochs, where an incomplete global batch at
+        the end is dropped, and --lr-warmup-iters in place of --lr-warmup-fraction.
 
         samples_in: samples of a number of epochs. steps_done, samples_done: those of the resumed
         checkpoint, whose global batch may have been another. Raises UsageError if no batch is
         filled, or warm-up does not fit.
         """
-        if (epochs := self.training.epochs) is None:
-            return self
-        batch = self.global_batch_size(world_size)
-        samples_left = max(0, samples_in(epochs) - samples_done)
-        if not (steps := steps_done + samples_left // batch):
-            raise UsageError(
-                "--epochs",
-                epochs,
-                f"enough for a global batch of {batch}: the first has {samples_in(1)} samples",
-                works=("--epochs", str(epochs_of(batch, samples_in))),
-            )
-        training = replace(self.training, train_iters=steps, epochs=None)
-        config = replace(self, training=training)
+        config = self
+        if (epochs := self.training.epochs) is not None:
+            batch = self.global_batch_size(world_size)
+            samples_left = max(0, samples_in(epochs) - samples_done)
+            if not (steps := steps_done + samples_left // batch):
+                raise UsageError(
+                    "--epochs",
+                    epochs,
+                    f"enough for a global batch of {batch}: the first has {samples_in(1)} samples",
+                    works=("--epochs", str(epochs_of(batch, samples_in))),
+                )
+            training = replace(self.training, train_iters=steps, epochs=None)
+            config = replace(self, training=training)
+        warmup = self.optimizer.warmup_iters(config.lr_decay_iters())
+        optimizer = replace(self.optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
+        config = replace(config, optimizer=optimizer)
         config._check_warmup()
         return config
 
-    def _check_mode(self, mode: str) -> None:
-        """Refuse settings that layers do not have in this tensor-parallel mode."""
-        if (norm := self.model.layernorm_impl) != "torch":
-            allowed = f"torch with --tensor-parallel-mode {mode}, which cuts what a norm is of"
-            raise UsageError("--layernorm-impl", norm, allowed, works=("--layernorm-impl", "torch"))
-
     def _check_warmup(self) -> None:
-        warmup, end = self.optimizer.lr_warmup_iters, self.lr_decay_iters()
-        if warmup > end:
-            source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
-            raise UsageError(
-                "--lr-warmup-iters",
-                warmup,
-                f"at most --{source}-iters {end}, where decay ends",
-                works=("--lr-warmup-iters", str(end // 10)),
-            )
+        end = self.lr_decay_iters()
+        source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
+        at_most(self.optimizer, "lr_warmup_iters", end, f"--{source}-iters")
 
     def warnings(self, device: str) -> list[str]:
         """Warnings of valid settings, rarely meant. device: torch's device type, such as "cpu"."""
@@ -194,14 +182,8 @@ class PretrainTextConfig(PretrainConfig):
 
     def check(self, world_size: int) -> None:
         super().check(world_size)
-        length, positions = self.data.seq_length, self.model.max_position_embeddings
-        if length > positions:
-            raise UsageError(
-                "--seq-length",
-                length,
-                f"at most --max-position-embeddings {positions}",
-                works=("--seq-length", str(positions)),
-            )
+        positions = self.model.max_position_embeddings
+        at_most(self.data, "seq_length", positions, "--max-position-embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)

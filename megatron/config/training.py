@@ -4,8 +4,16 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import fraction, non_negative, positive
-from megatron.errors import UsageError, flag, switch
+from megatron.config.checks import (
+    at_most,
+    excludes,
+    fraction,
+    needs,
+    non_negative,
+    positive,
+    share,
+)
+from megatron.errors import UsageError
 
 OF_PACKED = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
 OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
@@ -20,12 +28,15 @@ class DataConfig:
     """Data settings of all pretraining programs."""
 
     data_path: tuple[str, ...] = field(
-        default=(), metadata={"replaces": {"mock_data", "dataset_name"}}
+        default=(), metadata={"replaces": {"mock_data", "dataset_name"}, "resume": "free"}
     )
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
     with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
 
-    mock_data: bool = field(default=False, metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}})
+    mock_data: bool = field(
+        default=False,
+        metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resume": "free"},
+    )
     """Random tokens in place of --data-path, to try a layout; the vocabulary is --vocab-size."""
 
     split: str = "29,1,0"
@@ -34,32 +45,28 @@ class DataConfig:
     seq_length: int = 1024
     """Tokens of a sample."""
 
-    tokenizer_type: str = "GPT2BPETokenizer"
+    tokenizer_type: str = field(default="GPT2BPETokenizer", metadata={"resume": "free"})
     """Kind of tokenizer that made the data set."""
 
-    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    vocab_file: str | None = field(
+        default=None, metadata={"alias": "tokenizer_model", "resume": "free"}
+    )
     """The tokenizer's vocabulary: vocab.json, vocab.txt of a WordPiece, or for a
     HuggingFaceTokenizer tokenizer.json or its folder. Also spelt --tokenizer-model."""
 
-    merge_file: str | None = None
+    merge_file: str | None = field(default=None, metadata={"resume": "free"})
     """The byte-pair encoding's merges (merges.txt)."""
 
     shuffle: bool = True
     """Read the samples of each epoch in its own random order; with --no-shuffle in file order."""
 
-    num_workers: int = 2
+    num_workers: int = field(default=2, metadata={"resume": "free"})
     """Threads that prefetch, one step each."""
 
     def __post_init__(self) -> None:
         positive(self, "seq_length", "num_workers")
-        given = [
-            switch(each.name, value) if isinstance(value, bool) else flag(each.name)
-            for each in fields(self)
-            if each.name in OF_FILES and (value := getattr(self, each.name)) != each.default
-        ]
-        if self.mock_data and given:
-            allowed = f"given without {' and '.join(given)}"
-            raise UsageError("--mock-data", None, allowed, works=("--no-mock-data",))
+        names = [each.name for each in fields(self) if each.name in OF_FILES]
+        excludes(self, "mock_data", *names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +85,19 @@ class GPT2DataConfig(DataConfig):
     in the loss, and not counted in tokens/s."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"replaces": {"mock_data", "data_path"}}
+        default=None, metadata={"replaces": {"mock_data", "data_path"}, "resume": "free"}
     )
     """With --pad, in place of --data-path: a data set on the hub, or a local folder or file of
     JSON, CSV, parquet or text, which datasets.load_dataset copies to its cache."""
 
-    dataset_config: str | None = None
+    dataset_config: str | None = field(default=None, metadata={"resume": "free"})
     """The configuration, if --dataset-name or a folder of parquet has several."""
 
-    dataset_split: str | None = None
+    dataset_split: str | None = field(default=None, metadata={"resume": "free"})
     """The split of --dataset-name, or of a folder of --data-path that holds several; train if not
     given. Then --split divides it."""
 
-    json_key: str = field(default="text", metadata={"alias": "text_column"})
+    json_key: str = field(default="text", metadata={"alias": "text_column", "resume": "free"})
     """The key of a JSON line, or the column, that holds a --pad document's text."""
 
     begin_token: str | None = None
@@ -99,7 +106,7 @@ class GPT2DataConfig(DataConfig):
     end_token: str | None = None
     """Token of the vocabulary after each --pad document; the tokenizer's end mark if not given."""
 
-    too_long: Literal["cut", "refuse"] = "cut"
+    too_long: Literal["cut", "refuse"] = field(default="cut", metadata={"resume": "free"})
     """Treatment of a --pad document of more than --seq-length + 1 tokens, begin and end included.
     cut: it is cut, and counted in the metrics. refuse: an error at the start, for which all
     documents are tokenised."""
@@ -111,21 +118,11 @@ class GPT2DataConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
-            if value == each.default:
-                continue
-            if name in OF_PACKED and self.pad:
-                allowed = "given without --pad, with which a sample is one document"
-                raise UsageError(flag(name), None, allowed, works=(switch(name, False),))
-            if name in OF_PADDED and not self.pad:
-                is_switch = isinstance(value, bool)
-                works = (flag(name),) if is_switch else (flag(name), str(value))
-                given = None if is_switch else value
-                raise UsageError(flag(name), given, "given with --pad", works=("--pad", *works))
-        if self.dataset_name is not None and self.data_path:
-            works = ("--dataset-name", self.dataset_name)
-            given = " ".join(self.data_path)
-            raise UsageError("--data-path", given, "left out with --dataset-name", works=works)
+            if each.name in OF_PACKED:
+                excludes(self, each.name, "pad", because="with which a sample is one document")
+            elif each.name in OF_PADDED:
+                needs(self, each.name, "pad")
+        excludes(self, "data_path", "dataset_name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +166,14 @@ class OptimizerConfig:
     lr_decay_iters: int | None = None
     """Iteration at which decay ends, warm-up included; --train-iters if not given."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = field(default=0, metadata={"replaces": {"lr_warmup_fraction"}})
     """Iterations over which the learning rate rises linearly from 0, or --lr-warmup-init."""
+
+    lr_warmup_fraction: float | None = field(
+        default=None, metadata={"replaces": {"lr_warmup_iters"}}
+    )
+    """Share of the iterations until the end of decay, in place of --lr-warmup-iters; it is rounded
+    to a whole number of iterations."""
 
     lr_warmup_init: float | None = None
     """Learning rate of the first update, from which it rises. If given, warm-up and decay count
@@ -209,21 +212,21 @@ class OptimizerConfig:
         non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         non_negative(self, "lr_warmup_init")
         fraction(self, "adam_beta1", "adam_beta2")
-        if self.optimizer_cpu_offload and self.optimizer_impl == "apex":
-            allowed = "torch with --optimizer-cpu-offload: apex has no Adam of a CPU"
-            works = ("--optimizer-impl", "torch")
-            raise UsageError("--optimizer-impl", "apex", allowed, works=works)
-        if self.min_lr > self.lr:
-            works = ("--min-lr", str(self.lr))
-            raise UsageError("--min-lr", self.min_lr, f"at most --lr {self.lr}", works=works)
-        if (first := self.lr_warmup_init) is not None:
-            name = "--lr-warmup-init"
-            if not self.lr_warmup_iters:
-                cure = (name, str(first), "--lr-warmup-iters", "100")
-                raise UsageError(name, first, "given with --lr-warmup-iters", works=cure)
-            if first > self.lr:
-                works = (name, str(self.lr))
-                raise UsageError(name, first, f"at most --lr {self.lr}", works=works)
+        positive(self, "lr_warmup_fraction")
+        share(self, "lr_warmup_fraction")
+        excludes(
+            self, "optimizer_impl", "optimizer_cpu_offload", because="as apex has no Adam of a CPU"
+        )
+        at_most(self, "min_lr", self.lr, "--lr")
+        excludes(self, "lr_warmup_fraction", "lr_warmup_iters")
+        needs(self, "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction")
+        at_most(self, "lr_warmup_init", self.lr, "--lr")
+
+    def warmup_iters(self, decay_iters: int) -> int:
+        """Iterations of warm-up, where decay ends at iteration `decay_iters`."""
+        if self.lr_warmup_fraction is None:
+            return self.lr_warmup_iters
+        return max(1, round(self.lr_warmup_fraction * decay_iters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +256,7 @@ class TrainingConfig:
     different samples, which are the data-parallel models except in --tensor-parallel-mode 2d, 2.5d
     and 3d."""
 
-    seed: int = 1234
+    seed: int = field(default=1234, metadata={"resume": "data"})
     """Seed of initialisation, data order and dropout."""
 
     eval_interval: int = 1000
@@ -293,13 +296,7 @@ class TrainingConfig:
         if self.train_iters is None and self.epochs is None:
             works = ("--train-iters", "1000")
             raise UsageError("--train-iters", None, "given, or else --epochs", works=works)
-        if self.train_iters is not None and self.epochs is not None:
-            raise UsageError(
-                "--train-iters",
-                self.train_iters,
-                f"left out with --epochs {self.epochs}",
-                works=("--epochs", str(self.epochs)),
-            )
+        excludes(self, "train_iters", "epochs")
 
     @property
     def steps(self) -> int:
@@ -311,14 +308,16 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    bf16: bool | None = field(default=None, metadata={"replaces": {"fp16"}})
+    bf16: bool | None = field(default=None, metadata={"replaces": {"fp16"}, "resume": "effect"})
     """Compute in bfloat16, with fp32 master weights and gradient accumulation. If neither this nor
     --fp16 is given: as in the resumed checkpoint, else on if the device has it."""
 
-    fp16: bool = field(default=False, metadata={"replaces": {"bf16", "pure_bf16"}})
+    fp16: bool = field(
+        default=False, metadata={"replaces": {"bf16", "pure_bf16"}, "resume": "effect"}
+    )
     """Compute in float16 with loss scaling and fp32 master weights."""
 
-    pure_bf16: bool = field(default=False, metadata={"replaces": {"fp16"}})
+    pure_bf16: bool = field(default=False, metadata={"replaces": {"fp16"}, "resume": "effect"})
     """Keep everything in bfloat16: weights, gradients and Adam's moments, without master weights. A
     weight takes 8 bytes in place of 18; updates below its rounding, one part in 256, are lost."""
 
@@ -343,34 +342,18 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         positive(self, "loss_scale", "loss_scale_window", "hysteresis")
         positive(self, "min_loss_scale", "max_consecutive_skips")
-        if self.fp16 and self.bf16:
-            raise UsageError("--fp16", None, "given without --bf16", works=("--no-fp16",))
-        works: tuple[str, ...]
-        if self.pure_bf16 and (self.fp16 or self.bf16 is False):
-            other, cure = ("--fp16", "--no-fp16") if self.fp16 else ("--no-bf16", "--bf16")
-            works = (cure, "--pure-bf16")
-            raise UsageError("--pure-bf16", None, f"given without {other}", works=works)
-        first, with_fp16 = self.first_scale(), [] if self.fp16 else ["--fp16"]
-        if self.bf16 or self.pure_bf16:
-            with_fp16 = ["--no-bf16", *["--no-pure-bf16"] * self.pure_bf16, "--fp16"]
-        if self.loss_scale is None and first < self.min_loss_scale:
-            raise UsageError(
-                "--min-loss-scale",
-                self.min_loss_scale,
-                f"at most --initial-loss-scale {self.initial_loss_scale}",
-                works=(*with_fp16, "--min-loss-scale", str(first)),
-            )
-        for each in fields(self):
-            name, value = flag(each.name), getattr(self, each.name)
-            if value == each.default or name in ("--bf16", "--fp16", "--pure-bf16"):
-                continue
-            if not self.fp16:
-                works = (*with_fp16, name, str(value))
-                raise UsageError(name, value, "given with --fp16", works=works)
-            is_dynamic = name not in ("--loss-scale", "--max-consecutive-skips")
-            if self.loss_scale is not None and is_dynamic:
-                allowed = f"given without --loss-scale {self.loss_scale:g}, which never changes"
-                raise UsageError(name, value, allowed, works=(name, str(each.default)))
+        excludes(self, "fp16", "bf16")
+        excludes(self, "pure_bf16", "fp16")
+        if self.pure_bf16 and self.bf16 is False:
+            works = ("--bf16", "--pure-bf16")
+            raise UsageError("--pure-bf16", None, "given without --no-bf16", works=works)
+        of_dynamic = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+        for name in ("loss_scale", "max_consecutive_skips", *of_dynamic):
+            needs(self, name, "fp16")
+        for name in of_dynamic:
+            excludes(self, name, "loss_scale", because="which never changes")
+        if self.fp16 and self.loss_scale is None:
+            at_most(self, "min_loss_scale", self.first_scale(), "--initial-loss-scale")
 
     @property
     def name(self) -> str | None:

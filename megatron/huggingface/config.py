@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -81,22 +81,22 @@ class HuggingFaceConfig(KindConfig):
     has_grids: ClassVar[bool] = False
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 
-    hf_model: str
+    hf_model: str = field(metadata={"resume": "free"})
     """A folder with the model's config.json, and its weights if training starts from them; or a
     name on the HuggingFace hub."""
 
-    plan: str = "auto"
+    plan: str = field(default="auto", metadata={"resume": "free"})
     """How the model is sharded over tensor-parallel processes. auto: by the plan of the checkpoint
     that is resumed, by transformers' own plan, or by one of this project's. Otherwise: your own
     TOML file. A small model proves the plan first."""
 
-    plan_text: Hidden = None
+    plan_text: Hidden = field(default=None, metadata={"resume": "effect"})
     """The content of the file of --plan."""
 
-    hf_config: Hidden = None
+    hf_config: Hidden = field(default=None, metadata={"resume": "effect"})
     """The text of a config.json, in place of that of --hf-model."""
 
-    random_weights: bool = False
+    random_weights: bool = field(default=False, metadata={"resume": "free"})
     """Start from the model's own initialisation, even if --hf-model has weights."""
 
     def __post_init__(self) -> None:

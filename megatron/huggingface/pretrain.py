@@ -3,9 +3,10 @@ Needs no torch."""
 
 from dataclasses import dataclass, field
 
+from megatron.config.checks import at_most, left_out
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import BertDataConfig, BertOptimizerConfig, GPT2DataConfig
-from megatron.errors import UsageError, flag, switch
+from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig, has_window
 from megatron.train.inputs import Inputs, open_bert_data, open_text
 
@@ -22,23 +23,14 @@ class PretrainUnmodifiedConfig(PretrainConfig):
             self.model.check_cut()
         native = self.model.described["model_type"]
         other = f"; --model {native} can" if native in ("gpt2", "llama", "bert") else ""
-        for name, is_given, reason, least in (
-            ("pipeline_model_parallel_size", self.parallel.pipeline_model_parallel_size > 1,
-             f"1: an unmodified model cannot be cut into stages{other}", "1"),
-            ("sequence_parallel", self.parallel.sequence_parallel,
-             "left out: an unmodified model makes its masks and positions of whole sequences, and "
-             f"cannot compute with a part of one{other}", None),
-        ):  # fmt: skip
-            if is_given:
-                cure = (flag(name), least) if least else (switch(name, False),)
-                value = getattr(self.parallel, name) if least else None
-                raise UsageError(flag(name), value, reason, works=cure)
+        reason = f"with an unmodified model, which cannot be cut into stages{other}"
+        left_out(self.parallel, "pipeline_model_parallel_size", reason)
+        reason = "with an unmodified model, which makes its masks and positions of whole sequences"
+        reason += f", and cannot compute with a part of one{other}"
+        left_out(self.parallel, "sequence_parallel", reason)
         super().check(world_size)
-        length, positions = self.data.seq_length, self.model.positions
-        if positions is not None and length > positions:
-            works = ("--seq-length", f"{positions}")
-            allowed = f"at most the {positions} positions of --hf-model"
-            raise UsageError("--seq-length", length, allowed, works=works)
+        if (positions := self.model.positions) is not None:
+            at_most(self.data, "seq_length", positions, "the positions of --hf-model,")
         resets = [
             getattr(self.data, f"reset_{each}", False)
             for each in ("position_ids", "attention_mask")

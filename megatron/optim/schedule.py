@@ -21,7 +21,7 @@ def learning_rate(config: OptimizerConfig, update: int, decay_iters: int) -> flo
     one update later. These are the rates of torch's SequentialLR of LinearLR and CosineAnnealingLR,
     stepped after each update, and of Megatron-LM's scheduler.
     """
-    warmup, first = config.lr_warmup_iters, config.lr_warmup_init
+    warmup, first = config.warmup_iters(decay_iters), config.lr_warmup_init
     if first is not None:
         update -= 1
     if update <= warmup:

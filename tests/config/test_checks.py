@@ -1,5 +1,6 @@
 """What the programs refuse: each row is tried, and then again with what its error says works."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,8 @@ from megatron.config.pretrain import (
 )
 from megatron.config.training import PrecisionConfig
 from megatron.errors import UsageError
-from tests.refusals import refused
+from megatron.optim.schedule import learning_rate
+from tests.refusals import field_of, refusal, refused
 from tools.layouts.job import program_of
 from tools.plan import QuestionConfig
 
@@ -75,6 +77,7 @@ LAST = """
 --pipeline-model-parallel-size 2
 --pipeline-schedule gpipe | --pipeline-schedule zb-h1
 --lr-warmup-init 1e-5 | --lr-warmup-iters 9 --lr-warmup-init -1
+--lr-warmup-fraction 0 | --lr-warmup-fraction 1.5 | --lr-warmup-iters 9 --lr-warmup-fraction 0.1
 --lr-warmup-iters 9 --lr-warmup-init 1 | --fp16 --pure-bf16 | --no-bf16 --pure-bf16
 --pure-bf16 --loss-scale 8 | --pure-bf16 --optimizer-impl apex
 --optimizer-cpu-offload --optimizer-impl apex
@@ -236,15 +239,13 @@ def test_pipelines(stages: int, text: str, virtual: int) -> None:
 
 @pytest.mark.parametrize(("text", "flag"), NO_CURE)
 def test_refused(text: str, flag: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        accept("gpt2", text.split(), 1)
-    assert refused.value.flag.startswith(flag)
+    assert field_of(refusal(lambda: accept("gpt2", text.split(), 1))).startswith(flag)
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(UsageError) as refused:
-        parse(PretrainGPT2Config, ["--num-layers", "2"], {})
-    assert refused.value.flag == "--hidden-size --num-attention-heads"
+    error = refusal(lambda: parse(PretrainGPT2Config, ["--num-layers", "2"], {}))
+    missing = re.findall(r"^ +(--[\w-]+) ", str(error), re.MULTILINE)
+    assert missing == ["--hidden-size", "--num-attention-heads"]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,25 @@ def test_epochs_are_whole_global_batches(tmp_path: Path) -> None:
             replace(config, optimizer=optimizer).with_steps(samples.__mul__, 1)
         assert refused.value.flag.startswith(flag)
     assert [epochs_of(samples, (10).__mul__) for samples in (1, 10, 11)] == [1, 1, 2]
+
+
+def test_a_warmup_may_be_a_share_of_the_steps_until_the_end_of_decay() -> None:
+    for words, warmup in (
+        ("--lr-warmup-fraction 0.0385", 12),
+        ("--lr-warmup-fraction 1", 300),
+        ("--lr-warmup-fraction 1e-9", 1),
+        ("--lr-warmup-fraction 0.5 --lr-decay-iters 20 --lr-warmup-init 1e-5", 10),
+    ):
+        config = accept("gpt2", words.split(), 1)
+        resolved = config.with_steps(int, 1).optimizer
+        assert (resolved.lr_warmup_iters, resolved.lr_warmup_fraction) == (warmup, None)
+        end = config.lr_decay_iters()
+        for update in (1, 2, warmup, end):
+            assert learning_rate(config.optimizer, update, end) == learning_rate(
+                resolved, update, end
+            )
+    epochs = settings(train_iters=None, epochs=3, lr_warmup_fraction=0.1)
+    assert epochs.with_steps((100).__mul__, 1).optimizer.lr_warmup_iters == 30
 
 
 def test_sizes_of_a_run() -> None:

@@ -30,6 +30,22 @@ def test_presets_fit_their_own_parallel_size_and_leave_places_to_the_user(name: 
     assert (config.checkpoint.save, config.checkpoint.load) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [
+        ("quickstart", 100),
+        ("miniature_gpt2", 100),
+        ("miniature_llama", 100),
+        ("miniature_bert", 80),
+    ],
+)
+def test_a_warmup_fits_the_length_of_the_run(name: str, warmup: int) -> None:
+    steps = load(name).training.steps
+    for words, expected in (((), warmup), (("--train-iters", str(steps // 10)), warmup // 10)):
+        assert load(name, *words).with_steps(int, 1).optimizer.lr_warmup_iters == expected
+    assert load(name, "--lr-warmup-iters", "7").with_steps(int, 1).optimizer.lr_warmup_iters == 7
+
+
 @pytest.mark.parametrize("name", ["miniature_llama", "llama_tutorial"])
 def test_mock_data_stand_in_for_a_preset_s_files_and_epochs(name: str) -> None:
     config = load(name, *["--mock-data", "--vocab-size", "2048", "--train-iters", "10000"])

@@ -47,13 +47,14 @@ def training_flags(settings: Settings, preset: str) -> list[str]:
     flags = ["--preset", preset, "--tensor-model-parallel-size", size, "--split", SPLIT]
     if steps is None:
         return flags
-    # The preset's warm-up and log interval are for its own number of steps.
+    # The preset's log interval, and a warm-up in steps, are for its own number of steps.
     own = parse(PretrainGPT2Config, ["--preset", str(settings.preset)], {})
     shortened = {
         "--train-iters": steps,
-        "--lr-warmup-iters": min(own.optimizer.lr_warmup_iters, steps // 10),
         "--log-interval": max(1, min(own.logging.log_interval, steps // 2)),
     }
+    if own.optimizer.lr_warmup_fraction is None:
+        shortened["--lr-warmup-iters"] = min(own.optimizer.lr_warmup_iters, steps // 10)
     return flags + [str(word) for pair in shortened.items() for word in pair]
 
 
