@@ -24,7 +24,7 @@ from megatron.config.checks import UsageError
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.huggingface.config import HuggingFaceConfig, has_window
-from megatron.huggingface.layers import ColumnLinear, Planned
+from megatron.huggingface.layers import ColumnLinear
 from megatron.huggingface.plan import PlanError
 from megatron.huggingface.plans import plan_at
 from megatron.huggingface.replacements import (
@@ -35,7 +35,7 @@ from megatron.huggingface.replacements import (
     unmodified,
     use_own_kernels,
 )
-from megatron.huggingface.weights import initial_values, load_folder
+from megatron.huggingface.weights import initial_values, layout_of, load_folder
 from megatron.inference.cache import KeyValueCache
 from megatron.models.decoder import document_mask
 from megatron.models.registry import NO_END
@@ -257,12 +257,8 @@ class HuggingFace(nn.Module):
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor as it is held) from the model's own initialisation, one layer
         at a time, so that no more of it is whole at once. A function of the seed alone."""
-        planned = dict(self.named_modules())
         for name, whole in initial_values(unmodified(self.config, self.auto_class), seed):
-            module_name, _, own_name = f"model.{name}".rpartition(".")
-            module = planned[module_name]
-            form = module.forms.get(own_name) if isinstance(module, Planned) else None
-            yield f"model.{name}", whole if form is None else form.held(whole)
+            yield f"model.{name}", layout_of(self.model, name).from_original(whole)
 
 
 class HuggingFaceMasked(HuggingFace):
