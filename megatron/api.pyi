@@ -83,7 +83,7 @@ from .huggingface.parallelize import (
     parallelize as parallelize,
     whole_state_dict as whole_state_dict,
 )
-from .huggingface.plans import plan_of as plan_of
+from .huggingface.plan import plan_of as plan_of
 from .huggingface.replacements import parameters_on_meta as parameters_on_meta
 from .huggingface.plan import (
     Column as Column,

@@ -142,8 +142,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     import torch
 
     from megatron.huggingface.layers import ParallelizedModule
-    from megatron.huggingface.plan import Local, PlanError
-    from megatron.huggingface.plans import plan_of
+    from megatron.huggingface.plan import Local, PlanError, plan_of
     from megatron.huggingface.replacements import unmodified
     from megatron.models.build import build_on_meta
     from tools.planning.absent import absent_mesh

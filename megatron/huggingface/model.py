@@ -1,6 +1,6 @@
 """Unmodified models of transformers, cut by a plan (parallelize.py).
 
-The plan is transformers' own or one of plans.py. In addition, the word embedding and the output
+The plan is transformers' own or one of plan.py. In addition, the word embedding and the output
 layer are cut by vocabulary, the loss is computed from cut logits, and attention runs on our kernels
 with dropout by coordinates.
 
@@ -25,8 +25,7 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.huggingface.config import HuggingFaceConfig, has_window
 from megatron.huggingface.layers import ColumnLinear
-from megatron.huggingface.plan import PlanError
-from megatron.huggingface.plans import plan_at
+from megatron.huggingface.plan import PlanError, plan_at
 from megatron.huggingface.replacements import (
     BatchRows,
     PlannedDropout,

@@ -89,31 +89,46 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     styles = [*_with_heads(model, _each_summed(styles, modules), modules, tensor)]
     for name, style in styles:
         if isinstance(style, Local):
-            _check_numbers(name, modules[name], style, tensor)
+            for attribute in style.attributes:
+                number = getattr(modules[name], attribute, None)
+                if not isinstance(number, int):
+                    raise PlanError(f"{name} has no number {attribute}")
+                if number % tensor.size:
+                    ranks = f"{tensor.size} ranks"
+                    raise PlanError(f"{name}: {attribute} {number} is no multiple of {ranks}")
         elif isinstance(style, Redistribute):
-            _check_moves(name, style)
-    shapes = {id(each): _on_meta(each) for each in model.parameters()}
+            for before, after in (*style.inputs.values(), *style.outputs.values()):
+                if (before, after) not in MOVES:
+                    raise PlanError(f"{name}: no tensor goes from {before} to {after}")
+    # Cut stand-ins on meta first: the model is unchanged if its plan is refused.
+    shapes = {
+        id(each): nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
+        for each in model.parameters()
+    }
     rehearsal = ShardedParameters(mesh, {})
     probes = {name: _probe(module, shapes) for name, module in modules.items()}
     _cut(probes, styles, tensor_input, rehearsal)
     for original, where in _held_outside(modules).items():
-        if (known := rehearsal.by_id.get(id(shapes[original]))) is not None:
+        if (entry := rehearsal.by_id.get(id(shapes[original]))) is not None:
             raise PlanError(
-                f"{known[0]} is cut, and {where} holds it whole, out of sight of its module"
+                f"{entry[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
-    # A plan that is refused does not get this far.
     _cut(modules, styles, tensor_input, ShardedParameters(mesh, {}))
     for name, style in styles:
+        module = modules[name]
         if isinstance(style, Local):
-            _divide(modules[name], style, tensor)
+            for attribute in style.attributes:
+                setattr(module, attribute, getattr(module, attribute) // tensor.size)
+            for attribute, value in style.values:
+                setattr(module, attribute, value)
         elif isinstance(style, Redistribute):
-            _move(name, modules[name], style, tensor_input)
+            moving = _Moving(name, style, tensor_input)
+            if style.inputs:
+                module.register_forward_pre_hook(moving.enter, with_kwargs=True)
+            if style.outputs:
+                module.register_forward_hook(moving.leave)
     model.register_forward_hook(tensor_input.clear)
     return model
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
@@ -265,54 +280,17 @@ def _of_ties(
         if isinstance(style, Column | Row | Vocabulary)
         for is_embedding in [isinstance(modules[name], nn.Embedding)]
     }
-    for group in _shared(model):
+    owners: dict[int, list[str]] = {}  # names of modules by the id of a parameter
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    for group in owners.values():
         cut = [dims[name] for name in group if name in dims]
         for name in group if cut else ():
             if name not in dims and isinstance(modules[name], nn.Embedding):
                 yield name, Column(gather=True) if cut[0] else Vocabulary()
             elif name not in dims and _is_matmul(modules[name]):
                 yield name, Row() if cut[0] else Column(gather=True)
-
-
-def _shared(model: nn.Module) -> list[list[str]]:
-    """Names of modules that share a parameter, one list for each shared parameter."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
-
-
-def _check_numbers(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
-    for attribute in style.attributes:
-        value = getattr(module, attribute, None)
-        if not isinstance(value, int):
-            raise PlanError(f"{name} has no number {attribute}")
-        if value % axis.size:
-            raise PlanError(f"{name}: {attribute} {value} is no multiple of {axis.size} ranks")
-
-
-def _divide(module: nn.Module, style: Local, axis: Axis) -> None:
-    for attribute in style.attributes:
-        setattr(module, attribute, getattr(module, attribute) // axis.size)
-    for attribute, value in style.values:
-        setattr(module, attribute, value)
-
-
-def _check_moves(name: str, style: Redistribute) -> None:
-    for move in (*style.inputs.values(), *style.outputs.values()):
-        if move not in MOVES:
-            raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
-
-
-def _move(
-    name: str, module: nn.Module, style: Redistribute, tensor_input: TensorParallelInput
-) -> None:
-    moving = _Moving(name, style, tensor_input)
-    if style.inputs:
-        module.register_forward_pre_hook(moving.enter, with_kwargs=True)
-    if style.outputs:
-        module.register_forward_hook(moving.leave)
 
 
 @dataclass
@@ -467,9 +445,5 @@ def of_torch(name: str, style: Any) -> Style:
             outputs = moves(style.output_layouts, style.desired_output_layouts)
             if is_local or all(move[1] == "whole" for move in outputs.values()):
                 return Redistribute({}, outputs)
-    raise PlanError(f"{name}: no layer here does what {_described(style)} says")
-
-
-def _described(style: Any) -> str:
-    values = ", ".join(f"{name}={value}" for name, value in vars(style).items())
-    return f"{type(style).__name__}({values})"
+    values = ", ".join(f"{key}={value}" for key, value in vars(style).items())
+    raise PlanError(f"{name}: no layer here does what {type(style).__name__}({values}) says")
