@@ -182,7 +182,7 @@ METHOD = (
     "plans say; in a model as tiny as this it is nearly all of the FLOPs. Where there are 2 "
     "key/value heads each of 4 ranks computes one, which is why its share is above 25 %.",
     "Plans of transformers' that are wrong, and are mended here (MENDED and _of_norms in "
-    "megatron/huggingface/plans.py): apertus (parameters of an activation between cut layers), "
+    "megatron/huggingface/plan.py): apertus (parameters of an activation between cut layers), "
     "gemma3n (the mean and the deviation of cut gates: logits off by 0.025 without an error), "
     "phi (norms of heads, whose gradients nobody adds up: off by twice their norm without an "
     "error), doge, esmc, neomme and cohere with use_qk_norm (attention that needs all heads), "
@@ -211,7 +211,7 @@ def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]
     )
     from transformers.utils.logging import set_verbosity_error
 
-    from megatron.huggingface.plans import PLANS
+    from megatron.huggingface.plan import PLANS
 
     set_verbosity_error()  # no warnings about inconsistent defaults
     found: dict[tuple[str, str], HuggingFaceConfig] = {}

@@ -47,7 +47,7 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
 )
 from megatron.huggingface.config import HuggingFaceConfig
-from megatron.huggingface.layers import Planned
+from megatron.huggingface.layers import ParallelizedModule
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.parallel.sharding import load_whole
 from tools.layouts.job import open_samples
@@ -82,7 +82,11 @@ def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
         for each in state.optimizer.masters():
             module, _, name = each.key.rpartition(".")
             values, owner = whole[each.key.removeprefix("model.")], modules[module]
-            held = owner.forms[name].held(values) if isinstance(owner, Planned) else values
+            held = (
+                owner.layouts[name].from_original(values)
+                if isinstance(owner, ParallelizedModule)
+                else values
+            )
             load_whole(each.local, held, each.spec)
     state.optimizer.publish()
     del theirs, whole

@@ -254,8 +254,11 @@ norms-decay | optim/test_adam::test_biases_and_norms
 + fill=1, partial=partial)
 @ megatron/parallel/layers_llama.py | parallel/test_layers::test_rotary
 key-value-head-modulo | parallel/test_layers::test_layers_equal
-- needed = [head * key_value_heads // heads for head in own]
-+ needed = [head % key_value_heads for head in own]
+- used = [query * key_value_heads // heads for query in own]
++ used = [query % key_value_heads for query in own]
+plan-heads-of-the-first-queries | matrix[tensor=4-hf-llama-padded]
+- own = range(axis.rank * share, (axis.rank + 1) * share)
++ own = range(share)
 rotary-interleaved
 - (first, second), (one, two) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
 + first, second, one, two = x[..., ::2], x[..., 1::2], y[..., ::2], y[..., 1::2]
@@ -644,15 +647,12 @@ cube-masks-of-the-samples-that-are-read
 - return gather_from(x, 0, mesh.input).chunk(mesh.input.size)[mesh.output.rank]
 + return x
 @ megatron/huggingface/layers.py | matrix[tensor=4-hf-llama-padded]
-plan-heads-of-the-first-queries
-- own = range(tensor.rank * share, (tensor.rank + 1) * share)
-+ own = range(share)
 plan-no-sum-where-columns-begin | matrix[tensor=2-hf-gpt2-accumulate-dropout]
 - Gathered(x=Cut(terms=self.axis))
 + Gathered()
 plan-a-sum-for-each-column-layer
-- if (rows := _made_of(x, self.passed)) is not None:
-+ if False and (rows := _made_of(x, self.passed)) is not None:
+- if (rows := _made_of(x, self.returned)) is not None:
++ if False and (rows := _made_of(x, self.returned)) is not None:
 @ megatron/parallel/bucket.py | matrix[data=2,zero=1-gpt2]
 tie-left-unsummed | matrix[pipeline=2-gpt2-accumulate]
 - if axis is not self.summed and axis.is_of_stages == is_of_stages:

@@ -142,9 +142,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded."""
     import torch
 
-    from megatron.huggingface.layers import Planned
-    from megatron.huggingface.plan import Local, PlanError
-    from megatron.huggingface.plans import plan_of
+    from megatron.huggingface.layers import ParallelizedModule
+    from megatron.huggingface.plan import Local, PlanError, plan_of
     from megatron.huggingface.replacements import unmodified
     from megatron.models.build import build_on_meta
     from tools.planning.absent import absent_mesh
@@ -165,7 +164,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
         raise UsageError("--model", config.hf_model, allowed) from error
     count: dict[tuple[str, ...], int] = {}
     for name, module in model.model.named_modules():
-        if isinstance(module, Planned):
+        if isinstance(module, ParallelizedModule):
             general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
             whole = ", ".join(f"{each} {shape(spec.shape)}" for each, spec in module.specs.items())
             local = ", ".join(shape(spec.local_shape) for spec in module.specs.values())

@@ -1,6 +1,6 @@
 """Unmodified models of transformers, cut by a plan (parallelize.py).
 
-The plan is transformers' own or one of plans.py. In addition, the word embedding and the output
+The plan is transformers' own or one of plan.py. In addition, the word embedding and the output
 layer are cut by vocabulary, the loss is computed from cut logits, and attention runs on our kernels
 with dropout by coordinates.
 
@@ -24,9 +24,8 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, has_window
-from megatron.huggingface.layers import ColumnLinear, Planned
-from megatron.huggingface.plan import PlanError
-from megatron.huggingface.plans import plan_at
+from megatron.huggingface.layers import ColumnLinear
+from megatron.huggingface.plan import PlanError, plan_at
 from megatron.huggingface.replacements import (
     DropoutKeys,
     PlannedDropout,
@@ -35,7 +34,7 @@ from megatron.huggingface.replacements import (
     unmodified,
     use_own_kernels,
 )
-from megatron.huggingface.weights import initial_values, load_folder
+from megatron.huggingface.weights import initial_values, layout_of, load_folder
 from megatron.models.cache import KeyValueCache
 from megatron.models.gpt import document_mask, dropout_keys
 from megatron.models.registry import NO_END
@@ -256,12 +255,8 @@ class HuggingFace(nn.Module):
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor as it is held) from the model's own initialisation, one layer
         at a time, so that no more of it is whole at once. A function of the seed alone."""
-        planned = dict(self.named_modules())
         for name, whole in initial_values(unmodified(self.config, self.auto_class), seed):
-            module_name, _, own_name = f"model.{name}".rpartition(".")
-            module = planned[module_name]
-            form = module.forms.get(own_name) if isinstance(module, Planned) else None
-            yield f"model.{name}", whole if form is None else form.held(whole)
+            yield f"model.{name}", layout_of(self.model, name).from_original(whole)
 
 
 class HuggingFaceMasked(HuggingFace):

@@ -18,7 +18,7 @@ Between layers every tensor and its gradient are whole, except those that the pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -31,15 +31,14 @@ from megatron.huggingface.layers import (
     MOVES,
     ChannelEmbedding,
     ColumnLinear,
-    Entrance,
-    Holder,
-    Planned,
+    ParallelizedModule,
     RowLinear,
+    ShardedParameters,
     SharedHeads,
     SummedParameters,
-    Taken,
+    TensorParallelInput,
+    TiedParameterHolder,
     VocabularyEmbedding,
-    heads_of_queries,
     is_transposed_matmul,
 )
 from megatron.huggingface.plan import (
@@ -54,6 +53,7 @@ from megatron.huggingface.plan import (
     Vocabulary,
     read_style,
 )
+from megatron.parallel.layers_llama import key_value_heads_in_use
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.sharding import gather_whole
 
@@ -82,38 +82,53 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     """
     if mesh.tensor_parallel_mode != "1d":
         raise ValueError(f"a plan cuts along one axis: 1d, not {mesh.tensor_parallel_mode}")
-    entrance, tensor = Entrance(mesh.tensor), mesh.tensor
+    tensor_input, tensor = TensorParallelInput(mesh.tensor), mesh.tensor
     modules = dict(model.named_modules())
     styles = _styles(model, plan)
     styles += _of_ties(model, styles, modules)
     styles = [*_with_heads(model, _each_summed(styles, modules), modules, tensor)]
     for name, style in styles:
         if isinstance(style, Local):
-            _check_numbers(name, modules[name], style, tensor)
+            for attribute in style.attributes:
+                number = getattr(modules[name], attribute, None)
+                if not isinstance(number, int):
+                    raise PlanError(f"{name} has no number {attribute}")
+                if number % tensor.size:
+                    ranks = f"{tensor.size} ranks"
+                    raise PlanError(f"{name}: {attribute} {number} is no multiple of {ranks}")
         elif isinstance(style, Redistribute):
-            _check_moves(name, style)
-    shapes = {id(each): _on_meta(each) for each in model.parameters()}
-    rehearsal = Taken(mesh, {})
+            for before, after in (*style.inputs.values(), *style.outputs.values()):
+                if (before, after) not in MOVES:
+                    raise PlanError(f"{name}: no tensor goes from {before} to {after}")
+    # Cut stand-ins on meta first: the model is unchanged if its plan is refused.
+    shapes = {
+        id(each): nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
+        for each in model.parameters()
+    }
+    rehearsal = ShardedParameters(mesh, {})
     probes = {name: _probe(module, shapes) for name, module in modules.items()}
-    _cut(probes, styles, entrance, rehearsal)
+    _cut(probes, styles, tensor_input, rehearsal)
     for original, where in _held_outside(modules).items():
-        if (known := rehearsal.found.get(id(shapes[original]))) is not None:
+        if (entry := rehearsal.by_id.get(id(shapes[original]))) is not None:
             raise PlanError(
-                f"{known[0]} is cut, and {where} holds it whole, out of sight of its module"
+                f"{entry[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
-    # A plan that is refused does not get this far.
-    _cut(modules, styles, entrance, Taken(mesh, {}))
+    _cut(modules, styles, tensor_input, ShardedParameters(mesh, {}))
     for name, style in styles:
+        module = modules[name]
         if isinstance(style, Local):
-            _divide(modules[name], style, tensor)
+            for attribute in style.attributes:
+                setattr(module, attribute, getattr(module, attribute) // tensor.size)
+            for attribute, value in style.values:
+                setattr(module, attribute, value)
         elif isinstance(style, Redistribute):
-            _move(name, modules[name], style, entrance)
-    model.register_forward_hook(entrance.clear)
+            moving = _Moving(name, style, tensor_input)
+            if style.inputs:
+                module.register_forward_pre_hook(moving.enter, with_kwargs=True)
+            if style.outputs:
+                module.register_forward_hook(moving.leave)
+    model.register_forward_hook(tensor_input.clear)
     return model
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
@@ -132,21 +147,36 @@ def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
 
 
 def _cut(
-    modules: Mapping[str, nn.Module], styles: Sequence[Named], entrance: Entrance, taken: Taken
+    modules: Mapping[str, nn.Module],
+    styles: Sequence[Named],
+    tensor_input: TensorParallelInput,
+    parameters: ShardedParameters,
 ) -> None:
     """Give the modules that hold parameters of the plan their classes and shards."""
-    for name, style in styles:
+
+    def adopt(name: str, kind: type[ParallelizedModule], style: Any) -> None:
         module = modules[name]
-        if isinstance(style, Column | Row | Vocabulary):
-            _adopt(name, module, _class_of, style, entrance, taken)
-        elif isinstance(style, Summed):
-            _adopt(name, module, lambda *_: SummedParameters, style, entrance, taken)
+        module.__class__ = _joined(type(module), kind)  # type: ignore[arg-type]
+        assert isinstance(module, ParallelizedModule)
+        module.full_name, module.tensor_input, module.layouts = name, tensor_input, {}
+        on_meta = any(each.is_meta for each in module.parameters(recurse=False))
+        module.attach(parameters.mesh, is_on_meta=on_meta)
+        module.prepare(style, parameters)
+
+    for name, style in styles:
+        if not isinstance(style, Column | Row | Vocabulary | Summed):
+            continue
+        if isinstance(modules[name], ParallelizedModule):
+            raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
+        is_summed, axis = isinstance(style, Summed), parameters.mesh.tensor
+        kind = SummedParameters if is_summed else _class_of(name, modules[name], style, axis)
+        adopt(name, kind, style)
     for name, module in modules.items():
-        own = [each for each in module._parameters.values() if each is not None]
-        is_held = any(id(each) in taken.found for each in own)
+        is_held = any(id(each) in parameters.by_id for each in module._parameters.values())
         # One module knows the mesh, even if the plan cuts nothing.
-        if not isinstance(module, Planned) and (is_held or not (name or taken.found)):
-            _adopt(name, module, lambda *_: Holder, None, entrance, taken)
+        is_first = not name and not parameters.by_id
+        if not isinstance(module, ParallelizedModule) and (is_held or is_first):
+            adopt(name, TiedParameterHolder, None)
 
 
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
@@ -214,10 +244,11 @@ def _with_heads(
             continue
         heads = shared if last in KEYS else queries
         yield name, replace(style, heads=heads, queries=queries)
-        if heads % tensor.size and hasattr(modules[parent], "num_key_value_groups"):
-            used = heads_of_queries(heads, queries, tensor)
-            counts = {used.count(each) for each in used}
-            groups[parent] = counts.pop() if len(counts) == 1 else 1
+        is_shared = heads % tensor.size > 0 and queries % tensor.size == 0
+        if is_shared and hasattr(modules[parent], "num_key_value_groups"):
+            own, of_query = key_value_heads_in_use(queries, heads, tensor)
+            share = queries // tensor.size
+            groups[parent] = share // (own.stop - own.start) if of_query is None else 1
     for parent, number in groups.items():
         yield parent, Local(num_key_value_groups=number)
 
@@ -249,7 +280,11 @@ def _of_ties(
         if isinstance(style, Column | Row | Vocabulary)
         for is_embedding in [isinstance(modules[name], nn.Embedding)]
     }
-    for group in _shared(model):
+    owners: dict[int, list[str]] = {}  # names of modules by the id of a parameter
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    for group in owners.values():
         cut = [dims[name] for name in group if name in dims]
         for name in group if cut else ():
             if name not in dims and isinstance(modules[name], nn.Embedding):
@@ -258,52 +293,13 @@ def _of_ties(
                 yield name, Row() if cut[0] else Column(gather=True)
 
 
-def _shared(model: nn.Module) -> list[list[str]]:
-    """Names of modules that share a parameter, one list for each shared parameter."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
-
-
-def _check_numbers(name: str, module: nn.Module, style: Local, axis: Axis) -> None:
-    for attribute in style.attributes:
-        value = getattr(module, attribute, None)
-        if not isinstance(value, int):
-            raise PlanError(f"{name} has no number {attribute}")
-        if value % axis.size:
-            raise PlanError(f"{name}: {attribute} {value} is no multiple of {axis.size} ranks")
-
-
-def _divide(module: nn.Module, style: Local, axis: Axis) -> None:
-    for attribute in style.attributes:
-        setattr(module, attribute, getattr(module, attribute) // axis.size)
-    for attribute, value in style.values:
-        setattr(module, attribute, value)
-
-
-def _check_moves(name: str, style: Redistribute) -> None:
-    for move in (*style.inputs.values(), *style.outputs.values()):
-        if move not in MOVES:
-            raise PlanError(f"{name}: no tensor goes from {move[0]} to {move[1]}")
-
-
-def _move(name: str, module: nn.Module, style: Redistribute, entrance: Entrance) -> None:
-    moving = _Moving(name, style, entrance)
-    if style.inputs:
-        module.register_forward_pre_hook(moving.enter, with_kwargs=True)
-    if style.outputs:
-        module.register_forward_hook(moving.leave)
-
-
 @dataclass
 class _Moving:
     """The hooks of a module with the style Redistribute; a copy of the model has its own."""
 
     name: str
     style: Redistribute
-    entrance: Entrance
+    tensor_input: TensorParallelInput
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = dict[int | str, Any](enumerate(args)) | kwargs
@@ -325,50 +321,34 @@ class _Moving:
                     f"{self.name} has no input or output {key!r}, which a plan moves"
                 )
             if isinstance(values[key], Tensor):
-                values[key] = MOVES[move](values[key], self.entrance)
+                values[key] = MOVES[move](values[key], self.tensor_input)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict that the model would have without `parallelize`: whole tensors by its own
     names. None shares memory with the model's parameters (every rank calls this)."""
-    found = {name: each.clone() for name, each in model.state_dict().items()}
-    known: dict[int, Tensor] = {}
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    whole: dict[int, Tensor] = {}  # by id of the shard, which modules may share
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, form in module.forms.items() if isinstance(module, Planned) else ():
-            own = module.shard_of(name)
-            if id(own) not in known:
-                known[id(own)] = form.original(gather_whole(own, module.specs[name])).contiguous()
-            found[f"{prefix}.{name}" if prefix else name] = known[id(own)]
-    return found
-
-
-def _adopt(
-    name: str,
-    module: nn.Module,
-    choose: Callable[[str, nn.Module, Any, Axis], type[Planned]],
-    style: Any,
-    entrance: Entrance,
-    taken: Taken,
-) -> None:
-    if isinstance(module, Planned):
-        raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
-    kind, before = choose(name, module, style, taken.mesh.tensor), type(module)
-    module.__class__ = _joined(before, kind)  # type: ignore[arg-type]
-    assert isinstance(module, Planned)
-    module.full_name, module.entrance, module.forms = name, entrance, {}
-    on_meta = any(each.is_meta for each in module.parameters(recurse=False))
-    module.attach(taken.mesh, is_on_meta=on_meta)
-    module.prepare(style, taken)
+        if not isinstance(module, ParallelizedModule):
+            continue
+        for name, layout in module.layouts.items():
+            shard = module.shard_of(name)
+            if id(shard) not in whole:
+                gathered = gather_whole(shard, module.specs[name])
+                whole[id(shard)] = layout.to_original(gathered).contiguous()
+            state[f"{prefix}.{name}" if prefix else name] = whole[id(shard)]
+    return state
 
 
 @cache
-def _joined(model_class: type, kind: type[Planned]) -> type:
+def _joined(model_class: type, kind: type[ParallelizedModule]) -> type:
     """A class that inherits from both. An embedding whose forward calls super() (and scales the
     result) comes first, so that super() is our class."""
     bases: tuple[type, ...] = (kind, model_class)
     if issubclass(kind, nn.Embedding):
         bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
-    is_named = kind is Holder  # all its code is the model's
+    is_named = kind is TiedParameterHolder  # all its code is the model's
     name = model_class.__name__ if is_named else f"{kind.__name__}Of{model_class.__name__}"
     return type(name, bases, {})
 
@@ -377,9 +357,9 @@ def _is_matmul(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed_matmul(module)
 
 
-def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Planned]:
+def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[ParallelizedModule]:
     """The class that the module gets. Raises PlanError if it cannot be cut as its style says."""
-    kinds: dict[type, type[Planned]] = {}
+    kinds: dict[type, type[ParallelizedModule]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):
         kinds, known = {Vocabulary: VocabularyEmbedding, Column: ChannelEmbedding}, nn.Embedding
@@ -465,9 +445,5 @@ def of_torch(name: str, style: Any) -> Style:
             outputs = moves(style.output_layouts, style.desired_output_layouts)
             if is_local or all(move[1] == "whole" for move in outputs.values()):
                 return Redistribute({}, outputs)
-    raise PlanError(f"{name}: no layer here does what {_described(style)} says")
-
-
-def _described(style: Any) -> str:
-    values = ", ".join(f"{name}={value}" for name, value in vars(style).items())
-    return f"{type(style).__name__}({values})"
+    values = ", ".join(f"{key}={value}" for key, value in vars(style).items())
+    raise PlanError(f"{name}: no layer here does what {type(style).__name__}({values}) says")

@@ -27,10 +27,10 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.huggingface.config import NAMES, HuggingFaceConfig
-from megatron.huggingface.layers import ColumnLinear, Form, SharedHeads
+from megatron.huggingface.layers import ColumnLinear, SharedHeads, WeightLayout
 from megatron.huggingface.plan import Local, PlanError, read_plan, read_toml
 from megatron.huggingface.replacements import Wide
-from megatron.huggingface.weights import form_of
+from megatron.huggingface.weights import layout_of
 from megatron.models.build import build_on_meta
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import gather_from
@@ -284,9 +284,9 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         reason = f"it shows nothing of {' and '.join(missing)}" if missing else ""
     if reasons := [*filter(None, mesh.control.gather(reason))]:  # one rank may run out of memory
         raise NoProofError(reasons[0])
-    forms = {name: form_of(ours.model, name) for name, _ in theirs.named_parameters()}
+    layouts = {name: layout_of(ours.model, name) for name, _ in theirs.named_parameters()}
     values = [
-        (f"model.{name}", forms[name].held(each.detach()))
+        (f"model.{name}", layouts[name].from_original(each.detach()))
         for name, each in theirs.named_parameters()
     ]
     for model in filter(None, (ours, alone)):
@@ -295,7 +295,7 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         )
     found: dict[str, Any]
     try:
-        found = _compare(ours, alone, batch, wanted, forms, mesh)
+        found = _compare(ours, alone, batch, wanted, layouts, mesh)
     except Exception as error:  # from the model's code, which the plan breaks
         found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if (place := wanted.place) is not None:
@@ -467,7 +467,12 @@ def _watched(
 
 
 def _compare(
-    ours: Any, alone: Any, batch: Any, wanted: _Computed, forms: Mapping[str, Form], mesh: Mesh
+    ours: Any,
+    alone: Any,
+    batch: Any,
+    wanted: _Computed,
+    layouts: Mapping[str, WeightLayout],
+    mesh: Mesh,
 ) -> dict[str, Any]:
     """Differences on this rank. alone: the same model in one process, if dropout is compared."""
 
@@ -494,7 +499,7 @@ def _compare(
     buckets, counter = GradientBuckets(ours.model, mesh=mesh), _counter()
     with _watched(ours.model, {}, enter), counter:
         loss, held = _step(ours, buckets, batch)
-    gradients = {name: forms[name].original(each) for name, each in held.items()}
+    gradients = {name: layouts[name].to_original(each) for name, each in held.items()}
     dropped = {}
     if alone is not None:
         with _watched(ours.model, {}, enter):
@@ -521,7 +526,7 @@ def _compare(
 
 
 def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """(mean loss, {name: whole gradient in the form that is held})."""
+    """(mean loss, {name: whole gradient in the layout that is held})."""
     mesh, buckets.checks_reach = buckets.mesh, False  # the user's model is another one
     # Ranks of `replicas` read the same samples here, and their gradients are summed.
     count = float((batch.loss_mask != 0).sum()) * mesh.replicas.size

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, fetch, has_weights
-from megatron.huggingface.layers import AS_IT_IS, Form, Planned
+from megatron.huggingface.layers import ORIGINAL_LAYOUT, ParallelizedModule, WeightLayout
 from megatron.huggingface.replacements import unmodified
 from megatron.parallel.random import derive_seed
 from megatron.parallel.sharding import ShardingSpec
@@ -34,18 +34,24 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # names in safetensors
 LISTED = 5  # names in a message
 
 
-def form_of(model: nn.Module, name: str) -> Form:
-    """Form in which the planned model holds the parameter `name`."""
+def layout_of(model: nn.Module, name: str) -> WeightLayout:
+    """The layout in which the model holds the parameter `name`."""
     module_name, _, own_name = name.rpartition(".")
     module = model.get_submodule(module_name)
-    return module.forms.get(own_name, AS_IT_IS) if isinstance(module, Planned) else AS_IT_IS
+    if isinstance(module, ParallelizedModule) and own_name in module.layouts:
+        return module.layouts[own_name]
+    return ORIGINAL_LAYOUT
 
 
 def layouts_of(model: nn.Module) -> dict[str, list[int]]:
-    """{name of a parameter: the numbers of its Form} for parameters that the planned model holds in
-    another form than transformers writes."""
-    found = {name: form_of(model, name) for name, _ in model.named_parameters()}
-    return {name: [*map(int, astuple(form))] for name, form in found.items() if form != AS_IT_IS}
+    """{name of a parameter: the numbers of its WeightLayout}, for parameters that are held in
+    another layout than transformers writes."""
+    found = {name: layout_of(model, name) for name, _ in model.named_parameters()}
+    return {
+        name: [*map(int, astuple(layout))]
+        for name, layout in found.items()
+        if layout != ORIGINAL_LAYOUT
+    }
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,7 @@ def read_weights(
             if dtype not in (None, *FLOATS):
                 raise ValueError(f"{folder}: {name} is {dtype}; {', '.join(FLOATS)} would work")
             spec, local = shards[f"model.{name}"]
-            _copy(part, local, spec, form_of(model, f"model.{name}"))
+            _copy(part, local, spec, layout_of(model, f"model.{name}"))
 
         for name, (key, *others) in found.of.items():
             for other in others:
@@ -240,30 +246,30 @@ def _shape(part: Any) -> Iterable[int]:
     return shape
 
 
-def _copy(part: Any, local: Tensor, spec: ShardingSpec, form: Form) -> None:
+def _copy(part: Any, local: Tensor, spec: ShardingSpec, layout: WeightLayout) -> None:
     local.zero_()
-    if form == AS_IT_IS:
+    if layout == ORIGINAL_LAYOUT:
         for own, where in spec.boxes(local):
             own.copy_(part[where or ...])  # ... for a single number
         return
-    if spec.flat is not None:  # a flat range of a shard in another form
+    if spec.flat is not None:  # a flat range of a shard in another layout
         if spec.flat.start < spec.flat.stop:
             shard = local.new_empty(spec.of_shard.local_shape)
-            _copy(part, shard, spec.of_shard, form)
+            _copy(part, shard, spec.of_shard, layout)
             local.copy_(shard.flatten()[spec.flat.start : spec.flat.stop])
         return
     box = spec.local_slices
     if any(cut.start == cut.stop for cut in box):  # only padding
         return
     # The matrices of a parameter lie one after another.
-    rows, *others = box[1:] if form.parts > 1 else box
-    step = spec.shape[1] if form.parts > 1 else 0
+    rows, *others = box[1:] if layout.parts > 1 else box
+    step = spec.shape[1] if layout.parts > 1 else 0
     pieces = []
-    for number in range(form.parts):
+    for number in range(layout.parts):
         index = (slice(rows.start + number * step, rows.stop + number * step), *others)
-        pieces.append(part[index[::-1] if form.is_transposed else index])
-    original = pieces[0] if form.parts == 1 else torch.cat(pieces, int(form.is_transposed))
-    spec.real(local).copy_(form.held(original))
+        pieces.append(part[index[::-1] if layout.is_transposed else index])
+    original = pieces[0] if layout.parts == 1 else torch.cat(pieces, int(layout.is_transposed))
+    spec.real(local).copy_(layout.from_original(original))
 
 
 def _require_buffer(bare: Bare, name: str, part: Any, folder: Path) -> None:

@@ -434,6 +434,13 @@ def stream_cut(mesh: Mesh) -> Cut:
     return cut(1, mesh.hidden) if mesh.hidden.size > 1 else Cut(0, mesh.stream, mesh.vocabulary)
 
 
+def look_up_own(ids: Tensor, own_ids: slice, weight: Tensor, view: GradientView | None) -> Tensor:
+    """[n, h]: rows at ids [n] of a weight that has those of `own_ids`, zeros for other ids."""
+    is_elsewhere = (ids < own_ids.start) | (ids >= own_ids.stop)
+    index = (ids - own_ids.start).masked_fill(is_elsewhere, 0)
+    return look_up(index, weight, view).masked_fill(is_elsewhere[:, None], 0)
+
+
 class VocabParallelEmbedding(ShardedModule):
     """Token ids [n] to [n, h]: each rank looks up its own rows, and g sums the results. An id
     outside the vocabulary gives zeros, as no rank has its row.
@@ -472,10 +479,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def look_up(self, ids: Tensor) -> Tensor:
         """[n, h]: this rank's rows at ids [n], and zeros for ids of other ranks."""
-        is_elsewhere = (ids < self.own_ids.start) | (ids >= self.own_ids.stop)
-        index = (ids - self.own_ids.start).masked_fill(is_elsewhere, 0)
-        own = look_up(index, self.weight, self.gradient_views.get("weight"))
-        return own.masked_fill(is_elsewhere[:, None], 0)
+        return look_up_own(ids, self.own_ids, self.weight, self.gradient_views.get("weight"))
 
 
 class PositionEmbedding(ShardedModule):

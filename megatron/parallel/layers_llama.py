@@ -28,6 +28,19 @@ from megatron.parallel.normalise import normalise
 from megatron.parallel.sharding import ShardedModule
 
 
+def key_value_heads_in_use(
+    heads: int, key_value_heads: int, axis: Axis
+) -> tuple[slice, list[int] | None]:
+    """(key/value heads that the query heads of this rank use, for each query head its one of them;
+    None if equally many adjacent query heads use each)."""
+    share = heads // axis.size
+    own = range(axis.rank * share, (axis.rank + 1) * share)
+    used = [query * key_value_heads // heads for query in own]
+    of_query = [head - used[0] for head in used]
+    is_even = len({of_query.count(head) for head in of_query}) == 1
+    return slice(used[0], used[-1] + 1), None if is_even else of_query
+
+
 class GroupedQueryLinear(ShardedModule):
     """x [n, h] to queries [n, a/t x d], keys and values [n, g x d], with fewer key/value heads than
     query heads: several queries share one (Ainslie et al., 2023, arXiv:2305.13245).
@@ -72,16 +85,13 @@ class GroupedQueryLinear(ShardedModule):
             )
         self.division, self.width = partition.division, own_width(hidden_size, partition.x_columns)
         inputs, tokens = partition.inputs, partition.y_rows
-        own = range(ranks.rank * heads // ranks.size, (ranks.rank + 1) * heads // ranks.size)
-        needed = [head * key_value_heads // heads for head in own]
-        used = [head - needed[0] for head in needed]
-        is_even = len({used.count(head) for head in used}) == 1
-        self.of_query = None if is_even else torch.tensor(used, device="cpu")
+        own, used = key_value_heads_in_use(heads, key_value_heads, ranks)
+        self.of_query = None if used is None else torch.tensor(used, device="cpu")
         self.rows: slice | None = None
         shards: tuple[tuple[int, Axis], ...] = ((1, ranks),)
         shared: tuple[Axis, ...] = ()
         if key_value_heads % ranks.size:
-            self.rows = slice(needed[0] * head_size, (needed[-1] + 1) * head_size)
+            self.rows = slice(own.start * head_size, own.stop * head_size)
             shards, shared = (), (ranks,)
         size, of_query = heads * head_size, ((0, ranks),)
         fields = {"partial": (mesh.replicas,), "std": std}

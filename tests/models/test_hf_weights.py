@@ -22,9 +22,9 @@ from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
 from megatron.huggingface import weights as hf_weights
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
-from megatron.huggingface.layers import AS_IT_IS, Form
+from megatron.huggingface.layers import ORIGINAL_LAYOUT, WeightLayout
 from megatron.huggingface.replacements import Wide
-from megatron.huggingface.weights import form_of
+from megatron.huggingface.weights import layout_of
 from megatron.parallel.sharding import ShardingSpec, gather_whole
 from megatron.train.state import TrainState, build_state
 from megatron.train.step import train_step
@@ -137,7 +137,9 @@ def state_of(
 def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> dict[str, Tensor]:
     """Shards of parameters, whole, by the names and in the form that transformers has."""
     return {
-        name.removeprefix("model."): form_of(state.model, name).original(gather_whole(shard, spec))
+        name.removeprefix("model."): layout_of(state.model, name).to_original(
+            gather_whole(shard, spec)
+        )
         for name, spec, shard in shards
     }
 
@@ -179,8 +181,8 @@ class Counting:
         return found
 
 
-def numbers_of(spec: ShardingSpec, local: Tensor, form: Form) -> int:
-    if spec.flat is not None and form != AS_IT_IS:
+def numbers_of(spec: ShardingSpec, local: Tensor, form: WeightLayout) -> int:
+    if spec.flat is not None and form != ORIGINAL_LAYOUT:
         rows = spec.of_shard.local_slices
         is_some = spec.flat.start < spec.flat.stop
         return is_some * prod(each.stop - each.start for each in rows)
@@ -203,7 +205,7 @@ def read(
             state = state_of(section, tensor_size, dtype, draws=False, zero_stage=zero_stage)
             said = state.load_folder(folder)
             weights = [(each.key[6:], each.spec, each.local) for each in state.weights()]
-            own = [(form_of(state.model, n), *shard) for n, shard in state.shards().items()]
+            own = [(layout_of(state.model, n), *shard) for n, shard in state.shards().items()]
             needed = sum(numbers_of(spec, local, form) for form, spec, local in own)
             found[name] = masters_of(state), whole(state, weights), said, sum(counted), needed
     finally:

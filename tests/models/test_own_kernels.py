@@ -7,24 +7,45 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import GELUTanh, NewGELUActivation
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mt5.modeling_mt5 import MT5LayerNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron.huggingface.replacements import Wide, use_own_kernels
 
 WIDTH = 96
+
+
+class OnePlusWeight(LlamaRMSNorm):
+    """With Llama's attributes, as a later version of its class could be."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x * torch.rsqrt(x.pow(2).mean(-1, True) + self.variance_epsilon)
+
+
+class Gated(LlamaRMSNorm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if gate is None else gate * y
+
+
 KNOWN: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.LayerNorm(WIDTH, 1e-3),
     "Llama's norm": lambda: LlamaRMSNorm(WIDTH, 1e-3),
     "Qwen3's norm": lambda: Qwen3RMSNorm(WIDTH, 1e-3),
+    "MT5's norm, by other code": lambda: MT5LayerNorm(WIDTH, 1e-3),
     "GPT-2's GELU": NewGELUActivation,
 }
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "layer norm without bias": lambda: nn.LayerNorm(WIDTH, bias=False),
     "Gemma's norm": lambda: GemmaRMSNorm(WIDTH),
+    "one plus the weight": lambda: OnePlusWeight(WIDTH),
+    "Olmo2's norm, which rounds after the weight": lambda: Olmo2RMSNorm(WIDTH),
+    "a norm with a gate": lambda: Gated(WIDTH),
     "another GELU": GELUTanh,
 }
 

@@ -25,7 +25,7 @@ from megatron.config.model import KEPT, beside
 from megatron.data.tokenizer import file_names, read_tokenizer
 from megatron.huggingface.config import HuggingFaceConfig
 from megatron.huggingface.replacements import Wide
-from megatron.huggingface.weights import INDEX, Bare, form_of
+from megatron.huggingface.weights import INDEX, Bare, layout_of
 from megatron.models.build import build_on_meta
 from megatron.models.registry import config_of
 from megatron.parallel.mesh import serial_mesh
@@ -60,8 +60,8 @@ def write_model(folder: Path, checkpoint: Checkpoint, shard_size: str = "5GB") -
                 yield name, bare.state[name]
         load_checkpoint(checkpoint, pieces.values(), partial=True)
         for name, piece in pieces.items():
-            form = form_of(model, piece.key.removeprefix("model."))
-            yield name, form.original(piece.local).contiguous()
+            form = layout_of(model, piece.key.removeprefix("model."))
+            yield name, form.to_original(piece.local).contiguous()
 
     outline = {
         name: torch.empty(tensor.shape, dtype=dtypes[f"model.{bare.first[name]}"], device="meta")
