@@ -1,7 +1,4 @@
-"""Plans the pipeline of a run from its config: the layers of each stage, and the schedule.
-
-Needs no torch, so that a schedule that does not work is refused before torch is imported.
-"""
+"""Plans the pipeline of a run from its config, without torch: each stage's layers, the schedule."""
 
 from __future__ import annotations
 
