@@ -1,4 +1,4 @@
-"""pretrain_gpt2.py in one process: what it refuses, before torch comes, and what it imports."""
+"""pretrain_gpt2.py: what it refuses, before torch comes or after, and what it imports."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from tests.data.samples import (
     write_data_of_tokenizer,
     write_tokenizer,
 )
-from tests.programs import SHAPE, refused_before_torch
+from tests.programs import SHAPE, pretrain, refused_before_torch
 from tests.refusals import field_of, refusal, refused
 
 # Takes seconds to import, and a training step needs none of it.
@@ -52,47 +52,85 @@ def own(tmp_path: Path) -> Path:
     return prefix
 
 
-# Arguments, the environment, the field that is refused, and how many warnings come before.
+# Arguments, the environment and the field that is refused.
 TENSOR, FILE = "--tensor-model-parallel-size", "--data-path {folder}"
-UNSAVED = "--save {folder}/new --split 0,1,0"  # whose checkpoints would hold no tokenizer
-LAST = """
---seq-length 17 | --vocab-size 99 | --split 1,9999,0 | --split 0,1,0 | --loss-scale 8 | --finetune
---fp16 --initial-loss-scale 2**x | --save x --keep-checkpoints 1 | --load nowhere
---preset {folder}/mine.toml | --data-path {folder}/absent | --data-path {folder}/empty
+SETTINGS = """
+--seq-length 17 | --loss-scale 8 | --finetune | --fp16 --initial-loss-scale 2**x
+--save x --keep-checkpoints 1 | --load nowhere | --preset {folder}/mine.toml
 """  # the last flag is refused
-REFUSED = [
-    *((words, "", flag, 0) for words, _, flag in rows_of(LAST)),
-    (f"{TENSOR} 3", "RANK=0 WORLD_SIZE=3", TENSOR, 0),
-    (f"{TENSOR} 2", "RANK=0 WORLD_SIZE=3", TENSOR, 0),
-    ("--global-batch-size 3", "RANK=0 WORLD_SIZE=2", "--global-batch-size", 0),
-    ("", "WORLD_SIZE=2", "WORLD_SIZE", 0),
-    ("", "RANK=0 WORLD_SIZE=two", "WORLD_SIZE", 0),
-    ("--seq-length 17", "RANK=1 WORLD_SIZE=2", "--seq-length", 0),
-    ("--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", "", "--data-path", 0),
-    (f"{FILE}/own_text_document --tokenizer-type BertWordPiece", "", "--tokenizer-type", 0),
-    (UNSAVED, "", "--split", 1),
-    (UNSAVED, "RANK=0 WORLD_SIZE=1", "--split", 1),
-    (UNSAVED, "RANK=1 WORLD_SIZE=2", "--split", 0),
+EARLY = [
+    *((words, "", flag) for words, _, flag in rows_of(SETTINGS)),
+    (f"{TENSOR} 3", "RANK=0 WORLD_SIZE=3", TENSOR),
+    (f"{TENSOR} 2", "RANK=0 WORLD_SIZE=3", TENSOR),
+    ("--global-batch-size 3", "RANK=0 WORLD_SIZE=2", "--global-batch-size"),
+    ("", "WORLD_SIZE=2", "WORLD_SIZE"),
+    ("", "RANK=0 WORLD_SIZE=two", "WORLD_SIZE"),
+    ("--seq-length 17", "RANK=1 WORLD_SIZE=2", "--seq-length"),
 ]
 
 
-def test_wrong_arguments_are_refused_before_torch_is_imported(
-    data: Path, own: Path, tmp_path: Path
+def test_wrong_arguments_are_refused_before_torch_is_imported(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("num_layers = 2\nhiden_size = 32\n")
+    cases = [
+        (dict(each.split("=") for each in environ.split()), words.format(folder=tmp_path))
+        for words, environ, _ in EARLY
+    ]
+    found = refused_before_torch("pretrain_gpt2", [(e, arguments(data, w)) for e, w in cases])
+    assert [field_of(error) for error in found] == [field for *_, field in EARLY]
+    for error, (_, environ, _) in zip(found, EARLY, strict=True):
+        assert error.count("\n") == 1
+        assert error.startswith("rank 1: ") == ("RANK=1" in environ)
+
+
+UNSAVED = "--save {folder}/new --split 0,1,0"  # whose checkpoints would hold no tokenizer
+DATA = """
+--vocab-size 99 | --split 1,9999,0 | --split 0,1,0
+--data-path {folder}/absent | --data-path {folder}/empty
+"""  # the last flag is refused
+# Arguments, the field that is refused, and how many warnings come before.
+LATE = [
+    *((words, flag, 0) for words, _, flag in rows_of(DATA)),
+    ("--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", "--data-path", 0),
+    (f"{FILE}/own_text_document --tokenizer-type BertWordPiece", "--tokenizer-type", 0),
+    (UNSAVED, "--split", 1),
+]
+
+
+@pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_wrong_data_are_refused_in_one_line(
+    data: Path,
+    own: Path,
+    tmp_path: Path,
+    environ: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_tokenizer(tmp_path)
     write_data(tmp_path / "empty", DOCUMENTS)
     (tmp_path / "empty.bin").write_bytes(b"")
-    (tmp_path / "mine.toml").write_text("num_layers = 2\nhiden_size = 32\n")
-    cases = [
-        (dict(each.split("=") for each in environ.split()), words.format(folder=tmp_path))
-        for words, environ, *_ in REFUSED
-    ]
-    found = refused_before_torch("pretrain_gpt2", [(e, arguments(data, w)) for e, w in cases])
-    lines = [said.splitlines() for said in found]
-    wanted = [(field, warned) for *_, field, warned in REFUSED]
-    assert [(field_of(error), len(warnings)) for *warnings, error in lines] == wanted
-    for (*_, error), (_, environ, *_) in zip(lines, REFUSED, strict=True):
-        assert error.startswith("rank 1: ") == ("RANK=1" in environ)
+    for words, field, warned in LATE:
+        with pytest.raises(SystemExit) as stop:
+            main(arguments(data, words.format(folder=tmp_path)), environ)
+        *warnings, error = capsys.readouterr().err.splitlines()
+        assert (stop.value.code, field_of(error), len(warnings)) == (2, field, warned)
+    assert not (tmp_path / "new").exists()
+
+
+def test_of_several_ranks_one_says_that_data_are_wrong(data: Path, tmp_path: Path) -> None:
+    words = f"--train-iters 2 {UNSAVED.format(folder=tmp_path)}"
+    with pretrain(words, world=2, folder=tmp_path, data=data) as run:
+        assert run.wait() == [2, 2], run.text()
+    *warnings, error = run.text(0).splitlines()
+    assert (field_of(error), len(warnings)) == ("--split", 1)
+    assert run.text(1) == ""
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_refused_checkpoint_leaves_no_folder_of_save(data: Path, tmp_path: Path) -> None:
+    load, new = tmp_path / "one", tmp_path / "a" / "new"
+    train(arguments(data, f"--save {load} --eval-iters 0 --no-bf16"))
+    words = f"--no-bf16 --load {load} --save {new} --seed 5"
+    assert field_of(refusal(lambda: train(arguments(data, words)))) == "--seed"
+    assert not new.parent.exists()
 
 
 def test_a_step_imports_nothing_heavy(

@@ -95,9 +95,9 @@ EARLY = {  # before torch is imported
     "the next word for masked ones, by its class": Row(
         "", "--model", DESCRIBED["qwen3"] | {"architectures": ["Qwen3ForCausalLM"]}, MASKED
     ),
-    "a larger vocabulary": Row(DATA, HF, DESCRIBED["gpt2"] | {"vocab_size": 90}),
 }
-LATE = {  # where the model is built
+LATE = {  # where the data are opened, and where the model is built
+    "a larger vocabulary": Row(DATA, HF, DESCRIBED["gpt2"] | {"vocab_size": 90}),
     "a pattern that fits nothing": Row(PLAN, "--plan", plan='"*.q_proj" = "column"'),
     "an unknown word": Row(PLAN, "--plan", plan='"*.c_attn" = "columns"'),
     "a norm that is cut": Row(PLAN, "--plan", plan='"*.ln_1" = "column"'),

@@ -34,8 +34,8 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
     """Hold a --save directory for this run: the first rank makes it, locks it and writes there.
 
     A `directory` of None claims nothing. The lock ends with the process, however it ends. Raises
-    OSError, the same on every rank, if another run holds the directory or it cannot be written to;
-    then nothing is left of the attempt. Every rank calls this.
+    OSError, the same on every rank, if another run holds the directory or it cannot be written to.
+    Folders that it made and that are still empty at the end are removed. Every rank calls this.
     """
     path, held = Path(directory or ""), ExitStack()
     missing = list[Path]()  # the folders to make, the innermost first
@@ -60,19 +60,21 @@ def claim(directory: str | None, mesh: Mesh) -> Iterator[None]:
                 file.flush()
                 os.fsync(file.fileno())
         except BlockingIOError as error:
+            missing.clear()  # they are the other run's
             busy = f"--save {path}: another run is writing there; wait for its end"
             raise OSError(busy) from error
         except OSError as error:
-            held.close()
-            for folder in missing:
-                with suppress(OSError):  # never made, or another process has written there since
-                    folder.rmdir()
             cause = error.strerror or error
             raise OSError(f"--save {path}: {cause}; must be a directory to write to") from error
 
     with held:
-        on_all_ranks(mesh, take)
-        yield
+        try:
+            on_all_ranks(mesh, take)
+            yield
+        finally:
+            for folder in missing:
+                with suppress(OSError):  # never made, or something has been written there since
+                    folder.rmdir()
 
 
 def remove_leftovers(directory: Path) -> tuple[str, ...]:

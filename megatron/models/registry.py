@@ -7,11 +7,12 @@ parts of other kinds. A user's own kind is a `ModelKind`, too: `register` gives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
+from megatron.config.launch import is_first
 from megatron.errors import UsageError
 
 
@@ -105,6 +106,36 @@ def register(name: str, kind: ModelKind) -> None:
     if name in KINDS:
         raise ValueError(f"a kind of model called {name!r} is registered already")
     KINDS[name] = kind
+
+
+MODEL_HELP = """\
+usage: pretrain.py --model KIND [flags]
+
+Pretrain a model. --model KIND --help lists the flags of a kind.
+
+    KIND    {kinds}
+            or module:NAME, a megatron.models.registry.ModelKind of one's own
+"""
+
+
+def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(the kind of --model, the other arguments). Prints the kinds for --help without --model."""
+    rest, kind = list[str](), None
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            kind = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    kinds = [name for name, each in KINDS.items() if each.program is not None]
+    if kind is None and {"-h", "--help"} & set(rest):
+        if is_first(environ):
+            print(MODEL_HELP.format(kinds=", ".join(kinds)))
+        raise SystemExit(0)
+    if kind is None:
+        raise UsageError("--model", None, "given", works=("--model", kinds[0]))
+    return kind, rest
 
 
 def find_kind(name: str, given: str = "--model") -> ModelKind:

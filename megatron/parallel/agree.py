@@ -29,16 +29,16 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
 
 
 def on_all_ranks(mesh: Mesh, action: Callable[[], T]) -> T:
-    """Runs `action` on each rank and returns its value there. If it raises ValueError or OSError on
-    any rank, every rank raises the first such error, with all its attributes. For bad input, which
-    is reported to the user without a rank's name.
+    """Runs `action` on each rank and returns its value there. If it raises ValueError, OSError or
+    ImportError (a library is missing) on any rank, every rank raises the first such error, with all
+    its attributes. For bad input, which is reported to the user without a rank's name.
 
     Any other error is a bug in the program and is raised only on the rank where it occurs.
     """
     failure: Exception | None = None
     try:
         value = action()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         failure = error
     except SafetensorError as error:
         failure = OSError(str(error))

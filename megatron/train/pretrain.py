@@ -1,6 +1,7 @@
 """Pretraining from the command line to the last checkpoint: parse, launch, build, train.
 
-torch is imported in the functions: this takes seconds, and wrong input is reported before it.
+Settings are parsed and checked before torch is imported, which takes seconds. Data, checkpoint and
+plan are opened once, after launch: all ranks then refuse them alike.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from megatron.checkpoint.resume import (
     check_start,
     data_fingerprint,
     find_start,
-    newest_readable,
     run_id,
     saved_model,
 )
-from megatron.config.launch import is_first, world_size
+from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError, UsageError
-from megatron.models.registry import KINDS, find_kind
+from megatron.models.registry import ModelKind, find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train.inputs import Inputs, mock_inputs
 from megatron.train.signals import StopSignals, exit_code
@@ -63,7 +63,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         with user_errors(environ):
             world = world_size(environ)
             if kind is None:
-                kind, arguments = take_model(arguments, environ)
+                kind, arguments = take_kind(arguments, environ)
             entry = find_kind(kind)
             if entry.program is None or entry.inputs is None:
                 raise UsageError("--model", kind, "a kind of model that is pretrained")
@@ -71,27 +71,12 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config: PretrainConfig = parse(program, arguments, environ, saved=saved)
             if config.model.kind != kind:
                 raise UsageError("--model", kind, f"the kind of its config, {config.model.kind}")
-            config = replace(
-                config, model=config.model.completed(partial(saved_model, config.checkpoint))
-            )
+            model = config.model.completed(partial(saved_model, config.checkpoint))
+            config = replace(config, model=model)
             config.check(world)
-            inputs: Inputs
-            if config.data.mock_data:
-                inputs = mock_inputs(config, resolve_name(entry.samples))
-            else:
-                inputs = resolve_name(entry.inputs)(config)
-            # Until here the tokenizers library may use all cores (--too-long refuse). From here on
-            # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
-            # slow them down. It also warns if a process that used them forks, as for a compiler.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            start = find_start(config.checkpoint)
-            newest = newest_readable(start.folders)[0] if start.folders else None
-            # To raise errors early; `build` finds the checkpoint that is really resumed.
-            resolve(config, inputs, start, newest, world)
-            if newest is None:
-                config.model.starts_from()
 
         from megatron.checkpoint.retention import claim
+        from megatron.parallel.agree import on_all_ranks
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.memory import memory_errors
@@ -101,8 +86,17 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             mesh = stack.enter_context(launch(config.parallel, environ, deterministic=is_exact))
         stack.enter_context(memory_errors(config, mesh))
         with user_errors(environ, agreed=True):
+            inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
+            # Until here the tokenizers library may use all cores (--too-long refuse). From here on
+            # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
+            # slow them down. It also warns if a process that used them forks, as for a compiler.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
-            run = build(config, inputs, find_again(config, start, mesh), mesh)
+            # Not before the claim: until then a previous run may save there.
+            start = on_all_ranks(
+                mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
+            )
+            run = build(config, inputs, start, mesh)
             loop = open_loop(run, signals, environ, stack)
         log_start(run, loop)
         signals.arm()
@@ -113,98 +107,108 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             raise SystemExit(code)
 
 
-DISTRIBUTED = "use_distributed_optimizer"  # ZeRO stage 1, in the config of a checkpoint
-MODEL_HELP = """\
-usage: pretrain.py --model KIND [flags]
-
-Pretrain a model. --model KIND --help lists the flags of a kind.
-
-    KIND    {kinds}
-            or module:NAME, a megatron.models.registry.ModelKind of one's own
-"""
+def open_inputs(config: PretrainConfig, entry: ModelKind) -> Inputs:
+    """The data that the run reads. Raises ValueError or OSError, naming the flag, if it is damaged
+    or does not fit."""
+    if config.data.mock_data:
+        return mock_inputs(config, resolve_name(entry.samples))
+    inputs: Inputs = resolve_name(str(entry.inputs))(config)
+    return inputs
 
 
-def take_model(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(the kind of --model, the other arguments). Prints the kinds for --help without --model."""
-    rest, given = list[str](), None
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == "--model":
-            given = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    kinds = [name for name, each in KINDS.items() if each.program is not None]
-    if given is None and {"-h", "--help"} & set(rest):
-        if is_first(environ):
-            print(MODEL_HELP.format(kinds=", ".join(kinds)))
-        raise SystemExit(0)
-    if given is None:
-        raise UsageError("--model", None, "given", works=("--model", kinds[0]))
-    return given, rest
+def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> PipelinePlan:
+    """The pipeline of the run.
 
-
-def find_again(config: PretrainConfig, start: Start, mesh: Mesh) -> Start:
-    """The start found again on the first rank, now that --save belongs to this run: a previous run
-    may have saved there until then. On the other ranks `start`."""
-    from megatron.parallel.agree import on_all_ranks
-
-    return on_all_ranks(mesh, lambda: find_start(config.checkpoint) if mesh.is_first else start)
-
-
-def resolve(
-    config: PretrainConfig,
-    inputs: Inputs,
-    start: Start,
-    checkpoint: Checkpoint | None,
-    world: int,
-) -> PretrainConfig:
-    """The config with --epochs converted to steps from this checkpoint on, and with its --pure-bf16
-    if no precision is given. Raises UsageError if the checkpoint is of another run."""
-    steps_done = samples_done = 0
-    if checkpoint is not None:
-        path, manifest, finetune = checkpoint.path, checkpoint.manifest, start.finetune
-        if config.precision.name is None and not finetune:
-            is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
-            config = replace(config, precision=replace(config.precision, pure_bf16=is_pure))
-        check_start(config, path, manifest, identity=inputs.corpus.identity, finetune=finetune)
-        if not finetune:
-            counters = manifest["counters"]
-            steps_done, samples_done = counters["step"], counters["samples"]
-    return config.with_steps(
-        inputs.samples_in, world, steps_done=steps_done, samples_done=samples_done
-    )
-
-
-def refuse_differing(
-    config: PretrainConfig, inputs: Inputs, pipeline: PipelinePlan, mesh: Mesh
-) -> None:
-    """Raises UsageError, the same on every rank, if two ranks would read different samples, train
-    for different numbers of steps or have different pipelines: the loss would be that of no data
-    set or of no model, or one rank would wait for the other.
+    Raises UsageError, the same on every rank, if two ranks would read different samples, train for
+    different numbers of steps or have different pipelines: the loss would be that of no data set or
+    of no model, or one rank would wait for the other.
     """
+    from megatron.parallel.agree import on_all_ranks
+    from megatron.train.pipelining import plan_of_run
 
-    def refuse(name: str, value: object, own: str, cure: str) -> None:
-        found = mesh.control.gather(own)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                allowed = f"the same for all ranks: rank 0 has {found[0]}, and rank {rank} {other}"
-                raise UsageError(name, value, f"{allowed}; {cure}")
+    def require_equal(flag: str, value: object, description: str, cure: str) -> None:
+        descriptions = mesh.control.gather(description)
+        for rank, other in enumerate(descriptions):
+            if other != descriptions[0]:
+                both = f"rank 0 has {descriptions[0]}, and rank {rank} {other}"
+                raise UsageError(flag, value, f"the same for all ranks: {both}; {cure}")
 
     training, name = config.training, getattr(config.data, "dataset_name", None)
-    length = training.train_iters
+    length = f"{training.train_iters} steps"
     if training.epochs is not None:
-        length = inputs.samples_in(training.epochs)
-    own = (
+        length = f"{inputs.samples_in(training.epochs)} to be trained"
+    require_equal(
+        "--data-path" if name is None else "--dataset-name",
+        name or " ".join(config.data.data_path) or None,
         f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
-        f"samples, {length} {'steps' if training.epochs is None else 'to be trained'}"
+        f"samples, {length}",
+        "a folder that all of them see works",
     )
-    flag = "--data-path" if name is None else "--dataset-name"
-    value = name or " ".join(config.data.data_path) or None
-    refuse(flag, value, own, "a folder that all of them see works")
-    stages = config.parallel.pipeline_model_parallel_size
-    cure = "a preset that all of them see works"
-    refuse("--pipeline-model-parallel-size", stages, pipeline.describe(), cure)
+    pipeline = on_all_ranks(mesh, lambda: plan_of_run(config, inputs.corpus.vocab_size))
+    require_equal(
+        "--pipeline-model-parallel-size",
+        config.parallel.pipeline_model_parallel_size,
+        pipeline.describe(),
+        "a preset that all of them see works",
+    )
+    return pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a run starts: at a checkpoint, or else at weights of another program, or else from
+    scratch; the same on all ranks."""
+
+    checkpoint: Checkpoint | None
+    finetune: bool
+    """Only the checkpoint's weights are taken."""
+    weights: str | None
+    """See `KindConfig.starts_from`."""
+    messages: list[str]
+
+    @property
+    def resumed(self) -> Mapping[str, Any] | None:
+        """The manifest of the checkpoint whose run continues; None for a new run."""
+        return None if self.checkpoint is None or self.finetune else self.checkpoint.manifest
+
+
+def find_origin(
+    config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh
+) -> tuple[PretrainConfig, Origin]:
+    """(the config with --epochs converted to steps from the checkpoint on, and with its --pure-bf16
+    if no precision is given; the origin). The checkpoint is the newest of the first rank's `start`
+    that every rank finds whole, byte for byte: over a network ranks may see other folders.
+
+    Raises UsageError, the same on every rank, if the checkpoint is of another run.
+    """
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.agree import on_all_ranks
+
+    start = mesh.control.gather(start)[0]
+    checkpoint, passed_over = newest_whole(start.folders, mesh) if start.folders else (None, [])
+
+    def resolve() -> tuple[PretrainConfig, str | None]:
+        if checkpoint is None:
+            return config.with_steps(inputs.samples_in, mesh.size()), config.model.starts_from()
+        manifest, precision = checkpoint.manifest, config.precision
+        if precision.name is None and not start.finetune:
+            is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
+            precision = replace(precision, pure_bf16=is_pure)
+        resolved, identity = replace(config, precision=precision), inputs.corpus.identity
+        check_start(resolved, checkpoint.path, manifest, identity=identity, finetune=start.finetune)
+        done = {"step": 0, "samples": 0} if start.finetune else manifest["counters"]
+        resolved = resolved.with_steps(
+            inputs.samples_in, mesh.size(), steps_done=done["step"], samples_done=done["samples"]
+        )
+        return resolved, None
+
+    resolved, weights = on_all_ranks(mesh, resolve)
+    return resolved, Origin(
+        checkpoint=checkpoint,
+        finetune=start.finetune,
+        weights=mesh.control.gather(weights)[0],
+        messages=[f"passed over: {reason}" for reason in passed_over],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,35 +227,26 @@ class Run:
 
 
 def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
-    """The run at its start: from scratch, or from the newest checkpoint of `start` that every rank
-    finds whole, byte for byte.
+    """The run at its start. Raises ValueError or OSError, the same on every rank.
 
-    All ranks use the first rank's `start`: over a network the others may see other folders. Raises
-    ValueError or OSError, the same on every rank.
+    given: the config of the command line. start: that of the first rank holds for all.
     """
-    from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import on_all_ranks
-    from megatron.train.machine import choose_compile, choose_precision, environment
-    from megatron.train.pipelining import plan_of_run
+    from megatron.train.machine import choose_compile, choose_precision
     from megatron.train.state import DTYPES, build_state
 
-    pipeline = plan_of_run(given, inputs.corpus.vocab_size)
-    refuse_differing(given, inputs, pipeline, mesh)
-    start = mesh.control.gather(start)[0]
-    found: Checkpoint | None = None
-    messages: list[str] = []
-    if start.folders:
-        found, passed_over = newest_whole(start.folders, mesh)
-        messages += [f"passed over: {reason}" for reason in passed_over]
-    config = on_all_ranks(mesh, lambda: resolve(given, inputs, start, found, mesh.size()))
-    resumed = None if found is None or start.finetune else found.manifest
+    # 1. The layers of each pipeline stage, and where the run starts
+    pipeline = plan_on_all_ranks(given, inputs, mesh)
+    config, origin = find_origin(given, inputs, start, mesh)
+    found, resumed, messages = origin.checkpoint, origin.resumed, [*origin.messages]
+
+    # 2. Precision and compiler
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     asked = config.training.compile if config.model.can_compile else False
     compiled, warnings = choose_compile(asked, mesh)
-    weights: str | None = None
-    if found is None:
-        weights = mesh.control.gather(on_all_ranks(mesh, config.model.starts_from))[0]
+
+    # 3. The state at step 0
     messages += on_all_ranks(mesh, lambda: config.model.prove(mesh))
     state = build_state(
         config.model,
@@ -263,10 +258,12 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         precision=config.precision,
         compiled=compiled,
         pipeline=pipeline,
-        draws=weights is None,
+        draws=origin.weights is None,
         zero_stage=config.parallel.stage_of_zero,
         cuda_graph=config.training.cuda_graph,
     )
+
+    # 4. What its checkpoints say of the run
     facts = {
         "kind": config.model.kind,
         "config": asdict(config),
@@ -274,60 +271,82 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         **inputs.corpus.identity,
         "run": run_id(resumed),
         # The id of the run whose weights were fine-tuned, in this run or an earlier one.
-        "weights_of": found and found.manifest.get("run" if start.finetune else "weights_of"),
+        "weights_of": found and found.manifest.get("run" if origin.finetune else "weights_of"),
     }
     facts |= on_all_ranks(mesh, lambda: config.model.facts(state.model, found))
-    evaluate_first = False
-    if weights is not None:
-        messages += on_all_ranks(mesh, lambda: state.load_folder(weights))
-    elif found is None:
-        messages.append("starting from scratch")
-    elif resumed is None:
-        on_all_ranks(mesh, partial(state.load_weights, found))
-        messages.append(f"starting at step 0 from the weights of {found.path}")
-    else:
-        on_all_ranks(mesh, partial(state.load, found))
-        messages.append(f"going on from {found.path}")
-        saved, now = resumed["environment"], environment(mesh)
-        messages += changes(facts | {"environment": now}, resumed, mesh.batch.size)
-        what = "the last bits may"
-        if state.kernel_seed is not None:
-            what = "what the kernel of attention drops, and so every loss, will"
-        messages += [
-            f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
-            f"{what} differ from those of an undisturbed run"
-            for name in ("torch", "threads", "device", "layout")
-            if saved[name] != now[name]
-        ]
-        parallel = resumed["config"].get("parallel", {})
-        stages = max(parallel.get("zero_stage", 0), int(parallel.get(DISTRIBUTED, False)))
-        if (stages > 1) != ((own_stage := config.parallel.stage_of_zero) > 1):
-            messages.append(
-                f"warning: --zero-stage is {own_stage}, and was {stages} when the checkpoint was "
-                "saved: from 2 on micro-batches are summed in another order, so that last bits "
-                "differ from those of an undisturbed run"
-            )
-        step, target = state.step, config.training.steps
-        if step >= target:
-            end = f"--train-iters is {target}; --train-iters {2 * step}"
-            if (epochs := given.training.epochs) is not None:
-                needed = state.samples + config.global_batch_size(mesh.size())
-                end = f"--epochs {epochs} ends there; --epochs "
-                end += str(epochs_of(needed, inputs.samples_in))
-            messages.append(
-                f"nothing is trained: {found.path} is already at step {step}, and {end} continues"
-            )
-        evaluation_is_due = step % config.training.eval_interval == 0 or step >= target
-        evaluate_first = resumed["validation_loss"] is None and evaluation_is_due
-    return Run(
+
+    # 5. Weights and, on resume, all else of the state
+    messages += on_all_ranks(mesh, lambda: load(state, origin))
+    step, training = state.step, config.training
+    is_due = step % training.eval_interval == 0 or step >= training.steps
+    run = Run(
         config=config,
         inputs=inputs,
         state=state,
         facts=facts,
         files=files_beside(config.model, found, inputs.corpus.identity) if mesh.is_first else {},
-        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
-        evaluate_first=evaluate_first,
+        messages=messages,
+        evaluate_first=bool(resumed and resumed["validation_loss"] is None and is_due),
     )
+    if found is not None and resumed is not None:
+        messages += resume_messages(run, found, given.training.epochs)
+    messages += [*warnings, *getattr(state.model, "warnings", ())]
+    return run
+
+
+def load(state: TrainState, origin: Origin) -> list[str]:
+    """Takes weights or all from the origin; returns messages that say which."""
+    if origin.weights is not None:
+        return state.load_folder(origin.weights)
+    if origin.checkpoint is None:
+        return ["starting from scratch"]
+    if origin.finetune:
+        state.load_weights(origin.checkpoint)
+        return [f"starting at step 0 from the weights of {origin.checkpoint.path}"]
+    state.load(origin.checkpoint)
+    return [f"going on from {origin.checkpoint.path}"]
+
+
+def resume_messages(run: Run, checkpoint: Checkpoint, epochs: int | None) -> list[str]:
+    """What differs from the run that saved the checkpoint, and whether steps are left to train.
+
+    epochs: of --epochs, which the run's config has as steps.
+    """
+    from megatron.train.machine import environment
+
+    state, manifest, config = run.state, checkpoint.manifest, run.config
+    saved, now = manifest["environment"], environment(state.mesh)
+    messages = changes({**run.facts, "environment": now}, manifest, state.mesh.batch.size)
+    affected = "the last bits may"
+    if state.kernel_seed is not None:
+        affected = "what the kernel of attention drops, and so every loss, will"
+    messages += [
+        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
+        f"{affected} differ from those of an undisturbed run"
+        for name in ("torch", "threads", "device", "layout")
+        if saved[name] != now[name]
+    ]
+    parallel, stage = manifest["config"].get("parallel", {}), config.parallel.stage_of_zero
+    # The first checkpoints have a switch for ZeRO stage 1.
+    saved_stage = int(parallel.get("use_distributed_optimizer", False))
+    saved_stage = max(saved_stage, parallel.get("zero_stage", 0))
+    if (saved_stage > 1) != (stage > 1):
+        messages.append(
+            f"warning: --zero-stage is {stage}, and was {saved_stage} when the checkpoint was "
+            "saved: from 2 on micro-batches are summed in another order, so that last bits "
+            "differ from those of an undisturbed run"
+        )
+    if state.step >= config.training.steps:
+        end = f"--train-iters is {config.training.steps}; --train-iters {2 * state.step}"
+        if epochs is not None:
+            needed = state.samples + config.global_batch_size(state.mesh.size())
+            more = epochs_of(needed, run.inputs.samples_in)
+            end = f"--epochs {epochs} ends there; --epochs {more}"
+        messages.append(
+            f"nothing is trained: {checkpoint.path} is already at step {state.step}, and {end} "
+            "continues"
+        )
+    return messages
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
@@ -380,8 +399,8 @@ def validate(run: Run, metrics: Metrics, signals: StopSignals) -> float | None:
     state, data, training = run.state, run.inputs.validation, run.config.training
     if data is None or training.eval_iters == 0:
         return None
-    wanted = training.eval_iters * run.config.global_batch_size(state.mesh.size())
-    samples = min(wanted, data.samples_per_epoch)  # a smaller split is evaluated whole
+    samples = training.eval_iters * run.config.global_batch_size(state.mesh.size())
+    samples = min(samples, data.samples_per_epoch)  # a smaller split is evaluated whole
     terms = mean_losses(
         state.model,
         state.objective,

@@ -23,8 +23,7 @@ from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import Outputs
 from megatron.train.inputs import mock_inputs, random_text
-from megatron.train.pipelining import plan_of_run
-from megatron.train.pretrain import refuse_differing
+from megatron.train.pretrain import plan_on_all_ranks
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult, train_step
 from tests.dist import Pool
@@ -176,8 +175,7 @@ def differing_plans() -> str:
     words += f"--decoder-first-pipeline-num-layers {2 + mesh.pipeline.rank}"
     config = parse(PretrainGPT2Config, words.split(), {})
     inputs = mock_inputs(config, random_text)
-    plan = plan_of_run(config, 101)
-    return field_of(refusal(lambda: refuse_differing(config, inputs, plan, mesh)))
+    return field_of(refusal(lambda: plan_on_all_ranks(config, inputs, mesh)))
 
 
 def test_ranks_with_other_stages_are_refused(gloo: Pool) -> None:
