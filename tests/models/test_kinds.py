@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.parallel.pipeline import UNCUT, PipelinePlan
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
@@ -16,6 +15,7 @@ from megatron.models.build import build_on_meta
 from megatron.models.gpt import dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
 from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.state import TrainState
