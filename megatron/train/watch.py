@@ -105,6 +105,8 @@ class Watch:
         self._seen: tuple[object, ...] = ()
         # Seconds, counted in beats, so that no time passes while all ranks are stopped (Ctrl-Z).
         self._idle = self._unchecked = 0.0
+        # The last report of rank 0, kept by rank 1 if the store ends with rank 0.
+        self._first: Report | None = None
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
         self._threads = [
@@ -120,10 +122,14 @@ class Watch:
         self._has_met = True
 
     def add_mesh(self, mesh: Mesh) -> None:
-        """From here on, errors are failures of the run, and the rank has coordinates."""
+        """From here on, errors are failures of the run, and the rank has coordinates. Every rank
+        calls this."""
         rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
         self._who, self._is_built = f"{rank} on {socket.gethostname()}", True
         self._publish()
+        reports = mesh.control.gather(self._report())
+        if self._is_kept and self._rank == 1:
+            self._first = reports[0]
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -272,6 +278,8 @@ class Watch:
             if self._next is not None and began_at(self._next.pid) != self._next.began:
                 self._name_dead()
             self._find_stall()
+        if self._first is not None:
+            self._first = self._read(0)
         self._beats += 1
 
     def _measure_progress(self) -> None:
@@ -364,8 +372,7 @@ class Watch:
             self._end(Verdict(headline, living[0], text, absent=len(silent), dumps=True))
 
     def _guard(self) -> None:
-        """Ends the rank if the store of a stopped keeper does not answer."""
-        # A thread of its own: `check` of a stopped TCPStore never returns, whatever its timeout.
+        """Ends the rank if the store of a stopped keeper does not answer; `_run` waits for it."""
         beats, silence = 0, 0.0
         while not self._closed.wait(BEAT):
             silence = 0.0 if self._beats > beats else silence + BEAT
@@ -381,8 +388,12 @@ class Watch:
         self._prepare_exit()
         if self._rank == int(self._is_kept):
             headline = f"{self._keeper}, where the ranks meet, {fate}"
-            echo = f"{self._who} was at {self._report().describe()}"
-            print(f"{headline}\n  {echo}", file=sys.stderr, flush=True)
+            last = ""
+            if self._first is not None:
+                headline = f"{self._first.who} {fate}"
+                last = f"\n  it was last at {self._first.describe()}"
+            echo = f"\n  {self._who} was at {self._report().describe()}"
+            print(headline + last + echo, file=sys.stderr, flush=True)
             write_error_file(self._error_file, headline)
         _exit_now(1)
 

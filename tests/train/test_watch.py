@@ -101,7 +101,7 @@ FAULTS = {
         SKIP,
         (r"\b6 s: rank 3 of 4 \(data 1, tensor 1\) .*\n",
          r"\n    rank 1 .* data: all_reduce of \[3\], number 6",
-         r"\n->  rank 3 .* control: gather of int, number 1"),
+         r"\n->  rank 3 .* control: gather of int, number 2"),
         **FOUR, limit=HANG,
     ),
     "a process is stopped": Fault(
