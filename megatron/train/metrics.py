@@ -8,11 +8,12 @@ are in order of step.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -62,7 +63,8 @@ class Metrics:
         self.prefix = ""  # of each line on the console
         self.exit_code = 0
         self._step = start
-        self._unwritten = b""  # the end of the record, which the disk did not take
+        self._unwritten: list[str] = []
+        self._end: int | None = None  # size of the file in bytes, without those lines
         on_all_ranks(mesh, lambda: None if self.path is None else mark_rewound(self.path, start))
         # No bar in a log file, where it would hide the lines in between.
         is_shown = self.is_first and sys.stderr.isatty()
@@ -110,15 +112,23 @@ class Metrics:
                 self._close(sink, 1, error)
 
     def _append(self, path: Path, text: str) -> None:
-        is_first_failure = not self._unwritten
-        self._unwritten += text.encode()
+        self._unwritten.append(text)
         try:
-            with path.open("ab", buffering=0) as file:
-                while self._unwritten:  # a disk that becomes full takes a part of a line
-                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            with path.open("ab") as file:
+                if self._end is None:
+                    self._end = file.tell()
+                if file.tell() > self._end:  # so that no line is partial or repeated
+                    file.truncate(self._end)
+                file.write("".join(self._unwritten).encode())
         except OSError as error:
-            if is_first_failure:
+            with suppress(OSError):  # the next line retries this
+                if self._end is not None:
+                    os.truncate(path, self._end)
+            if len(self._unwritten) == 1:
                 self.log(f"warning: {path}: {error.strerror}; its lines are kept in memory")
+        else:
+            self._unwritten.clear()
+            self._end = None
 
     def _close(self, sink: Sink, exit_code: int, cause: Exception | None = None) -> None:
         """Close a sink; report `cause`, or else an error of closing it."""
@@ -145,7 +155,7 @@ class Metrics:
         closing.join(None if error is None else GRACE)
         self.bar.close()
         if self._unwritten and error is None:
-            raise OSError(f"{self.path}: its last lines could not be written")
+            raise OSError(f"{self.path}: {len(self._unwritten)} lines could not be written")
 
     def _close_all(self, exit_code: int) -> None:
         for sink in list(self.sinks):

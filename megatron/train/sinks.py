@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -118,33 +119,36 @@ class WandbSink:
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        run_id, reason = run_of(folder / "wandb.json", project, start), ""
-
-        def init(mode: str | None) -> wandb.Run:
-            wandb.setup(settings)  # or else it prints which key it found
-            if not mode:
-                mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-            return wandb.init(
-                project=project,
-                dir=str(folder),
-                id=run_id,
-                resume="allow",
-                mode=mode,  # type: ignore[arg-type]
-                config=dict(facts),
-                allow_val_change=True,  # a resumed run may have other settings
-                settings=settings,
-            )
-
-        try:
-            self._run = init(environ.get("WANDB_MODE"))
-        except Exception as error:  # e.g. of the network or the key
-            wandb.teardown()  # its service holds the id
-            self._run, reason = init("offline"), f" because of {one_line(error)}"
+        run_id, mode, reason = run_of(folder / "wandb.json", project, start), "", ""
+        hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
+        while True:
+            try:
+                wandb.setup(settings)  # or else it prints which key it found
+                mode = mode or environ.get("WANDB_MODE", "")
+                mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+                self._run = wandb.init(
+                    project=project,
+                    dir=str(folder),
+                    id=run_id,
+                    resume="allow",
+                    mode=mode,  # type: ignore[arg-type]
+                    config=dict(facts),
+                    allow_val_change=True,  # a resumed run may have other settings
+                    settings=settings,
+                )
+                break
+            except Exception as error:  # e.g. of the network or the key
+                wandb.teardown()  # its service holds the id
+                if mode == "offline":
+                    raise
+                mode, reason = "offline", f" because of {one_line(error)}"
+            finally:
+                sys.exit, sys.excepthook = hooks
         # wandb's own step counter only grows; wandb drops lines of steps that it has passed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.destination = f"run {run_id} of project {project}"
-        if self._run.offline:
+        if mode == "offline":
             files = folder / "wandb" / f"offline-run-*-{run_id}"
             self.destination += f", kept on disk{reason}; wandb sync {files} sends it"
 
