@@ -56,21 +56,21 @@ def optimizer_slices(
     another model.
     """
     _require_shared(model, optimizer)
-    table, slices = sharding_specs(model, specs), []
+    table, found = sharding_specs(model, specs), []
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if value.shape == parameter.shape:
-                slices.append(TensorSlice(f"{kind}.{name}", table[name], value))
+                found.append(TensorSlice(f"{kind}.{name}", table[name], value))
             elif value.numel() == 1:
                 # Several pipeline stages have it for a tied parameter: it is saved once.
                 one = replace(ONE, partial=table[name].partial)
-                slices.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
+                found.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
             else:
                 raise ValueError(
                     f"{type(optimizer).__name__}'s {kind} of {name} is {list(value.shape)}, not "
                     f"{list(parameter.shape)} as its parameter: it cannot be cut like it"
                 )
-    return slices
+    return found
 
 
 def load_optimizer(
@@ -90,18 +90,22 @@ def load_optimizer(
         for parameter, number in zip(group["params"], saved["params"], strict=True)
     }
     state: dict[int, dict[str, Tensor]] = {}
+    slices = []
     for key, entry in checkpoint.manifest["tensors"].items():
         kind, _, name = key.partition(".")
         number = numbers.get(id(parameters.get(name)))
         if number is None or kind == "model":
             continue
-        is_cut = entry["shape"] == list(table[name].shape)
-        shape = table[name].local_shape if is_cut else ()
-        values = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
-        state.setdefault(number, {})[kind] = values
-    # torch copies them to each parameter's device and dtype; these copies are filled.
+        spec, dtype = table[name], getattr(torch, entry["dtype"])
+        if entry["shape"] == list(spec.shape):
+            local = torch.empty(spec.local_shape, dtype=dtype)
+            state.setdefault(number, {})[kind] = local
+        else:
+            spec, local = ONE, torch.empty(1, dtype=dtype)
+            state.setdefault(number, {})[kind] = local[0]
+        slices.append(TensorSlice(key, spec, local))
+    load_checkpoint(checkpoint, slices, partial=True)
     optimizer.load_state_dict({**description, "state": state})
-    load_checkpoint(checkpoint, optimizer_slices(model, optimizer, specs), partial=True)
 
 
 def _require_shared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,8 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from math import inf
 from pathlib import Path
+from typing import Any
 
-from megatron.checkpoint.format import step_folders, step_of
+from megatron.checkpoint.format import read_manifest, step_folders, step_of
 from megatron.checkpoint.load import verify
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
@@ -91,26 +92,29 @@ def remove_leftovers(directory: Path) -> tuple[str, ...]:
 def set_aside(final: Path, went_back_to: float) -> tuple[str, ...]:
     """Rename the checkpoints beyond the step that the run went back to, so that no later run
     resumes from them, and a folder with the new one's name; returns a line for each."""
-    reasons = dict[Path, str]()
-    if went_back_to < inf:
-        for folder in step_folders(final.parent):
-            if step_of(folder) > went_back_to:
-                reasons[folder] = f"this run went on from step {went_back_to}"
+    folders = step_folders(final.parent) if went_back_to < inf else []
+    notes = [
+        f"{_abandon(folder)}: this run went on from step {went_back_to}"
+        for folder in folders
+        if step_of(folder) > went_back_to
+    ]
     if final.exists():
-        reasons.setdefault(final, "this run saved that step again")
-    notes = []
-    for folder, reason in reasons.items():
-        names = (f"{folder.name}.abandoned{'' if n == 1 else f'-{n}'}" for n in count(1))
-        aside = folder.rename(
-            next(path for path in map(folder.with_name, names) if not path.exists())
-        )
-        notes.append(f"{folder} is now {aside.name}: {reason}")
+        notes.append(f"{_abandon(final)}: this run saved that step again")
     return tuple(notes)
+
+
+def _abandon(folder: Path) -> str:
+    names = (f"{folder.name}.abandoned{'' if n == 1 else f'-{n}'}" for n in count(1))
+    aside = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(aside)
+    return f"{folder} is now {aside.name}"
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, after a rename that hides it from searches for whole checkpoints."""
-    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
+    removed = folder.with_name(f".{folder.name}.removed")
+    folder.rename(removed)
+    shutil.rmtree(removed)
 
 
 class Retention:
@@ -122,27 +126,38 @@ class Retention:
     """
 
     def __init__(self, keep: int | None, mesh: Mesh, run: str | None) -> None:
-        self._keep, self._mesh, self._run = keep, mesh, run
-        self._whole = dict[str, float | None]()  # validation losses, by name of the folder
-        self._not_counted = set[str]()
+        self._keep = keep
+        self._mesh = mesh
+        self._run = run
+        # Keys: (folder's name, manifest's checksum), so a step that is saved again is read again.
+        self._faults: dict[tuple[str, str | None], str] = {}
 
-    def apply(self, saved: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def apply(self, directory: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(names removed, notes for the user), the same on every rank; every rank calls this.
 
-        saved: the checkpoint just saved. A failure is a note and does not end the run: that
-        checkpoint is on disk.
+        A failure is a note and does not end the run: the checkpoint just saved is on disk.
         """
-        directory, mesh, notes = saved.parent, self._mesh, list[str]()
-        if self._keep is None:
+        keep, mesh = self._keep, self._mesh
+        if keep is None:
             return (), ()
-        # It is read back, too, where it has the name of an earlier one.
-        self._whole.pop(saved.name, None)
-        self._not_counted.discard(saved.name)
 
-        def newest_first() -> list[str]:
-            return [path.name for path in step_folders(directory)] if mesh.is_first else []
+        def look() -> list[tuple[str, str | None, float | None, str]]:
+            """(name, checksum, validation loss, why it does not count), newest first. Only the
+            first rank looks: over a network the others may see a folder later."""
+            rows = []
+            for folder in step_folders(directory) if mesh.is_first else ():
+                manifest: dict[str, Any] = {}
+                try:
+                    manifest, fault = read_manifest(folder), ""
+                    if manifest.get("run") != self._run:
+                        fault = f"{folder} is of another run"
+                except (ValueError, OSError) as error:
+                    fault = str(error)
+                loss = manifest.get("validation_loss")
+                rows.append((folder.name, manifest.get("checksum"), loss, fault))
+            return rows
 
-        def remove_surplus() -> dict[str, str]:
+        def remove_all() -> dict[str, str]:
             """{name: why it could not be removed}"""
             failures = {}
             for name in surplus if mesh.is_first else ():
@@ -153,24 +168,23 @@ class Retention:
             return failures
 
         try:
-            # Only the first rank lists: over a network the others may see a folder later.
-            names = agree(mesh, newest_first, f"listing {directory}")[0]
-            for name in names:
-                if name in self._whole or name in self._not_counted:
-                    continue
-                try:
-                    manifest = verify(directory / name, mesh).manifest
-                    if manifest.get("run") != self._run:
-                        raise ValueError(f"{directory / name} is of another run")
-                    self._whole[name] = manifest.get("validation_loss")
-                except ValueError as error:  # the same on every rank
-                    self._not_counted.add(name)
-                    notes.append(f"{error}; it is kept, and does not count as one")
-            whole = [name for name in names if name in self._whole]
-            measured = [(loss, name) for name in whole if (loss := self._whole[name]) is not None]
+            whole, notes = [], []
+            for name, checksum, loss, fault in agree(mesh, look, f"listing {directory}")[0]:
+                key = (name, checksum)
+                if key not in self._faults:
+                    try:
+                        if not fault:
+                            verify(directory / name, mesh)
+                    except ValueError as error:  # the same on every rank
+                        fault = str(error)
+                    self._faults[key] = fault
+                    notes += [f"{fault}; it is kept, and does not count as one"] if fault else []
+                if not self._faults[key]:
+                    whole.append((name, loss))
+            measured = [(loss, name) for name, loss in whole if loss is not None]
             best = min(measured, key=lambda pair: pair[0])[1] if measured else None
-            surplus = [name for name in whole[self._keep :] if name != best]
-            failures = agree(mesh, remove_surplus, "removing")[0]
+            surplus = [name for name, _ in whole[keep:] if name != best]
+            failures = agree(mesh, remove_all, "removing")[0]
         except OSError as error:  # the same on every rank
             return (), (f"no older checkpoint is removed: {error}",)
         removed = tuple(name for name in surplus if name not in failures)

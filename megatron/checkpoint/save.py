@@ -264,7 +264,7 @@ class Saver:
                 )
                 self._went_back_to = inf
                 seconds = time.monotonic() - start
-                removed, notes = self._retention.apply(report.path)
+                removed, notes = self._retention.apply(directory)
                 notes = (*report.notes, *notes)
                 report = replace(report, save_seconds=seconds, removed=removed, notes=notes)
                 future.set_result(report)
