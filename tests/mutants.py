@@ -614,8 +614,8 @@ readers-of-a-returned-input-lost | matrix[tensor=4-hf-llama-padded]
 - summed = compute_dx(whole, returned)
 + summed = compute_dx(whole, [])
 query-of-the-next-head | matrix[tensor=2-llama]
-- k, v = k[:, of_query], v[:, of_query]
-+ k, v = k[:, of_query.roll(1)], v[:, of_query.roll(1)]
+- k, v = k[:, kv_head_index], v[:, kv_head_index]
++ k, v = k[:, kv_head_index.roll(1)], v[:, kv_head_index.roll(1)]
 @ megatron/parallel/layers_llama.py | matrix[tensor=2,sequence-llama-documents]
 shared-key-value-weight-not-summed | parallel/test_layers::test_layers_equal
 - size, fields["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)

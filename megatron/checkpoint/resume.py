@@ -1,4 +1,5 @@
-"""Where a run starts, and whether that is allowed: checked before anything slow. No torch."""
+"""Where a run starts, and whether that is allowed: checked before the model is built. No
+torch."""
 
 import hashlib
 import json
@@ -28,10 +29,10 @@ from megatron.models.registry import config_of, find_kind
 from megatron.parallel.axes import BATCH_AXES
 
 DROPOUTS = ("--attention-dropout", "--hidden-dropout", "--embedding-dropout")
-# Parts of the config whose settings are compared when a run resumes, and what happens to a setting
-# that has changed where "resume" in the metadata of its field does not say it.
+# Parts of the config that are compared when a run resumes, and the rule for a setting that has
+# changed; "resume" in the metadata of its field overrides it.
 # fixed: it is refused. data: it is refused without --override-data. free: a message lists it.
-# effect: it is not compared by its value, but by what it comes to: "precision", "vocabulary" ...
+# effect: its result is compared instead: the precision, the vocabulary ...
 PARTS = {
     "model": "fixed",
     "data": "data",

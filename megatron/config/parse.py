@@ -105,7 +105,8 @@ def user_errors(
                 # Output that is still buffered goes nowhere.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
-        text = f"error: {error}{_presets_named(error)}"
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = f"error: {error}{notes}{_presets_named(error)}"
         if not is_first(environ) and not agreed:
             time.sleep(PATIENCE)
             text = f"rank {environ['RANK']}: {text}"

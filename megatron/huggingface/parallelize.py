@@ -246,9 +246,9 @@ def _with_heads(
         yield name, replace(style, heads=heads, queries=queries)
         is_shared = heads % tensor.size > 0 and queries % tensor.size == 0
         if is_shared and hasattr(modules[parent], "num_key_value_groups"):
-            own, of_query = key_value_heads_in_use(queries, heads, tensor)
+            own, kv_head_index = key_value_heads_in_use(queries, heads, tensor)
             share = queries // tensor.size
-            groups[parent] = share // (own.stop - own.start) if of_query is None else 1
+            groups[parent] = share // (own.stop - own.start) if kv_head_index is None else 1
     for parent, number in groups.items():
         yield parent, Local(num_key_value_groups=number)
 

@@ -27,10 +27,11 @@ def build_on_meta(
     """A model of the config's kind, or this rank's part of it, without memory: for its names,
     shapes and sharding specs. Raises ValueError for a kind that cannot be cut into stages."""
     make = resolve_name(find_kind(config.kind, "kind").model)
-    if pipeline.stages > 1 and not hasattr(make, "stages"):
+    lacks = [name for name in ("stages", "stream") if not hasattr(make, name)]
+    if pipeline.stages > 1 and lacks:
         raise ValueError(
             f"--pipeline-model-parallel-size {pipeline.ranks}: the kind of model {config.kind} has "
-            "no `stages`, the list of what pipeline ranks can divide"
+            f"no {' and no '.join(lacks)}; see megatron.models.gpt.Decoder"
         )
     factory = FACTORIES[mesh.tensor_parallel_mode](
         mesh,
@@ -48,12 +49,17 @@ def build_on_meta(
 
 def keep_stages(model: Any, pipeline: PipelinePlan, rank: int) -> None:
     """Removes the modules of the stages that other pipeline ranks have. model: see
-    megatron.models.gpt.Decoder.stages."""
+    megatron.models.gpt.Decoder.stages. Raises ValueError for a parameter in no stage: each pipeline
+    rank would train a copy of its own."""
     embed, *layers, loss = model.stages()
+    modules = (*embed, *chain(*layers), *loss)
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{module}.") for module in modules):
+            raise ValueError(f"{type(model).__name__}.stages() has no module with {name}")
     kept = set[str](embed if rank == 0 else ())
     kept.update(*(layers[number] for number in pipeline.numbers(rank) or ()))
     kept.update(loss if rank == pipeline.ranks - 1 else ())
-    for name in {*embed, *chain(*layers), *loss} - kept:
+    for name in {*modules} - kept:
         parent, _, child = name.rpartition(".")
         module = model.get_submodule(parent)
         if isinstance(module, nn.ModuleDict):

@@ -1,4 +1,4 @@
-"""Transformers that predict the next token, in one scroll: layers, decoder, GPT-2.
+"""Transformers that predict the next token, in one file: layers, decoder, GPT-2.
 
     b batch   s sequence   n = b s tokens   h hidden   a heads   d = h/a head size   f MLP's width
     v padded vocabulary
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [b, a/t, s, d]."""
-        # `unbind` of one tensor has a backward that is one Triton kernel of 0.66 ms a layer (124M).
+        # Not `unbind`: its backward is one Triton kernel of 0.66 ms a layer (124M).
         q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x).chunk(3, dim=1))
         return q, k, v
 

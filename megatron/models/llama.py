@@ -30,7 +30,7 @@ class LlamaAttention(Attention):
             bias=False,
             std=config.init_method_std,
         )
-        self.kv_head_index = qkv.of_query
+        self.kv_head_index = qkv.kv_head_index
         return cast(nn.Module, qkv)
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:

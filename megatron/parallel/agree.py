@@ -31,7 +31,8 @@ def agree(mesh: Mesh, action: Callable[[], T], what: str = "saving") -> list[T]:
 def on_all_ranks(mesh: Mesh, action: Callable[[], T]) -> T:
     """Runs `action` on each rank and returns its value there. If it raises ValueError, OSError or
     ImportError (a library is missing) on any rank, every rank raises the first such error, with all
-    its attributes. For bad input, which is reported to the user without a rank's name.
+    its attributes. For bad input: the error names its rank only if rank 0 does not fail, as where
+    one host lacks a folder.
 
     Any other error is a bug in the program and is raised only on the rank where it occurs.
     """
@@ -42,7 +43,9 @@ def on_all_ranks(mesh: Mesh, action: Callable[[], T]) -> T:
         failure = error
     except SafetensorError as error:
         failure = OSError(str(error))
-    failures = [each for each in mesh.control.gather(failure) if each is not None]
-    if failures:
-        raise failures[0] from failure
+    for rank, first in enumerate(mesh.control.gather(failure)):
+        if first is not None:
+            if rank > 0:
+                first.add_note(f"on rank {rank}")
+            raise first from failure
     return value

@@ -11,7 +11,7 @@ ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) is how a bucket is stored. A r
 own part of masters and moments (stage 1), of summed gradients too (2), and of weights too, but for
 the layers in use (3). There is a class for each storage:
 
-    Bucket           whole gradients, whole weights      stage 0, where the own part is all; stage 1
+    Bucket           whole gradients, whole weights      stages 0 (the own part is all) and 1
     ShardedBucket    own gradients, whole weights        stage 2
     GatheredBucket   own gradients, weights in use       stage 3, see zero3.py
 """

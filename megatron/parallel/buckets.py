@@ -35,6 +35,7 @@ from megatron.parallel.initialize import give_memory
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.sharding import (
     Deferral,
+    Deferred,
     GradientView,
     GradientViews,
     ShardedModule,
@@ -50,8 +51,6 @@ BUCKET_BYTES = 64 * 2**20
 SMALL = 2**16  # elements; gradients up to this size wait and are added together
 IN_FLIGHT = 2  # reductions at a time from ZeRO stage 2 on; their buckets are in memory
 STORAGES = (Bucket, Bucket, ShardedBucket, GatheredBucket)  # by ZeRO stage
-
-Deferred = tuple[GradientView, Callable[[], object]]
 
 
 class GradientBuckets:

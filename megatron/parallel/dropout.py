@@ -34,11 +34,13 @@ def row_keys(numbers: Tensor, positions: Tensor) -> Tensor:
     return fold(fold(0, numbers)[:, None], positions).flatten()
 
 
-def head_keys(keys: Tensor, key: Tensor, heads: range, batch: int) -> Tensor:
-    """Keys of the rows of attention probabilities in one layer, int64 [b, heads, s]. keys: see
-    `row_keys`. key: of the layer. heads: their numbers in the whole model."""
-    numbers = torch.arange(heads.start, heads.stop, device=keys.device)
-    return fold(fold(key, keys).view(batch, 1, -1), numbers[:, None])
+def head_keys(token_keys: Tensor, layer: Tensor, heads: range, batch: int) -> Tensor:
+    """Keys of the rows of attention probabilities in one layer, int64 [b, heads, s].
+
+    token_keys: see `row_keys`. layer: its `layer_key`. heads: their numbers in the whole model.
+    """
+    numbers = torch.arange(heads.start, heads.stop, device=token_keys.device)
+    return fold(fold(layer, token_keys).view(batch, 1, -1), numbers[:, None])
 
 
 def layer_key(seed: int, name: str) -> Tensor:

@@ -621,22 +621,23 @@ class AttentionCore(nn.Module):
         v: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        rows: Tensor | None = None,
-        of_query: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+        kv_head_index: Tensor | None = None,
     ) -> Tensor:
         """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
 
-        is_causal: query i looks at the keys up to i; then s = m, and there is no mask. rows: int64
-        [b x s], see Dropout. of_query: int64 [a/t], the head of k and v that each head of q uses;
-        None if equally many adjacent heads share each.
+        is_causal: query i looks at the keys up to i; then s = m, and there is no mask.
+        dropout_keys: int64 [b x s], see Dropout. kv_head_index: int64 [a/t], the head of k and v
+        that each head of q uses; None if equally many adjacent heads share each.
         """
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
-        if of_query is not None:
-            k, v = k[:, of_query], v[:, of_query]
+        if kv_head_index is not None:
+            k, v = k[:, kv_head_index], v[:, kv_head_index]
         p = self.dropout if self.training else 0.0
         is_whole = q.shape[1] == self.heads  # the kernel of each rank would draw another mask
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
-        keys = head_keys(require_keys(rows), self.key, range(first, first + q.shape[1]), len(q))
+        heads = range(first, first + q.shape[1])
+        keys = head_keys(require_keys(dropout_keys), self.key, heads, len(q))
         return self.drop(q, k, v, mask, is_causal, p, keys)

@@ -31,14 +31,14 @@ from megatron.parallel.sharding import ShardedModule
 def key_value_heads_in_use(
     heads: int, key_value_heads: int, axis: Axis
 ) -> tuple[slice, list[int] | None]:
-    """(key/value heads that the query heads of this rank use, for each query head its one of them;
-    None if equally many adjacent query heads use each)."""
+    """(key/value heads that the query heads of this rank use; the index in them for each query
+    head, or None if equally many adjacent query heads use each)."""
     share = heads // axis.size
     own = range(axis.rank * share, (axis.rank + 1) * share)
     used = [query * key_value_heads // heads for query in own]
-    of_query = [head - used[0] for head in used]
-    is_even = len({of_query.count(head) for head in of_query}) == 1
-    return slice(used[0], used[-1] + 1), None if is_even else of_query
+    index = [head - used[0] for head in used]
+    is_even = len({index.count(head) for head in index}) == 1
+    return slice(used[0], used[-1] + 1), None if is_even else index
 
 
 class GroupedQueryLinear(ShardedModule):
@@ -52,15 +52,15 @@ class GroupedQueryLinear(ShardedModule):
     Where it does not, every rank holds it whole and multiplies by the rows that its queries need,
     so that its gradient is partial over the tensor axis.
 
-    of_query: int64 [a/t], the one of the g heads that each query head of this rank uses; None if
-    equally many adjacent query heads share each.
+    kv_head_index: int64 [a/t], the one of the g heads that each query head of this rank uses; None
+    if equally many adjacent query heads share each.
     """
 
     query: nn.Parameter
     query_bias: nn.Parameter | None
     key_value: nn.Parameter
     key_value_bias: nn.Parameter | None
-    of_query: Tensor | None
+    kv_head_index: Tensor | None
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class GroupedQueryLinear(ShardedModule):
         self.division, self.width = partition.division, own_width(hidden_size, partition.x_columns)
         inputs, tokens = partition.inputs, partition.y_rows
         own, used = key_value_heads_in_use(heads, key_value_heads, ranks)
-        self.of_query = None if used is None else torch.tensor(used, device="cpu")
+        self.kv_head_index = None if used is None else torch.tensor(used, device="cpu")
         self.rows: slice | None = None
         shards: tuple[tuple[int, Axis], ...] = ((1, ranks),)
         shared: tuple[Axis, ...] = ()
         if key_value_heads % ranks.size:
             self.rows = slice(own.start * head_size, own.stop * head_size)
             shards, shared = (), (ranks,)
-        size, of_query = heads * head_size, ((0, ranks),)
+        size, query_shards = heads * head_size, ((0, ranks),)
         fields = {"partial": (mesh.replicas,), "std": std}
-        self.add_parameter("query", (size, hidden_size), of_query + over(1, *inputs), **fields)
-        self.add_bias(bias, (size,), of_query, "query_bias", partial=(mesh.replicas, *tokens))
+        self.add_parameter("query", (size, hidden_size), query_shards + over(1, *inputs), **fields)
+        self.add_bias(bias, (size,), query_shards, "query_bias", partial=(mesh.replicas, *tokens))
         size, fields["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
         self.add_parameter("key_value", (2, size, hidden_size), shards + over(2, *inputs), **fields)
         of_bias = (mesh.replicas, *shared, *tokens)

@@ -242,8 +242,8 @@ class PipelinePlan:
     """The layers of each virtual stage of a model, and the schedule in which the stages run.
 
     ranks: size of the pipeline axis. virtual: virtual stages per rank. layers: numbers of the
-    layers of each virtual stage; empty if the model is not cut. kind: one of schedules.KINDS.
-    custom_schedule: a user's tuple of `Action`s for each rank, which replaces that of `kind`.
+    layers of each virtual stage; empty if the model is not cut. kind: one of KINDS.
+    custom_schedule: a user's sequence of `Action`s for each rank, which replaces that of `kind`.
     Raises ScheduleError if it does not work.
     """
 
@@ -256,6 +256,7 @@ class PipelinePlan:
     def __post_init__(self) -> None:
         if self.custom_schedule is None:
             return
+        object.__setattr__(self, "custom_schedule", tuple(map(tuple, self.custom_schedule)))
         if len(self.custom_schedule) != self.ranks:
             found = f"it is of {len(self.custom_schedule)} ranks"
             raise ScheduleError(f"custom_schedule: {found}, and the pipeline of {self.ranks}")
@@ -267,8 +268,8 @@ class PipelinePlan:
         return self.ranks * self.virtual
 
     def describe(self) -> str:
-        """The plan as a text for messages; plans of different settings have different texts."""
-        kind = self.kind if self.custom_schedule is None else "of its own"
+        """The plan as a text for messages. Different settings have different texts."""
+        kind = self.kind if self.custom_schedule is None else "custom"
         sizes = ", ".join(str(len(each)) for each in self.layers) or "all"
         return f"{self.stages} stages of {sizes} layers, {self.virtual} a rank, schedule {kind}"
 

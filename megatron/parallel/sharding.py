@@ -183,7 +183,7 @@ class Deferral:
     the gradients of activations (zero-bubble pipelines)."""
 
     def __init__(self) -> None:
-        self.works: list[tuple[GradientView, Callable[[], object]]] | None = None
+        self.works: list[Deferred] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -256,6 +256,10 @@ class GradientView:
         self.is_filled = True
 
 
+Deferred = tuple[GradientView, Callable[[], object]]
+"""A gradient, and the work that adds it later."""
+
+
 def add_gradients(found: Sequence[tuple[GradientView, Tensor]]) -> None:
     """Add each gradient, of its parameter's shape, to its view."""
     alike = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
@@ -286,7 +290,7 @@ class ShardedModule(nn.Module):
     device from the start: each rank draws the whole tensor from torch's CPU generator and keeps its
     shard, so that torch.manual_seed gives the same model at every layout.
     gradient_views: where the layer adds the gradients of matrices, by name; empty if it leaves that
-        to autograd (see GradientBuckets).
+        to autograd.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -346,9 +346,9 @@ def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = No
     They are fetched during the backward of the next layer. No number changes. Small tensors,
     integer tensors, weights, and all tensors outside of the layers stay on the device.
 
-    units: the layers, in the order of the forward, see GradientBuckets; in ZeRO stage 3 its units
-    are used. By default the elements of the outermost lists in which two are of one class. Raises
-    ValueError if there are none.
+    units: the layers, in the order of the forward, see GradientBuckets.for_master_weights; in ZeRO
+    stage 3 its units are used. By default the elements of the outermost lists in which two are of
+    one class. Raises ValueError if there are none.
     """
     found = Units(model, units).all
     if is_gathered(model):

@@ -66,11 +66,11 @@ class StepGraph:
         state: Any,
         micro_batches: Sequence[Batch],
         counts: Tensor,
-        seen: dict[int, Tensor] | None = None,
+        hidden_states: dict[int, Tensor] | None = None,
     ) -> Tensor:
         shapes = str([[(n, x.shape, x.dtype) for n, x in arrays(own)] for own in micro_batches])
-        if seen is not None:
-            return run(state, micro_batches, counts, seen)
+        if hidden_states is not None:
+            return run(state, micro_batches, counts, hidden_states)
         if shapes != self.shapes:
             self.shapes, self.runs, self.replay, self.totals = shapes, 0, None, None
         if self.runs < WARM_UP:

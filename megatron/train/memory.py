@@ -39,7 +39,9 @@ def _message(config: PretrainConfig, mesh: Mesh, error: BaseException) -> str:
     asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
     size = f" ({asked[1]} were asked for)" if asked else ""
     where = f"in {Progress.phase}" + (f" {Progress.step}" if Progress.phase == "train step" else "")
-    less = ", ".join(cures(config, mesh.replicas.size))
+    has_graph = config.training.cuda_graph is not False and mesh.size() == 1
+    graph = ["--no-cuda-graph"] * (has_graph and mesh.device.type == "cuda")
+    less = ", ".join([*graph, *cures(config, mesh.replicas.size)])
     return (
         f"rank {mesh.control.rank} is out of memory {where}{size}: {less} take less memory of each "
         "rank; tools/plan.py with the same flags says how much"

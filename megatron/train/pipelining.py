@@ -1,4 +1,4 @@
-"""Pipelines of a run and of a user's own stages: their plan, and a step of one's own loop."""
+"""Plans the pipeline of a run, and runs a step of a user's own stages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_pipeline(
     stage does not run on meta.
     """
     mesh, pipeline = model.mesh, model.pipeline
-    pipeline.lists(len(micro_batches))
+    pipeline.lists(len(micro_batches))  # raises before any message is sent
     for each in micro_batches if pipeline.ranks > 1 else ():
         model.stream(each, model.count - 1)
     denominators = [model.denominators(each) for each in micro_batches]

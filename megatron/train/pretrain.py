@@ -1,7 +1,7 @@
 """Pretraining from the command line to the last checkpoint: parse, launch, build, train.
 
-Settings are parsed and checked before torch is imported, which takes seconds. Data, checkpoint and
-plan are opened once, after launch: all ranks then refuse them alike.
+Settings are parsed and checked before torch is imported, which takes seconds. Data and checkpoint
+are opened once, after launch, and the pipeline is planned: so all ranks refuse them alike.
 """
 
 from __future__ import annotations
@@ -80,13 +80,15 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.memory import memory_errors
+        from megatron.train.watch import note, without_limit
 
         with user_errors(environ):
             is_exact = config.training.deterministic
             mesh = stack.enter_context(launch(config.parallel, environ, deterministic=is_exact))
         stack.enter_context(memory_errors(config, mesh))
         with user_errors(environ, agreed=True):
-            inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
+            with without_limit("opening data"):
+                inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
             # Until here the tokenizers library may use all cores (--too-long refuse). From here on
             # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
             # slow them down. It also warns if a process that used them forks, as for a compiler.
@@ -96,6 +98,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             start = on_all_ranks(
                 mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
             )
+            note("building the model")
             run = build(config, inputs, start, mesh)
             loop = open_loop(run, signals, environ, stack)
         log_start(run, loop)
@@ -263,7 +266,7 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         cuda_graph=config.training.cuda_graph,
     )
 
-    # 4. What its checkpoints say of the run
+    # 4. Facts for the manifests of its checkpoints
     facts = {
         "kind": config.model.kind,
         "config": asdict(config),
@@ -277,21 +280,19 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
 
     # 5. Weights and, on resume, all else of the state
     messages += on_all_ranks(mesh, lambda: load(state, origin))
+    if found is not None and resumed is not None:
+        messages += changes_on_resume(config, inputs, state, facts, found, given.training.epochs)
     step, training = state.step, config.training
     is_due = step % training.eval_interval == 0 or step >= training.steps
-    run = Run(
+    return Run(
         config=config,
         inputs=inputs,
         state=state,
         facts=facts,
         files=files_beside(config.model, found, inputs.corpus.identity) if mesh.is_first else {},
-        messages=messages,
+        messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
         evaluate_first=bool(resumed and resumed["validation_loss"] is None and is_due),
     )
-    if found is not None and resumed is not None:
-        messages += resume_messages(run, found, given.training.epochs)
-    messages += [*warnings, *getattr(state.model, "warnings", ())]
-    return run
 
 
 def load(state: TrainState, origin: Origin) -> list[str]:
@@ -307,16 +308,23 @@ def load(state: TrainState, origin: Origin) -> list[str]:
     return [f"going on from {origin.checkpoint.path}"]
 
 
-def resume_messages(run: Run, checkpoint: Checkpoint, epochs: int | None) -> list[str]:
-    """What differs from the run that saved the checkpoint, and whether steps are left to train.
+def changes_on_resume(
+    config: PretrainConfig,
+    inputs: Inputs,
+    state: TrainState,
+    facts: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    epochs: int | None,
+) -> list[str]:
+    """Messages: differences from the run that saved the checkpoint, and whether steps are left.
 
-    epochs: of --epochs, which the run's config has as steps.
+    epochs: the value of --epochs; the config has steps in its place.
     """
     from megatron.train.machine import environment
 
-    state, manifest, config = run.state, checkpoint.manifest, run.config
-    saved, now = manifest["environment"], environment(state.mesh)
-    messages = changes({**run.facts, "environment": now}, manifest, state.mesh.batch.size)
+    manifest, now = checkpoint.manifest, environment(state.mesh)
+    saved = manifest["environment"]
+    messages = changes({**facts, "environment": now}, manifest, state.mesh.batch.size)
     affected = "the last bits may"
     if state.kernel_seed is not None:
         affected = "what the kernel of attention drops, and so every loss, will"
@@ -340,7 +348,7 @@ def resume_messages(run: Run, checkpoint: Checkpoint, epochs: int | None) -> lis
         end = f"--train-iters is {config.training.steps}; --train-iters {2 * state.step}"
         if epochs is not None:
             needed = state.samples + config.global_batch_size(state.mesh.size())
-            more = epochs_of(needed, run.inputs.samples_in)
+            more = epochs_of(needed, inputs.samples_in)
             end = f"--epochs {epochs} ends there; --epochs {more}"
         messages.append(
             f"nothing is trained: {checkpoint.path} is already at step {state.step}, and {end} "

@@ -141,7 +141,7 @@ def forward_backward(
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
     pipeline, mesh = state.pipeline, state.mesh
 
-    def note(action: Action) -> None:
+    def on_action(action: Action) -> None:
         is_forward, stage = action.direction == "forward", action.stage
         state.micro_batch = action.micro_batch
         state.stage_index = stage if is_forward else 2 * pipeline.stages - 1 - stage
@@ -157,7 +157,7 @@ def forward_backward(
         batches=micro_batches,
         loss_scales=loss_scales,
         gradients=state.gradients,
-        on_action=note,
+        on_action=on_action,
         hidden_states=hidden_states,
     )
     return executor.step()

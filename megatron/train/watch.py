@@ -27,8 +27,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -54,6 +54,19 @@ class Progress:
 
     step = 0
     phase = "start-up"
+    has_limit = True
+
+
+@contextmanager
+def without_limit(phase: str) -> Iterator[None]:
+    """Sets the phase, in which no stall is found: a first pass over data may take hours, and ranks
+    that wait for its file sleep."""
+    note(phase)
+    Progress.has_limit = False
+    try:
+        yield
+    finally:
+        Progress.has_limit = True
 
 
 def note(phase: str, step: int | None = None) -> None:
@@ -290,7 +303,8 @@ class Watch:
         """
         started = {axis: calls.started for axis, calls in [*CALLS.items()]}
         seen = (Progress.phase, Progress.step, started, _positions())
-        self._idle = 0.0 if seen != self._seen else self._idle + BEAT
+        is_idle = seen == self._seen and Progress.has_limit
+        self._idle = self._idle + BEAT if is_idle else 0.0
         self._seen = seen
 
     def _report(self) -> Report:

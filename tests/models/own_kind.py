@@ -103,7 +103,7 @@ class Own(nn.Module):
         )
         cos, sin = self.rotary(batch.positions, x.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        heads = self.core(q, k, v, None, True, dropout_keys(batch), self.qkv.of_query)
+        heads = self.core(q, k, v, None, True, dropout_keys(batch), self.qkv.kv_head_index)
         x = x + self.output(heads.transpose(1, 2).reshape(b * s, -1))
         gate, up = self.up(self.mlp_norm(x)).chunk(2, dim=1)
         return x + self.down(F.silu(gate) * up)

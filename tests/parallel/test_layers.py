@@ -132,7 +132,7 @@ def words(ids: Tensor, w: Weights) -> Tensor:
 def heads_of(layer: Any, x: Tensor) -> Tensor:
     """[n, 3, query heads, size]: each query beside the key and the value that it uses."""
     q, k, v = (each.unflatten(-1, (-1, HEAD_SIZE)) for each in layer(x))
-    used = layer.of_query
+    used = layer.kv_head_index
     if used is None:
         used = torch.arange(q.shape[-2]) * k.shape[-2] // q.shape[-2]
     return torch.stack([q, k[..., used, :], v[..., used, :]], -3).flatten(-2)
