@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.data.batch import Batch
-from megatron.models.build import build_on_meta
-from megatron.models.gpt import dropout_keys
+from megatron.models.build import build_on_meta, keep_stages
+from megatron.models.gpt import GPT2, Decoder, dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
+from megatron.parallel.factory import layer_factory
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.train.executor import on_device
@@ -173,6 +174,22 @@ def test_a_kind_without_a_list_of_stages_has_no_pipeline() -> None:
     mesh, plan = absent_mesh({"pipeline": 2}, CPU, stage=0), PipelinePlan(2, layers=(range(1),) * 2)
     refused = refusal(lambda: build_on_meta(own_config(), mesh, 101, pipeline=plan))
     assert "--pipeline-model-parallel-size 2" in str(refused)
+
+
+class Forgetful(GPT2):
+    """Without its positions in the list of stages."""
+
+    def stages(self) -> list[list[str]]:
+        return Decoder.stages(self)
+
+
+def test_a_parameter_in_no_stage_is_refused() -> None:
+    plan = PipelinePlan(2, layers=(range(1), range(1, 2)))
+    factory = layer_factory(serial_mesh(), 0)
+    with torch.device("meta"):
+        model = Forgetful(tiny_section(), factory, 101)
+    with pytest.raises(ValueError, match="position_embedding.weight"):
+        keep_stages(model, plan, 1)
 
 
 @pytest.mark.parametrize(("embedding", "hidden"), [(0.5, 0.0), (0.0, 0.5), (None, 0.5)])

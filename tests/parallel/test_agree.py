@@ -19,7 +19,8 @@ def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
         value = on_all_ranks(mesh, lambda: fail_on(failing) or mesh.data.rank)
         assert value == torch.distributed.get_rank()
     except UsageError as error:
-        refused = (error.flag, error.value, error.allowed, error.works)
+        notes = getattr(error, "__notes__", [])
+        refused = (error.flag, error.value, error.allowed, error.works, notes)
     else:
         refused = ()
     try:
@@ -30,7 +31,10 @@ def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("failing", "expected"),
-    [((), ((), [0, 1, 2])), ((1, 2), (("--seed", 1, "1234", ("--seed", "1234")), True))],
+    [
+        ((), ((), [0, 1, 2])),
+        ((1, 2), (("--seed", 1, "1234", ("--seed", "1234"), ["on rank 1"]), True)),
+    ],
 )
 def test_every_rank_raises_what_the_first_one_does(
     gloo: Pool, failing: tuple[int, ...], expected: object

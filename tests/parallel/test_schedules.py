@@ -297,7 +297,7 @@ def test_a_schedule_of_ones_own() -> None:
     custom = (lists[0], tuple(each._replace(micro_batch=3 - each[2]) for each in lists[1]))
     for actions, virtual in ((lists, 1), (schedule("interleaved", 2, 3, 2), 2)):
         micro_batches = check(actions, virtual).micro_batches
-        plan = PipelinePlan(2, virtual, custom_schedule=actions)
+        plan = PipelinePlan(2, virtual, custom_schedule=[*map(list, actions)])
         assert plan.lists(micro_batches) == actions
         assert [plan.program(rank, micro_batches) for rank in (0, 1)] == [
             program(actions, rank) for rank in (0, 1)

@@ -169,6 +169,12 @@ if last and rank == 1:
     while time.monotonic() < end:
         for depth in range(20): compute(depth)
 """
+OPEN = """
+from megatron.train.watch import without_limit
+if last:
+    with without_limit("opening data"):
+        time.sleep(2.5 * {limit})
+"""
 JUMP = "now = time.monotonic\nif last: time.monotonic = lambda: now() + 3600"
 
 
@@ -179,6 +185,8 @@ JUMP = "now = time.monotonic\nif last: time.monotonic = lambda: now() + 3600"
         (f"{STEP}\nif last: sys.exit(75)", 60.0, 75, ""),
         # A rank that computes while the other one waits for it is let be for six limits.
         (f"{WORK.format(limit=HANG)}\n{STEP}\nif last: print('done')", HANG, 0, "done\n"),
+        # Ranks wait for the file that another process makes.
+        (f"{OPEN.format(limit=HANG)}\n{STEP}\nif last: print('done')", HANG, 0, "done\n"),
         # All ranks are stopped for an hour, as by Ctrl-Z, and go on.
         (f"{JUMP}\n{WORK.format(limit=1)}\n{STEP}\nif last: print('done')", HANG, 0, "done\n"),
     ],
