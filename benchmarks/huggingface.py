@@ -47,8 +47,8 @@ from megatron.config.pretrain import (
     PretrainLlamaConfig,
 )
 from megatron.huggingface.config import HuggingFaceConfig
-from megatron.huggingface.layers import ParallelizedModule
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
+from megatron.huggingface.weights import layout_of
 from megatron.parallel.sharding import load_whole
 from tools.layouts.job import open_samples
 
@@ -77,16 +77,11 @@ def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
     same = {name: getattr(native, name) for name in ("optimizer", "parallel", "precision")}
     config = PretrainHuggingFaceConfig(model=described, training=native.training, **same)
     state = steps.build(config, steps.mesh_of(rank, config))
-    whole, modules = theirs.state_dict(), dict(state.model.named_modules())
+    whole = theirs.state_dict()
     with torch.no_grad():
         for each in state.optimizer.masters():
-            module, _, name = each.key.rpartition(".")
-            values, owner = whole[each.key.removeprefix("model.")], modules[module]
-            held = (
-                owner.layouts[name].from_original(values)
-                if isinstance(owner, ParallelizedModule)
-                else values
-            )
+            values = whole[each.key.removeprefix("model.")]
+            held = layout_of(state.model, each.key).from_original(values)
             load_whole(each.local, held, each.spec)
     state.optimizer.publish()
     del theirs, whole

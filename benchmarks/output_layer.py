@@ -40,10 +40,8 @@ def contender(rank: Rank, name: str, dtype: str, vocab: int, hidden: int, tokens
         head = VocabParallelHead(mesh, vocab, hidden, divisible_by=128)
     layers = nn.ModuleList([embedding, head])
     materialize(layers, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
-    buckets, numbers = (
-        GradientBuckets.for_master_weights(layers),
-        torch.Generator().manual_seed(SEED),
-    )
+    buckets = GradientBuckets.for_master_weights(layers)
+    numbers = torch.Generator().manual_seed(SEED)
     stream = torch.randn(tokens, hidden, generator=numbers).to(mesh.device, DTYPES[dtype])
     stream.requires_grad_()
     scales = torch.full((tokens,), 1 / tokens, device=mesh.device)

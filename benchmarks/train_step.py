@@ -150,8 +150,7 @@ def contenders(
             own |= {"of_ranks": ranks, "fast": True}
         elif fast_weights and name not in (FLOOR, "Megatron-Core"):
             own["fast"] = True
-        needs_gpu = "--cuda-graph" in VARIANTS.get(name, "") and flags.device == "cpu"
-        missing = "needs a GPU" if needs_gpu else ""
+        missing = ""
         if kind is not PretrainGPT2Config:
             own["settings"] = kind
             if name in PEERS and not name.startswith("transformers"):

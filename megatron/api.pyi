@@ -55,6 +55,7 @@ from .huggingface.parallelize import (
 )
 from .huggingface.replacements import parameters_on_meta as parameters_on_meta
 from .huggingface.plan import (
+    PlanError as PlanError,
     Column as Column,
     Row as Row,
     Vocabulary as Vocabulary,
@@ -66,6 +67,8 @@ from .huggingface.plan import (
 
 # Parameters
 from .parallel.sharding import (
+    ShardedModule as ShardedModule,
+    ShardingSpec as ShardingSpec,
     sharding_specs as sharding_specs,
     replicated as replicated,
     gather_whole as gather_whole,
@@ -91,6 +94,7 @@ from .train.pipelining import run_pipeline as run_pipeline
 
 # Models and training
 from .config.model import (
+    BertConfig as BertConfig,
     GPT2Config as GPT2Config,
     LlamaConfig as LlamaConfig,
 )
@@ -98,7 +102,10 @@ from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
-from .parallel.schedules import Action as Action
+from .parallel.schedules import (
+    Action as Action,
+    PipelinePlan as PipelinePlan,
+)
 from .train.pipelining import plan_pipeline as plan_pipeline
 from .models.registry import (
     ModelKind as ModelKind,
@@ -112,6 +119,7 @@ from .train.step import (
     train_step as train_step,
     StepResult as StepResult,
 )
+from .train.evaluate import mean_losses as mean_losses
 from .optim.schedule import learning_rate as learning_rate
 from .train.metrics import (
     Metrics as Metrics,

@@ -98,7 +98,7 @@ def bigram_perplexity(train: Tokens, heldout: Tokens, vocabulary: int) -> float:
     if train[-1] != heldout[-1]:
         raise ValueError(
             f"the training tokens end in {train[-1]}, the held-out tokens in {heldout[-1]}: "
-            "both have to end in the end mark (preprocess with --append-eod)"
+            "both have to end in the end mark (preprocess without --no-append-eod)"
         )
     model = Bigram.fit(train, vocabulary)
     return perplexity(model.probability(np.roll(heldout, 1), heldout))

@@ -162,9 +162,9 @@ def by_their_names(model: nn.Module, held: dict[str, Tensor]) -> dict[str, Tenso
     for full_name, tensor in held.items():
         name, _, own = full_name.rpartition(".")
         module = model.get_submodule(name)
-        form = getattr(module, "layouts", {}).get(own)
+        layout = getattr(module, "layouts", {}).get(own)
         found[full_name.removeprefix("model.")] = (
-            tensor if form is None else form.to_original(tensor)
+            tensor if layout is None else layout.to_original(tensor)
         )
     return found
 

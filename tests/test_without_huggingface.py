@@ -1,5 +1,4 @@
-"""Without megatron/huggingface the rest works: nothing imports that folder but by the names of its
-kinds of model."""
+"""The rest of megatron/ works without megatron/huggingface."""
 
 import shutil
 import subprocess

@@ -66,9 +66,11 @@ def signature(name: str, function: ast.FunctionDef) -> str:
 
 
 def fields_of(value: type) -> str:
-    """A line for each field of a dataclass, with the docstring or comment that follows it."""
+    """A line for each field of a dataclass or named tuple, with the docstring or comment that
+    follows it."""
     found: dict[str, str] = {}
-    for owner in filter(is_dataclass, reversed(value.__mro__)):
+    owners = [each for each in reversed(value.__mro__) if is_dataclass(each)]
+    for owner in owners or [value] * hasattr(value, "_fields"):
         lines, body = inspect.getsource(owner).splitlines(), source(owner).body
         for line, after in zip(body, [*body[1:], None], strict=True):
             if not isinstance(line, ast.AnnAssign) or "ClassVar" in ast.unparse(line.annotation):

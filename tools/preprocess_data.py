@@ -93,8 +93,8 @@ class Settings:
     """The byte-pair encoding's merges (merges.txt)."""
 
     append_eod: bool | None = None
-    """End each document with an end-of-document mark. The default is to do so without
-    --split-sentences, and not with it."""
+    """End each document with an end-of-document mark. On by default, except with
+    --split-sentences."""
 
     split_sentences: bool = False
     """Write each sentence as a sequence, as pretrain_bert.py needs, to a data set P_text_sentence.

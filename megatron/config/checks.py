@@ -40,13 +40,22 @@ def at_least(config: Any, **least: int) -> None:
         _check(config, [field], f"at least {number}", partial(le, number), number)
 
 
-def at_most(config: Any, field: str, most: float, name: str) -> None:
-    """Refuse a value above `most`, which is that of another flag or file: its name."""
-    _check(config, [field], f"at most {name} {most}", lambda value: value <= most, most)
+def at_most(
+    config: Any, field: str, most: float, name: str, *, works: tuple[str, ...] = ()
+) -> None:
+    """Refuses a value above `most`, the value of another flag or file, whose name is `name`.
+
+    works: what works in its place, if not `most`.
+    """
+    value = getattr(config, field)
+    if value is not None and not value <= most:
+        cure = works or (flag(field), str(most))
+        raise UsageError(flag(field), value, f"at most {name} {most}", works=cure)
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:
-    """Refuse a value that does not divide `whole`, which is that of another flag: its name."""
+    """Refuses a value that does not divide `whole`, the value of another flag, whose name is
+    `name`."""
     value = getattr(config, field)
     if value is not None and whole % value:
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
@@ -68,9 +77,12 @@ def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
         _refuse_set(config, field, f"given without {' and '.join(names)}{reason}")
 
 
-def left_out(config: Any, field: str, reason: str) -> None:
-    """Refuse a field that is set, for a reason outside its config: "with --mock-data"."""
-    _refuse_set(config, field, f"left out {reason}")
+def left_out(config: Any, field: str, reason: str, *, works: tuple[str, ...] = ()) -> None:
+    """Refuses a field that is set, for a reason outside its config: "with --mock-data".
+
+    works: what works in its place, if not the default.
+    """
+    _refuse_set(config, field, f"left out {reason}", works)
 
 
 def is_set(config: Any, field: str) -> bool:
@@ -87,15 +99,14 @@ def _spelling(config: Any, field: str) -> str:
     return switch(field, value) if isinstance(value, bool) else flag(field)
 
 
-def _refuse_set(config: Any, field: str, allowed: str) -> None:
-    """The default is what works."""
+def _refuse_set(config: Any, field: str, allowed: str, works: tuple[str, ...] = ()) -> None:
+    """The default is what works, if nothing else is given."""
     if is_set(config, field):
         value, default = getattr(config, field), _default(config, field)
-        works: tuple[str, ...] = ()
         if isinstance(default, bool):
-            works = (switch(field, default),)
+            works = works or (switch(field, default),)
         elif default is not None and default != ():
-            works = (flag(field), str(default))
+            works = works or (flag(field), str(default))
         text = " ".join(map(str, value)) if isinstance(value, tuple) else value
         given = None if isinstance(value, bool) else text
         raise UsageError(_spelling(config, field), given, allowed, works=works)

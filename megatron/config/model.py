@@ -84,8 +84,8 @@ class KindConfig:
         return []
 
     def facts(self, model: Any, checkpoint: Any | None) -> dict[str, Any]:
-        """Further facts for the manifests of the model. checkpoint: the one that it loads next.
-        Raises UsageError if these facts of the checkpoint's model differ."""
+        """Further facts for the manifests of the model. checkpoint: the one to be loaded, or None.
+        Raises UsageError if its model has other facts."""
         return {}
 
     def completed(self, saved: Callable[[], Mapping[str, Any] | None]) -> Self:

@@ -1,16 +1,14 @@
 """How the processes of a run divide its models, their layers and their samples."""
 
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.checks import excludes, is_set, left_out, needs, positive
+from megatron.config.checks import excludes, is_set, left_out, positive
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS
-from megatron.parallel.schedules import KINDS
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 STAGES = "pipeline_model_parallel_size"
@@ -143,11 +141,12 @@ class ParallelConfig:
             if width % parts:
                 allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
                 allowed += f"--tensor-model-parallel-size {size}"
-                works: tuple[str, ...] = ()
+                heads, hidden = (widths.get(each, 1) for each in (HEADS, HIDDEN))
+                step = math.lcm(parts, heads) if name == HIDDEN else parts
+                fitting = [-(-width // step) * step]
                 if name == HEADS:
-                    hidden = widths.get(HIDDEN, 1)
                     fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
-                    works = (name, str(fitting[0])) if fitting else ()
+                works = (name, str(fitting[0])) if fitting else ()
                 raise UsageError(name, width, allowed, works=works)
 
     def _check_own(self, world_size: int) -> None:
@@ -218,7 +217,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
     """Virtual stages of a process, in place of --num-layers-per-virtual-pipeline-stage; their
     numbers of layers may differ."""
 
-    pipeline_schedule: str | None = None
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
     """Order in which each process runs its forwards and backwards: gpipe, 1f1b, interleaved (for
     virtual stages), or zb-h1 (zero bubble). If not given: 1f1b, or with virtual stages
     interleaved."""
@@ -246,20 +245,15 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         excludes(self, VIRTUAL, EACH)
         # One virtual stage per process is a plain pipeline stage.
         of_virtual = (EACH,) if self.num_virtual_stages_per_pipeline_rank == 1 else (EACH, VIRTUAL)
-        for name in (*of_virtual, *ENDS):
-            needs(self, name, STAGES)
+        if self.pipeline_model_parallel_size == 1:
+            for name in (*of_virtual, *ENDS):
+                left_out(self, name, f"without {flag(STAGES)} above 1")
         for name in ENDS:
             excludes(self, name, *of_virtual, "pipeline_partition")
         if self.zero_stage > 1 and self.pipeline_model_parallel_size > 1:
             allowed = "at most 1 with pipeline stages: weights and gradients would cross the ranks"
             allowed += " once for each micro-batch"
             raise UsageError("--zero-stage", self.zero_stage, allowed, works=("--zero-stage", "1"))
-        kind = self.pipeline_schedule
-        if kind is not None and kind not in KINDS:
-            allowed = f"one of {', '.join(KINDS)}"
-            near = difflib.get_close_matches(kind.lower(), KINDS, 1)
-            works = ("--pipeline-schedule", *near) if near else ()
-            raise UsageError("--pipeline-schedule", kind, allowed, works=works)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -295,9 +289,11 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:
             if layers % stages:
                 left_out(self, EACH, f"where {stages} stages do not divide {of_model}")
-            if (layers // stages) % each or each * stages == layers:
+            fitting = [n for n in range(1, layers // stages) if not layers // stages % n]
+            if each not in fitting:
                 allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
-                raise UsageError(flag(EACH), each, allowed)
+                works = (flag(EACH), str(fitting[-1])) if fitting else (flag(VIRTUAL), "1")
+                raise UsageError(flag(EACH), each, allowed, works=works)
         virtual = self.virtual_stages(layers)
         if virtual > 1 and layers < stages * virtual:
             allowed = f"at most {of_model} / {stages} stages"
@@ -310,16 +306,20 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             reason = f"where {virtual} virtual stages do not divide {of_model}"
             left_out(self, "pipeline_partition", reason)
         self._check_ends(layers)
-        kind, name = self.pipeline_schedule, "pipeline_schedule"
+        kind = self.pipeline_schedule
+        plain, virtual_too = ("--pipeline-schedule", "1f1b"), ("--pipeline-schedule", "interleaved")
         if kind == "interleaved" and virtual == 1:
-            left_out(self, name, f"where a process has one virtual stage, without {flag(VIRTUAL)}")
+            reason = f"where a process has one virtual stage, without {flag(VIRTUAL)}"
+            left_out(self, "pipeline_schedule", reason, works=plain)
         if kind in ("gpipe", "zb-h1") and stages == 1:
-            left_out(self, name, f"with {flag(STAGES)} 1, where it would only take memory")
+            reason = f"with {flag(STAGES)} 1, where it would only take memory"
+            left_out(self, "pipeline_schedule", reason, works=plain)
         if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
-            left_out(self, name, f"or interleaved with {virtual} virtual stages")
+            reason = f"or interleaved with {virtual} virtual stages"
+            left_out(self, "pipeline_schedule", reason, works=virtual_too)
         if kind == "zb-h1" and model.recompute_granularity == "full":
             reason = "with --recompute-granularity full: zero bubble keeps what it frees"
-            left_out(self, name, reason)
+            left_out(self, "pipeline_schedule", reason, works=plain)
 
     def _check_ends(self, layers: int) -> None:
         """Refuse a first and a last stage that leave the others no layers, or leave layers over."""

@@ -147,8 +147,9 @@ def parse(
 
     program: a dataclass of settings and of configs, which are dataclasses too. A field's metadata
     {"alias": name} is a second name; {"replaces": names} are settings of presets that the flag
-    replaces. prog, description: the program's name and description in --help. saved: maps the words
-    of presets and command line to {key: value} of settings that both may leave out.
+    replaces, or the same key of a later preset. prog, description: the program's name and
+    description in --help. saved: maps the words of presets and command line to {key: value} of
+    settings that both may leave out.
     Raises UsageError for values that a config refuses, and for missing, unknown or malformed
     presets; CommandLineError for missing, unknown or malformed flags. With --help it prints (on
     rank 0) and raises SystemExit with status 0.
@@ -157,7 +158,7 @@ def parse(
 
     known: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # its first name, by each of its names
-    replaces: dict[str, Collection[str]] = {}  # keys of presets, by the flag that replaces them
+    replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
     for name, kind, metadata in _fields(program):
         alias = metadata.get("alias")
         if "replaces" in metadata:
@@ -174,7 +175,11 @@ def parse(
         if name == "--preset" and "preset" not in known:
             value = value if equals else next(remaining, "")
             file = find_preset("" if value.startswith("--") else value, known)
-            presets += [(file, *each) for each in _read_preset(file, known)]
+            read = list(_read_preset(file, known))
+            on = [names[key] for key, value in read if value is not False]
+            others = {other for key in on for other in replaces.get(key, ())}
+            presets = [each for each in presets if names[each[1]] not in others]
+            presets += [(file, *each) for each in read]
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
             replaced.update(replaces.get(names[field], ()))

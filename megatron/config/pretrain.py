@@ -142,7 +142,8 @@ class PretrainConfig:
     def _check_warmup(self) -> None:
         end = self.lr_decay_iters()
         source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
-        at_most(self.optimizer, "lr_warmup_iters", end, f"--{source}-iters")
+        works = ("--lr-warmup-fraction", "0.1")
+        at_most(self.optimizer, "lr_warmup_iters", end, f"--{source}-iters", works=works)
 
     def warnings(self, device: str) -> list[str]:
         """Warnings of valid settings, rarely meant. device: torch's device type, such as "cpu"."""

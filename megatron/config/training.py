@@ -172,8 +172,8 @@ class OptimizerConfig:
     lr_warmup_fraction: float | None = field(
         default=None, metadata={"replaces": {"lr_warmup_iters"}}
     )
-    """Share of the iterations until the end of decay, in place of --lr-warmup-iters; it is rounded
-    to a whole number of iterations."""
+    """Warm-up as a share of the iterations until the end of decay, in place of --lr-warmup-iters;
+    rounded to whole iterations, at least 1."""
 
     lr_warmup_init: float | None = None
     """Learning rate of the first update, from which it rises. If given, warm-up and decay count
@@ -275,7 +275,7 @@ class TrainingConfig:
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
     faster steps. If not given, only on a GPU whose compiler works."""
 
-    cuda_graph: bool | None = None
+    cuda_graph: bool | None = field(default=None, metadata={"resume": "effect"})
     """Record forward and backward of a step as one CUDA graph, which the GPU replays without
     waiting for the host. The graph keeps the memory of a step between steps. If not given: with
     one process on a GPU, but not with --fp16, --cpu-offload-activations, --model huggingface,

@@ -335,7 +335,7 @@ def open_bert_splits(
         if (known := source.data.description) is not None and known.eod is not None:
             raise ValueError(
                 f"--data-path: the documents of {source.data.prefix} end with a mark; data of "
-                "tools/preprocess_data.py without --append-eod would work"
+                "tools/preprocess_data.py --split-sentences would work"
             )
     marks = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
     masking = Masking(

@@ -104,7 +104,8 @@ class DataError(ValueError):
 
 
 def find_or_make(file: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
-    """What `find` reads of a file kept beside data, else what `make` returns, which writes it.
+    """Returns the result of `find`, which reads a file kept beside data; if it has none, that of
+    `make`, which writes the file.
 
     One process of a host makes the file; the others wait for it, unless the folder allows no locks.
     """

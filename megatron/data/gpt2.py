@@ -65,7 +65,7 @@ class Boundaries:
         if wanted and self.eod is None:
             raise ValueError(
                 f"{' '.join(wanted)} needs end marks between documents, and --data-path has none; "
-                "data of tools/preprocess_data.py --append-eod would work"
+                "data of tools/preprocess_data.py without --no-append-eod would work"
             )
 
     def batch(self, window: NDArray[np.int32]) -> GPT2Batch:

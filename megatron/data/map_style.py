@@ -8,7 +8,8 @@
 
 Arrow is memory-mapped: the text of a random row takes 10 us. Parquet has no access by row: a row
 decodes its whole row group, 200 ms for the 100 MB that `datasets` writes by default (one core,
-snappy), so that it is copied once. A copy is valid while path and modification time stay the same.
+snappy), so that it is copied once. A copy is valid while path, size and modification time stay the
+same.
 
 The texts are read once as a whole (some 0.5 s per GB if the disk is as fast), to find the rows
 without text and to hash the others. The result is kept beside the data and is valid while sizes and
@@ -255,7 +256,8 @@ def _open_parquet(
         if count:  # `datasets` copies no file without rows
             with _damage_named(file_name):
                 pattern = glob.escape(str(file.absolute()))
-                copies.append(datasets.Dataset.from_parquet(pattern, **how))
+                size = f"{file.stat().st_size}-bytes"  # path and time are in the copy's key already
+                copies.append(datasets.Dataset.from_parquet(pattern, config_name=size, **how))
     texts = DatasetColumn(datasets.concatenate_datasets(copies), column, name)
     return ColumnDocuments(name, texts, cache=ScanCache(path, files, column, selection))
 

@@ -129,7 +129,12 @@ def open_document_corpus(
     vocab_size: int | None = None,
     read: Callable[[str], Documents] = open_documents,
 ) -> Corpus[Documents]:
-    """As open_corpus, for documents that are still text; read: opens one path."""
+    """Open the documents of --data-path, which are still text: one path, or weights and paths in
+    turn.
+
+    vocab_size: that of --vocab-size, at least the tokenizer's number of ids, which is the default.
+    read: opens one path. Raises ValueError, naming the flag, for what does not fit.
+    """
     sources = [Source(weight=weight, data=read(path)) for weight, path in _parse(data_path)]
     facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
     size, fingerprint = _agreed_tokenizer({"--vocab-file": facts}, vocab_size)

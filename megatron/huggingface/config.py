@@ -159,7 +159,9 @@ class HuggingFaceConfig(KindConfig):
             if list(saved.get(name, ())) != list(layouts.get(name, ())):
                 plan = checkpoint.manifest["config"]["model"].get("plan")
                 tensor = name.removeprefix("model.")
-                allowed = f"one that holds {tensor} in the form of {checkpoint.path}, whose plan is"
+                allowed = (
+                    f"one that holds {tensor} in the layout of {checkpoint.path}, whose plan is"
+                )
                 raise UsageError("--plan", self.plan, f"{allowed} {plan}")
 
     def check(self) -> None:

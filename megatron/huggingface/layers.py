@@ -50,7 +50,7 @@ class WeightLayout:
 
 ORIGINAL_LAYOUT = WeightLayout()
 KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute only keys
-VOCABULARY = 32 * DIVISIBLE_BY  # rows per rank from which padding is a small part of them
+VOCABULARY = 32 * DIVISIBLE_BY  # from this many rows per rank on, padding is a small part
 
 
 class TensorParallelInput:
@@ -70,7 +70,8 @@ class TensorParallelInput:
         self.gathered: tuple[Tensor, object, Tensor] | None = None
 
     def _clear_after_backward(self, made: Tensor) -> None:
-        # And so after recomputation in that backward. Weak, because this object holds the graph.
+        """Clear the cache after the backward of `made`, and so after recomputation in it. The
+        reference is weak, because this object holds the graph."""
         reference = ref(self)
 
         def clear(*_: object) -> None:
@@ -368,10 +369,8 @@ class SharedHeads(ColumnLinear):
 
     def prepare(self, style: Column, parameters: ShardedParameters) -> None:
         self.style, tensor = style, self.mesh.tensor
-        layout, partial_axes = (
-            WeightLayout(1, is_transposed_matmul(self)),
-            (self.mesh.replicas, tensor),
-        )
+        layout = WeightLayout(1, is_transposed_matmul(self))
+        partial_axes = (self.mesh.replicas, tensor)
         size, left = divmod(len(layout.from_original(self.shard_of("weight"))), style.heads)
         if left:
             raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")

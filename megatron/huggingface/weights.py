@@ -196,10 +196,10 @@ def read_weights(
 ) -> list[str]:
     """Fill this rank's shards of a model's parameters from a folder; padding becomes zero.
 
-    model: a HuggingFace. shards: {name of its parameter: (spec,
-    local of any dtype)}. Returns the keys of tensors that only another class of transformers has a
-    part for: heads. Raises ValueError, naming the folder and the tensors, for tensors that are
-    missing, unknown or of another shape.
+    model: a HuggingFace. shards: {name of its parameter: (spec, local of any dtype)}. Returns the
+    keys of tensors that only another class of transformers has a part for: heads. Raises
+    ValueError, naming the folder and the tensors, for tensors that are missing, unknown or of
+    another shape.
     """
     bare = Bare.of(model.config, model.auto_class)
     missing = {bare.first[name] for name in bare.first}

@@ -62,7 +62,8 @@ class Dropout(nn.Module):
         self.stream, self.hidden = stream, hidden
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """keys: int64 [n], of all rows, also those of other ranks of `stream`, see `row_keys`."""
+        """keys: int64 [n], of all rows, also those of other ranks of `stream`: what
+        `megatron.parallel.dropout.row_keys(sample_numbers, positions)` returns."""
         if not self.training or self.p == 0.0:
             return x
         keys = fold(self.key, own_rows(require_keys(keys), self.stream))

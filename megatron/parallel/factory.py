@@ -71,12 +71,7 @@ def factory_1d(
     by_flex: bool = False,
 ) -> LayerFactory:
     """The paper's: the mesh's one tensor axis cuts the layers, and also the rows of x if the mesh's
-    stream has several ranks (sequence parallelism).
-
-    seed: seed of dropout. norm: kernel of LayerNorm, a key of LAYER_NORMS. draws_in_kernel: whether
-    attention's kernel draws its dropout. by_flex: whether compiled layers drop by coordinates in
-    torch's flex_attention.
-    """
+    stream has several ranks (sequence parallelism). Arguments: see `layer_factory`."""
     return LayerFactory(
         column=partial(layers.ColumnParallelLinear, mesh),
         grouped_query=partial(layers_llama.GroupedQueryLinear, mesh),
@@ -162,5 +157,10 @@ FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": facto
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
-    """The factory of the mesh's tensor-parallel mode. Arguments: see factory_1d."""
+    """The factory of the mesh's tensor-parallel mode.
+
+    seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or "apex";
+    draws_in_kernel=False, whether attention's kernel draws its dropout; by_flex=False, whether
+    compiled layers drop by coordinates in torch's flex_attention.
+    """
     return FACTORIES[mesh.tensor_parallel_mode](mesh, seed, **settings)

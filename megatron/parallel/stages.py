@@ -127,11 +127,12 @@ class PipelineModel(ShardedModule):
         self.built_dtype = self._dtype()
 
     def denominators(self, batch: Any) -> list[float]:
-        """See Objective."""
+        """The denominator of the mean in this batch of arrays, as a list of one number."""
         return [float(self.denominator(batch))]
 
     def loss(self, x: Any, batch: Any, loss_scales: Tensor) -> Tensor:
-        """See Objective. x: result of the last stage."""
+        """The loss summed over this batch x its scale, [1]. x: result of the last stage.
+        loss_scales: fp64 [1]."""
         total = self.function(x, batch)
         total = total.to(torch.promote_types(total.dtype, torch.float32))
         return (total * loss_scales.to(total.dtype)).view(1)

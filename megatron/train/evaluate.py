@@ -81,9 +81,10 @@ def mean_losses(
 ) -> dict[str, float]:
     """The mean of each term of the loss, over the first `samples` samples of a split.
 
-    Except for rounding, the micro-batch size and the layout do not matter. pipeline: the plan that
-    the model's stages follow. wants_stop: called before each group of micro-batches; all ranks pass
-    one, or none does. Raises Stopped on all ranks if it returns True on one.
+    Except for rounding, the micro-batch size and the layout do not matter. objective: that of
+    TrainState. pipeline: the plan that the model's stages follow. wants_stop: called before each
+    group of micro-batches; all ranks pass one, or none does. Raises megatron.train.signals.Stopped
+    on all ranks if it returns True on one.
     """
     was_training = model.training
     model.eval()

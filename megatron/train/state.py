@@ -197,11 +197,13 @@ def build_state(
     """A run at step 0. dtype: of weights and activations, by default that of `precision`, or else
     torch's default; float16 uses a loss scale.
 
-    vocab_size: the true one. seed, draws: see build_model. optimizer, precision: by default
-    AdamW and loss scaling with the defaults of the programs. pipeline: the plan whose stages this
-    rank builds. compiled: each layer is compiled at its first call; names, weights and hooks of the
-    model stay. zero_stage: of ZeRO, over the ranks that hold the same shard of the model.
-    cuda_graph: see choose_graph.
+    vocab_size: the true one. seed: of initial weights and dropout; None for a model that is loaded
+    next and has no dropout. draws: False leaves the weights undefined, for a model that is loaded
+    next and has dropout. optimizer, precision: by default AdamW and loss scaling with the defaults
+    of the programs. pipeline: the plan whose stages this rank builds. compiled: each layer is
+    compiled at its first call; names, weights and hooks of the model stay. zero_stage: of ZeRO,
+    over the ranks that hold the same shard of the model. cuda_graph: whether a GPU replays the
+    steps; None: where a graph can. Raises UsageError if it is True and none can.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:

@@ -307,6 +307,7 @@ CONSTANT = {"lr_decay_style": "constant"}
         ({}, {"data_size": 4}, ["--global-batch-size"]),
         ({}, {"data_size": 4, "global_batch_size": 2}, []),
         ({"bf16": None}, {"bf16": False}, []),  # compared by its name elsewhere
+        ({"cuda_graph": False}, {}, []),  # the same numbers
         ({"optimizer_cpu_offload": True}, {}, ["--optimizer-cpu-offload"]),
         ({}, {"cpu_offload_activations": True}, ["--cpu-offload-activations"]),
         ({}, {"tokenizer": "g"}, ["tokenizer"]),

@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
 EACH = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 HEAD, TAIL = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-TENSOR = "--tensor-model-parallel-size"
+TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
 SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
 CUBE = f"{GRID} 3d --tensor-model-parallel-size 8"
@@ -205,6 +205,23 @@ def test_refused_and_what_works_instead_is_accepted(number: int) -> None:
     rows = REFUSED[number :: len(PROGRAMS)] + OF_KINDS.get(program, [])
     for text, world_size, flag in rows:
         assert refused(lambda words, n=world_size: accept(program, words, n), text) == flag, text
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "works"),
+    [
+        ("--lr-warmup-iters 400", 1, "--lr-warmup-fraction 0.1"),
+        (f"{SCHEDULE} gpipe", 1, f"{SCHEDULE} 1f1b"),
+        (f"{STAGES} 2 {VIRTUAL} 2 --num-layers 4 {SCHEDULE} gpipe", 2, f"{SCHEDULE} interleaved"),
+        (f"{STAGES} 2 --num-layers 12 {EACH} 4", 2, f"{EACH} 3"),
+        (f"{SQUARE} --ffn-hidden-size 7", 4, "--ffn-hidden-size 8"),
+        ("--seq-length 2000", 1, "--seq-length 1024"),
+    ],
+)
+def test_what_works_is_near_what_was_given(text: str, processes: int, works: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        accept("gpt2", text.split(), processes)
+    assert " ".join(refused.value.works) == works
 
 
 @pytest.mark.parametrize("row", PIPELINES, ids=str)

@@ -126,6 +126,23 @@ def test_a_flag_wins_over_a_preset(tmp_path: Path, text: str, words: str) -> Non
         assert changed <= given
 
 
+def test_a_later_preset_replaces_what_an_earlier_one_says_otherwise(tmp_path: Path) -> None:
+    own = preset(tmp_path, "lr_warmup_iters = 7\nepochs = 2\n")
+    base = ["--preset", "quickstart"]
+    config = parse(PretrainGPT2Config, [*base, "--preset", own], {})
+    assert (config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction) == (7, None)
+    assert (config.training.epochs, config.training.train_iters) == (2, None)
+    config = parse(PretrainGPT2Config, ["--preset", own, *base], {})
+    assert (config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction) == (0, 0.0385)
+    assert (config.training.epochs, config.training.train_iters) == (None, 2600)
+
+
+def test_what_a_later_preset_turns_off_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "first.toml").write_text("bf16 = true\n")
+    own = preset(tmp_path, "fp16 = false\n")
+    assert pretrain("--preset", str(tmp_path / "first.toml"), "--preset", own).precision.bf16
+
+
 def test_a_preset_is_found_by_path_or_by_name(tmp_path: Path) -> None:
     for name in ("mnli_336m", "finetune/mnli_336m"):
         assert find_preset(name) == PRESETS / "finetune" / "mnli_336m.toml"

@@ -177,7 +177,7 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
         (lambda: require_sequences(gpt2, sentences=True), "gpt2", "--split-sentences"),
         (lambda: require_sequences(pairs, sentences=False), "pairs", "--split-sentences"),
         (lambda: opened(lines), "lines", "--split-sentences"),
-        (lambda: opened(marked), "marked", "--append-eod"),
+        (lambda: opened(marked), "marked", "--split-sentences"),
     ):
         error = refusal(call)
         assert field_of(error) == "--data-path"

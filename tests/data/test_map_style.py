@@ -220,7 +220,7 @@ def test_a_damaged_page_names_flag_and_file(tmp_path: Path) -> None:
 
 
 def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path) -> None:
-    """The column alone, and again if the file changes; brackets are part of a name."""
+    """The column alone, and again if time or size change; brackets are part of a name."""
     folder = tmp_path / "[a]*"
     folder.mkdir()
     columns = {"text": ["a"], "large": ["no text" * 10_000]}
@@ -237,10 +237,11 @@ def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path
     assert first.stat().st_size < 10_000
     assert open_texts() == ["a"]
     assert copies() == {first}
-    parquet(folder / "a.parquet", ["changed"])
-    os.utime(folder / "a.parquet", ns=(0, 0))
-    assert open_texts() == ["changed"]
-    assert len(copies()) == 2
+    for number, rows in enumerate((["changed"], ["once", "more"]), 2):
+        parquet(folder / "a.parquet", rows)
+        os.utime(folder / "a.parquet", ns=(0, 0))
+        assert open_texts() == rows
+        assert len(copies()) == number
 
 
 @pytest.mark.filterwarnings("ignore:.* hold no ")

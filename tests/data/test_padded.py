@@ -209,6 +209,7 @@ def test_without_a_cache_texts_are_tokenised_when_read(
     assert documents(batch, tokenizer) == ["bc"]
 
 
+@pytest.mark.usefixtures("datasets_cache")
 def test_only_json_lines_are_cached(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pq.write_table(pa.table({"text": ["a", "bc"]}), tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")

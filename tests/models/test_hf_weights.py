@@ -135,7 +135,7 @@ def state_of(
 
 
 def whole(state: TrainState, shards: list[tuple[str, ShardingSpec, Tensor]]) -> dict[str, Tensor]:
-    """Shards of parameters, whole, by the names and in the form that transformers has."""
+    """Shards of parameters, whole, by the names and in the layout that transformers has."""
     return {
         name.removeprefix("model."): layout_of(state.model, name).to_original(
             gather_whole(shard, spec)
@@ -181,8 +181,8 @@ class Counting:
         return found
 
 
-def numbers_of(spec: ShardingSpec, local: Tensor, form: WeightLayout) -> int:
-    if spec.flat is not None and form != ORIGINAL_LAYOUT:
+def numbers_of(spec: ShardingSpec, local: Tensor, layout: WeightLayout) -> int:
+    if spec.flat is not None and layout != ORIGINAL_LAYOUT:
         rows = spec.of_shard.local_slices
         is_some = spec.flat.start < spec.flat.stop
         return is_some * prod(each.stop - each.start for each in rows)
@@ -194,7 +194,7 @@ def read(
 ) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor], list[str], int, int]]:
     """Of each case: masters, the parameters that are computed with (both as transformers writes
     them), what was said, and how many numbers were read and are needed: those that are held, but
-    of a part of what is in another form all of the shard."""
+    of a part of what is in another layout all of the shard."""
     found = {}
     hf_weights.safe_open = Counting  # type: ignore[assignment]
     try:
@@ -206,7 +206,7 @@ def read(
             said = state.load_folder(folder)
             weights = [(each.key[6:], each.spec, each.local) for each in state.weights()]
             own = [(layout_of(state.model, n), *shard) for n, shard in state.shards().items()]
-            needed = sum(numbers_of(spec, local, form) for form, spec, local in own)
+            needed = sum(numbers_of(spec, local, layout) for layout, spec, local in own)
             found[name] = masters_of(state), whole(state, weights), said, sum(counted), needed
     finally:
         hf_weights.safe_open = safe_open

@@ -308,9 +308,9 @@ def gradients_of(buckets: GradientBuckets, model: nn.Module) -> dict[str, Tensor
     modules, found = dict(model.named_modules()), {}
     for view in buckets.views:
         name, _, own = view.name.rpartition(".")
-        form = getattr(modules[name], "layouts", {}).get(own)
+        layout = getattr(modules[name], "layouts", {}).get(own)
         whole = gather_whole(view.gradient, view.spec)
-        found[view.name] = whole if form is None else form.to_original(whole)
+        found[view.name] = whole if layout is None else layout.to_original(whole)
     return found
 
 

@@ -77,5 +77,5 @@ def test_a_case_computed_by_hand() -> None:
 def test_streams_that_do_not_fit_are_refused() -> None:
     outside, endless, empty = np.array([3, 0]), np.array([0, 1]), np.array([], np.int64)
     refusal(lambda: unigram_perplexity(outside, np.array([1, 0]), 3))
-    assert "--append-eod" in str(refusal(lambda: bigram_perplexity(endless[::-1], endless, 3)))
+    assert "--no-append-eod" in str(refusal(lambda: bigram_perplexity(endless[::-1], endless, 3)))
     refusal(lambda: unigram_perplexity(np.array([1, 0]), empty, 3))

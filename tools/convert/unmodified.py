@@ -60,8 +60,8 @@ def write_model(folder: Path, checkpoint: Checkpoint, shard_size: str = "5GB") -
                 yield name, bare.state[name]
         load_checkpoint(checkpoint, pieces.values(), partial=True)
         for name, piece in pieces.items():
-            form = layout_of(model, piece.key.removeprefix("model."))
-            yield name, form.to_original(piece.local).contiguous()
+            layout = layout_of(model, piece.key.removeprefix("model."))
+            yield name, layout.to_original(piece.local).contiguous()
 
     outline = {
         name: torch.empty(tensor.shape, dtype=dtypes[f"model.{bare.first[name]}"], device="meta")
