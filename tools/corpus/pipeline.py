@@ -270,7 +270,8 @@ def as_keys(error: Exception, settings: Any) -> str:
         return FLAG.sub(lambda flag: line(flag[0]), text)
 
     if not isinstance(error, UsageError):
-        return in_prose(str(error))
+        # The first line of tyro's text has the reason; the others are about a command line.
+        return in_prose(str(error).splitlines()[0])
     given = [] if error.value is None else [str(error.value)]
     cures: list[list[str]] = []
     for word in error.works:
