@@ -239,7 +239,8 @@ def test_real_text(folder: Path, test_data: Path, capsys: pytest.CaptureFixture[
     found = read("p_text_sentence")
     whole = np.fromfile("p_text_sentence.bin", "<u2").tolist()
     assert whole == [number for document in found for sentence in document for number in sentence]
-    preprocess(capsys, *words, "--no-split-sentences", "--output-prefix", "q")
+    words += ["--no-split-sentences", "--no-append-eod", "--output-prefix", "q"]
+    preprocess(capsys, *words)
     apart = read("q_text_document")
     assert [[number for each in document for number in each] for document in found] == [
         document for (document,) in apart
