@@ -35,7 +35,7 @@ from megatron.models.gpt import Sequences
 from megatron.parallel import kernels
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import compile_layers
+from megatron.train.compiled import compile_layers
 
 OURS, PLAIN, TRANSFORMERS = "this project", "plain torch", "transformers"
 PEERS, GRAPHS, HOST = {"gpt2": PLAIN, "llama": TRANSFORMERS}, "a block of ", "12 layers, the host"

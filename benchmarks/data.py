@@ -42,7 +42,7 @@ from benchmarks.program import start
 from benchmarks.report import Results
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.libraries import Library
-from megatron.train.loader import prefetch
+from megatron.train.inputs import prefetch
 from tools.layouts.job import open_samples
 
 datasets, orjson = Library("datasets"), Library("orjson")

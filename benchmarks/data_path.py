@@ -35,7 +35,7 @@ from megatron.data.batch import Samples, TextBatch
 from megatron.data.files import sampled_sha256
 from megatron.data.indexed import HEADER, Description
 from megatron.data.order import split_documents
-from megatron.train.loader import prefetch
+from megatron.train.inputs import prefetch
 from tools.data_files import IndexedDatasetWriter, pack_header
 from tools.layouts.job import open_samples
 

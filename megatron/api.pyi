@@ -123,9 +123,9 @@ from .train.evaluate import mean_losses as mean_losses
 from .optim.schedule import learning_rate as learning_rate
 from .train.metrics import (
     Metrics as Metrics,
+    TensorBoardSink as TensorBoardSink,
     peak_memory as peak_memory,
 )
-from .train.sinks import TensorBoardSink as TensorBoardSink
 
 # Data
 from .data.batch import (
@@ -148,7 +148,7 @@ from .data.map_style import open_named as open_named
 from .data.padded import open_padded_splits as open_padded_splits
 from .data.tokenizer_base import Tokenizer as Tokenizer
 from .data.tokenizer import build_tokenizer as build_tokenizer
-from .train.loader import prefetch as prefetch
+from .train.inputs import prefetch as prefetch
 
 # Checkpoints
 from .checkpoint.format import Checkpoint as Checkpoint

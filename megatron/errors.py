@@ -33,7 +33,7 @@ class CommandLineError(ValueError):
 
 
 class OutOfMemoryError(RuntimeError):
-    """An allocation of a rank failed; the message says what helps (megatron/train/memory.py)."""
+    """An allocation of a rank failed; the message says what helps (megatron/train/machine.py)."""
 
 
 def flag(field: str) -> str:

@@ -24,7 +24,7 @@ from megatron.config.checks import positive, writable
 from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.data.tokenizer_base import Tokenizer
-from megatron.train.loader import shard
+from megatron.train.inputs import shard
 
 if TYPE_CHECKING:
     from megatron.models.gpt import Decoder

@@ -27,7 +27,7 @@ from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.train.executor import on_device
-from megatron.train.loader import shard
+from megatron.train.inputs import shard
 from megatron.train.state import DTYPES, TrainState, build_state
 from tasks.protocol import Example, FinetuneSettings
 

@@ -342,7 +342,7 @@ stale-receive-buffer
 +             known.setdefault(str(x.shape), torch.empty(x.shape, dtype=x.dtype, device=device))
 +             for x in like
 +         ]
-@ megatron/train/graph.py | train/test_graph
+@ megatron/train/compiled.py | train/test_graph
 graph-reads-old-counts
 - held.copy_(counts)
 + pass
@@ -402,7 +402,7 @@ replica-check-forgets
 order-shifted-by-one-on-resume
 - config.global_batch_size(mesh.size()), run.state.samples
 + config.global_batch_size(mesh.size()), run.state.samples + (run.state.step > 0)
-@ megatron/train/loader.py | train/test_loader
+@ megatron/train/inputs.py | train/test_loader
 masks-by-place-in-the-batch
 - .numbered(np.array(each))
 + .numbered(np.arange(len(each)))

@@ -24,7 +24,7 @@ from megatron.parallel.collectives import gather_from, start_broadcast
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import derive_seed
 from megatron.train.evaluate import most_probable
-from megatron.train.loader import shard
+from megatron.train.inputs import shard
 
 
 @dataclass(frozen=True)

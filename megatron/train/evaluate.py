@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.train.executor import Executor, to_device
+from megatron.train.metrics import Metrics, in_words
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped
+from megatron.train.state import TrainState
 
 GROUP = 8  # micro-batches read at a time, per pipeline stage
 SCORED_AT_ONCE = 1024  # rows of logits in memory at a time; 0.2 GB with GPT-2's vocabulary
@@ -129,6 +132,49 @@ def mean_losses(
         raise DataError("--split: no token of the validation split counts towards the loss")
     means = (total / number for total, number in zip(sums, denominators, strict=True))
     return dict(zip(objective.terms, means, strict=True))
+
+
+def validate(
+    state: TrainState,
+    data: Samples | None,
+    *,
+    samples: int,
+    micro_batch_size: int,
+    metrics: Metrics,
+    wants_stop: Callable[[], bool],
+) -> float | None:
+    """Records and returns the validation loss of a run; None without data or samples. Raises
+    Stopped, on every rank, if `wants_stop` returns True on one: see mean_losses."""
+    if data is None or samples == 0:
+        return None
+    samples = min(samples, data.samples_per_epoch)  # a smaller split is evaluated whole
+    terms = mean_losses(
+        state.model,
+        state.objective,
+        data,
+        samples,
+        micro_batch_size,
+        state.mesh,
+        state.pipeline,
+        wants_stop,
+    )
+    loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
+    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # above, the run diverges
+    metrics.write(
+        {
+            "step": state.step,
+            "samples": state.samples,
+            "validation_loss": loss,
+            **{f"validation_{name}": mean for name, mean in terms.items()},
+            "validation_perplexity": perplexity,
+            "validation_samples": samples,
+        }
+    )
+    metrics.log(
+        f"step {state.step} | validation loss {loss:.4f}{in_words(terms)} | "
+        f"perplexity {perplexity:.2f}"
+    )
+    return loss
 
 
 def batch_of(tokens: Tensor) -> GPT2Batch:

@@ -1,22 +1,26 @@
-"""The data that a run reads, opened and checked against its tokenizer; needs no torch."""
+"""The data that a run reads, opened and checked against its tokenizer, and then this rank's samples
+of it, read ahead. Importing this needs no torch."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
-from typing import Any, Protocol, runtime_checkable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.pretrain import (
-    PretrainBertConfig,
-    PretrainConfig,
-    PretrainGPT2Config,
-)
+from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
 from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
-from megatron.data.batch import Samples
+from megatron.data.batch import Batch, Samples, micro_batch_numbers
 from megatron.data.bert import RandomPairs, open_bert_splits
 from megatron.data.documents import Documents, open_documents
 from megatron.data.gpt2 import RandomText, open_splits
@@ -34,18 +38,14 @@ from megatron.data.sources import (
 from megatron.data.tokenizer import BertTokenizer, build_tokenizer, file_flags
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.errors import UsageError
+from megatron.models.registry import ModelKind
 from megatron.train.trained import saved_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
 
 NO_CHECKPOINT = CheckpointConfig()
 GPT2_VOCABULARY = 50_257  # if the config leaves it to the tokenizer and there is none
-
-
-@runtime_checkable
-class Blended(Protocol):
-    """Samples whose epochs may differ in size, such as those of a blend."""
-
-    @property
-    def samples_in(self) -> Callable[[int], int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,22 @@ class Inputs:
     def samples_in(self, epochs: int) -> int:
         """Training samples in this many epochs; in a blend, until its first data set has been read
         this often."""
-        if isinstance(self.train, Blended):
-            return self.train.samples_in(epochs)
+        if (samples_in := getattr(self.train, "samples_in", None)) is not None:  # of a blend
+            return samples_in(epochs)
         return epochs * self.train.samples_per_epoch
 
 
-def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
-    """Raises ValueError or OSError, naming the flag, if the data is damaged or does not fit.
+def open_inputs(config: PretrainConfig, kind: ModelKind) -> Inputs:
+    """The data that a run reads. Raises ValueError or OSError, naming the flag, if it is damaged or
+    does not fit."""
+    if config.data.mock_data:
+        return mock_inputs(config, resolve_name(kind.samples))
+    inputs: Inputs = resolve_name(str(kind.inputs))(config)
+    return inputs
 
-    Warns if checkpoints will be saved without a tokenizer.
-    """
+
+def open_gpt2_inputs(config: PretrainGPT2Config) -> Inputs:
+    """Raises as open_inputs does. Warns if checkpoints will be saved without a tokenizer."""
     size = config.model.vocab_size
     return open_text(config.data, config.training.seed, size, load=config.checkpoint)
 
@@ -80,7 +86,31 @@ def open_text(
 ) -> Inputs:
     """vocab_size: of the model, None for the tokenizer's. load: see saved_tokenizer."""
     if data.pad:
-        return _open_padded(data, seed, vocab_size, load)
+        tokenizer = _given(data) or saved_tokenizer(load)
+        if tokenizer is None:  # raises, naming the missing flags
+            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        _require_kind(data, tokenizer)
+        paths, key = data.data_path, data.json_key
+        split, config = data.dataset_split, data.dataset_config
+        read: Callable[[str], Documents]
+        read = partial(open_documents, key=key, split=split, config=config)
+        if data.dataset_name is not None:
+            paths = (data.dataset_name,)
+            read = partial(open_named, column=key, split=split, config=config)
+        documents = open_document_corpus(paths, tokenizer, vocab_size, read)
+        padded = open_padded_splits(
+            documents,
+            tokenizer,
+            split=data.split,
+            seq_length=data.seq_length,
+            seed=seed,
+            shuffle=data.shuffle,
+            begin_token=data.begin_token,
+            end_token=data.end_token,
+            refuse_too_long=data.too_long == "refuse",
+            cache_tokens=data.cache_tokens,
+        )
+        return _inputs(data, documents, tokenizer, padded)
     corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=False)
     if tokenizer is None and load.save is not None:
         warnings.warn(
@@ -97,36 +127,6 @@ def open_text(
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-    )
-    return _inputs(data, corpus, tokenizer, splits)
-
-
-def _open_padded(
-    data: GPT2DataConfig, seed: int, vocab_size: int | None, load: CheckpointConfig
-) -> Inputs:
-    tokenizer = _given(data) or saved_tokenizer(load)
-    if tokenizer is None:  # raises, naming the missing flags
-        tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-    _require_kind(data, tokenizer)
-    paths, key = data.data_path, data.json_key
-    split, config = data.dataset_split, data.dataset_config
-    read: Callable[[str], Documents]
-    read = partial(open_documents, key=key, split=split, config=config)
-    if data.dataset_name is not None:
-        paths = (data.dataset_name,)
-        read = partial(open_named, column=key, split=split, config=config)
-    corpus = open_document_corpus(paths, tokenizer, vocab_size, read)
-    splits = open_padded_splits(
-        corpus,
-        tokenizer,
-        split=data.split,
-        seq_length=data.seq_length,
-        seed=seed,
-        shuffle=data.shuffle,
-        begin_token=data.begin_token,
-        end_token=data.end_token,
-        refuse_too_long=data.too_long == "refuse",
-        cache_tokens=data.cache_tokens,
     )
     return _inputs(data, corpus, tokenizer, splits)
 
@@ -252,3 +252,59 @@ def random_pairs(config: PretrainBertConfig) -> Samples:
         seed=config.training.seed,
         mask_prob=config.data.mask_prob,
     )
+
+
+def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[list[int]]:
+    """Yields the text numbers of each batch of this rank, with a progress bar called `name`. Ranks
+    of one model get the same numbers, since they compute together.
+
+    lengths: of the texts, in tokens. The longest come first: texts of equal length need little
+    padding, and a batch that does not fit in memory fails at once. size: texts per batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    own = batches[mesh.copies.rank :: mesh.copies.size]
+    is_shown = mesh.is_first and sys.stderr.isatty()  # it would fill a log file
+    with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
+        for numbers in own:
+            yield numbers
+            bar.update(len(numbers))
+
+
+def prefetch(
+    data: Samples,
+    starts: range,
+    *,
+    micro_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    num_workers: int = 1,
+) -> Generator[list[Batch]]:
+    """Yields this rank's micro-batches of each step, made while earlier steps are computed.
+
+    starts: the first sample of each step; its stride is the global batch size. num_workers: threads
+    that read ahead, each for one of the next steps. An error of the data set is raised in its step.
+    The threads end with the iterator, so close an iterator that is left early.
+    """
+
+    def read(start: int) -> list[Batch]:
+        numbers = micro_batch_numbers(
+            start,
+            global_batch_size=starts.step,
+            micro_batch_size=micro_batch_size,
+            data_rank=data_rank,
+            data_size=data_size,
+        )
+        return [data.batch(each).numbered(np.array(each)) for each in numbers]
+
+    ahead = deque[Future[list[Batch]]]()
+    threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
+    try:
+        for start in starts:
+            ahead.append(threads.submit(read, start))
+            if len(ahead) > num_workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -10,11 +10,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,15 @@ from megatron.config.launch import RankInfo, read_rank_info, world_size, write_e
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import UsageError
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.train.watch import ROUNDS, Process, Watch, note, own_process
+from megatron.train.watch import ROUNDS, Arrival, Watch, began_at, note
 
 PATIENCE = 120.0  # seconds within which all ranks have to arrive
 NOTICE = 5.0  # seconds of waiting after which the missing ranks are named
 _POLL = 0.1  # seconds
 _MARGIN = 300.0  # seconds added to torch's own time limits, so that the watch ends a run first
+# Values with which a repeated run has the same bits, the default first. Ring is the algorithm that
+# all of NCCL's collectives have; if several are allowed, NCCL chooses by its measurements.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
 
 
 def default_precision(device: torch.device) -> str:
@@ -64,9 +67,17 @@ def launch(
         size = world_size(environ)
         parallel.check(size)
         if deterministic:
-            _make_deterministic(environ)
+            for name, values in _DETERMINISTIC.items():
+                value = environ.get(name, values[0])
+                if value.lower() not in map(str.lower, values):
+                    raise UsageError(name, value, f"{' or '.join(values)} with --deterministic")
+                os.environ[name] = value
+            torch.use_deterministic_algorithms(True)  # also for Inductor, which times no kernels
+            # Otherwise each new tensor is first filled with NaN, which writes all of it.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.backends.cudnn.benchmark = False
         if size == 1:
-            device = choose_device(0, [_own_arrival(1)], environ)
+            device = choose_device(0, [_describe_process(1)], environ)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             yield serial_mesh(device)
@@ -86,7 +97,7 @@ def launch(
             raise UsageError("RANK", info.rank, "the rank of one process; two were given it")
         arrivals = meet(store, info, watch, PATIENCE)
         note("making process groups")
-        watch.all_arrived([Process(*each.process) for each in arrivals])
+        watch.all_arrived(arrivals)
         check_interface(arrivals, environ)
         device = choose_device(info.rank, arrivals, environ)
         has_gpu = device.type == "cuda"
@@ -111,24 +122,6 @@ def launch(
         watch.add_mesh(mesh)
         yield mesh
     dist.destroy_process_group()
-
-
-# Values with which a repeated run has the same bits, the default first. Ring is the algorithm that
-# all of NCCL's collectives have; if several are allowed, NCCL chooses by its measurements.
-_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"), "NCCL_ALGO": ("Ring",)}
-
-
-def _make_deterministic(environ: Mapping[str, str]) -> None:
-    """Raises UsageError if the user's environment sets other values."""
-    for name, values in _DETERMINISTIC.items():
-        value = environ.get(name, values[0])
-        if value.lower() not in map(str.lower, values):
-            raise UsageError(name, value, f"{' or '.join(values)} with --deterministic")
-        os.environ[name] = value
-    torch.use_deterministic_algorithms(True)  # also for Inductor, which then times no kernels
-    # Otherwise each new tensor is first filled with NaN, which writes all of it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
 
 
 def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
@@ -171,20 +164,15 @@ def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
     return dist.PrefixStore(f"{info.restarts}/{start if is_first else 1}", store), is_first
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A rank's message to the others. size: the number of ranks that this rank was given.
-    process: the fields of its Process."""
-
-    host: str
-    size: int
-    gpus: int
-    process: Sequence[Any] = ()
-
-
-def _own_arrival(size: int) -> Arrival:
+def _describe_process(size: int) -> Arrival:
+    """size: the number of ranks that this process was given."""
+    place, pid = "", os.getpid()
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        # Sandboxes of two hosts may have the same boot and names of namespaces.
+        place = f"{socket.gethostname()} {boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Arrival(socket.gethostname(), size, gpus, astuple(own_process()))
+    return Arrival(socket.gethostname(), size, gpus, place, pid, began_at(pid))
 
 
 def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> list[Arrival]:
@@ -193,7 +181,7 @@ def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> li
     Raises TimeoutError, which names the missing ranks, after `patience` seconds, and ValueError if
     ranks contradict each other.
     """
-    store.set(f"here/{info.rank}", json.dumps(asdict(_own_arrival(info.size))))
+    store.set(f"here/{info.rank}", json.dumps(asdict(_describe_process(info.size))))
     if store.add("arrived", 1) == info.size:
         store.set("everyone", "")
     start, has_printed = time.monotonic(), False

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
-from megatron.train.metrics import Clock, Metrics, peak_memory
+from megatron.train.metrics import Clock, Metrics, in_words, peak_memory
 from megatron.train.replicas import check_replicas
 from megatron.train.signals import SIGNALS, Stopped, StopSignals
 from megatron.train.state import TrainState
@@ -167,10 +167,3 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
         clock.documents = Counter()
     loop.metrics.write(line)
     loop.metrics.log(text)
-
-
-def in_words(terms: Mapping[str, float]) -> str:
-    """The terms of a loss that has several, for the console."""
-    if len(terms) == 1:
-        return ""
-    return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.errors import UsageError
+from megatron.config.pretrain import PretrainConfig
+from megatron.errors import OutOfMemoryError, UsageError
 from megatron.parallel.mesh import Mesh
 from megatron.train.launch import default_precision
+from megatron.train.watch import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER_HELP = "a C++ compiler (CPU) or Triton (GPU) may be missing; --no-compile does without"
@@ -35,6 +41,44 @@ def keep_freed_memory(*, gathers: bool = False) -> None:
     trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(mmap_threshold, 2**22 if gathers else 2**25)  # the largest value allowed
+
+
+@contextmanager
+def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
+    """Inside the `with`, an allocation that fails, of the device's memory or of a CPU's, raises
+    OutOfMemoryError; its message lists changes of the config that take less memory per rank."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        is_allocation = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # On a CPU torch has no error class of its own.
+        if not is_allocation and "can't allocate memory" not in str(error):
+            raise
+        clear_frames(error.__traceback__)  # frees their objects: ending takes memory, too
+        parallel, training, more = config.parallel, config.training, "more ranks"
+        cures: list[str] = []
+        if mesh.device.type == "cuda" and mesh.size() == 1 and training.cuda_graph is not False:
+            cures.append("--no-cuda-graph")
+        if parallel.stage_of_zero < (3 if parallel.pipeline_model_parallel_size == 1 else 1):
+            stage = f"--zero-stage {parallel.stage_of_zero + 1}"
+            if mesh.replicas.size > 1:
+                cures.append(stage)
+            else:  # ZeRO has nothing to divide by
+                more = f"{more} with {stage}"
+        if training.micro_batch_size > 1:
+            cures.append(f"--micro-batch-size {training.micro_batch_size // 2}")
+        if "full" in config.model.granularities and config.model.recompute_granularity != "full":
+            cures.append("--recompute-granularity full")
+        where = Progress.phase
+        if where == "train step":
+            where += f" {Progress.step}"
+        request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        size = f" ({request[1]} were asked for)" if request else ""
+        raise OutOfMemoryError(
+            f"rank {mesh.control.rank} is out of memory in {where}{size}: "
+            f"{', '.join([*cures, more])} take less memory of each rank; tools/plan.py with the "
+            "same flags says how much"
+        ) from error
 
 
 def choose_precision(name: str | None, mesh: Mesh, flag: str, works: tuple[str, ...]) -> str:

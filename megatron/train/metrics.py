@@ -1,18 +1,22 @@
-"""metrics.jsonl is the record of a run; the console shows the same numbers to a person.
+"""metrics.jsonl is the record of a run; the console, Weights & Biases and TensorBoard show it.
 
 A run that resumes from an earlier step, because it was killed after its last checkpoint, marks the
 lines that no longer hold with `"rewound": true`. Nothing is deleted, and the lines without the mark
 are in order of step.
+
+Importing this needs no torch. A sink besides metrics.jsonl gets numbers and short strings; its
+library is imported only when the sink is opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -22,15 +26,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
+from megatron.config.training import LoggingConfig
 from megatron.data.files import write_atomically
-from megatron.train.sinks import Sink, one_line
+from megatron.libraries import Library, load
 
-if TYPE_CHECKING:  # read_metrics needs no torch
+if TYPE_CHECKING:
+    import wandb
+
     from megatron.parallel.mesh import Mesh
+else:
+    wandb = Library("wandb")
 
 Line = dict[str, Any]
 GRACE = 5.0  # seconds that an error waits for the sinks
 LONGEST = 200  # most characters of a string that a sink gets
+FINISH_SECONDS = 60  # the longest that a lost network may delay the end of a run
+INIT_SECONDS = 30  # the same for its start
 
 
 class Metrics:
@@ -103,16 +114,21 @@ class Metrics:
         self.exit_code = line.get("exit_code", self.exit_code)
         self._step = line.get("step", self._step)
         if self.path is not None:
-            self._append(self.path, json.dumps(finite, allow_nan=False) + "\n")
-        short: Line = {key: value for key, value in finite.items() if _is_short(value)}
+            self._unwritten.append(json.dumps(finite, allow_nan=False) + "\n")
+            self._append(self.path)
+        short = {
+            key: value
+            for key, value in finite.items()
+            if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= LONGEST)
+        }
         for sink in list(self.sinks):
             try:
                 sink.write(short)
             except Exception as error:  # a lost network or a full disk ends the sink, not the run
                 self._close(sink, 1, error)
 
-    def _append(self, path: Path, text: str) -> None:
-        self._unwritten.append(text)
+    def _append(self, path: Path) -> None:
+        """Append the lines that are not yet on disk."""
         try:
             with path.open("ab") as file:
                 if self._end is None:
@@ -149,17 +165,18 @@ class Metrics:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code not in (0, self.exit_code):
             self.write({"step": self._step, "ended": type(error).__name__, "exit_code": code})
+
+        def close_all() -> None:
+            for sink in list(self.sinks):
+                self._close(sink, code)
+
         # A sink may wait for a network, but an error is shown after GRACE seconds at most.
-        closing = Thread(target=self._close_all, args=(code,), daemon=True)
+        closing = Thread(target=close_all, daemon=True)
         closing.start()
         closing.join(None if error is None else GRACE)
         self.bar.close()
         if self._unwritten and error is None:
             raise OSError(f"{self.path}: {len(self._unwritten)} lines could not be written")
-
-    def _close_all(self, exit_code: int) -> None:
-        for sink in list(self.sinks):
-            self._close(sink, exit_code)
 
 
 class Clock:
@@ -207,6 +224,13 @@ def peak_memory(mesh: Mesh) -> int:
     return max(mesh.control.gather(own))
 
 
+def in_words(terms: Mapping[str, float]) -> str:
+    """The terms of a loss that has several, for the console."""
+    if len(terms) == 1:
+        return ""
+    return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"
+
+
 def read_metrics(path: str | Path) -> list[Line]:
     """The valid lines, in order of step; lines that were rewound or cut short are left out."""
     return [line for line in _lines(Path(path).read_bytes()) if not line.get("rewound")]
@@ -243,5 +267,146 @@ def _lines(data: bytes) -> Iterator[Line]:
             yield {"torn": text.decode(errors="backslashreplace"), "rewound": True}
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, str) and len(value) <= LONGEST)
+def open_sinks(
+    logging: LoggingConfig,
+    metrics_path: str | Path | None,
+    environ: Mapping[str, str],
+    start: int,
+    facts: Mapping[str, Any],
+    mesh: Mesh,
+    stop: Callable[[str], None],
+) -> list[Sink]:
+    """The requested sinks, on the first rank of the mesh; one that cannot open is reported.
+
+    start: steps done before this process. facts: the settings of the run, as JSON values.
+    stop: called with "wandb", from some thread, when a person stops the run on wandb's page.
+    """
+    sinks: list[Sink] = []
+    for name in ("TensorBoard", "wandb") if mesh.is_first else ():
+        try:
+            if name == "TensorBoard" and logging.tensorboard_dir is not None:
+                sinks.append(TensorBoardSink(logging.tensorboard_dir, start))
+            if name == "wandb" and logging.wandb_project is not None:
+                assert metrics_path is not None  # see require_sinks
+                folder, project = Path(metrics_path).parent, logging.wandb_project
+                sinks.append(WandbSink(project, folder, environ, start, facts, stop))
+        except Exception as error:  # any error of the library; the run trains without it
+            print(f"{name} gets nothing of this run: {one_line(error)}")
+    return sinks
+
+
+class TensorBoardSink:
+    """Scalars in an event file; steps of an earlier process after `start` are purged."""
+
+    name = "TensorBoard"
+
+    def __init__(self, directory: str | Path, start: int) -> None:
+        self.destination = str(directory)
+        # A run from scratch purges all earlier steps; a resumed one keeps step `start`.
+        purge = start + 1 if start else 0
+        self._writer = load("torch.utils.tensorboard").SummaryWriter(
+            str(directory), purge_step=purge, flush_secs=30
+        )
+
+    def write(self, line: Mapping[str, float | str]) -> None:
+        for key, value in line.items():
+            if key != "step" and not isinstance(value, str):
+                self._writer.add_scalar(key, value, global_step=int(line["step"]))
+
+    def close(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases that later processes continue.
+
+    Steps that a resumed run repeats are there twice: nothing is removed from a run of wandb.
+    Only the lines and the facts are sent, neither code nor other activity of the machine. wandb
+    itself finds its key and WANDB_MODE. Without a key or a network, the run is kept on disk; a
+    later process may be online again.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        project: str,
+        folder: Path,
+        environ: Mapping[str, str],
+        start: int,
+        facts: Mapping[str, Any],
+        stop: Callable[[str], None],
+    ) -> None:
+        """folder: gets wandb.json, which names the run, and wandb/, which holds its data."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if "WANDB_CACHE_DIR" not in environ:  # else it logs to the home directory
+            os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            finish_timeout=FINISH_SECONDS,
+            init_timeout=INIT_SECONDS,
+            silent=True,
+            stop_fn=lambda: stop("wandb"),
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        run_id, mode, reason = run_of(folder / "wandb.json", project, start), "", ""
+        hooks = sys.exit, sys.excepthook  # wandb puts its own there to learn the exit code
+        while True:
+            try:
+                wandb.setup(settings)  # or else it prints which key it found
+                mode = mode or environ.get("WANDB_MODE", "")
+                mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+                self._run = wandb.init(
+                    project=project,
+                    dir=str(folder),
+                    id=run_id,
+                    resume="allow",
+                    mode=mode,  # type: ignore[arg-type]
+                    config=dict(facts),
+                    allow_val_change=True,  # a resumed run may have other settings
+                    settings=settings,
+                )
+                break
+            except Exception as error:  # e.g. of the network or the key
+                wandb.teardown()  # its service holds the id
+                if mode == "offline":
+                    raise
+                mode, reason = "offline", f" because of {one_line(error)}"
+            finally:
+                sys.exit, sys.excepthook = hooks
+        # wandb's own step counter only grows; wandb drops lines of steps that it has passed.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.destination = f"run {run_id} of project {project}"
+        if mode == "offline":
+            files = folder / "wandb" / f"offline-run-*-{run_id}"
+            self.destination += f", kept on disk{reason}; wandb sync {files} sends it"
+
+    def write(self, line: Mapping[str, float | str]) -> None:
+        self._run.log(dict(line))
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+Sink = TensorBoardSink | WandbSink
+"""Methods of both may raise any error: Metrics reports it once and goes on without the sink."""
+
+
+def run_of(path: Path, project: str, start: int) -> str:
+    """The run's id: the one in `path` if a run of this project is resumed, else a new one."""
+    if start and path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["project"] == project:
+            return str(kept["id"])
+    new = {"project": project, "id": secrets.token_hex(4)}
+    write_atomically(path, json.dumps(new).encode() + b"\n")
+    return new["id"]
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -12,35 +12,30 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from math import exp, inf
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.resume import (
-    Start,
-    changes,
-    check_start,
-    data_fingerprint,
-    find_start,
-    run_id,
-    saved_model,
-)
+from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id, saved_model
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError, UsageError
-from megatron.models.registry import ModelKind, find_kind, take_kind
+from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
-from megatron.train.inputs import Inputs, mock_inputs
+from megatron.train.inputs import Inputs, open_inputs, prefetch
+from megatron.train.metrics import Metrics, open_sinks
 from megatron.train.signals import StopSignals, exit_code
-from megatron.train.trained import files_beside, saved_settings
+from megatron.train.trained import (
+    changes_on_resume,
+    files_beside,
+    find_origin,
+    saved_settings,
+)
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.train.loop import Loop
-    from megatron.train.metrics import Metrics
     from megatron.train.state import TrainState
 
 
@@ -79,7 +74,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.parallel.agree import on_all_ranks
         from megatron.train.launch import launch
         from megatron.train.loop import train
-        from megatron.train.memory import memory_errors
+        from megatron.train.machine import memory_errors
         from megatron.train.watch import note, without_limit
 
         with user_errors(environ):
@@ -108,15 +103,6 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         log_end(run, loop, first_step, end)
         if code := exit_code(end):
             raise SystemExit(code)
-
-
-def open_inputs(config: PretrainConfig, entry: ModelKind) -> Inputs:
-    """The data that the run reads. Raises ValueError or OSError, naming the flag, if it is damaged
-    or does not fit."""
-    if config.data.mock_data:
-        return mock_inputs(config, resolve_name(entry.samples))
-    inputs: Inputs = resolve_name(str(entry.inputs))(config)
-    return inputs
 
 
 def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> PipelinePlan:
@@ -158,63 +144,6 @@ def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> Pip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a run starts: at a checkpoint, or else at weights of another program, or else from
-    scratch; the same on all ranks."""
-
-    checkpoint: Checkpoint | None
-    finetune: bool
-    """Only the checkpoint's weights are taken."""
-    weights: str | None
-    """See `KindConfig.starts_from`."""
-    messages: list[str]
-
-    @property
-    def resumed(self) -> Mapping[str, Any] | None:
-        """The manifest of the checkpoint whose run continues; None for a new run."""
-        return None if self.checkpoint is None or self.finetune else self.checkpoint.manifest
-
-
-def find_origin(
-    config: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh
-) -> tuple[PretrainConfig, Origin]:
-    """(the config with --epochs converted to steps from the checkpoint on, and with its --pure-bf16
-    if no precision is given; the origin). The checkpoint is the newest of the first rank's `start`
-    that every rank finds whole, byte for byte: over a network ranks may see other folders.
-
-    Raises UsageError, the same on every rank, if the checkpoint is of another run.
-    """
-    from megatron.checkpoint.load import newest_whole
-    from megatron.parallel.agree import on_all_ranks
-
-    start = mesh.control.gather(start)[0]
-    checkpoint, passed_over = newest_whole(start.folders, mesh) if start.folders else (None, [])
-
-    def resolve() -> tuple[PretrainConfig, str | None]:
-        if checkpoint is None:
-            return config.with_steps(inputs.samples_in, mesh.size()), config.model.starts_from()
-        manifest, precision = checkpoint.manifest, config.precision
-        if precision.name is None and not start.finetune:
-            is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
-            precision = replace(precision, pure_bf16=is_pure)
-        resolved, identity = replace(config, precision=precision), inputs.corpus.identity
-        check_start(resolved, checkpoint.path, manifest, identity=identity, finetune=start.finetune)
-        done = {"step": 0, "samples": 0} if start.finetune else manifest["counters"]
-        resolved = resolved.with_steps(
-            inputs.samples_in, mesh.size(), steps_done=done["step"], samples_done=done["samples"]
-        )
-        return resolved, None
-
-    resolved, weights = on_all_ranks(mesh, resolve)
-    return resolved, Origin(
-        checkpoint=checkpoint,
-        finetune=start.finetune,
-        weights=mesh.control.gather(weights)[0],
-        messages=[f"passed over: {reason}" for reason in passed_over],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     config: PretrainConfig
     inputs: Inputs
@@ -240,8 +169,9 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
 
     # 1. The layers of each pipeline stage, and where the run starts
     pipeline = plan_on_all_ranks(given, inputs, mesh)
-    config, origin = find_origin(given, inputs, start, mesh)
-    found, resumed, messages = origin.checkpoint, origin.resumed, [*origin.messages]
+    identity = inputs.corpus.identity
+    config, origin = find_origin(given, start, mesh, identity, inputs.samples_in)
+    checkpoint, resumed, messages = origin.checkpoint, origin.resumed, [*origin.messages]
 
     # 2. Precision and compiler
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
@@ -271,100 +201,49 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         "kind": config.model.kind,
         "config": asdict(config),
         "precision": precision,
-        **inputs.corpus.identity,
+        **identity,
         "run": run_id(resumed),
         # The id of the run whose weights were fine-tuned, in this run or an earlier one.
-        "weights_of": found and found.manifest.get("run" if origin.finetune else "weights_of"),
+        "weights_of": checkpoint
+        and checkpoint.manifest.get("run" if origin.finetune else "weights_of"),
     }
-    facts |= on_all_ranks(mesh, lambda: config.model.facts(state.model, found))
+    facts |= on_all_ranks(mesh, lambda: config.model.facts(state.model, checkpoint))
 
     # 5. Weights and, on resume, all else of the state
-    messages += on_all_ranks(mesh, lambda: load(state, origin))
-    if found is not None and resumed is not None:
-        messages += changes_on_resume(config, inputs, state, facts, found, given.training.epochs)
-    step, training = state.step, config.training
-    is_due = step % training.eval_interval == 0 or step >= training.steps
+    messages += on_all_ranks(mesh, lambda: origin.load(state))
+    step, steps, is_due = state.step, config.training.steps, False
+    if checkpoint is not None and resumed is not None:
+        messages += changes_on_resume(resumed, facts, state, config.parallel.stage_of_zero)
+        # A signal prevented the evaluation.
+        is_missing = resumed["validation_loss"] is None
+        is_due = is_missing and (step % config.training.eval_interval == 0 or step >= steps)
+        if step >= steps:
+            end = f"--train-iters is {steps}; --train-iters {2 * step}"
+            if given.training.epochs is not None:
+                needed = state.samples + config.global_batch_size(mesh.size())
+                more = epochs_of(needed, inputs.samples_in)
+                end = f"--epochs {given.training.epochs} ends there; --epochs {more}"
+            messages.append(
+                f"nothing is trained: {checkpoint.path} is already at step {step}, and {end} "
+                "continues"
+            )
     return Run(
         config=config,
         inputs=inputs,
         state=state,
         facts=facts,
-        files=files_beside(config.model, found, inputs.corpus.identity) if mesh.is_first else {},
+        files=files_beside(config.model, checkpoint, identity) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
-        evaluate_first=bool(resumed and resumed["validation_loss"] is None and is_due),
+        evaluate_first=is_due,
     )
-
-
-def load(state: TrainState, origin: Origin) -> list[str]:
-    """Takes weights or all from the origin; returns messages that say which."""
-    if origin.weights is not None:
-        return state.load_folder(origin.weights)
-    if origin.checkpoint is None:
-        return ["starting from scratch"]
-    if origin.finetune:
-        state.load_weights(origin.checkpoint)
-        return [f"starting at step 0 from the weights of {origin.checkpoint.path}"]
-    state.load(origin.checkpoint)
-    return [f"going on from {origin.checkpoint.path}"]
-
-
-def changes_on_resume(
-    config: PretrainConfig,
-    inputs: Inputs,
-    state: TrainState,
-    facts: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    epochs: int | None,
-) -> list[str]:
-    """Messages: differences from the run that saved the checkpoint, and whether steps are left.
-
-    epochs: the value of --epochs; the config has steps in its place.
-    """
-    from megatron.train.machine import environment
-
-    manifest, now = checkpoint.manifest, environment(state.mesh)
-    saved = manifest["environment"]
-    messages = changes({**facts, "environment": now}, manifest, state.mesh.batch.size)
-    affected = "the last bits may"
-    if state.kernel_seed is not None:
-        affected = "what the kernel of attention drops, and so every loss, will"
-    messages += [
-        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
-        f"{affected} differ from those of an undisturbed run"
-        for name in ("torch", "threads", "device", "layout")
-        if saved[name] != now[name]
-    ]
-    parallel, stage = manifest["config"].get("parallel", {}), config.parallel.stage_of_zero
-    # The first checkpoints have a switch for ZeRO stage 1.
-    saved_stage = int(parallel.get("use_distributed_optimizer", False))
-    saved_stage = max(saved_stage, parallel.get("zero_stage", 0))
-    if (saved_stage > 1) != (stage > 1):
-        messages.append(
-            f"warning: --zero-stage is {stage}, and was {saved_stage} when the checkpoint was "
-            "saved: from 2 on micro-batches are summed in another order, so that last bits "
-            "differ from those of an undisturbed run"
-        )
-    if state.step >= config.training.steps:
-        end = f"--train-iters is {config.training.steps}; --train-iters {2 * state.step}"
-        if epochs is not None:
-            needed = state.samples + config.global_batch_size(state.mesh.size())
-            more = epochs_of(needed, inputs.samples_in)
-            end = f"--epochs {epochs} ends there; --epochs {more}"
-        messages.append(
-            f"nothing is trained: {checkpoint.path} is already at step {state.step}, and {end} "
-            "continues"
-        )
-    return messages
 
 
 def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack: ExitStack) -> Loop:
     """The inputs and outputs of the training loop; the stack closes them."""
     from megatron.checkpoint.save import Saver
     from megatron.optim.schedule import learning_rate
-    from megatron.train.loader import prefetch
+    from megatron.train.evaluate import validate
     from megatron.train.loop import Loop
-    from megatron.train.metrics import Metrics
-    from megatron.train.sinks import open_sinks
 
     config, inputs, mesh = run.config, run.inputs, run.state.mesh
     file, start, steps = config.metrics_file(), run.state.step, config.training.steps
@@ -386,7 +265,14 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             num_workers=config.data.num_workers,
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
-        evaluate=lambda state: validate(run, metrics, signals),
+        evaluate=lambda state: validate(
+            state,
+            inputs.validation,
+            samples=config.training.eval_iters * size,
+            micro_batch_size=config.training.micro_batch_size,
+            metrics=metrics,
+            wants_stop=signals.is_urgent,
+        ),
         save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
         saver=saver,
         metrics=metrics,
@@ -396,46 +282,6 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
         save_interval=config.checkpoint.save_interval,
         evaluate_first=run.evaluate_first,
     )
-
-
-def validate(run: Run, metrics: Metrics, signals: StopSignals) -> float | None:
-    """Records and returns the validation loss; None without a split or with --eval-iters 0. Raises
-    Stopped, on every rank, if a signal comes meanwhile."""
-    from megatron.train.evaluate import mean_losses
-    from megatron.train.loop import in_words
-
-    state, data, training = run.state, run.inputs.validation, run.config.training
-    if data is None or training.eval_iters == 0:
-        return None
-    samples = training.eval_iters * run.config.global_batch_size(state.mesh.size())
-    samples = min(samples, data.samples_per_epoch)  # a smaller split is evaluated whole
-    terms = mean_losses(
-        state.model,
-        state.objective,
-        data,
-        samples,
-        training.micro_batch_size,
-        state.mesh,
-        state.pipeline,
-        signals.is_urgent,
-    )
-    loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
-    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # above, the run diverges
-    metrics.write(
-        {
-            "step": state.step,
-            "samples": state.samples,
-            "validation_loss": loss,
-            **{f"validation_{name}": mean for name, mean in terms.items()},
-            "validation_perplexity": perplexity,
-            "validation_samples": samples,
-        }
-    )
-    metrics.log(
-        f"step {state.step} | validation loss {loss:.4f}{in_words(terms)} | "
-        f"perplexity {perplexity:.2f}"
-    )
-    return loss
 
 
 def log_start(run: Run, loop: Loop) -> None:

@@ -16,18 +16,15 @@ from megatron.checkpoint.load import load_checkpoint, load_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.models.build import build_on_meta
-from megatron.models.gpt import TransformerLayer
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory, materialize, set_values
-from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.parallel.zero3 import offload_activations, untrained_memory
-from megatron.train.graph import StepGraph, choose_graph, use_own_stream
-from megatron.train.guards import keeps
+from megatron.train.compiled import StepGraph, choose_graph, compile_layers, use_own_stream
 from megatron.train.machine import environment, keep_freed_memory
 from megatron.train.objectives import Objective
 
@@ -248,18 +245,3 @@ def build_state(
         set_values(model, slices, seed, values)
         master_weights.publish()
     return state
-
-
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Applies torch.compile to each transformer layer; all layers share one graph.
-
-    Matmuls, attention and collectives run as written. Elementwise operations between
-    them, dropout by coordinates included, run in a few kernels of the compiler.
-    """
-    draws = {"fallback_random": True} if backend == "inductor" else {}  # same as uncompiled
-    for module in model.modules():
-        if isinstance(module, VocabParallelHead):
-            module.is_fused = module.mesh.device.type == "cuda"  # in place is faster on a CPU
-        if isinstance(module, TransformerLayer):
-            options = draws | {"guard_filter_fn": keeps}
-            module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)

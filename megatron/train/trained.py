@@ -1,25 +1,38 @@
-"""The checkpoint and the tokenizer of a trained model, checked against each other without torch."""
+"""The checkpoint that a run or another program starts from, and its tokenizer, checked against the
+settings and against each other. Importing this needs no torch."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.resume import find_start, newest_readable, require_kind
+from megatron.checkpoint.resume import (
+    Start,
+    changes,
+    check_start,
+    find_start,
+    newest_readable,
+    require_kind,
+)
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
+from megatron.config.pretrain import PretrainConfig
 from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
 from megatron.data.tokenizer_base import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import config_of, find_kind, text_kinds
+
+if TYPE_CHECKING:
+    from megatron.parallel.mesh import Mesh
+    from megatron.train.state import TrainState
 
 # Fields of a model's config that belong to the present run, not to the checkpoint.
 OF_A_RUN = {
@@ -50,32 +63,37 @@ def open_trained(
     path, manifest = newest.path, newest.manifest
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    kind, known = manifest["kind"], text_kinds() if kinds is None else kinds
-    is_known = find_kind(kind, given).writes_text if kinds is None else kind in known
-    if not is_known:
-        allowed = f"a model of the kind {' or '.join(known)}, not {kind}"
-        raise UsageError(given, path, allowed)
+    kind = manifest["kind"]
+    if not (find_kind(kind, given).writes_text if kinds is None else kind in kinds):
+        allowed = " or ".join(text_kinds() if kinds is None else kinds)
+        raise UsageError(given, path, f"a model of the kind {allowed}, not {kind}")
     model = config_of(manifest)
     parallel.check_kind(model, given)
     parallel.check(world_size, model.widths)
 
     kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
-    files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
-    if files:
+    given_files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
+    tokenizer = tokenizer_in(path, manifest, kind) if not given_files else None
+    if given_files:
         tokenizer = build_tokenizer(kind, config.vocab_file, config.merge_file)
-    elif (found_in := tokenizer_in(path, manifest, kind)) is not None:
-        tokenizer = found_in
-    else:
+    if tokenizer is None:
         raise UsageError(file_flags(kind), None, f"given, as {path} holds no tokenizer")
-    expected, found, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
-    if expected not in ("", found):
-        wrong = f"fingerprint {expected[:12]}, not {found[:12]}"
+    expected, fingerprint, wrong = manifest["tokenizer"], tokenizer.fingerprint, ""
+    if expected not in ("", fingerprint):
+        wrong = f"fingerprint {expected[:12]}, not {fingerprint[:12]}"
     if not expected and tokenizer.vocab_size > manifest["vocab_size"]:  # no tokenizer was imported
         wrong = f"at most {manifest['vocab_size']} ids, not {tokenizer.vocab_size}"
     if wrong:
         allowed = f"that of the model in {path}: {wrong}"
-        raise UsageError(file_flags(kind), " ".join(files) or f"in {path}", allowed)
-    tokenizer.more_ends = tuple(sorted({*ends_beside(path, manifest)} - {tokenizer.eod}))
+        raise UsageError(file_flags(kind), " ".join(given_files) or f"in {path}", allowed)
+
+    # The end marks beside its weights: one or several eos_token_id.
+    files = beside(path, KEPT, ("generation_config.json", "config.json"))
+    of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
+    marks = [json.loads(each).get("eos_token_id") for each in (*files.values(), of_model)]
+    ends: Any = next((each for each in marks if each is not None), [])
+    ends = {*ends} if isinstance(ends, list) else {ends}
+    tokenizer.more_ends = tuple(sorted(ends - {tokenizer.eod}))
     return start.folders[start.folders.index(path) :], tokenizer, manifest
 
 
@@ -134,14 +152,109 @@ def files_beside(
     return model.files(checkpoint.path if is_kept else None)
 
 
-def ends_beside(path: Path, manifest: Mapping[str, Any]) -> list[int]:
-    """The eos_token_id, one or several, of the generation_config.json that was beside the weights
-    of the checkpoint at `path`, or else of their config.json."""
-    kept = beside(path, KEPT, ("generation_config.json", "config.json"))
-    of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
-    found = (json.loads(each).get("eos_token_id") for each in (*kept.values(), of_model))
-    ids: Any = next((each for each in found if each is not None), [])
-    return ids if isinstance(ids, list) else [ids]
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a run starts: at a checkpoint, or else at weights of another program, or else from
+    scratch; the same on all ranks."""
+
+    checkpoint: Checkpoint | None
+    finetune: bool
+    """Only the checkpoint's weights are taken."""
+    weights: str | None
+    """See `KindConfig.starts_from`."""
+    messages: list[str]
+
+    @property
+    def resumed(self) -> Mapping[str, Any] | None:
+        """The manifest of the checkpoint whose run continues; None for a new run."""
+        return None if self.checkpoint is None or self.finetune else self.checkpoint.manifest
+
+    def load(self, state: TrainState) -> list[str]:
+        """Takes weights or all of the state from here; returns messages that say which."""
+        if self.weights is not None:
+            return state.load_folder(self.weights)
+        if self.checkpoint is None:
+            return ["starting from scratch"]
+        if self.finetune:
+            state.load_weights(self.checkpoint)
+            return [f"starting at step 0 from the weights of {self.checkpoint.path}"]
+        state.load(self.checkpoint)
+        return [f"going on from {self.checkpoint.path}"]
+
+
+def find_origin(
+    config: PretrainConfig,
+    start: Start,
+    mesh: Mesh,
+    identity: Mapping[str, Any],
+    samples_in: Callable[[int], int],
+) -> tuple[PretrainConfig, Origin]:
+    """(the config with --epochs converted to steps from the checkpoint on, and with its --pure-bf16
+    if no precision is given; the origin). The checkpoint is the newest of the first rank's `start`
+    that every rank finds whole, byte for byte: over a network ranks may see other folders.
+
+    identity: of the run's data, see check_start. samples_in: see Inputs. Raises UsageError, the
+    same on every rank, if the checkpoint is of another run.
+    """
+    from megatron.checkpoint.load import newest_whole
+    from megatron.parallel.agree import on_all_ranks
+
+    start = mesh.control.gather(start)[0]
+    checkpoint, passed_over = newest_whole(start.folders, mesh) if start.folders else (None, [])
+
+    def resolve() -> tuple[PretrainConfig, str | None]:
+        if checkpoint is None:
+            return config.with_steps(samples_in, mesh.size()), config.model.starts_from()
+        manifest, precision = checkpoint.manifest, config.precision
+        if precision.name is None and not start.finetune:
+            is_pure = manifest["config"].get("precision", {}).get("pure_bf16", False)
+            precision = replace(precision, pure_bf16=is_pure)
+        resolved = replace(config, precision=precision)
+        check_start(resolved, checkpoint.path, manifest, identity=identity, finetune=start.finetune)
+        done = {"step": 0, "samples": 0} if start.finetune else manifest["counters"]
+        resolved = resolved.with_steps(
+            samples_in, mesh.size(), steps_done=done["step"], samples_done=done["samples"]
+        )
+        return resolved, None
+
+    resolved, weights = on_all_ranks(mesh, resolve)
+    return resolved, Origin(
+        checkpoint=checkpoint,
+        finetune=start.finetune,
+        weights=mesh.control.gather(weights)[0],
+        messages=[f"passed over: {reason}" for reason in passed_over],
+    )
+
+
+def changes_on_resume(
+    manifest: Mapping[str, Any], facts: Mapping[str, Any], state: TrainState, zero_stage: int
+) -> list[str]:
+    """Messages: differences from the run that saved the checkpoint of this manifest. facts: of this
+    run, as in its own manifests."""
+    from megatron.train.machine import environment
+
+    saved, now = manifest["environment"], environment(state.mesh)
+    messages = changes({**facts, "environment": now}, manifest, state.mesh.batch.size)
+    affected = "the last bits may"
+    if state.kernel_seed is not None:
+        affected = "what the kernel of attention drops, and so every loss, will"
+    messages += [
+        f"warning: {name} is {now[name]}, and was {saved[name]} when the checkpoint was saved: "
+        f"{affected} differ from those of an undisturbed run"
+        for name in ("torch", "threads", "device", "layout")
+        if saved[name] != now[name]
+    ]
+    parallel = manifest["config"].get("parallel", {})
+    # The first checkpoints have a switch for ZeRO stage 1.
+    saved_stage = int(parallel.get("use_distributed_optimizer", False))
+    saved_stage = max(saved_stage, parallel.get("zero_stage", 0))
+    if (saved_stage > 1) != (zero_stage > 1):
+        messages.append(
+            f"warning: --zero-stage is {zero_stage}, and was {saved_stage} when the checkpoint was "
+            "saved: from 2 on micro-batches are summed in another order, so that last bits "
+            "differ from those of an undisturbed run"
+        )
+    return messages
 
 
 def begin_token_of(manifest: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:

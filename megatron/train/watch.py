@@ -14,7 +14,7 @@ store holds a *verdict*, which one rank writes:
     a stall           A rank made no progress for the time limit: it reads all reports twice, 5 s
                       apart. The lowest living rank prints a table that marks ranks that are behind.
 
-Keys of the store: report/R of rank R, verdict, all left; counters left, checks, dumped, leaving.
+Keys of the store: report/R of rank R, verdict; counters left, checks, dumped, leaving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +40,6 @@ from megatron.config.launch import RankInfo, write_error_file
 from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError
 from megatron.parallel.mesh import CALLS, Mesh
-from megatron.train.stall import Report, Wait, find_behind, name_ranks, table
 
 BEAT = 1.0  # seconds between two reports
 ECHO = 5.0  # seconds without a report after which a rank is silent
@@ -76,6 +75,58 @@ def note(phase: str, step: int | None = None) -> None:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """A rank waits in the `number`-th collective of an axis; ranks: the members of its group."""
+
+    axis: str
+    number: int
+    what: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"{self.axis}: {self.what}, number {self.number}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The status of a rank.
+
+    who: the rank, its coordinates and host. started: number of collectives started, by axis. idle:
+    seconds without progress. number: counts this rank's reports. left: the exit status of a rank
+    that waits for the others' end.
+    """
+
+    who: str
+    step: int
+    phase: str
+    started: Mapping[str, int]
+    waits: Sequence[Wait]
+    idle: float
+    number: int = 0
+    left: int | None = None
+
+    def describe(self) -> str:
+        waits = "".join(f", in {wait}" for wait in self.waits)
+        return f"step {self.step}, {self.phase}{waits}"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A process, as it describes itself to the other ranks.
+
+    size: the number of ranks that it was given. place: the boot of its host and the namespace in
+    which `pid` is valid; empty if the system does not say. began: see `began_at`.
+    """
+
+    host: str
+    size: int
+    gpus: int
+    place: str = ""
+    pid: int = 0
+    began: str | None = None
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Why the run ends. printer: the rank that prints the text, or the headline; -1: none does.
     status: of every process. absent: ranks that cannot end by themselves. dumps: all ranks dump
@@ -106,20 +157,18 @@ class Watch:
         error_file: str | None,
         dump_prefix: str,
     ) -> None:
-        self._store, self._keeper, self._limit = store, info.keeper, limit
+        self._store, self._limit, self._info = store, limit, info
+        self._rank, self._size = info.rank, info.size
         self._error_file, self._dump_prefix = error_file, dump_prefix
-        self._rank, self._size, self._is_kept = info.rank, info.size, info.is_host
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
-        self._is_built = False
         self._has_met = False
-        self._next: Process | None = None  # of the next rank in the same place
-        self._left: int | None = None
-        self._number = self._beats = self._checks = 0
-        self._seen: tuple[object, ...] = ()
+        self._has_mesh = False
+        self._next: Arrival | None = None  # the next rank in the same place
+        self._left: int | None = None  # this rank's exit status, once it waits for the others' end
+        self._number = self._checks = 0
+        self._progress: tuple[object, ...] = ()
         # Seconds, counted in beats, so that no time passes while all ranks are stopped (Ctrl-Z).
         self._idle = self._unchecked = 0.0
-        # The last report of rank 0, kept by rank 1 if the store ends with rank 0.
-        self._first: Report | None = None
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
         self._threads = [
@@ -127,22 +176,20 @@ class Watch:
             for target, name in ((self._run, "watch"), (self._guard, "guard of the watch"))
         ]
 
-    def all_arrived(self, processes: Sequence[Process]) -> None:
-        """From here on, a rank that waits for another is stalled. processes: of all ranks."""
-        own = processes[self._rank]
-        near = [each for each in processes if own.place and each.place == own.place]
-        self._next = near[(near.index(own) + 1) % len(near)] if near else None
+    def all_arrived(self, arrivals: Sequence[Arrival]) -> None:
+        """From here on, a rank that waits for another is stalled. arrivals: of all ranks."""
+        local = arrivals[self._rank]
+        near = [each for each in arrivals if local.place and each.place == local.place]
+        self._next = near[(near.index(local) + 1) % len(near)] if near else None
         self._has_met = True
 
     def add_mesh(self, mesh: Mesh) -> None:
         """From here on, errors are failures of the run, and the rank has coordinates. Every rank
         calls this."""
         rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
-        self._who, self._is_built = f"{rank} on {socket.gethostname()}", True
+        self._who, self._has_mesh = f"{rank} on {socket.gethostname()}", True
         self._publish()
-        reports = mesh.control.gather(self._report())
-        if self._is_kept and self._rank == 1:
-            self._first = reports[0]
+        mesh.control.gather(None)  # all reports have coordinates
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -155,7 +202,7 @@ class Watch:
                 self._leave(error)
             elif isinstance(error, KeyboardInterrupt):
                 self._end(Verdict(f"{self._who} was interrupted", self._rank, status=130))
-            elif isinstance(error, ValueError | OSError) and not self._is_built:
+            elif isinstance(error, ValueError | OSError) and not self._has_mesh:
                 # The user's mistake. The first rank that meets it raises it.
                 self._close()
                 if not self._decide(Verdict(f"{self._who}: {error}", printer=-1, status=2)):
@@ -164,7 +211,12 @@ class Watch:
             elif isinstance(error, DataError | OutOfMemoryError):
                 self._end(Verdict(f"error: {error}", self._rank, status=2))
             else:
-                self._fail(error)
+                traceback_text = "".join(traceback.format_exception(error)).rstrip()
+                if isinstance(error, RuntimeError):  # e.g. a broken connection: who is the cause?
+                    self._name_dead(f":\n{traceback_text}")
+                summary = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = f"{self._who} failed:\n{traceback_text}"
+                self._end(Verdict(f"{self._who} failed: {summary}", self._rank, text))
         except dist.DistError:
             self._threads[0].join()  # the store is gone; the thread sees this, too, and ends us
 
@@ -174,16 +226,15 @@ class Watch:
         """Wait until all have left, so that nobody waits for a rank that is gone."""
         code = None if stop is None else stop.code
         status = code if isinstance(code, int) else int(code is not None)
-        if not self._is_built:
+        if not self._has_mesh:
             headline = f"{self._who} left, with exit status {status}, before the run began"
             self._end(Verdict(headline, self._rank, status=status or 1))
         self._left = status
         note(f"left with exit status {status}")
         self._publish()
-        if self._store.add("left", 1) == self._size:
-            self._store.set("all left", "")
+        self._store.add("left", 1)
         pause = 0.01
-        while not self._store.check(["all left"]):
+        while self._store.add("left", 0) < self._size:
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)
         self._close()
@@ -193,15 +244,6 @@ class Watch:
         self._closed.set()
         for thread in self._threads:
             thread.join()
-
-    def _fail(self, error: BaseException) -> NoReturn:
-        """End with this rank's traceback, unless another rank's end is the cause of it."""
-        summary = f"{type(error).__name__}: {error}".splitlines()[0]
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        if isinstance(error, RuntimeError):  # e.g. a broken connection
-            self._name_dead(f":\n{trace}")
-        text = f"{self._who} failed:\n{trace}"
-        self._end(Verdict(f"{self._who} failed: {summary}", self._rank, text))
 
     def _name_dead(self, trace: str = "") -> None:
         """End the run if there are ranks whose reports have stopped."""
@@ -255,7 +297,7 @@ class Watch:
     def _wait_to_exit(self, count: int) -> None:
         """Return once `count` ranks have read how the run ends: the store may end with rank 0, or
         with the launcher of any rank, which ends with its ranks."""
-        self._count("leaving", count, waits=not self._is_kept or self._rank == 0)
+        self._count("leaving", count, waits=not self._info.is_host or self._rank == 0)
 
     def _count(self, key: str, count: int, waits: bool = True) -> None:
         """Count this rank, and wait for the others."""
@@ -266,46 +308,50 @@ class Watch:
                 time.sleep(0.02)
 
     def _dump(self) -> None:
+        """Print the stacks of this process, and write torch's flight recorder of its collectives.
+
+        No public function writes it at once: torch dumps NCCL's only after its own time limit. The
+        private names are those of torch 2.11 to 2.13.
+        """
         print(f"{self._who}: stacks", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)
-        if path := _dump_flight_recorder(f"{self._dump_prefix}{self._rank}"):
-            print(f"{self._who}: torch's flight recorder is in {path}", file=sys.stderr, flush=True)
+        path = Path(f"{self._dump_prefix}{self._rank}.json")
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+            with suppress(Exception):  # the message matters more
+                content = getattr(torch._C._distributed_c10d, name)()
+                if json.loads(content).get("entries"):
+                    path.write_bytes(content)
+                    text = f"{self._who}: torch's flight recorder is in {path}"
+                    print(text, file=sys.stderr, flush=True)
+                    return
 
     # Run by the threads.
 
     def _run(self) -> None:
-        try:
-            while not self._closed.wait(BEAT if self._number else 0):
-                self._beat()
-        except dist.DistError:
-            if not self._closed.is_set():
-                self._lose_store("vanished: its process was killed or crashed")
+        """Once a second: report, follow a verdict, and look for ranks that left, died or stall.
 
-    def _beat(self) -> None:
-        has_met = self._has_met  # read first: what was noted by then counts as progress
-        self._measure_progress()
-        report = self._publish()
-        self.follow()
-        if self._left is None and has_met:
-            self._find_leaver(report)
-            if self._next is not None and began_at(self._next.pid) != self._next.began:
-                self._name_dead()
-            self._find_stall()
-        if self._first is not None:
-            self._first = self._read(0)
-        self._beats += 1
-
-    def _measure_progress(self) -> None:
-        """A rank makes progress if it calls `note`, starts a collective, or is elsewhere in Python
+        A rank makes progress if it calls `note`, starts a collective, or is elsewhere in Python
         than at the last beat: it computes, evaluates, writes or hashes. A rank inside a single call
         into C makes none. Nor does one that sleeps: a polling loop releases Python's lock only in
         its sleep.
         """
-        started = {axis: calls.started for axis, calls in [*CALLS.items()]}
-        seen = (Progress.phase, Progress.step, started, _positions())
-        is_idle = seen == self._seen and Progress.has_limit
-        self._idle = self._idle + BEAT if is_idle else 0.0
-        self._seen = seen
+        try:
+            while not self._closed.wait(BEAT if self._number else 0):
+                has_met = self._has_met  # read first: what was noted by then counts as progress
+                progress = (Progress.phase, Progress.step, _started(), _positions())
+                is_idle = progress == self._progress and Progress.has_limit
+                self._idle = self._idle + BEAT if is_idle else 0.0
+                self._progress = progress
+                report = self._publish()
+                self.follow()
+                if self._left is None and has_met:
+                    self._find_leaver(report)
+                    if self._next is not None and began_at(self._next.pid) != self._next.began:
+                        self._name_dead()
+                    self._find_stall()
+        except dist.DistError:
+            if not self._closed.is_set():
+                self._lose_store("vanished: its process was killed or crashed")
 
     def _report(self) -> Report:
         waits = []
@@ -318,7 +364,7 @@ class Watch:
             who=self._who,
             step=Progress.step,
             phase=Progress.phase,
-            started={axis: calls.started for axis, calls in [*CALLS.items()]},
+            started=_started(),
             waits=waits,
             idle=self._idle,
             number=self._number,
@@ -356,8 +402,8 @@ class Watch:
         for wait in report.waits:
             for other in map(self._read, wait.ranks):
                 if other.left is not None and other.started.get(wait.axis, 0) < wait.number:
-                    headline = f"{other.who} left the run, with exit status {other.left}, before"
-                    headline += " the others"
+                    left = f"left the run, with exit status {other.left}, before the others"
+                    headline = f"{other.who} {left}"
                     text = f"{headline}\n  {self._who} waits for it in {wait}"
                     self._end(Verdict(headline, self._rank, text, other.left or 1))
 
@@ -387,10 +433,10 @@ class Watch:
 
     def _guard(self) -> None:
         """Ends the rank if the store of a stopped keeper does not answer; `_run` waits for it."""
-        beats, silence = 0, 0.0
+        number, silence = 0, 0.0
         while not self._closed.wait(BEAT):
-            silence = 0.0 if self._beats > beats else silence + BEAT
-            beats = self._beats
+            silence = 0.0 if self._number > number else silence + BEAT
+            number = self._number
             if silence > self._limit + 2 * ECHO:
                 self._lose_store(
                     f"has not answered for {silence:.0f} s: its process is stopped, or its host "
@@ -400,14 +446,10 @@ class Watch:
     def _lose_store(self, fate: str) -> NoReturn:
         """Without the store the ranks cannot agree; the lowest one left prints what it knows."""
         self._prepare_exit()
-        if self._rank == int(self._is_kept):
-            headline = f"{self._keeper}, where the ranks meet, {fate}"
-            last = ""
-            if self._first is not None:
-                headline = f"{self._first.who} {fate}"
-                last = f"\n  it was last at {self._first.describe()}"
-            echo = f"\n  {self._who} was at {self._report().describe()}"
-            print(headline + last + echo, file=sys.stderr, flush=True)
+        if self._rank == int(self._info.is_host):
+            headline = f"{self._info.keeper}, where the ranks meet, {fate}"
+            last = f"  {self._who} was at {self._report().describe()}"
+            print(f"{headline}\n{last}", file=sys.stderr, flush=True)
             write_error_file(self._error_file, headline)
         _exit_now(1)
 
@@ -419,25 +461,6 @@ def _exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-@dataclass(frozen=True)
-class Process:
-    """place: the boot of a host and the namespace in which `pid` is valid; empty if the system does
-    not say. began: see `began_at`."""
-
-    place: str
-    pid: int
-    began: str | None
-
-
-def own_process() -> Process:
-    place, pid = "", os.getpid()
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        # Sandboxes of two hosts may have the same boot and names of namespaces.
-        place = f"{socket.gethostname()} {boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
-    return Process(place, pid, began_at(pid))
-
-
 def began_at(pid: int) -> str | None:
     """When a process here began, in ticks since the boot; None if it has ended."""
     try:
@@ -445,6 +468,11 @@ def began_at(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in (b"Z", b"X") else fields[18].decode()
+
+
+def _started() -> dict[str, int]:
+    """The number of collectives that this rank has started, by axis."""
+    return {axis: calls.started for axis, calls in [*CALLS.items()]}
 
 
 def _positions() -> tuple[tuple[int, int], ...]:
@@ -459,16 +487,54 @@ def _positions() -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _dump_flight_recorder(path: str) -> str | None:
-    """Write torch's flight recorder of this process's collectives, if it has any; return the file.
+def find_behind(
+    reports: Mapping[int, Report], silent: Collection[int], working: Collection[int]
+) -> tuple[list[int], str]:
+    """(ranks that hold up a stalled run, what they are); no ranks if these are working.
 
-    No public function does this at once: torch dumps NCCL's only after its own time limit. The
-    private names are those of torch 2.11 to 2.13.
+    silent: ranks that no longer report. working: ranks that make progress. A rank is behind if
+    others wait for it and it waits for no other, or if it is silent. A rank that skipped a
+    collective of a step closes a circle of waits as soon as it waits in a collective of all ranks:
+    then waits of the control groups are ignored.
     """
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        with suppress(Exception):  # the message matters more
-            content = getattr(torch._C._distributed_c10d, name)()
-            if json.loads(content).get("entries"):
-                Path(f"{path}.json").write_bytes(content)
-                return f"{path}.json"
-    return None
+    circle: set[int] = set()
+    for ignored in ((), ("control", "save")):
+        edges = {
+            (rank, other)
+            for rank, report in reports.items()
+            for wait in report.waits
+            if wait.axis not in ignored and rank not in silent
+            for other in wait.ranks
+            if reports[other].started.get(wait.axis, 0) < wait.number
+        }
+        waiting, awaited = {rank for rank, _ in edges}, {other for _, other in edges}
+        if behind := (awaited - waiting) | {*silent}:
+            return sorted(behind - {*working}), "behind"
+        circle = circle or waiting & awaited
+    if circle:
+        found, what = sorted(circle), "waiting for each other"
+    else:  # No rank is known to wait, as on GPUs, whose collectives do not block Python.
+        done = {rank: (each.step, sum(each.started.values())) for rank, each in reports.items()}
+        found, what = [rank for rank in reports if done[rank] == min(done.values())], "behind"
+        if len(found) == len(reports):
+            found = [rank for rank in reports if not reports[rank].waits] or found
+            what = "not waiting for another rank"
+    return ([], "") if {*working} & {*found} else (found, what)
+
+
+def table(reports: Mapping[int, Report], behind: Collection[int], silent: Collection[int]) -> str:
+    """The status of each rank, one per line; ranks that are behind are marked."""
+    rows = [("", "rank", "step", "phase", "waits in (axis: collective)", "idle, s")]
+    for rank, each in reports.items():
+        mark, step, idle = "->" if rank in behind else "", str(each.step), f"{each.idle:.0f}"
+        phase = f"{each.phase} (does not answer)" if rank in silent else each.phase
+        waits = "; ".join(map(str, each.waits)) or "-"
+        rows.append((mark, each.who, step, phase, waits, idle))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def name_ranks(reports: Mapping[int, Report], ranks: Sequence[int]) -> str:
+    names = ", ".join(reports[rank].who for rank in ranks[:4])
+    return names + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

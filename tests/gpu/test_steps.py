@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.graph import StepGraph, use_own_stream
-from megatron.train.state import TrainState, compile_layers
+from megatron.train.compiled import StepGraph, compile_layers, use_own_stream
+from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.llama import llama_section

@@ -33,10 +33,9 @@ from megatron.parallel.partition import partition
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import GatheredBucket
 from megatron.train import machine
+from megatron.train.compiled import compile_layers, keeps
 from megatron.train.diagnose import find_first
-from megatron.train.guards import keeps
 from megatron.train.machine import choose_compile, commit
-from megatron.train.state import compile_layers
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool

@@ -13,7 +13,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.graph import WARM_UP, StepGraph, choose_graph
+from megatron.train.compiled import WARM_UP, StepGraph, choose_graph
 from megatron.train.state import TrainState
 from megatron.train.step import train_step
 from tests.bert import bert_samples, bert_section
@@ -29,7 +29,7 @@ STEPS = WARM_UP + 3
 
 
 def again(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """As graph.record, but that it computes."""
+    """As compiled.record, but that it computes."""
     result = function()
     return result, lambda: result.copy_(function())
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.data.batch import TextBatch
-from megatron.train.loader import prefetch
+from megatron.train.inputs import prefetch
 from tests.dist import PATIENCE
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
-from megatron.train.loader import prefetch
+from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
 from megatron.train.signals import Stopped, StopSignals

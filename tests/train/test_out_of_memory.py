@@ -13,7 +13,7 @@ import torch
 
 from megatron.errors import OutOfMemoryError
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.memory import memory_errors
+from megatron.train.machine import memory_errors
 from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.programs import pretrain

@@ -14,7 +14,7 @@ import pytest
 from megatron.config.pretrain import require_sinks
 from megatron.config.training import LoggingConfig
 from megatron.errors import UsageError
-from megatron.train.sinks import TensorBoardSink, open_sinks, run_of
+from megatron.train.metrics import TensorBoardSink, open_sinks, run_of
 
 pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
@@ -55,16 +55,15 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-import megatron.train.sinks
+import megatron.train.metrics
 from megatron.config.training import LoggingConfig
-from megatron.train.metrics import Metrics
-from megatron.train.sinks import open_sinks
+from megatron.train.metrics import Metrics, open_sinks
 
 control = SimpleNamespace(gather=lambda value: [value])
 mesh = SimpleNamespace(is_first=True, control=control)
 path, start, stops = Path(sys.argv[1]), int(sys.argv[2]), []
 signal.signal(signal.SIGTERM, lambda *_: stops.append("SIGTERM"))
-megatron.train.sinks.INIT_SECONDS = 3  # of a server that does not answer
+megatron.train.metrics.INIT_SECONDS = 3  # of a server that does not answer
 config, facts = LoggingConfig(wandb_project="tiny"), {"layers": 2}
 sinks = open_sinks(config, path, {}, start, facts, mesh, stops.append)
 with Metrics(path, mesh, start=start, steps=9, sinks=sinks) as metrics:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.train.stall import Report, Wait, find_behind
+from megatron.train.watch import Report, Wait, find_behind
 from tests.train.ranks import DUMP, Ended, run_ranks, write_program
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.compare import SEEN, unseen
 from megatron.parallel.sharding import TensorSlice, gather_whole
 from megatron.train.diagnose import NonFiniteError
+from megatron.train.inputs import prefetch
 from megatron.train.launch import launch
-from megatron.train.loader import prefetch
 from megatron.train.machine import choose_compile
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES, TrainState, build_state
