@@ -392,12 +392,12 @@ bias-correction-off-by-one-on-resume
 + self.optimizer.loaded(self.updates + 1)
 @ megatron/train/evaluate.py | train/test_evaluate::test_the_mean_loss
 leftover-counts-everywhere
-- (own[even:] or range(1), len(own) > even)
-+ (own[even:] or range(1), True)
+- (local[even:] or range(1), len(local) > even)
++ (local[even:] or range(1), True)
 @ megatron/train/replicas.py | train/test_replicas::test_a_flipped_bit
 replica-check-forgets
-- found[1] |= (largest != ~smallest).any()
-+ found[1] = (largest != ~smallest).any()
+- outcome[1] |= (largest != ~smallest).any()
++ outcome[1] = (largest != ~smallest).any()
 @ megatron/train/pretrain.py | test_faults::test_two_halves
 order-shifted-by-one-on-resume
 - config.global_batch_size(mesh.size()), run.state.samples
@@ -518,8 +518,8 @@ top-p-takes-one-more | inference/test_generate::test_top_p
 - before >= sampling.top_p
 + before > sampling.top_p
 end-mark-ignored | inference/test_generate::test_a_text_ends_at
-- return tokens[-1] in ends or
-+ return
+- if not (token in ends or is_full
++ if not (is_full
 padding-of-the-vocabulary-is-drawn | inference/test_generate::test_padding
 - gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
 + gather_from(logits, -1, mesh.vocabulary)

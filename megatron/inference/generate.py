@@ -120,10 +120,6 @@ def generate(
     assert longest <= model.positions, f"{longest} tokens for {model.positions} positions"
     numbers = range(len(prompts)) if numbers is None else numbers
     sources = [random.Random(derive_seed(sampling.seed, "generate", each)) for each in numbers]
-
-    def is_over(tokens: Sequence[int]) -> bool:
-        return tokens[-1] in ends or len(tokens) == sampling.max_new_tokens or is_done(tokens)
-
     new: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(prompts)))
     reader = BatchReader(model, texts, sampling.max_new_tokens)
@@ -137,18 +133,21 @@ def generate(
             ids = draw(whole.cpu(), sampling, shares).to(logits.device)
         # Ranks that compute the same texts may add in another order, and round differently.
         ids = start_broadcast(ids, mesh.tokens, 0)()
-        for row, token in zip(running, ids.tolist(), strict=True):
+        unfinished = []  # indices into `running`
+        for index, (row, token) in enumerate(zip(running, ids.tolist(), strict=True)):
             if token == model.vocab_size:  # no token: a logit is NaN
                 raise DivergedError(
                     f"prompt {numbers[row] + 1}: after {len(new[row])} new tokens the logits are "
                     "not numbers"
                 )
             new[row].append(token)
+            is_full = len(new[row]) == sampling.max_new_tokens
+            if not (token in ends or is_full or is_done(new[row])):
+                unfinished.append(index)
         reader.follow(ids)
-        kept = [index for index, row in enumerate(running) if not is_over(new[row])]
-        if len(kept) < len(running):
-            running = [running[index] for index in kept]
-            reader.keep(kept)
+        if len(unfinished) < len(running):
+            running = [running[index] for index in unfinished]
+            reader.keep(unfinished)
     return [tokens[:-1] if tokens[-1] in ends else tokens for tokens in new]
 
 
@@ -168,7 +167,7 @@ def generate_all(
     name: title of the progress bar; the rest as for `generate`. Raises DivergedError on every rank
     if one of them does.
     """
-    found: dict[int, list[int]] = {}
+    new_tokens: dict[int, list[int]] = {}
     failure = None
     try:
         for numbers in shard([len(each) for each in prompts], micro_batch_size, mesh, name):
@@ -176,14 +175,14 @@ def generate_all(
             new = generate(
                 model, mesh, texts, sampling, ends=ends, numbers=numbers, is_done=is_done
             )
-            found |= zip(numbers, new, strict=True)
+            new_tokens |= zip(numbers, new, strict=True)
     except DivergedError as error:
         failure = error
-    for others, failure_there in mesh.control.gather((found, failure)):
+    for of_rank, failure_there in mesh.control.gather((new_tokens, failure)):
         if failure_there is not None:
             raise failure_there
-        found |= others
-    return [found[number] for number in range(len(prompts))]
+        new_tokens |= of_rank
+    return [new_tokens[number] for number in range(len(prompts))]
 
 
 def draw(logits: Tensor, sampling: Sampling, shares: Sequence[float]) -> Tensor:

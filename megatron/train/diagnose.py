@@ -55,35 +55,33 @@ def non_finite(
 
     state: the state before the step. what: "loss" or "gradient". replay: see `find_first`.
     """
-    found, scaler, data_size = find_first(state, replay), state.scaler, state.mesh.batch.size
+    mesh, scaler, finding = state.mesh, state.scaler, find_first(state, replay)
     size = batches[0].num_samples
-    total = size * len(batches) * data_size
-    step = f"samples {state.samples} to {state.samples + total - 1}"
-    if found is None:
+    global_size = size * len(batches) * mesh.batch.size
+    step = f"samples {state.samples} to {state.samples + global_size - 1}"
+    if finding is None:
         where = (
             f"Run again, every output and gradient of a module is finite on {step}: "
             "only the sum over micro-batches and ranks, or its norm, is not"
         )
     else:
-        where = f"First seen in {found.what}, on the rank at {found.coordinates}, "
-        if found.micro_batch < 0:
+        where = f"First seen in {finding.what}, on the rank at {finding.coordinates}, "
+        if finding.micro_batch < 0:
             where += f"before {step} were read"
         else:
             # In 3D the parallel region moves samples between ranks: list the samples of all.
-            readers = state.mesh.input.size
-            first = found.data_rank // readers * readers
-            own = [
-                number
-                for data_rank in range(first, first + readers)
-                for number in micro_batch_numbers(
+            readers = mesh.input.size
+            first = finding.data_rank // readers * readers
+            numbers: list[int] = []
+            for data_rank in range(first, first + readers):
+                numbers += micro_batch_numbers(
                     state.samples,
-                    global_batch_size=total,
+                    global_batch_size=global_size,
                     micro_batch_size=size,
                     data_rank=data_rank,
-                    data_size=data_size,
-                )[found.micro_batch]
-            ]
-            where += f"in samples {own[0]} to {own[-1]} (the step reads {step})"
+                    data_size=mesh.batch.size,
+                )[finding.micro_batch]
+            where += f"in samples {numbers[0]} to {numbers[-1]} (the step reads {step})"
     scale, cures = "", "a lower --lr, a longer --lr-warmup-iters"
     if scaler.is_scaling:
         scale = f" at loss scale {scaler.scale:g}, overflow {scaler.skips + 1} in a row"
@@ -92,7 +90,7 @@ def non_finite(
     error = NonFiniteError(
         f"step {state.step + 1}: the {what} is not finite{scale}. {where}. May help: {cures}"
     )
-    error.what, error.found = what, found
+    error.what, error.found = what, finding
     return error
 
 
@@ -102,30 +100,36 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     replay: runs the step's forward and backward again, on all ranks. Returns None if everything in
     them is finite; then only the sum over micro-batches and ranks is not.
     """
-    mesh, looked, own = state.mesh, 0, list[Finding]()
+    mesh, order = state.mesh, 0
+    local: Finding | None = None  # the first one of this rank
 
     def look(what: str, value: Tensor, *, is_sum: bool = False, is_weight: bool = False) -> None:
         """is_sum: the value is a sum over micro-batches; an earlier one may be the cause."""
-        nonlocal looked
-        looked += 1
-        if (not own or not is_sum) and not value.detach().isfinite().all():
-            micro_batch, stage_index = state.micro_batch, state.stage_index
-            if is_weight:  # before all micro-batches, in order of pipeline stages
-                micro_batch, stage_index = -1, mesh.pipeline.rank
-            rank, coordinates = mesh.control.rank, mesh.describe_rank()
-            finding = Finding(
-                micro_batch, stage_index, looked, rank, what, mesh.batch.rank, coordinates
-            )
-            own[:] = [min([finding, *own])]  # a pipeline may run a later micro-batch first
+        nonlocal order, local
+        order += 1
+        if (local is not None and is_sum) or value.detach().isfinite().all():
+            return
+        finding = Finding(
+            # Weights come before all micro-batches, in order of pipeline stages.
+            micro_batch=-1 if is_weight else state.micro_batch,
+            stage_index=mesh.pipeline.rank if is_weight else state.stage_index,
+            order=order,
+            rank=mesh.control.rank,
+            what=what,
+            data_rank=mesh.batch.rank,
+            coordinates=mesh.describe_rank(),
+        )
+        # A pipeline may run a later micro-batch first.
+        local = finding if local is None else min(finding, local)
 
-    def first() -> Finding | None:
-        return min((each for found in mesh.control.gather(own) for each in found), default=None)
+    def first_of_all() -> Finding | None:
+        return min((each for each in mesh.control.gather(local) if each), default=None)
 
     for each in state.weights():
         name = each.key.removeprefix("model.")
         look(f"the weight {name} itself", each.local, is_weight=True)
-    if found := first():
-        return found
+    if finding := first_of_all():
+        return finding
 
     def look_at_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         # A recomputed layer calls this twice; the first call has checked its output.
@@ -150,4 +154,4 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
         state.gradients.on_gradient = before
         for hook in hooks:
             hook.remove()
-    return first()
+    return first_of_all()

@@ -95,11 +95,11 @@ def mean_losses(
     totals = torch.zeros(2, k, dtype=torch.float64, device=mesh.device)
     # Every rank makes the same calls with equally many samples, since they may gather weights. One
     # more call is for the remainder; it counts on the ranks that have a sample for it.
-    own, even = range(mesh.batch.rank, samples, mesh.batch.size), samples // mesh.batch.size
+    local, even = range(mesh.batch.rank, samples, mesh.batch.size), samples // mesh.batch.size
     group = GROUP * stage.size * micro_batch_size  # samples read at a time
-    calls = [(own[start : min(start + group, even)], True) for start in range(0, even, group)]
+    calls = [(local[start : min(start + group, even)], True) for start in range(0, even, group)]
     if samples % mesh.batch.size:
-        calls.append((own[even:] or range(1), len(own) > even))
+        calls.append((local[even:] or range(1), len(local) > even))
     try:
         with gathered(model):
             for numbers, counts in calls:
@@ -119,18 +119,18 @@ def mean_losses(
                     batches=batches,
                     loss_scales=torch.ones_like(totals[0]),
                 )
-                found = executor.run(pipeline.evaluation(stage.rank, len(batches)))
+                sums = executor.run(pipeline.evaluation(stage.rank, len(batches)))
                 if not counts:
                     continue
-                totals[0] += found
+                totals[0] += sums
                 if stage.rank == stage.size - 1:
                     totals[1] += totals.new_tensor([*map(objective.denominators, batches)]).sum(0)
     finally:
         model.train(was_training)
-    sums, denominators = all_reduce(totals, mesh.loss_sums).tolist()
+    numerators, denominators = all_reduce(totals, mesh.loss_sums).tolist()
     if not all(denominators):
         raise DataError("--split: no token of the validation split counts towards the loss")
-    means = (total / number for total, number in zip(sums, denominators, strict=True))
+    means = (total / number for total, number in zip(numerators, denominators, strict=True))
     return dict(zip(objective.terms, means, strict=True))
 
 
@@ -203,9 +203,9 @@ def score(
     """
     batch = batch_of(tokens)
     rows = model.layers(model.embed(batch), batch)[scored.flatten()]
-    wanted = labels[scored]
     log_probabilities, hits = [], []
-    for x, ids in zip(rows.split(SCORED_AT_ONCE), wanted.split(SCORED_AT_ONCE), strict=True):
+    parts = rows.split(SCORED_AT_ONCE), labels[scored].split(SCORED_AT_ONCE)
+    for x, ids in zip(*parts, strict=True):
         logits = model.logits(x)
         # Before the loss, which overwrites the logits.
         hits.append(most_probable(logits, mesh.vocabulary, model.vocab_size) == ids)
@@ -221,16 +221,17 @@ def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     logits: [n, padded v / t], this rank's columns; the padded ones do not count.
     """
     start, columns = own_columns(logits, axis, vocab_size)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    best = logits.new_full((logits.shape[0],), -torch.inf, dtype=wide)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    best = logits.new_full((logits.shape[0],), -torch.inf, dtype=dtype)
     column = torch.zeros_like(best, dtype=torch.int64)
     if columns:
         values, column = logits[:, :columns].max(dim=1)
-        best = values.to(wide)
-    own = best
+        best = values.to(dtype)
+    local_best = best
     # NaN counts as inf: whether NaN or a number is the larger depends on the backend.
     best = all_reduce(best.where(~best.isnan(), torch.inf), axis, ReduceOp.MAX)
-    candidate = (column + start).where(own == best, vocab_size).where(~own.isnan(), -1)
+    candidate = (column + start).where(local_best == best, vocab_size)
+    candidate = candidate.where(~local_best.isnan(), -1)
     chosen = all_reduce(candidate, axis, ReduceOp.MIN)
     return chosen.where(chosen >= 0, vocab_size)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,10 +87,10 @@ def open_text(
 ) -> Inputs:
     """vocab_size: of the model, None for the tokenizer's. load: see saved_tokenizer."""
     if data.pad:
-        tokenizer = _given(data) or saved_tokenizer(load)
-        if tokenizer is None:  # raises, naming the missing flags
-            tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
-        _require_kind(data, tokenizer)
+        flags = data.tokenizer_type, data.vocab_file, data.merge_file
+        # Without either tokenizer the last call raises, naming the missing flags.
+        of_documents = _of_flags(data) or saved_tokenizer(load) or build_tokenizer(*flags)
+        _require_kind(data, of_documents)
         paths, key = data.data_path, data.json_key
         split, config = data.dataset_split, data.dataset_config
         read: Callable[[str], Documents]
@@ -97,10 +98,10 @@ def open_text(
         if data.dataset_name is not None:
             paths = (data.dataset_name,)
             read = partial(open_named, column=key, split=split, config=config)
-        documents = open_document_corpus(paths, tokenizer, vocab_size, read)
+        documents = open_document_corpus(paths, of_documents, vocab_size, read)
         padded = open_padded_splits(
             documents,
-            tokenizer,
+            of_documents,
             split=data.split,
             seq_length=data.seq_length,
             seed=seed,
@@ -110,7 +111,7 @@ def open_text(
             refuse_too_long=data.too_long == "refuse",
             cache_tokens=data.cache_tokens,
         )
-        return _inputs(data, documents, tokenizer, padded)
+        return _inputs(data, documents, of_documents, padded)
     corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=False)
     if tokenizer is None and load.save is not None:
         warnings.warn(
@@ -145,12 +146,12 @@ def open_bert_data(
 ) -> tuple[BertTokenizer, Inputs]:
     corpus, tokenizer = _open_corpus(data, vocab_size, load, sentences=True)
     if not isinstance(tokenizer, BertTokenizer):
-        found = "one of another kind" if tokenizer is not None else "none"
+        other = "one of another kind" if tokenizer is not None else "none"
         raise UsageError(
             "--vocab-file",
             data.vocab_file,
             "the vocab.txt of the WordPiece tokenizer that made --data-path, whose marks BERT "
-            f"needs; {found} is beside the data",
+            f"needs; {other} is beside the data",
             works=("--vocab-file", "vocab.txt"),
         )
     splits = open_bert_splits(
@@ -175,19 +176,21 @@ def _open_corpus(
 
     sentences: whether the data has to be split into sentences.
     """
-    given, saved = _given(data), cache(partial(saved_tokenizer, load))
-    corpus = open_corpus(data.data_path, given, vocab_size, saved)
+    of_flags, saved = _of_flags(data), cache(partial(saved_tokenizer, load))
+    corpus = open_corpus(data.data_path, of_flags, vocab_size, saved)
     # Before the tokenizer's kind: this message names the program that reads this data set.
     require_sequences(corpus, sentences=sentences)
-    tokenizer = given or find_tokenizer(corpus)
-    if tokenizer is None and (own := saved()) is not None and own.fingerprint == corpus.fingerprint:
-        tokenizer = own
+    tokenizer = of_flags or find_tokenizer(corpus)
+    if tokenizer is None:
+        of_checkpoint = saved()
+        if of_checkpoint is not None and of_checkpoint.fingerprint == corpus.fingerprint:
+            tokenizer = of_checkpoint
     if tokenizer is not None:
         _require_kind(data, tokenizer)
     return corpus, tokenizer
 
 
-def _given(data: DataConfig) -> Tokenizer | None:
+def _of_flags(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of the flags; None without them."""
     if not (data.vocab_file or data.merge_file):
         return None
@@ -215,17 +218,10 @@ def _inputs(
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
 
 
-@dataclass(frozen=True)
-class Mock:
-    """Stands in for a data set with --mock-data."""
-
-    num_documents: int = 0
-    content: str = "mock data"
-
-
 def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samples]) -> Inputs:
     """Random samples for training, and others for validation; samples: see `ModelKind`."""
-    source = Source(weight=Fraction(1), data=Mock())
+    no_data = SimpleNamespace(num_documents=0, content="mock data")
+    source = Source(weight=Fraction(1), data=no_data)
     corpus = Corpus(sources=(source,), vocab_size=vocabulary_of(config), eod=None, fingerprint="")
     other = replace(config, training=replace(config.training, seed=config.training.seed + 1))
     return Inputs(corpus=corpus, tokenizer=None, train=samples(config), validation=samples(other))
@@ -263,10 +259,10 @@ def shard(lengths: Sequence[int], size: int, mesh: Mesh, name: str) -> Iterator[
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    own = batches[mesh.copies.rank :: mesh.copies.size]
+    local = batches[mesh.copies.rank :: mesh.copies.size]
     is_shown = mesh.is_first and sys.stderr.isatty()  # it would fill a log file
-    with tqdm(total=sum(map(len, own)), desc=name, disable=not is_shown) as bar:
-        for numbers in own:
+    with tqdm(total=sum(map(len, local)), desc=name, disable=not is_shown) as bar:
+        for numbers in local:
             yield numbers
             bar.update(len(numbers))
 

@@ -194,9 +194,9 @@ class Clock:
 
     def count(self, kind: str, documents: Sequence[int | None]) -> None:
         """documents: the Batch.num_cut or num_empty of each micro-batch."""
-        known = [each for each in documents if each is not None]
-        if known:
-            self.documents[kind] += sum(known)
+        counts = [each for each in documents if each is not None]
+        if counts:
+            self.documents[kind] += sum(counts)
 
     def tokens_per_second(self) -> float:
         """The rate since the last call, without the time under `paused`."""
@@ -218,10 +218,10 @@ def peak_memory(mesh: Mesh) -> int:
     import torch
 
     if mesh.device.type == "cuda":
-        own = torch.cuda.max_memory_allocated(mesh.device)
+        peak = torch.cuda.max_memory_allocated(mesh.device)
     else:
-        own = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-    return max(mesh.control.gather(own))
+        peak = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    return max(mesh.control.gather(peak))
 
 
 def in_words(terms: Mapping[str, float]) -> str:
@@ -400,12 +400,12 @@ Sink = TensorBoardSink | WandbSink
 def run_of(path: Path, project: str, start: int) -> str:
     """The run's id: the one in `path` if a run of this project is resumed, else a new one."""
     if start and path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["project"] == project:
-            return str(kept["id"])
-    new = {"project": project, "id": secrets.token_hex(4)}
-    write_atomically(path, json.dumps(new).encode() + b"\n")
-    return new["id"]
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if run["project"] == project:
+            return str(run["id"])
+    run = {"project": project, "id": secrets.token_hex(4)}
+    write_atomically(path, json.dumps(run).encode() + b"\n")
+    return str(run["id"])
 
 
 def one_line(error: Exception) -> str:

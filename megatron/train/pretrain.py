@@ -25,7 +25,7 @@ from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train.inputs import Inputs, open_inputs, prefetch
 from megatron.train.metrics import Metrics, open_sinks
-from megatron.train.signals import StopSignals, exit_code
+from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import (
     changes_on_resume,
     files_beside,
@@ -100,9 +100,19 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         signals.arm()
         first_step = run.state.step
         end = train(run.state, loop)
-        log_end(run, loop, first_step, end)
-        if code := exit_code(end):
-            raise SystemExit(code)
+        exit_code = SIGNALS.get(end, 0)
+        step, metrics = run.state.step, loop.metrics
+        metrics.write({"step": step, "ended": end, "exit_code": exit_code})
+        message = f"ended by {end}; the same command with --load goes on"
+        if step == first_step:
+            message = "nothing was trained"
+        elif end == "train_iters":
+            message = f"done: --train-iters {run.config.training.steps}"
+        elif config.checkpoint.save is None:
+            message = f"ended by {end}; without --save nothing is kept"
+        metrics.log(f"step {step} | {message}")
+        if exit_code:
+            raise SystemExit(exit_code)
 
 
 def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> PipelinePlan:
@@ -158,19 +168,19 @@ class Run:
     """The resumed checkpoint was due for evaluation, but a signal prevented it."""
 
 
-def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
+def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
     """The run at its start. Raises ValueError or OSError, the same on every rank.
 
-    given: the config of the command line. start: that of the first rank holds for all.
+    flags: the config of the command line. start: that of the first rank holds for all.
     """
     from megatron.parallel.agree import on_all_ranks
     from megatron.train.machine import choose_compile, choose_precision
     from megatron.train.state import DTYPES, build_state
 
     # 1. The layers of each pipeline stage, and where the run starts
-    pipeline = plan_on_all_ranks(given, inputs, mesh)
+    pipeline = plan_on_all_ranks(flags, inputs, mesh)
     identity = inputs.corpus.identity
-    config, origin = find_origin(given, start, mesh, identity, inputs.samples_in)
+    config, origin = find_origin(flags, start, mesh, identity, inputs.samples_in)
     checkpoint, resumed, messages = origin.checkpoint, origin.resumed, [*origin.messages]
 
     # 2. Precision and compiler
@@ -219,10 +229,10 @@ def build(given: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         is_due = is_missing and (step % config.training.eval_interval == 0 or step >= steps)
         if step >= steps:
             end = f"--train-iters is {steps}; --train-iters {2 * step}"
-            if given.training.epochs is not None:
+            if flags.training.epochs is not None:
                 needed = state.samples + config.global_batch_size(mesh.size())
                 more = epochs_of(needed, inputs.samples_in)
-                end = f"--epochs {given.training.epochs} ends there; --epochs {more}"
+                end = f"--epochs {flags.training.epochs} ends there; --epochs {more}"
             messages.append(
                 f"nothing is trained: {checkpoint.path} is already at step {step}, and {end} "
                 "continues"
@@ -305,19 +315,3 @@ def log_start(run: Run, loop: Loop) -> None:
         loop.metrics.log(message)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
-
-
-def log_end(run: Run, loop: Loop, first_step: int, end: str) -> None:
-    """Log what ended the run that started at step `first_step`, and whether it can be resumed: that
-    takes a checkpoint."""
-    config, step = run.config, run.state.step
-    loop.metrics.write({"step": step, "ended": end, "exit_code": exit_code(end)})
-    if step == first_step:
-        message = "nothing was trained"
-    elif end == "train_iters":
-        message = f"done: --train-iters {config.training.steps}"
-    elif config.checkpoint.save is None:
-        message = f"ended by {end}; without --save nothing is kept"
-    else:
-        message = f"ended by {end}; the same command with --load goes on"
-    loop.metrics.log(f"step {step} | {message}")

@@ -66,35 +66,35 @@ def check_replicas(
     if not axes:
         return
     shared = list(_shared(state, batches, wants_stop))
-    found = torch.tensor([wants_stop(), 0], dtype=torch.int64, device=mesh.device)
+    outcome = torch.tensor([wants_stop(), 0], dtype=torch.int64, device=mesh.device)
     for axis in [*axes, *_ties(state)]:
-        own = torch.stack([digest for _, along, digest in shared if axis.name in along])
+        hashes = torch.stack([digest for _, along, digest in shared if axis.name in along])
         # The largest hash h, and the largest ~h, which is the complement of the smallest h.
-        largest, smallest = all_reduce(torch.stack([own, ~own]), axis, ReduceOp.MAX)
-        found[1] |= (largest != ~smallest).any()
+        largest, smallest = all_reduce(torch.stack([hashes, ~hashes]), axis, ReduceOp.MAX)
+        outcome[1] |= (largest != ~smallest).any()
     for axis in axes:  # ranks that share no axis with the odd one must know, too
-        all_reduce(found, axis, ReduceOp.MAX)
-    stops, differs = found.tolist()
+        all_reduce(outcome, axis, ReduceOp.MAX)
+    stops, differs = outcome.tolist()
     if stops:
         raise Stopped
     if not differs:
         return
 
-    rank = f"({mesh.describe_rank()}) on {socket.gethostname()}"
-    held = {name: (along, int(digest)) for name, along, digest in shared}
-    ranks = mesh.control.gather((mesh.coordinates, rank, held))
-    names = dict.fromkeys(name for *_, found in ranks for name in found)
+    # By value: the ranks that hold it in common, in camps that agree.
+    who = f"({mesh.describe_rank()}) on {socket.gethostname()}"
+    local = {name: (along, int(digest)) for name, along, digest in shared}
+    ranks = mesh.control.gather((mesh.coordinates, who, local))
     drifts = []  # (name, axes, camps)
-    for name in names:
+    for name in dict.fromkeys(name for *_, values in ranks for name in values):
         groups: dict[tuple[int, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for coordinates, rank, found in ranks:
-            if name not in found:  # belongs to another pipeline stage
+        for coordinates, who, values in ranks:
+            if name not in values:  # belongs to another pipeline stage
                 continue
-            along, digest = found[name]
+            along, digest = values[name]
             is_tied = not {*along} <= {axis.name for axis in mesh.axes}
             joined = {*along, *["pipeline"] * is_tied}
             elsewhere = tuple(index for axis, index in coordinates.items() if axis not in joined)
-            groups[elsewhere][digest].append(rank)
+            groups[elsewhere][digest].append(who)
         for by_digest in groups.values():
             if len(by_digest) > 1:
                 drifts.append((name, along, sorted(by_digest.values(), key=len, reverse=True)))
@@ -132,11 +132,7 @@ def _shared(
             b"none" if array is None else repr(array.shape).encode() + array.tobytes()
             for array in arrays
         )
-        yield (
-            f"batch.{field.name}",
-            along,
-            _digest_bytes(content, mesh),
-        )
+        yield f"batch.{field.name}", along, _digest_bytes(content, mesh)
     for name, value in state.counters().items():
         content = json.dumps(value, sort_keys=True).encode()
         yield f"counters.{name}", axes, _digest_bytes(content, mesh)
@@ -145,8 +141,8 @@ def _shared(
 def _ties(state: TrainState) -> list[Axis]:
     """Axes of the stages that hold copies of a parameter, without the whole pipeline axis."""
     partial = (axis for each in state.slices() for axis in each.spec.partial)
-    found = {axis.name: axis for axis in partial if axis.is_of_stages and axis.size > 1}
-    return [found[name] for name in sorted(found) if found[name] is not state.mesh.pipeline]
+    ties = {axis.name: axis for axis in partial if axis.is_of_stages and axis.size > 1}
+    return [ties[name] for name in sorted(ties) if ties[name] is not state.mesh.pipeline]
 
 
 def _several(axes: Sequence[Axis]) -> tuple[str, ...]:

@@ -53,8 +53,3 @@ class StopSignals:
         if not self._is_armed or self.received == name == "SIGINT":
             raise SystemExit(SIGNALS[name])
         self.ask(name)
-
-
-def exit_code(end: str) -> int:
-    """The exit status of a run. end: the return value of loop.train."""
-    return SIGNALS.get(end, 0)

@@ -103,6 +103,13 @@ def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenize
     return read_tokenizer(kind, path) if has_files else None
 
 
+def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
+    """The newest readable checkpoint that a run may start from; None if it starts from none. Raises
+    UsageError as find_start does."""
+    folders = find_start(config).folders
+    return newest_readable(folders)[0] if folders else None
+
+
 def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
     """{key: value} of the model's config, and of the tokenizer's kind, from the newest checkpoint
     that --load in `words` provides: settings that need no flag.
@@ -111,29 +118,28 @@ def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) 
     """
     if not any(word.partition("=")[0] == "--load" for word in words):
         return {}
-    if not (folders := find_start(parse_part(CheckpointConfig, words, environ)).folders):
+    checkpoint = saved_checkpoint(parse_part(CheckpointConfig, words, environ))
+    if checkpoint is None:
         return {}
-    checkpoint = newest_readable(folders)[0]
     manifest = checkpoint.manifest
     require_kind(checkpoint.path, manifest, kind)
-    own = [each.name for each in fields(resolve_name(find_kind(kind).config))]
-    found = {name: manifest["config"]["model"].get(name) for name in own if name not in OF_A_RUN}
-    if "vocab_size" in own:
-        found["vocab_size"] = manifest["vocab_size"]
+    names = [each.name for each in fields(resolve_name(find_kind(kind).config))]
+    model = manifest["config"]["model"]
+    settings = {name: model.get(name) for name in names if name not in OF_A_RUN}
+    if "vocab_size" in names:
+        settings["vocab_size"] = manifest["vocab_size"]
     if [word for word in words if word.endswith("mock-data")][-1:] != ["--mock-data"]:
-        found["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
-    return {key: each for key, each in found.items() if each is not None}
+        settings["tokenizer_type"] = manifest["config"].get("data", {}).get("tokenizer_type")
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def saved_tokenizer(config: CheckpointConfig) -> Tokenizer | None:
-    """The tokenizer of the newest checkpoint that a run may start from; None without one. Raises
-    UsageError as find_start does."""
-    folders = find_start(config).folders if config.load is not None else ()
-    if not folders:
+    """The tokenizer in `saved_checkpoint`; None without one."""
+    checkpoint = saved_checkpoint(config) if config.load is not None else None
+    if checkpoint is None:
         return None
-    newest = newest_readable(folders)[0]
-    kind = newest.manifest["config"].get("data", {}).get("tokenizer_type")
-    return None if kind is None else tokenizer_in(newest.path, newest.manifest, kind)
+    kind = checkpoint.manifest["config"].get("data", {}).get("tokenizer_type")
+    return None if kind is None else tokenizer_in(checkpoint.path, checkpoint.manifest, kind)
 
 
 def files_beside(

@@ -478,13 +478,13 @@ def _started() -> dict[str, int]:
 def _positions() -> tuple[tuple[int, int], ...]:
     """(code, instruction) of every call on the stacks of the main thread and of a saving one."""
     threads = [threading.main_thread(), *(t for t in threading.enumerate() if t.name == "save")]
-    frames, found = sys._current_frames(), []
+    frames, positions = sys._current_frames(), []
     for thread in threads:
         frame = frames.get(thread.ident or 0)
         while frame is not None:
-            found.append((id(frame.f_code), frame.f_lasti))
+            positions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-    return tuple(found)
+    return tuple(positions)
 
 
 def find_behind(
@@ -512,14 +512,14 @@ def find_behind(
             return sorted(behind - {*working}), "behind"
         circle = circle or waiting & awaited
     if circle:
-        found, what = sorted(circle), "waiting for each other"
+        behind, what = circle, "waiting for each other"
     else:  # No rank is known to wait, as on GPUs, whose collectives do not block Python.
         done = {rank: (each.step, sum(each.started.values())) for rank, each in reports.items()}
-        found, what = [rank for rank in reports if done[rank] == min(done.values())], "behind"
-        if len(found) == len(reports):
-            found = [rank for rank in reports if not reports[rank].waits] or found
+        behind, what = {rank for rank in reports if done[rank] == min(done.values())}, "behind"
+        if len(behind) == len(reports):
+            behind = {rank for rank in reports if not reports[rank].waits} or behind
             what = "not waiting for another rank"
-    return ([], "") if {*working} & {*found} else (found, what)
+    return ([], "") if behind & {*working} else (sorted(behind), what)
 
 
 def table(reports: Mapping[int, Report], behind: Collection[int], silent: Collection[int]) -> str:
