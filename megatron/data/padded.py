@@ -37,7 +37,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.data.indexed import token_dtype
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 
 CHUNK = 256  # documents that are tokenised together
 

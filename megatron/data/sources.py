@@ -13,8 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from megatron.data.documents import Documents, names_documents, open_documents
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset, check_highest_id
-from megatron.data.tokenizer import file_flags, read_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
 
 # Some 64 chunks of 2^16 ids of a data set without sidecar are checked beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
