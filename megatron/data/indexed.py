@@ -37,7 +37,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import SAMPLE, DataError, sampled_sha256, with_suffix, write_atomically
+from megatron.data.files import (
+    SAMPLE,
+    DataError,
+    read_whole,
+    sampled_sha256,
+    with_suffix,
+    write_atomically,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -244,15 +251,8 @@ class IndexedShard:
         tokens = np.empty(stop - start, self.dtype)
         left = tokens.view(np.uint8).data
         for offset, length in self._pieces(start, stop):
-            part, left = left[:length], left[length:]
-            while part:
-                count = os.preadv(self._stream.fileno(), [part], offset)
-                if not count:
-                    raise DataError(
-                        f"{self.prefix}.bin has become shorter since it was opened; a file that "
-                        "stays as it is works"
-                    )
-                part, offset = part[count:], offset + count
+            read_whole(self._stream.fileno(), left[:length], offset, f"{self.prefix}.bin")
+            left = left[length:]
         return tokens
 
     def will_read(self, start: int, stop: int) -> None:
