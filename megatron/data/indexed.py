@@ -173,7 +173,21 @@ class IndexedShard:
         """
         self.prefix = prefix
         index, binary = _existing(prefix, ".idx"), _existing(prefix, ".bin")
-        self.dtype, sequences, documents = _read_header(index)
+        with index.open("rb") as stream:
+            header = stream.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise ValueError(
+                f"{index} is no index of Megatron's memory-mapped format, or is cut short"
+            )
+        _, version, code, sequences, documents = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(
+                f"{index} has version {version} and token type {code}; version {VERSION} with type "
+                "8 (uint16) or 4 (int32) would work"
+            )
+        if not sequences or not documents:
+            raise ValueError(f"{index} holds no document")
+        self.dtype = DTYPES[code]
         ends = list(accumulate([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents]))
         _check_length(index, ends[-1])
         # A plain array: each slice of a memmap takes ten times as long.
@@ -272,23 +286,6 @@ def _existing(prefix: str, suffix: str) -> Path:
     raise FileNotFoundError(f"{file} is not there; {works} would work")
 
 
-def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype of the tokens, number of sequences, entries of `documents`)."""
-    with index.open("rb") as stream:
-        header = stream.read(HEADER.size)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"{index} is no index of Megatron's memory-mapped format, or is cut short")
-    _, version, code, sequences, documents = HEADER.unpack(header)
-    if version != VERSION or code not in DTYPES:
-        raise ValueError(
-            f"{index} has version {version} and token type {code}; version {VERSION} with type 8 "
-            "(uint16) or 4 (int32) would work"
-        )
-    if not sequences or not documents:
-        raise ValueError(f"{index} holds no document")
-    return DTYPES[code], sequences, documents
-
-
 def _check_length(file: Path, expected: int) -> None:
     length = file.stat().st_size
     if length != expected:
@@ -320,8 +317,25 @@ class IndexedDataset:
         if any(shard.dtype != self.dtype for shard in self.shards):
             raise ValueError(f"{prefix}.json lists shards of different token types")
         for shard, facts in zip(self.shards, pairs.values(), strict=True):
-            if facts is not None:
-                _check_facts(shard, facts, f"{prefix}.json")
+            if facts is None:
+                continue
+            counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
+            if facts.sentences is not None:
+                counts["sentences"] = len(shard.sizes)
+            for name, count in counts.items():
+                if count != getattr(facts, name):
+                    raise ValueError(
+                        f"{shard.prefix} holds {count} {name}, but {prefix}.json says "
+                        f"{getattr(facts, name)}: the files do not belong together; "
+                        "tools/preprocess_data.py makes them anew, and without "
+                        f"{prefix}.json they are read as they are"
+                    )
+            _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * self.dtype.itemsize)
+            expected = facts.bin_sample_sha256, facts.idx_sample_sha256
+            for suffix, sample, was in zip((".bin", ".idx"), shard.samples, expected, strict=True):
+                if was is not None:
+                    file = f"{shard.prefix}{suffix}"
+                    check_sum(file, sample, was, "the SHA-256 of a sample of it")
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
         self._first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
@@ -392,25 +406,6 @@ class IndexedDataset:
             yield shard, max(0, start - offset), min(stop - offset, shard.num_tokens)
             if stop <= offset + shard.num_tokens:
                 break
-
-
-def _check_facts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
-    counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
-    if facts.sentences is not None:
-        counts["sentences"] = len(shard.sizes)
-    for name, count in counts.items():
-        expected = getattr(facts, name)
-        if count != expected:
-            raise ValueError(
-                f"{shard.prefix} holds {count} {name}, but {sidecar} says {expected}: the files do "
-                "not belong together; tools/preprocess_data.py makes them anew, and without "
-                f"{sidecar} they are read as they are"
-            )
-    _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * shard.dtype.itemsize)
-    expected_samples = facts.bin_sample_sha256, facts.idx_sample_sha256
-    for suffix, found, was in zip((".bin", ".idx"), shard.samples, expected_samples, strict=True):
-        if was is not None:
-            check_sum(f"{shard.prefix}{suffix}", found, was, "the SHA-256 of a sample of it")
 
 
 def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:
