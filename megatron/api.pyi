@@ -146,8 +146,10 @@ from .data.documents import (
 )
 from .data.map_style import open_named as open_named
 from .data.padded import open_padded_splits as open_padded_splits
-from .data.tokenizer_base import Tokenizer as Tokenizer
-from .data.tokenizer import build_tokenizer as build_tokenizer
+from .data.tokenizer import (
+    Tokenizer as Tokenizer,
+    build_tokenizer as build_tokenizer,
+)
 from .train.inputs import prefetch as prefetch
 
 # Checkpoints

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import positive, writable
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.inputs import shard
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
 from tasks.common import Prompts, Scores, Task, TaskSettings, Window, encode_targets

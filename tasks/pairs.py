@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.pairs import SPECIAL, lengths_kept
+from megatron.data.bert import SPECIAL, lengths_kept
 from megatron.data.tokenizer import BertTokenizer
 from tasks.protocol import Encoding, Example
 

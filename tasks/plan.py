@@ -12,7 +12,7 @@ from megatron.checkpoint.format import one_step
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained

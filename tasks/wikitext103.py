@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config.checks import positive
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of

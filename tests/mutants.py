@@ -442,6 +442,10 @@ last-label-of-the-next-split
 begin-token-twice
 - return [*self.begin, *ids, *self.end]
 + return [*self.begin, *self.begin, *ids, *self.end]
+@ megatron/data/cache.py | data/test_documents
+cache-of-another-key
+- is_current = footer["key"] == key
++ is_current = True
 @ megatron/data/order.py | data/test_order
 one-order-for-all-epochs
 - ^ epochs.astype(np.uint64))

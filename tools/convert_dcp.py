@@ -37,8 +37,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.launch import interruptible
 from megatron.config.model import LlamaConfig
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.tokenizer_base import Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from tools.convert.llama import LLAMA

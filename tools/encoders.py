@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.tokenizer_base import EncodedTexts, encode_arrays
+from megatron.data.tokenizer import EncodedTexts, encode_arrays
 from megatron.libraries import MissingLibrary, load
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")

@@ -31,7 +31,7 @@ from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_token_of, open_trained

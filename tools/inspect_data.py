@@ -33,13 +33,11 @@ from megatron.config.checks import non_negative
 from megatron.config.launch import interruptible
 from megatron.config.parse import parse, user_errors
 from megatron.config.training import BertDataConfig
-from megatron.data.bert import MASK_SHARE, RANDOM_SHARE, BertDataset, BertSample
+from megatron.data.bert import MASK_SHARE, RANDOM_SHARE, SPECIAL, BertDataset, BertSample
 from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
 from megatron.data.indexed import IndexedDataset
-from megatron.data.pairs import SPECIAL
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
-from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, build_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, Tokenizer, build_tokenizer
 from megatron.errors import flag
 from megatron.train.inputs import open_bert_data
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.data.files import with_suffix
 from megatron.data.indexed import Description
 from megatron.data.json_lines import MANIFEST
-from megatron.data.tokenizer_base import UNKNOWN
+from megatron.data.tokenizer import UNKNOWN
 from tools.corpus.program import say
 from tools.corpus.records import BAD_LINE, DAMAGED_FILE
 from tools.data_files import move_data_set

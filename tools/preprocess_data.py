@@ -37,8 +37,7 @@ from megatron.config.parse import parse
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
 from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
-from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, file_names
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer, file_names
 from megatron.errors import UsageError
 from tools.corpus.manifest import read_manifest
 from tools.corpus.program import Unfinished, running, say

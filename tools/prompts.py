@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
-from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.records import Count, Counts, Funnel, source_of
 from tools.corpus.settings import StepSettings
 from tools.corpus.shards import Unit, placed

@@ -36,14 +36,18 @@ from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
     CONTINUATION,
+    END_MARKS,
+    END_OF_DOCUMENT,
+    MARKS,
+    PAD_MARKS,
+    UNKNOWN,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     GPT2BPETokenizer,
+    HuggingFaceTokenizer,
     build_wordpiece,
     read_tokenizer,
 )
-from megatron.data.tokenizer_base import END_OF_DOCUMENT, MARKS, UNKNOWN
-from megatron.data.tokenizer_json import END_MARKS, PAD_MARKS, HuggingFaceTokenizer
 from megatron.errors import UsageError
 from tools.corpus.records import Funnel, documents, read_documents
 from tools.corpus.shards import cut, placed

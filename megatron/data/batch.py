@@ -11,13 +11,11 @@ Array = Any  # a numpy array from a data set, a torch tensor on a device
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some samples. Each kind of model adds its own fields: arrays whose first dim is the sample.
-
-    b: samples, s: tokens of each. per_token: fields whose last dim is the token of a sample.
-    """
+    """b samples of s tokens. Each kind of model adds its own fields: arrays whose first dim is the
+    sample."""
 
     per_token: ClassVar[tuple[str, ...]] = ()
-
+    """Fields whose last dim is the token of a sample."""
     numbers: Array = None
     """int64 [b]: sample numbers, counted over the whole training; dropout depends on them. None in
     evaluation."""
@@ -26,8 +24,8 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        first_own = fields(self)[len(fields(Batch))]  # the first that the kind of model adds
-        return len(getattr(self, first_own.name))
+        added = fields(self)[len(fields(Batch)) :]  # by the kind of model
+        return len(getattr(self, added[0].name))
 
     @property
     def num_tokens(self) -> int:
@@ -36,13 +34,12 @@ class Batch:
 
     @property
     def num_cut(self) -> int | None:
-        """Samples that are cut because they are longer than what is read; None if none can be."""
+        """Samples that are cut because they are too long; None if none can be."""
         return None
 
     @property
     def num_empty(self) -> int | None:
-        """Samples without a token to be predicted, from which nothing is learned; None if there can
-        be none."""
+        """Samples without a token to be predicted; None if there can be none."""
         return None
 
     def trimmed(self) -> Self:
@@ -60,13 +57,13 @@ class Batch:
         return self.with_arrays(numbers=numbers)
 
     def take(self, order: Array) -> Self:
-        """The batch with only the tokens at positions `order`, int64 [at most s], of each sample,
-        in that order. Attention's mask and dropout do not know positions and follow the new
-        order."""
-        arrays = {name: getattr(self, name) for name in self.per_token}
-        cut = {n: None if each is None else each[..., order] for n, each in arrays.items()}
-        places = order if self.places is None else self.places[order]
-        return replace(self, places=places, **cut)
+        """The batch with only the tokens at positions `order`, int64 [at most s], of each sample.
+        Attention's mask and dropout do not know positions and follow the new order."""
+        arrays = {"places": order if self.places is None else self.places[order]}
+        for name in self.per_token:
+            if (array := getattr(self, name)) is not None:
+                arrays[name] = array[..., order]
+        return replace(self, **arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +80,8 @@ class TextBatch(Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatch(TextBatch):
-    """Labelled examples to fine-tune BERT on, padded to the longest sequence among them.
-
-    With several options, tokens, token_types and is_real have three dims, [b, options, s].
-    """
+    """Labelled examples to fine-tune BERT on, padded to the longest sequence among them. With
+    several options, tokens, token_types and is_real have three dims, [b, options, s]."""
 
     token_types: Array  # int64 [b, s]
     is_real: Array  # bool [b, s], False where there is padding
@@ -114,8 +109,7 @@ def micro_batch_numbers(
 ) -> list[range]:
     """Sample numbers of this rank's micro-batches in the step that starts at sample `consumed`.
 
-    All ranks together read [consumed, consumed + global_batch_size), each number once, whatever
-    the micro-batch and data-parallel sizes.
+    All ranks together read [consumed, consumed + global_batch_size), each number once.
     """
     at_once = micro_batch_size * data_size
     assert global_batch_size % at_once == 0

@@ -12,12 +12,12 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron.data.files import DataError, ScanCache, sha256, with_suffix
+from megatron.data.cache import Entries, scan_once
+from megatron.data.files import DataError, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, is_text, parse_line, parse_record, read_lines
 from megatron.data.map_style import (
     check_no_config,
@@ -94,17 +94,14 @@ class JsonLines:
     def __init__(self, path: str, key: str) -> None:
         """Warns of lines without text; raises ValueError, naming --data-path, if none has text."""
         self.name, self._key = path, key
-        cache = ScanCache(Path(path), [Path(path)], key)
-        found = cache.find(partial(_read_lines, path, key))
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        if not cache.holds:
-            raise DataError(f"--data-path {path} changes while it is read; a finished file works")
-        self._starts, self._sizes = found["starts"], found["sizes"]
+        lines = scan_once(Path(path), [Path(path)], [key], partial(_scan, path, key))
+        self._starts, self._sizes = lines["starts"], lines["sizes"]
         self.num_documents = len(self._starts)
         self.num_bytes = int(self._sizes.sum(dtype=np.int64))
-        self.content = f"SHA-256 {found['digest']}, key {key}"
-        bad, first_bad = int(found["bad"]), str(found["first_bad"])
+        self.content = f"SHA-256 {lines['digest']}, key {key}"
+        bad, first_bad = lines["bad"], lines["first_bad"]
         if bad and self.num_documents <= 1 and _is_array(path):  # its last line may be a document
             raise ValueError(
                 f"--data-path {path} is one JSON array, not lines; --dataset-name {path} reads it"
@@ -139,7 +136,7 @@ class JsonLines:
         return f"{self.name}, line {_line_number(self.name, int(self._starts[number]))}"
 
 
-def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
+def _scan(path: str, key: str) -> Entries:
     """starts: int64 [documents], byte at which each line starts. sizes: int32 [documents], bytes of
     each line without its end. digest: SHA-256, in hex, of the whole file. bad: number of lines
     without a document; first_bad: the first of them, and why."""
@@ -155,10 +152,9 @@ def _read_lines(path: str, key: str) -> dict[str, NDArray[Any]]:
             else:
                 starts.append(line.offset)
                 sizes.append(len(line.content))
-    arrays = np.frombuffer(starts, np.int64), np.frombuffer(sizes, np.int32)
-    scalars = map(np.array, (digest.result(), bad, first_bad))
-    names = ("starts", "sizes", "digest", "bad", "first_bad")
-    return dict(zip(names, (*arrays, *scalars), strict=True))
+    yield "starts", np.frombuffer(starts, np.int64)
+    yield "sizes", np.frombuffer(sizes, np.int32)
+    yield from {"digest": digest.result(), "bad": bad, "first_bad": first_bad}.items()
 
 
 def _is_array(path: str) -> bool:

@@ -1,27 +1,23 @@
-"""Files of a data set: names, writing that survives a crash, and files kept beside them."""
-
-from __future__ import annotations
+"""Files of a data set: names, checksums, and writing that survives a crash."""
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import sys
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-T = TypeVar("T")
+from typing import BinaryIO
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Pieces of a file that are read to identify it: 128 KiB, and few enough seeks for a slow disk.
 PIECES, PIECE = 8, 16 << 10
 SAMPLE = "; sample "  # in `content` of a data set, before the part that older programs lack
+
+
+class DataError(ValueError):
+    """Data of a run that cannot be read, have changed, or teach nothing. The user gets one line
+    that names the flag or the file."""
 
 
 def with_suffix(prefix: str, suffix: str) -> Path:
@@ -98,80 +94,15 @@ def sampled_sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-class DataError(ValueError):
-    """Data of a run that cannot be read, have changed, or teach nothing. The user gets one line
-    that names the flag or the file."""
+def read_whole(descriptor: int, content: memoryview, start: int, name: Path | str) -> None:
+    """Fills `content`, bytes, from byte `start` of the file on; safe in any thread.
 
-
-def find_or_make(file: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
-    """Returns the result of `find`, which reads a file kept beside data; if it has none, that of
-    `make`, which writes the file.
-
-    One process of a host makes the file; the others wait for it, unless the folder allows no locks.
+    Raises DataError, with the name of the file, if it ends before.
     """
-    if (found := find()) is not None:
-        return found
-    from filelock import FileLock
-
-    lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
-    with suppress(OSError, NotImplementedError):  # the folder, or its file system, allows none
-        lock.acquire()
-    try:
-        return made if (made := find()) is not None else make()
-    finally:
-        if lock.is_locked:
-            with suppress(OSError):
-                Path(lock.lock_file).unlink()
-            lock.release()
-
-
-class ScanCache:
-    """Result of one pass over files, kept beside them and valid while they do not change.
-
-    It is a hidden file, because `datasets` takes every other file of a folder for data. If it
-    cannot be written, every process makes the pass.
-    """
-
-    def __init__(self, beside: Path, files: Sequence[Path], *selection: str) -> None:
-        """files: all files that are read; selection: the part of them that is used."""
-        beside = beside.resolve()
-        self._file = beside.with_name(f".{beside.name}.kept.npz")
-        self._files, self._selection = files, selection
-        self._key = self._stamp()
-
-    def _stamp(self) -> str:
-        """Names, sizes and modification times of the files, and the selection."""
-        found = [(each.name, (s := each.stat()).st_size, s.st_mtime_ns) for each in self._files]
-        return json.dumps([found, self._selection])
-
-    @property
-    def holds(self) -> bool:
-        """Whether the files are unchanged since this object was made."""
-        return self._stamp() == self._key
-
-    def find(self, scan: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The cached arrays, by name; without a cache those of `scan`, which are then cached."""
-
-        def make() -> Mapping[str, Any]:
-            self._write(arrays := scan())
-            return arrays
-
-        return find_or_make(self._file, self._read, make)
-
-    def _read(self) -> Mapping[str, Any] | None:
-        """The cached arrays; None without a cache, or if it is of other files."""
-        import numpy as np  # not above: checkpoint/format.py needs this file, but no numpy
-
-        damage = OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile
-        with suppress(*damage), np.load(self._file, allow_pickle=False) as arrays:
-            if str(arrays["key"]) == self._key:
-                return {name: arrays[name] for name in arrays.files}
-        return None
-
-    def _write(self, arrays: Mapping[str, Any]) -> None:
-        import numpy as np
-
-        content = BytesIO()
-        np.savez(content, key=self._key, **arrays)
-        with suppress(OSError):
-            write_atomically(self._file, content.getvalue())
+    while content:
+        count = os.preadv(descriptor, [content], start)
+        if not count:
+            raise DataError(
+                f"{name} has become shorter since it was opened; a file that stays as it is works"
+            )
+        content, start = content[count:], start + count

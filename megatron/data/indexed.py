@@ -37,7 +37,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import SAMPLE, DataError, sampled_sha256, with_suffix, write_atomically
+from megatron.data.files import (
+    SAMPLE,
+    DataError,
+    read_whole,
+    sampled_sha256,
+    with_suffix,
+    write_atomically,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -166,7 +173,21 @@ class IndexedShard:
         """
         self.prefix = prefix
         index, binary = _existing(prefix, ".idx"), _existing(prefix, ".bin")
-        self.dtype, sequences, documents = _read_header(index)
+        with index.open("rb") as stream:
+            header = stream.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise ValueError(
+                f"{index} is no index of Megatron's memory-mapped format, or is cut short"
+            )
+        _, version, code, sequences, documents = HEADER.unpack(header)
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(
+                f"{index} has version {version} and token type {code}; version {VERSION} with type "
+                "8 (uint16) or 4 (int32) would work"
+            )
+        if not sequences or not documents:
+            raise ValueError(f"{index} holds no document")
+        self.dtype = DTYPES[code]
         ends = list(accumulate([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents]))
         _check_length(index, ends[-1])
         # A plain array: each slice of a memmap takes ten times as long.
@@ -244,15 +265,8 @@ class IndexedShard:
         tokens = np.empty(stop - start, self.dtype)
         left = tokens.view(np.uint8).data
         for offset, length in self._pieces(start, stop):
-            part, left = left[:length], left[length:]
-            while part:
-                count = os.preadv(self._stream.fileno(), [part], offset)
-                if not count:
-                    raise DataError(
-                        f"{self.prefix}.bin has become shorter since it was opened; a file that "
-                        "stays as it is works"
-                    )
-                part, offset = part[count:], offset + count
+            read_whole(self._stream.fileno(), left[:length], offset, f"{self.prefix}.bin")
+            left = left[length:]
         return tokens
 
     def will_read(self, start: int, stop: int) -> None:
@@ -270,23 +284,6 @@ def _existing(prefix: str, suffix: str) -> Path:
     found = [each for each in longer if with_suffix(each, ".idx").is_file()]
     works = " or ".join(found) or "P_text_document, for P_text_document.bin and its .idx,"
     raise FileNotFoundError(f"{file} is not there; {works} would work")
-
-
-def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype of the tokens, number of sequences, entries of `documents`)."""
-    with index.open("rb") as stream:
-        header = stream.read(HEADER.size)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"{index} is no index of Megatron's memory-mapped format, or is cut short")
-    _, version, code, sequences, documents = HEADER.unpack(header)
-    if version != VERSION or code not in DTYPES:
-        raise ValueError(
-            f"{index} has version {version} and token type {code}; version {VERSION} with type 8 "
-            "(uint16) or 4 (int32) would work"
-        )
-    if not sequences or not documents:
-        raise ValueError(f"{index} holds no document")
-    return DTYPES[code], sequences, documents
 
 
 def _check_length(file: Path, expected: int) -> None:
@@ -320,8 +317,25 @@ class IndexedDataset:
         if any(shard.dtype != self.dtype for shard in self.shards):
             raise ValueError(f"{prefix}.json lists shards of different token types")
         for shard, facts in zip(self.shards, pairs.values(), strict=True):
-            if facts is not None:
-                _check_facts(shard, facts, f"{prefix}.json")
+            if facts is None:
+                continue
+            counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
+            if facts.sentences is not None:
+                counts["sentences"] = len(shard.sizes)
+            for name, count in counts.items():
+                if count != getattr(facts, name):
+                    raise ValueError(
+                        f"{shard.prefix} holds {count} {name}, but {prefix}.json says "
+                        f"{getattr(facts, name)}: the files do not belong together; "
+                        "tools/preprocess_data.py makes them anew, and without "
+                        f"{prefix}.json they are read as they are"
+                    )
+            _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * self.dtype.itemsize)
+            expected = facts.bin_sample_sha256, facts.idx_sample_sha256
+            for suffix, sample, was in zip((".bin", ".idx"), shard.samples, expected, strict=True):
+                if was is not None:
+                    file = f"{shard.prefix}{suffix}"
+                    check_sum(file, sample, was, "the SHA-256 of a sample of it")
         documents = (len(shard.documents) - 1 for shard in self.shards)
         self._first_documents = [0, *accumulate(documents)]  # of each shard, and the end
         self._first_tokens = [0, *accumulate(shard.num_tokens for shard in self.shards)]
@@ -392,25 +406,6 @@ class IndexedDataset:
             yield shard, max(0, start - offset), min(stop - offset, shard.num_tokens)
             if stop <= offset + shard.num_tokens:
                 break
-
-
-def _check_facts(shard: IndexedShard, facts: Description | ShardFacts, sidecar: str) -> None:
-    counts = {"documents": len(shard.documents) - 1, "tokens": shard.num_tokens}
-    if facts.sentences is not None:
-        counts["sentences"] = len(shard.sizes)
-    for name, count in counts.items():
-        expected = getattr(facts, name)
-        if count != expected:
-            raise ValueError(
-                f"{shard.prefix} holds {count} {name}, but {sidecar} says {expected}: the files do "
-                "not belong together; tools/preprocess_data.py makes them anew, and without "
-                f"{sidecar} they are read as they are"
-            )
-    _check_length(with_suffix(shard.prefix, ".bin"), facts.tokens * shard.dtype.itemsize)
-    expected_samples = facts.bin_sample_sha256, facts.idx_sample_sha256
-    for suffix, found, was in zip((".bin", ".idx"), shard.samples, expected_samples, strict=True):
-        if was is not None:
-            check_sum(f"{shard.prefix}{suffix}", found, was, "the SHA-256 of a sample of it")
 
 
 def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:

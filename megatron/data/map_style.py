@@ -25,7 +25,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import DataError, ScanCache
+from megatron.data.cache import Entries, scan_once
+from megatron.data.files import DataError
 from megatron.data.json_lines import NOT_SHARDS, warn_not_read
 from megatron.libraries import Library
 
@@ -46,6 +47,8 @@ BATCH_ROWS = 1000  # rows read together in the one pass
 DEFAULT_SPLIT = "train"
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".parquet")  # of files with texts
 
+Scan = Callable[[], Entries]
+
 
 class ColumnDocuments:
     """The rows of a column that hold text, numbered in their order.
@@ -54,26 +57,36 @@ class ColumnDocuments:
     are left out.
     """
 
-    def __init__(self, name: str, column: DatasetColumn, *, cache: ScanCache | None = None) -> None:
-        """name: flag and value, for messages. cache: where the result of the pass is kept.
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        column: str,
+        scan_cached: Callable[[Scan], dict[str, Any]] = lambda scan: dict(scan()),
+    ) -> None:
+        """name: flag and value, for messages. dataset: a map-style `datasets.Dataset`, which may be
+        shuffled or selected. scan_cached: scan_once, but for its last argument.
 
-        Warns of rows without text; raises ValueError if no row has text.
+        Warns of rows without text; raises ValueError, naming the flag, if the column does not hold
+        text, and if no row does.
         """
+        check_column(column, dataset.features.arrow_schema, name)
         self.name, self._column = name, column
-        found = _scan(column) if cache is None else cache.find(partial(_scan, column))
-        digest, without = str(found["digest"]), found["without"]
-        self.content = f"SHA-256 {digest} of texts"
-        self.num_documents = len(column) - len(without)
+        self._rows = dataset.select_columns([column]).with_format(None)
+        texts = scan_cached(partial(_scan, self._rows))
+        without = texts["without"]
+        self.content = f"SHA-256 {texts['digest']} of texts"
+        self.num_documents = len(dataset) - len(without)
         # Number of documents before each row that is left out.
         self._before = without - np.arange(len(without))
         if not self.num_documents:
             raise ValueError(
-                f"{name} holds no text in any of its {len(column)} rows; another --text-column, or "
-                "other data, would work"
+                f"{name} holds no text in any of its {len(dataset)} rows; another --text-column, "
+                "or other data, would work"
             )
         if len(without):
             warnings.warn(
-                f"{name}: {len(without)} of {len(column)} rows hold no text and are left out; the "
+                f"{name}: {len(without)} of {len(dataset)} rows hold no text and are left out; the "
                 f"first is row {without[0]}",
                 stacklevel=3,
             )
@@ -87,7 +100,8 @@ class ColumnDocuments:
 
     def text(self, number: int) -> str:
         """Raises DataError if the column has changed."""
-        if (text := self._column[self.row(number)]) is None:
+        text: str | None = self._rows[self.row(number)][self._column]
+        if text is None:
             raise DataError(
                 f"{self.place(number)} holds no text: it has changed since the whole was read; "
                 "files that stay as they are work"
@@ -95,28 +109,28 @@ class ColumnDocuments:
         return text
 
 
-def _scan(column: DatasetColumn) -> dict[str, NDArray[Any]]:
-    """One pass over the column. digest: SHA-256, in hex, of the texts; without: int64, rows without
-    text.
+def _scan(rows: Any) -> Entries:
+    """One pass over a dataset of one column. digest: SHA-256, in hex, of the texts; without: int64,
+    rows without text.
 
     Lengths and bytes have separate hashes, so that the result does not depend on batches.
     """
     sizes, content = hashlib.sha256(), hashlib.sha256()
     without, row = [np.empty(0, np.int64)], 0
-    for batch in column.batches():
-        texts = batch.cast(pa.large_string())
-        good = _has_text(texts)
-        if not good.all():
-            without.append(row + np.flatnonzero(~good))
-            texts = texts.filter(pa.array(good))
-        row += len(batch)
+    for table in rows.with_format("arrow").iter(BATCH_ROWS):
+        texts = table.column(0).combine_chunks().cast(pa.large_string())
+        has_text = _has_text(texts)
+        without.append(row + np.flatnonzero(~has_text))
+        row += len(texts)
+        if not has_text.all():
+            texts = texts.filter(pa.array(has_text))
         sizes.update(pc.binary_length(texts).to_numpy(zero_copy_only=False).tobytes())
         _, offsets, values = texts.buffers()
         if len(texts):
             ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
             content.update(memoryview(values)[ends[0] : ends[-1]])
-    whole = hashlib.sha256(sizes.digest() + content.digest())
-    return {"digest": np.array(whole.hexdigest()), "without": np.concatenate(without)}
+    yield "digest", hashlib.sha256(sizes.digest() + content.digest()).hexdigest()
+    yield "without", np.concatenate(without)
 
 
 def _has_text(texts: Any) -> NDArray[np.bool_]:
@@ -131,47 +145,13 @@ def _has_text(texts: Any) -> NDArray[np.bool_]:
     return ~pc.fill_null(blank, True).to_numpy(zero_copy_only=False)
 
 
-class DatasetColumn:
-    """A column of a map-style `datasets.Dataset`, which may be shuffled or selected."""
-
-    def __init__(self, dataset: Any, column: str, name: str) -> None:
-        """Raises ValueError, naming the flag, if the dataset is not map-style or the column does
-        not hold text."""
-        if not isinstance(dataset, datasets.Dataset):
-            raise ValueError(
-                f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
-                "JSON lines that `python -m tools.stream_to_jsonl` writes from it works"
-            )
-        check_column(column, dataset.features.arrow_schema, name)
-        self._dataset = dataset.select_columns([column]).with_format(None)
-        self._name = column
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> str | None:
-        found: str | None = self._dataset[row][self._name]
-        return found
-
-    def batches(self) -> Iterator[Any]:
-        for table in self._dataset.with_format("arrow").iter(BATCH_ROWS):
-            yield table.column(0).combine_chunks()
-
-
 def check_column(column: str, schema: Any, name: str) -> None:
     """ValueError, naming the text columns, if the Arrow schema has no such column of text."""
 
     def is_text(kind: Any) -> bool:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        return any(
-            test(kind)
-            for test in (
-                pa.types.is_string,
-                pa.types.is_large_string,
-                pa.types.is_string_view,
-                pa.types.is_null,
-            )
-        )
+        strings = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
+        return any(test(kind) for test in (*strings, pa.types.is_null))
 
     texts = [field.name for field in schema if is_text(field.type)]
     if column not in texts:
@@ -198,36 +178,42 @@ def open_map_style(
     of a folder of parquet whose README.md names several. Files are found as by
     `datasets.load_dataset`. Raises ValueError, naming the flag, for anything else.
     """
-    folder, name = Path(path), f"--data-path {path}"
-    if folder.is_file():
+    place, name = Path(path), f"--data-path {path}"
+    if place.is_file():
         check_only_split(split, None, name)
         check_no_config(config, name)
-        return _open_parquet(folder, [folder], column, "", name)
-    if not folder.is_dir():
+        return _open_parquet(place, [place], column, "", name)
+    if not place.is_dir():
         raise ValueError(f"{name}: there is no such file")
-    if is_saved(folder):
+    if is_saved(place):
         check_no_config(config, name)
-        return _open_saved(folder, column, split, name)
-    files = _find_files(folder, config, name)
-    if not all(file.suffix == ".parquet" for each in files.values() for file in each):
-        raise ValueError(f"{name} is no folder of *.parquet; --dataset-name {path} reads it")
-    chosen = choose_split(split, list(files), name)
-    return _open_parquet(folder, files[chosen], column, f"{config or ''} {chosen}", name)
-
-
-def _find_files(folder: Path, config: str | None, name: str) -> dict[str, list[Path]]:
-    """The files of each split of a configuration; nothing is copied."""
-    with TemporaryDirectory() as cache, one_line_errors(name, config):
+        try:
+            dataset = datasets.load_from_disk(place, keep_in_memory=False)
+        except (ValueError, OSError, KeyError) as error:
+            raise ValueError(
+                f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
+            ) from error
+        if isinstance(dataset, datasets.DatasetDict):
+            split = choose_split(split, list(dataset), name)
+            dataset = dataset[split]
+        else:
+            check_only_split(split, dataset.split, name)
+        return _open_dataset(dataset, place, column, split or "", name)
+    with TemporaryDirectory() as cache, one_line_errors(name, config):  # no data is copied
         try:
             builder = datasets.load_dataset_builder(
-                str(folder.resolve()), name=config, cache_dir=cache
+                str(place.resolve()), name=config, cache_dir=cache
             )
         except datasets.data_files.EmptyDatasetError as error:
             raise ValueError(
                 f"{name} is neither a folder of datasets' save_to_disk nor one of *.parquet; a "
                 "file named *.jsonl or *.parquet works"
             ) from error
-    return {split: list(map(Path, files)) for split, files in builder.config.data_files.items()}
+    files = {key: list(map(Path, paths)) for key, paths in builder.config.data_files.items()}
+    if not all(file.suffix == ".parquet" for paths in files.values() for file in paths):
+        raise ValueError(f"{name} is no folder of *.parquet; --dataset-name {path} reads it")
+    split = choose_split(split, list(files), name)
+    return _open_parquet(place, files[split], column, f"{config or ''} {split}", name)
 
 
 def is_saved(folder: Path) -> bool:
@@ -258,8 +244,8 @@ def _open_parquet(
                 pattern = glob.escape(str(file.absolute()))
                 size = f"{file.stat().st_size}-bytes"  # path and time are in the copy's key already
                 copies.append(datasets.Dataset.from_parquet(pattern, config_name=size, **how))
-    texts = DatasetColumn(datasets.concatenate_datasets(copies), column, name)
-    return ColumnDocuments(name, texts, cache=ScanCache(path, files, column, selection))
+    cached = partial(scan_once, path, files, (column, selection))
+    return ColumnDocuments(name, datasets.concatenate_datasets(copies), column, cached)
 
 
 @contextmanager
@@ -273,29 +259,16 @@ def _damage_named(file: str) -> Iterator[None]:
         ) from error
 
 
-def _open_saved(folder: Path, column: str, split: str | None, name: str) -> ColumnDocuments:
-    try:
-        found = datasets.load_from_disk(folder, keep_in_memory=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(
-            f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
-        ) from error
-    if isinstance(found, datasets.DatasetDict):
-        found = found[split := choose_split(split, list(found), name)]
-    else:
-        check_only_split(split, found.split, name)
-    return _open_dataset(found, folder, column, split or "", name)
-
-
 def _open_dataset(
     dataset: Any, beside: Path | None, column: str, selection: str, name: str
 ) -> ColumnDocuments:
-    """beside: path next to which the result of the pass is kept; None for the first Arrow file."""
-    texts = DatasetColumn(dataset, column, name)
+    """beside: path next to which the result of the pass is cached; None for the first Arrow
+    file."""
     files = [Path(each["filename"]) for each in dataset.cache_files]
-    place = beside or next(iter(files), None)
-    cache = ScanCache(place, files, column, selection) if place and files else None
-    return ColumnDocuments(name, texts, cache=cache)
+    if not files:
+        return ColumnDocuments(name, dataset, column)
+    cached = partial(scan_once, beside or files[0], files, (column, selection))
+    return ColumnDocuments(name, dataset, column, cached)
 
 
 def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
@@ -354,25 +327,23 @@ def load_named(
         builder = datasets.load_dataset_builder(**where, name=config)
         if hasattr(builder.config, "sample_by"):  # by default text files are read by lines
             builder = datasets.load_dataset_builder(**where, name=config, sample_by="document")
-        if path.is_dir() and builder.config.name == "default":
-            _warn_of_others(path, builder.config.data_files or {}, flag)
+        if path.is_dir() and builder.config.name == "default":  # it reads one kind per folder
+            splits = (builder.config.data_files or {}).values()
+            read = {Path(file) for files in splits for file in files}
+            no_texts = {*NOT_SHARDS, "dataset_infos.json"}  # of corpus steps, and of `datasets`
+            others = (
+                str(file.relative_to(path))
+                for file in sorted(path.rglob("*"))
+                if file.suffix in ENDINGS and file.name not in no_texts and file not in read
+            )
+            warn_not_read(flag, others, "a folder with files of one kind is read whole")
         if not streaming:
             builder.download_and_prepare()
     try:
-        read = builder.as_streaming_dataset if streaming else builder.as_dataset
-        return read(split=wanted)
+        open_split = builder.as_streaming_dataset if streaming else builder.as_dataset
+        return open_split(split=wanted)
     except ValueError as error:  # the library names the splits that are there
         raise ValueError(f"--dataset-split {wanted} of {flag}: {one_line(error)}") from error
-
-
-def _warn_of_others(folder: Path, splits: Mapping[Any, Sequence[str]], flag: str) -> None:
-    """Warns of text files that `datasets` leaves out, because it reads one kind per folder."""
-    read = {Path(file) for files in splits.values() for file in files}
-    found = (file for file in sorted(folder.rglob("*")) if file.suffix in ENDINGS)
-    no_texts = {*NOT_SHARDS, "dataset_infos.json"}  # of corpus steps, and of `datasets`
-    others = (str(file.relative_to(folder)) for file in found if file not in read)
-    others = (name for name in others if Path(name).name not in no_texts)
-    warn_not_read(flag, others, "a folder with files of one kind is read whole")
 
 
 @contextmanager

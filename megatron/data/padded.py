@@ -13,33 +13,25 @@ b: samples of a batch; s: tokens of a sample (--seq-length).
 """
 
 import hashlib
-import os
 import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron.data.cache import Cache, Entries, open_or_make
 from megatron.data.documents import Documents, JsonLines
-from megatron.data.files import (
-    NO_SPACE,
-    DataError,
-    disk_space,
-    find_or_make,
-    flush_to_disk,
-    temporary,
-)
+from megatron.data.files import NO_SPACE, disk_space
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.indexed import token_dtype
 from megatron.data.order import Series, open_series
 from megatron.data.sources import Corpus
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 
 CHUNK = 256  # documents that are tokenised together
+FORMAT = "2"  # of a cache of tokens; files of format 1 have other names and are not read
 
 Encode = Callable[[Sequence[int]], list[list[int]]]
 """Maps numbers of documents to the ids of each; safe in any thread."""
@@ -170,13 +162,11 @@ def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Paddi
     room = padding.seq_length + 1
     too_long, longest = 0, 0
     for documents, encode in sources:
-        for start in range(0, documents.num_documents, CHUNK):
-            numbers = range(start, min(start + CHUNK, documents.num_documents))
-            for number, text in zip(numbers, encode(numbers), strict=True):
-                ids = padding.mark(text)
-                too_long += len(ids) > room
-                if len(ids) > longest:
-                    longest, where = len(ids), (documents, number)
+        for number, text in _encode_all(documents, encode):
+            length = len(padding.mark(text))
+            too_long += length > room
+            if length > longest:
+                longest, where = length, (documents, number)
     if too_long:
         documents, number = where
         raise ValueError(
@@ -186,19 +176,23 @@ def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Paddi
         )
 
 
+def _encode_all(documents: Documents, encode: Encode) -> Iterator[tuple[int, list[int]]]:
+    """(number, ids) of every document."""
+    for start in range(0, documents.num_documents, CHUNK):
+        numbers = range(start, min(start + CHUNK, documents.num_documents))
+        yield from zip(numbers, encode(numbers), strict=True)
+
+
 def _encode_on_demand(documents: Documents, tokenizer: Tokenizer) -> Encode:
     return lambda numbers: tokenizer.encode_batch([documents.text(number) for number in numbers])
 
 
 def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
-    """Token ids of a file of JSON lines, kept beside it: tokenised once, read by every later run.
+    """Token ids of a file of JSON lines, cached beside it: tokenised once, read by every later run.
 
     The name of the cache, `.FILE.HASH.tokens`, has a hash of the file's content, the key of its
     texts and the tokenizer. So a changed file, or another tokenizer, has its own cache, and none is
     stale. Ids are without begin and end marks and are not cut: one cache serves every --seq-length.
-
-        ids     uint16 or int32    of all documents, one after another
-        ends    int64 [documents]  where in ids each document ends
 
     Raises ValueError, naming --cache-tokens, if the documents are not a file of JSON lines, and
     DataError if the cache is damaged. Warns if no cache can be written to the folder, and then
@@ -209,30 +203,22 @@ def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
             f"--cache-tokens: {documents.name} is no file of JSON lines; --no-cache-tokens works"
         )
     encode = _encode_on_demand(documents, tokenizer)
-    facts = "\n".join((documents.content, tokenizer.kind, tokenizer.fingerprint))
+    facts = "\n".join((FORMAT, documents.content, tokenizer.kind, tokenizer.fingerprint))
     name = hashlib.sha256(facts.encode()).hexdigest()[:16]
     source, dtype = Path(documents.name).resolve(), token_dtype(tokenizer.vocab_size)
-    file, count = source.with_name(f".{source.name}.{name}.tokens"), documents.num_documents
+    file = source.with_name(f".{source.name}.{name}.tokens")
 
-    def write() -> Path:
-        """Writes the cache in bounded memory; the file is in place whole, or not at all."""
-        staged, ends = temporary(file), np.empty(count, np.int64)
-        end = 0
-        try:
-            with staged.open("wb") as stream:
-                for start in range(0, count, CHUNK):
-                    numbers = range(start, min(start + CHUNK, count))
-                    for number, ids in zip(numbers, encode(numbers), strict=True):
-                        stream.write(np.asarray(ids, dtype).tobytes())
-                        ends[number] = end = end + len(ids)
-                stream.write(ends.tobytes())
-                flush_to_disk(stream)
-            return staged.replace(file)
-        finally:
-            staged.unlink(missing_ok=True)
+    def tokenise() -> Entries:
+        """ids: of all documents, one after another. bounds: int64 [documents + 1], where in ids
+        each document starts, and the end."""
+        bounds = np.zeros(documents.num_documents + 1, np.int64)
+        for number, ids in _encode_all(documents, encode):
+            bounds[number + 1] = bounds[number] + len(ids)
+            yield "ids", np.asarray(ids, dtype)
+        yield "bounds", bounds
 
     try:
-        find_or_make(file, lambda: file if file.is_file() else None, write)
+        cache = Cache(file, facts) if file.is_file() else open_or_make(file, facts, tokenise)
     except OSError as error:
         space = error.errno in NO_SPACE and f"; {disk_space(file, documents.num_bytes)}"
         warnings.warn(
@@ -241,28 +227,10 @@ def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
             stacklevel=3,
         )
         return encode
-    return _open_cache(file, count, dtype)
-
-
-def _open_cache(file: Path, documents: int, dtype: np.dtype[Any]) -> Encode:
-    """Raises DataError, naming the file, if it is damaged."""
-    stream = file.open("rb", buffering=0)
-    size, tail = os.fstat(stream.fileno()).st_size, 8 * documents
-    ends = os.pread(stream.fileno(), tail, size - tail) if size >= tail else b""
-    starts = np.concatenate([[0], np.frombuffer(ends, np.int64)]) * dtype.itemsize
-    if int(starts[-1]) + tail != size or (np.diff(starts) < 0).any():
-        stream.close()
-        raise DataError(f"--cache-tokens: {file} is damaged; without this file it is made anew")
+    bounds = cache.read("bounds")
 
     def read(numbers: Sequence[int]) -> list[list[int]]:
-        texts = list[list[int]]()
-        for number in numbers:
-            start, stop = starts[number : number + 2].tolist()
-            content = os.pread(stream.fileno(), stop - start, start)
-            if len(content) != stop - start:
-                raise DataError(f"--cache-tokens: {file} was cut while it was read")
-            texts.append(np.frombuffer(content, dtype).tolist())
-        return texts
+        ranges = [bounds[number : number + 2].tolist() for number in numbers]
+        return [cache.read("ids", start, stop).tolist() for start, stop in ranges]
 
-    weakref.finalize(read, stream.close)
     return read

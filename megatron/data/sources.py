@@ -13,8 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from megatron.data.documents import Documents, names_documents, open_documents
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import IndexedDataset, check_highest_id
-from megatron.data.tokenizer import file_flags, read_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer, file_flags, read_tokenizer
 
 # Some 64 chunks of 2^16 ids of a data set without sidecar are checked beforehand: 8 to 16 MB, and
 # few enough seeks for a slow disk.
@@ -87,11 +86,8 @@ def open_corpus(
     sources = []
     for weight, prefix in _parse(data_path):
         if Path(prefix).is_dir() and (pairs := sorted(Path(prefix).glob("*.idx"))):
-            found = [str(each.with_suffix("")) for each in pairs]
-            others = f" (others: {', '.join(found[1:4])})" * (len(found) > 1)
-            raise ValueError(
-                f"--data-path {prefix} is a folder; --data-path {found[0]} works{others}"
-            )
+            works = " or ".join(f"--data-path {pair.with_suffix('')}" for pair in pairs[:4])
+            raise ValueError(f"--data-path {prefix} is a folder; {works} works")
         if names_documents(prefix):
             raise ValueError(
                 f"--data-path {prefix} is text, not the prefix of a .bin and .idx pair, which "
@@ -109,16 +105,41 @@ def open_corpus(
         facts = tokenizer.kind, tokenizer.vocab_size, tokenizer.fingerprint
         tokenizers["--vocab-file"] = facts
     for source in sources:
-        if (known := source.data.description) is not None:
-            facts = known.tokenizer_type, known.vocab_size, known.tokenizer_fingerprint
+        description = source.data.description
+        if description is not None:
+            facts = (
+                description.tokenizer_type,
+                description.vocab_size,
+                description.tokenizer_fingerprint,
+            )
             tokenizers[f"{source.data.prefix}.json"] = facts
     size, fingerprint = _agreed_tokenizer(tokenizers, vocab_size)
+    ends: set[int | None] = set()
+    unshuffled = []
     for source in sources:
-        if source.data.description is None:
-            _sample_ids(source.data, size)
-    _warn_unless_shuffled(sources)
-    own = tokenizer.eod if tokenizer is not None else None
-    ends = {own if (known := each.data.description) is None else known.eod for each in sources}
+        data, description = source.data, source.data.description
+        if description is not None:
+            ends.add(description.eod)
+            # Neighbours share a sample only of whole documents: one of sentences has one document.
+            if not description.shuffled and description.sentences is None:
+                unshuffled.append(data.prefix)
+            continue
+        ends.add(tokenizer.eod if tokenizer is not None else None)
+        warnings.warn(
+            f"{data.prefix}.json is not there: its tokenizer and order are not known, only ids "
+            "are checked",
+            stacklevel=2,
+        )
+        step = max(SAMPLED_CHUNK, data.num_tokens // SAMPLED_CHUNKS)
+        for start in range(0, data.num_tokens, step):
+            ids = data.read(start, min(start + SAMPLED_CHUNK, data.num_tokens))
+            check_highest_id(data.prefix, int(ids.max()), size)
+    if unshuffled:
+        warnings.warn(
+            f"{', '.join(unshuffled)}: documents are not known to be shuffled, and neighbours "
+            "share samples; python -m tools.corpus.split shuffles them",
+            stacklevel=2,
+        )
     eod = ends.pop() if len(ends) == 1 else None
     return Corpus(sources=tuple(sources), vocab_size=size, eod=eod, fingerprint=fingerprint)
 
@@ -177,8 +198,8 @@ def _agreed_tokenizer(
         return vocab_size, ""
     names = ("kind", "vocabulary", "fingerprint")
     (first, expected), *others = tokenizers.items()
-    for other, found in others:
-        for name, ours, theirs in zip(names, expected, found, strict=True):
+    for other, facts in others:
+        for name, ours, theirs in zip(names, expected, facts, strict=True):
             if ours != theirs:
                 raise ValueError(
                     f"--data-path: tokenizers differ in their {name}: {ours} by {first}, {theirs} "
@@ -192,36 +213,6 @@ def _agreed_tokenizer(
             f"--vocab-size {size}, would work"
         )
     return vocab_size or size, fingerprint
-
-
-def _sample_ids(data: IndexedDataset, vocab_size: int) -> None:
-    warnings.warn(
-        f"{data.prefix}.json is not there: its tokenizer and order are not known, only ids are "
-        "checked",
-        stacklevel=2,
-    )
-    step = max(SAMPLED_CHUNK, data.num_tokens // SAMPLED_CHUNKS)
-    for start in range(0, data.num_tokens, step):
-        ids = data.read(start, min(start + SAMPLED_CHUNK, data.num_tokens))
-        check_highest_id(data.prefix, int(ids.max()), vocab_size)
-
-
-def _warn_unless_shuffled(sources: Sequence[Source[IndexedDataset]]) -> None:
-    """Only for whole documents: neighbours share a sample. A sample of sentences has one
-    document."""
-    unshuffled = [
-        source.data.prefix
-        for source in sources
-        if (known := source.data.description) is not None
-        and not known.shuffled
-        and known.sentences is None
-    ]
-    if unshuffled:
-        warnings.warn(
-            f"{', '.join(unshuffled)}: documents are not known to be shuffled, and neighbours "
-            "share samples; python -m tools.corpus.split shuffles them",
-            stacklevel=2,
-        )
 
 
 def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> None:
@@ -241,11 +232,11 @@ def find_tokenizer(corpus: Corpus[IndexedDataset]) -> Tokenizer | None:
     Raises ValueError, naming the folder, if its tokenizer did not make the data set, or is damaged.
     """
     for source in corpus.sources:
-        folder, known = tokenizer_folder(source.data.prefix), source.data.description
-        if known is None or not folder.is_dir():
+        folder, description = tokenizer_folder(source.data.prefix), source.data.description
+        if description is None or not folder.is_dir():
             continue
-        tokenizer = read_tokenizer(known.tokenizer_type, folder)
-        if tokenizer.fingerprint != known.tokenizer_fingerprint:
+        tokenizer = read_tokenizer(description.tokenizer_type, folder)
+        if tokenizer.fingerprint != description.tokenizer_fingerprint:
             raise ValueError(
                 f"{folder} holds another tokenizer than the data set was made with; the right "
                 f"{file_flags(tokenizer.kind)}, or no such folder, would work"

@@ -1,6 +1,7 @@
 """The tokenizers of --tokenizer-type: GPT-2's byte-pair encoding, BERT's WordPiece, and any that a
 tokenizer.json describes."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,49 +11,132 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.tokenizer_base import (
-    CLS,
-    END_OF_DOCUMENT,
-    MARKS,
-    MASK,
-    PAD,
-    SEP,
-    UNKNOWN,
-    Tokenizer,
-    read_given,
-)
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
-
+END_OF_DOCUMENT = "<|endoftext|>"
+PAD, UNKNOWN, CLS, SEP, MASK = MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# Marks that end or pad a document, if no file beside a tokenizer.json names one.
+END_MARKS = (END_OF_DOCUMENT, "</s>", "[EOT]", SEP, "<eos>", "<|end_of_text|>")
+PAD_MARKS = (PAD, "<pad>")
 CONTINUATION = "##"
 LONGEST_WORD = 100  # characters; a longer one is [UNK]
 # Largest share with capitals, of a lower-case vocabulary's tokens with letters: none in BERT's own,
 # "<S>" and "<T>" in its Chinese one; 31 % in one of 30,000 trained on cased text.
 CASED = 0.02
 
+EncodedTexts = tuple[NDArray[np.uint32], NDArray[np.int32]]
+"""(the ids of all texts one after another, how many of them each text has)"""
+
+
+class Tokenizer:
+    """Converts text to ids and back, with a tokenizers.Tokenizer.
+
+    Text that spells a special token, such as the end mark, is encoded as the ordinary characters it
+    is made of. __init__ raises ValueError or OSError, naming the flag, for a file that is not as it
+    should be.
+    """
+
+    kind: str
+    """Its value of --tokenizer-type."""
+    names: ClassVar[Mapping[str, str]]
+    """Name of each file in a tokenizer's folder: {parameter: name}."""
+    vocab_size: int
+    """Number of ids, the end mark's included; every id is below it."""
+    eod: int
+    """Id of the mark that ends a document; no text is encoded as it."""
+    bos_id: int | None = None
+    """Id of the mark that begins a document, for other programs: here no text starts with it. None
+    if the tokenizer names none."""
+    pad_id: int | None = None
+    """Id of the mark that pads a sample; None if the tokenizer has none."""
+    more_ends: tuple[int, ...] = ()
+    """Other ids that end a generated text, by the files beside the model's weights."""
+    fingerprint: str
+    """SHA-256, in hex, of all that decides the ids: if equal, so are the ids of every text."""
+    files: Mapping[str, bytes]
+    """{name: content} of the files it was made of, from which read_tokenizer makes it again."""
+    library: Any
+    """A tokenizers.Tokenizer."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Every id that ends a generated text, eod first."""
+        return (self.eod, *self.more_ends)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_arrays(self, texts: Sequence[str]) -> EncodedTexts:
+        return encode_arrays(self.library, texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, with marks spelt out."""
+        return str(self.library.decode(list(ids), skip_special_tokens=False))
+
+    def decode_after(self, ids: Sequence[int]) -> str:
+        """The text of ids that follow other ids. Decoded alone, they would lack the blank that many
+        tokenizers remove from the start of a text."""
+        before = self.encode("a")
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
+    def token_id(self, text: str) -> int:
+        """The id of the token spelt `text`; ValueError, naming similar ones, if there is none.
+
+        A byte-level token is spelt in the characters that stand for its bytes.
+        """
+        token_id: int | None = self.library.token_to_id(text)
+        if token_id is None:
+            near = difflib.get_close_matches(text, self.library.get_vocab(), cutoff=0.5)
+            cure = f"; {' or '.join(map(repr, near))} would work" if near else ""
+            raise ValueError(f"the vocabulary has no token {text!r}{cure}")
+        return token_id
+
+
+def encode_arrays(library: Any, texts: Sequence[str]) -> EncodedTexts:
+    """library: a tokenizers.Tokenizer."""
+    encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+    ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    sizes = np.array([len(each) for each in ids], np.int32)
+    return np.concatenate(ids or [np.empty(0, np.uint32)]), sizes
+
 
 class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's byte-level byte-pair encoding.
-
-    Text that spells the end mark is encoded as the ordinary characters it is made of.
-    """
+    """GPT-2's byte-level byte-pair encoding."""
 
     kind = "GPT2BPETokenizer"
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 
     def __init__(self, vocab_file: str | None, merge_file: str | None) -> None:
-        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
         import tokenizers
 
-        vocab_content = read_given("--vocab-file", vocab_file)
-        vocabulary = _parse_vocabulary(vocab_content, f"--vocab-file {vocab_file}")
+        flag, vocab_content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
+        vocabulary: dict[str, int] = _parse_object(vocab_content, flag)
+        ids = list(vocabulary.values())
+        if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
+            raise ValueError(
+                f"{flag} is no JSON object of tokens with the ids 0, 1, 2, ...; a vocab.json, or "
+                "--tokenizer-type HuggingFaceTokenizer for a tokenizer.json, would work"
+            )
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
             raise ValueError(
-                f"--vocab-file {vocab_file} lacks {END_OF_DOCUMENT} or some of the 256 bytes; "
-                "GPT-2's own vocab.json, or one of tools/train_tokenizer.py, would work"
+                f"{flag} lacks {END_OF_DOCUMENT} or some of the 256 bytes; GPT-2's own vocab.json, "
+                "or one of tools/train_tokenizer.py, would work"
             )
-        merge_content = read_given("--merge-file", merge_file)
-        merges = _parse_merges(merge_content, f"--merge-file {merge_file}", vocabulary)
+        merge_content, merges = _read("--merge-file", merge_file), []
+        text = _decode(merge_content, f"--merge-file {merge_file}").replace("\r", "\n")
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line or line.startswith("#version"):
+                continue
+            left, _, right = line.partition(" ")
+            if not {left, right, left + right} <= vocabulary.keys():
+                raise ValueError(
+                    f"--merge-file {merge_file}, line {number}: {line!r} merges no tokens of "
+                    "--vocab-file; files that belong together would work"
+                )
+            merges.append((left, right))
         self.files = dict(zip(self.names.values(), (vocab_content, merge_content), strict=True))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[END_OF_DOCUMENT]
@@ -65,59 +149,40 @@ class GPT2BPETokenizer(Tokenizer):
         self.library = bpe
 
 
-def _parse_vocabulary(content: bytes, given: str) -> dict[str, int]:
-    """{token: id}, the ids being 0, 1, 2, ... in some order; given: flag and file."""
-    try:
-        vocabulary: Any = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{given} is not JSON: {error}") from error
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
-    if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
-        cure = "a vocab.json, or --tokenizer-type HuggingFaceTokenizer for a tokenizer.json,"
-        raise ValueError(
-            f"{given} is no JSON object of tokens with the ids 0, 1, 2, ...; {cure} would work"
-        )
-    return vocabulary
-
-
-def _parse_merges(
-    content: bytes, given: str, vocabulary: Mapping[str, int]
-) -> list[tuple[str, str]]:
-    try:
-        # Any line end, as when a file is read as text.
-        lines = content.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{given} is not UTF-8 text: {error}") from error
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        if not line or line.startswith("#version"):
-            continue
-        left, _, right = line.partition(" ")
-        if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
-            raise ValueError(
-                f"{given}, line {number}: {line!r} merges no tokens of --vocab-file; files that "
-                "belong together would work"
-            )
-        merges.append((left, right))
-    return merges
-
-
 class BertTokenizer(Tokenizer):
-    """BERT's WordPiece.
-
-    Text that spells a mark such as [SEP] is encoded as the ordinary characters it is made of. Text
-    without any character of a word, such as "\\u200b", becomes no token.
-    """
+    """BERT's WordPiece. Text without any character of a word, such as "\\u200b", becomes no
+    token."""
 
     names: ClassVar[Mapping[str, str]] = {"vocab_file": "vocab.txt"}
     is_lower_case: ClassVar[bool]
     """Whether text is lower-cased, and its accents removed, before it is encoded."""
+    is_continuation: NDArray[np.bool_]
+    """[vocabulary]: whether a piece continues the word of the piece before it."""
 
     def __init__(self, vocab_file: str | None) -> None:
-        """Raises ValueError or OSError, naming the flag, for a file that is not as it should be."""
-        content, given = read_given("--vocab-file", vocab_file), f"--vocab-file {vocab_file}"
-        tokens = _parse_tokens(content, given)
-        _check_casing(tokens, self.is_lower_case, given)
+        flag, content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
+        tokens = _decode(content, flag).removesuffix("\n").split("\n")
+        if missing := [mark for mark in MARKS if mark not in tokens]:
+            raise ValueError(
+                f"{flag} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a "
+                "vocab.txt of BERT or of tools/train_tokenizer.py would work"
+            )
+        first: dict[str, int] = {}
+        for number, token in enumerate(tokens, start=1):
+            if not token:
+                raise ValueError(f"{flag}, line {number}: empty; every line should hold a token")
+            if first.setdefault(token, number) != number:
+                raise ValueError(f"{flag}, line {number}: {token!r} is in line {first[token]}, too")
+        ordinary = [token for token in tokens if token not in MARKS]
+        letters = sum(token.lower() != token.upper() for token in ordinary)
+        capitals = sum(token.lower() != token for token in ordinary)
+        if letters and (capitals <= CASED * letters) != self.is_lower_case:
+            other = BertWordPieceCase if self.is_lower_case else BertWordPieceLowerCase
+            raise ValueError(
+                f"{flag}: {capitals} of {letters} tokens with letters have capitals; a "
+                f"vocabulary {'without' if self.is_lower_case else 'with'} capitals, or "
+                f"--tokenizer-type {other.kind} where data is made, would work"
+            )
         self.library = build_wordpiece(tokens, is_lower_case=self.is_lower_case)
         self.files = {self.names["vocab_file"]: content}
         self.vocab_size = len(tokens)
@@ -125,10 +190,7 @@ class BertTokenizer(Tokenizer):
         self.pad, self.unknown, self.cls, self.sep, self.mask = numbers
         self.eod, self.pad_id = self.sep, self.pad
         self.fingerprint = hashlib.sha256(json.dumps([self.kind, tokens]).encode()).hexdigest()
-        self.is_continuation: NDArray[np.bool_] = np.array(
-            [token.startswith(CONTINUATION) for token in tokens]
-        )
-        """[vocabulary]: whether a piece continues the word of the piece before it."""
+        self.is_continuation = np.array([token.startswith(CONTINUATION) for token in tokens])
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """(ids, start and end of each in the text, in characters)."""
@@ -162,61 +224,202 @@ def build_wordpiece(tokens: Sequence[str], *, is_lower_case: bool) -> Any:
     return library
 
 
-def _parse_tokens(content: bytes, given: str) -> list[str]:
-    """Tokens, one per line, with ids 0, 1, 2, ...; given: flag and file."""
+class HuggingFaceTokenizer(Tokenizer):
+    """The tokenizer that a tokenizer.json describes.
+
+    No special token is added to a text; truncation and padding of the file are off. Added tokens
+    that are not special are found in texts. eod is the eos_token of the files beside
+    tokenizer.json, else the first of END_MARKS among its added tokens, else in its vocabulary.
+    pad_id is found likewise from pad_token and PAD_MARKS, or is None; bos_id is that of their
+    bos_token, or None.
+    """
+
+    kind = "HuggingFaceTokenizer"
+    names: ClassVar[Mapping[str, str]] = {"vocab_file": "tokenizer.json"}
+    beside: ClassVar = ("tokenizer_config.json", "special_tokens_map.json")
+    """Files that name the marks; the first that does counts. `files` has them if they exist."""
+    marks: tuple[str, ...]
+    """The special tokens."""
+
+    def __init__(self, vocab_file: str | None) -> None:
+        """vocab_file: a tokenizer.json, or a model folder that holds one. A file that would not
+        give the same ids each time, or has no end mark, is refused, too."""
+        name = self.names["vocab_file"]
+        if vocab_file is not None and Path(vocab_file).is_dir():
+            vocab_file = _find_in_folder(Path(vocab_file), name)
+        flag, content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
+        folder = Path(str(vocab_file)).parent
+        others = {each: folder / each for each in self.beside if (folder / each).is_file()}
+        self.files = {name: content} | {each: file.read_bytes() for each, file in others.items()}
+        description = _parse_object(content, flag)
+        model = description.get("model")
+        if isinstance(model, dict) and model.get("dropout"):
+            raise ValueError(
+                f"{flag}: model.dropout is {model['dropout']}, which gives a text other ids each "
+                "time; null would work"
+            )
+        library = _build_described(description, flag)
+        vocabulary: dict[str, int] = library.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        added = {token.content: token for token in library.get_added_tokens_decoder().values()}
+        configs = {each: _parse_object(self.files[each], str(others[each])) for each in others}
+
+        def find_mark(key: str, usual: Sequence[str] = ()) -> str | None:
+            """The token that the files beside call `key`, else a usual one, if there is any."""
+            for config_name, config in configs.items():
+                mark = config.get(key)
+                if isinstance(mark, dict):  # with its treatment of blanks, as older versions wrote
+                    mark = mark.get("content")
+                if mark is not None and str(mark) not in vocabulary:
+                    raise ValueError(
+                        f"--vocab-file: the {key} of {config_name} is {mark!r}, which has no id in "
+                        "the tokenizer.json beside it; transformers' save_pretrained makes files "
+                        "that agree"
+                    )
+                if mark is not None:
+                    return str(mark)
+            for tokens in (added, vocabulary):
+                for mark in usual:
+                    if mark in tokens:
+                        return mark
+            return None
+
+        end = find_mark("eos_token", END_MARKS)
+        if end is None:
+            raise ValueError(
+                f"{flag} has no end mark; one of {' '.join(END_MARKS)} in its vocabulary, or a "
+                f"{self.beside[0]} beside it with an eos_token, would work"
+            )
+        if end in added and not added[end].special:  # else it would be found in texts
+            for token in description["added_tokens"]:
+                token["special"] = token["special"] or token["content"] == end
+            library = _build_described(description, flag)
+        library.encode_special_tokens = True
+        self.library, self.eod = library, vocabulary[end]
+        if self.eod in self.encode(f"{end}a{end} {end}"):
+            raise ValueError(
+                f"{flag}: text that spells {end} becomes the end mark itself; a byte-level BPE "
+                "such as tools/train_tokenizer.py makes would work"
+            )
+        pad, bos = find_mark("pad_token", PAD_MARKS), find_mark("bos_token")
+        self.pad_id = None if pad is None else vocabulary[pad]
+        self.bos_id = None if bos is None else vocabulary[bos]
+        self.marks = tuple(name for name in added if name == end or added[name].special)
+        self.fingerprint = _fingerprint(library, self.eod)
+
+
+def _find_in_folder(folder: Path, name: str) -> str:
+    """The file of this name; ValueError, with what works instead, if the folder has none."""
+    if (folder / name).is_file():
+        return str(folder / name)
+    cure = "that transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes"
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocabulary.is_file() and merges.is_file():
+        flags = f"--vocab-file {vocabulary} --merge-file {merges}"
+        cure += f", or --tokenizer-type GPT2BPETokenizer {flags},"
+    raise ValueError(f"--vocab-file {folder} has no {name}; one {cure} would work")
+
+
+def _build_described(description: Mapping[str, Any], flag: str) -> Any:
+    """The tokenizers.Tokenizer of a tokenizer.json, which neither truncates nor pads."""
+    import tokenizers
+
     try:
-        lines = content.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{given} is not UTF-8 text; BERT's own vocab.txt would work") from error
-    if missing := [mark for mark in MARKS if mark not in lines]:
+        library = tokenizers.Tokenizer.from_str(json.dumps(description))
+    except Exception as error:  # the library raises no other class
         raise ValueError(
-            f"{given} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a vocab.txt "
-            "of BERT or of tools/train_tokenizer.py would work"
-        )
-    first: dict[str, int] = {}
-    for number, token in enumerate(lines, start=1):
-        if not token:
-            raise ValueError(f"{given}, line {number}: empty; every line should hold a token")
-        if first.setdefault(token, number) != number:
-            raise ValueError(f"{given}, line {number}: {token!r} is in line {first[token]}, too")
-    return lines
+            f"{flag} is no tokenizer.json ({error}); one that transformers' save_pretrained or "
+            "tools/train_tokenizer.py makes would work"
+        ) from error
+    library.no_truncation()
+    library.no_padding()
+    return library
 
 
-def _check_casing(tokens: Sequence[str], is_lower_case: bool, given: str) -> None:
-    """ValueError if the vocabulary was made for text of the other casing."""
-    cased = [token for token in tokens if token not in MARKS and token.lower() != token.upper()]
-    upper = [token for token in cased if token != token.lower()]
-    if not cased or (len(upper) <= CASED * len(cased)) == is_lower_case:
-        return
-    other, kind = (
-        (BertWordPieceCase, "without") if is_lower_case else (BertWordPieceLowerCase, "with")
-    )
-    raise ValueError(
-        f"{given}: {len(upper)} of {len(cased)} tokens with letters have capitals; a vocabulary "
-        f"{kind} capitals, or --tokenizer-type {other.kind} where data is made, would work"
-    )
+def _fingerprint(library: Any, eod: int) -> str:
+    """SHA-256 of normalizer, pre-tokenizer, model, added tokens and end mark.
+
+    The library writes them in one form, for any form of the file. Null and false values are left
+    out, so that options of its later versions change nothing.
+    """
+
+    def without_empty(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_empty(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        values = {key: each for key, each in value.items() if each is not None}
+        return {key: without_empty(each) for key, each in values.items() if each is not False}
+
+    description = json.loads(library.to_str())
+    parts = [description[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    content = json.dumps([*map(without_empty, parts), eod], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _read(flag: str, file: str | None) -> bytes:
+    """Content of the flag's file; ValueError without one, FileNotFoundError if it is missing."""
+    if file is None:
+        raise ValueError(f"{flag} is missing: it names a file of the tokenizer")
+    if Path(file).is_dir():
+        kind = "--tokenizer-type HuggingFaceTokenizer"
+        raise ValueError(f"{flag} {file} is a folder; a file, or with {kind} this one, would work")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{flag} {file}: no such file")
+    return Path(file).read_bytes()
+
+
+def _parse_object(content: bytes, source: str) -> dict[str, Any]:
+    """source: flag and file, for the ValueError if the content is not a JSON object."""
+    try:
+        value: Any = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} should be a JSON object")
+    return value
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
 
 
 Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]
 TOKENIZERS: dict[str, Maker] = {
-    maker.kind: maker
-    for maker in (
-        GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer
-    )
-}  # fmt: skip
+    GPT2BPETokenizer.kind: GPT2BPETokenizer,
+    BertWordPieceLowerCase.kind: BertWordPieceLowerCase,
+    BertWordPieceCase.kind: BertWordPieceCase,
+    HuggingFaceTokenizer.kind: HuggingFaceTokenizer,
+}
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
     """The tokenizer of this kind; ValueError or OSError, naming the flag, if it cannot be built."""
     maker = _maker(kind)
-    given = {"vocab_file": vocab_file, "merge_file": merge_file}
-    for parameter, file in given.items():
-        if file is not None and parameter not in maker.names:
-            raise ValueError(
-                f"{_flag(parameter)} {file} is not for --tokenizer-type {kind}; {file_flags(kind)} "
-                "alone would work"
-            )
-    return maker(**{parameter: given[parameter] for parameter in maker.names})
+    if merge_file is not None and "merge_file" not in maker.names:
+        raise ValueError(
+            f"--merge-file {merge_file} is not for --tokenizer-type {kind}; {file_flags(kind)} "
+            "alone would work"
+        )
+    files = {"vocab_file": vocab_file, "merge_file": merge_file}
+    return maker(**{parameter: files[parameter] for parameter in maker.names})
+
+
+def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
+    """The tokenizer of this kind whose files are in the folder, as Tokenizer.files names them.
+
+    Raises ValueError, naming the folder and the file, if one is missing or damaged.
+    """
+    maker = _maker(kind)
+    try:
+        return maker(**{parameter: str(folder / name) for parameter, name in maker.names.items()})
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {error}; {file_flags(kind)} would work"
+        ) from error
 
 
 def file_names(kind: str) -> tuple[str, ...]:
@@ -226,31 +429,10 @@ def file_names(kind: str) -> tuple[str, ...]:
 
 def file_flags(kind: str) -> str:
     """The flags that name these files, for messages: "--vocab-file and --merge-file"."""
-    return " and ".join(map(_flag, _maker(kind).names))
-
-
-def read_tokenizer(kind: str, folder: Path) -> Tokenizer:
-    """The tokenizer of this kind whose files are in the folder, as Tokenizer.files names them.
-
-    Raises ValueError, naming the folder and the file, if one is missing or damaged.
-    """
-    maker = _maker(kind)
-    files: dict[str, str | None] = {
-        parameter: str(folder / name) for parameter, name in maker.names.items()
-    }
-    try:
-        return maker(**files)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be read: {error}; {file_flags(kind)} would work"
-        ) from error
+    return " and ".join(f"--{name.replace('_', '-')}" for name in _maker(kind).names)
 
 
 def _maker(kind: str) -> Maker:
     if kind not in TOKENIZERS:
         raise ValueError(f"--tokenizer-type {kind} is unknown; known: {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind]
-
-
-def _flag(parameter: str) -> str:
-    return f"--{parameter.replace('_', '-')}"

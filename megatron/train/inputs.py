@@ -36,8 +36,7 @@ from megatron.data.sources import (
     open_document_corpus,
     require_sequences,
 )
-from megatron.data.tokenizer import BertTokenizer, build_tokenizer, file_flags
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import BertTokenizer, Tokenizer, build_tokenizer, file_flags
 from megatron.errors import UsageError
 from megatron.models.registry import ModelKind
 from megatron.train.trained import saved_tokenizer

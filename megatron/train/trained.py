@@ -25,8 +25,13 @@ from megatron.config.model import KEPT, KindConfig, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_part
 from megatron.config.pretrain import PretrainConfig
-from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    file_flags,
+    file_names,
+    read_tokenizer,
+)
 from megatron.errors import UsageError
 from megatron.models.registry import config_of, find_kind, text_kinds
 

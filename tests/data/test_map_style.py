@@ -16,7 +16,6 @@ import pytest
 from megatron.data.documents import open_documents
 from megatron.data.map_style import (
     ColumnDocuments,
-    DatasetColumn,
     open_map_style,
     open_named,
 )
@@ -87,7 +86,7 @@ def shuffled(rows: Rows = ROWS) -> ColumnDocuments:
     order = random.Random(1).sample(range(len(rows)), len(rows))
     laid = table([rows[number] for number in order])
     dataset = laid.select([order.index(number) for number in range(len(rows))])
-    return ColumnDocuments("mine", DatasetColumn(dataset, "text", "mine"))
+    return ColumnDocuments("mine", dataset, "text")
 
 
 SOURCES: dict[str, Callable[[Path], ColumnDocuments]] = {

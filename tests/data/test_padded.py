@@ -13,8 +13,7 @@ import pytest
 from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
-from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer, Tokenizer
 from tests.data.samples import write_tokenizer, write_wordpiece
 from tests.refusals import field_of, refusal
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.bert import Blocks, Pair, draw_pair, lengths_kept
 from megatron.data.indexed import IndexedDataset
-from megatron.data.pairs import Blocks, Pair, draw_pair, lengths_kept
 from tests.data.samples import write_index, write_sentences
 from tests.refusals import field_of, refusal
 

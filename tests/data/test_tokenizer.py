@@ -10,17 +10,18 @@ import tokenizers
 
 from megatron.data.text_checks import count_casing
 from megatron.data.tokenizer import (
+    MARKS,
     BertTokenizer,
     BertWordPieceCase,
     BertWordPieceLowerCase,
     GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
     build_tokenizer,
     file_flags,
     file_names,
     read_tokenizer,
 )
-from megatron.data.tokenizer_base import MARKS, Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
 from tools.encoders import PROBES

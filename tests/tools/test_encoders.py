@@ -17,9 +17,13 @@ import gigatoken
 import numpy as np
 import pytest
 
-from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, GPT2BPETokenizer
-from megatron.data.tokenizer_base import MARKS
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import (
+    MARKS,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+)
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
 from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference

@@ -13,7 +13,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call
 from megatron.data.indexed import Description, IndexedDataset
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer
 from megatron.train.trained import open_trained
 from tests.data.samples import write_tokenizer_json
 from tests.programs import newest, pretrain

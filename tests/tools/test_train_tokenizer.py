@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase, read_tokenizer
-from megatron.data.tokenizer_base import MARKS
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import (
+    MARKS,
+    BertWordPieceCase,
+    BertWordPieceLowerCase,
+    HuggingFaceTokenizer,
+    read_tokenizer,
+)
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import train_tokenizer

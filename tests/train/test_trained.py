@@ -11,8 +11,7 @@ import pytest
 from megatron.checkpoint.format import seal
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.train.trained import open_trained
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.data.tokenizer import GPT2BPETokenizer
-from megatron.data.tokenizer_base import END_OF_DOCUMENT, Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import (
+    END_OF_DOCUMENT,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+)
 from tools.convert.tokenizing import CONFIG, Tokenizing
 
 KIND = GPT2BPETokenizer.kind

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.data.tokenizer_base import Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.huggingface.replacements import Wide
 from megatron.parallel.compare import SEEN
 from megatron.parallel.mesh import serial_mesh

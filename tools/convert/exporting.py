@@ -17,7 +17,7 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
 from megatron.config.model import KEPT, ModelConfig, beside
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import flag
 from megatron.models.registry import KINDS, config_of
 from megatron.parallel.sharding import TensorSlice

@@ -13,9 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megatron.data.tokenizer import file_names, read_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, file_names, read_tokenizer
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

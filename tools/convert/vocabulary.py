@@ -6,9 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.tokenizer import build_tokenizer, file_flags, file_names, read_tokenizer
-from megatron.data.tokenizer_base import Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    file_flags,
+    file_names,
+    read_tokenizer,
+)
 from megatron.errors import UsageError
 from tools.convert.folder import read_object
 from tools.convert.tokenizing import (

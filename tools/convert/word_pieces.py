@@ -10,11 +10,13 @@ from typing import Any
 from megatron.data.tokenizer import (
     CONTINUATION,
     LONGEST_WORD,
+    MARKS,
+    UNKNOWN,
     BertTokenizer,
     BertWordPieceCase,
     BertWordPieceLowerCase,
+    Tokenizer,
 )
-from megatron.data.tokenizer_base import MARKS, UNKNOWN, Tokenizer
 from tools.convert.tokenizing import JSON, Tokenizing
 
 KINDS = {kind.is_lower_case: kind.kind for kind in (BertWordPieceLowerCase, BertWordPieceCase)}

@@ -18,7 +18,7 @@ from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import KEPT, BertConfig, FinetunedConfig, ModelConfig
 from megatron.config.training import PrecisionConfig
-from megatron.data.tokenizer_base import Tokenizer
+from megatron.data.tokenizer import Tokenizer
 from megatron.models.build import build_on_meta
 from megatron.models.registry import KINDS
 from megatron.optim.adam import LossScaler

@@ -17,9 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import pretrain
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
-from megatron.data.tokenizer_base import Tokenizer
-from megatron.data.tokenizer_json import HuggingFaceTokenizer
+from megatron.data.tokenizer import (
+    BertWordPieceLowerCase,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+)
 from megatron.errors import UsageError
 from megatron.huggingface.replacements import Wide
 from megatron.parallel.mesh import serial_mesh
