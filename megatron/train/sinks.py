@@ -47,7 +47,7 @@ def open_sinks(
     if logging.tensorboard_dir is not None:
         openers["TensorBoard"] = partial(TensorBoardSink, logging.tensorboard_dir, start)
     if logging.wandb_project is not None:
-        assert metrics_path is not None  # see require_sinks
+        assert metrics_path is not None  # see PretrainConfig.check
         folder, ask = Path(metrics_path).parent, partial(stop, "wandb")
         openers["wandb"] = partial(
             WandbSink, logging.wandb_project, folder, environ, start, facts, ask
