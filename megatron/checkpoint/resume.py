@@ -299,18 +299,23 @@ def differences(
     }
 
 
+def _configs(kind: str) -> dict[str, Any]:
+    """The class of each part of the config of runs of this kind of model."""
+    entry = find_kind(kind, "kind")
+    return {
+        "model": resolve_name(entry.config),
+        "data": entry.data_config,
+        "optimizer": OptimizerConfig,
+        "training": TrainingConfig,
+        "precision": PrecisionConfig,
+    }
+
+
 def _rules(kind: str) -> dict[str, str]:
     """{"--num-layers": "fixed", "--seed": "data", ...} of runs of this kind of model: see PARTS."""
-    entry = find_kind(kind, "kind")
     rules = {"vocabulary": "fixed", "precision": "fixed", "tokenizer": "data", "data sets": "data"}
     rules[CONFIG_JSON.partition(":")[0]] = "fixed"
-    for part, config in (
-        ("model", resolve_name(entry.config)),
-        ("data", entry.data_config),
-        ("optimizer", OptimizerConfig),
-        ("training", TrainingConfig),
-        ("precision", PrecisionConfig),
-    ):
+    for part, config in _configs(kind).items():
         rules |= {flag(each.name): PARTS[part] for each in fields(config)}
         for owner in reversed(config.__mro__):  # a subclass may change the default alone
             for each in vars(owner).get("__dataclass_fields__", {}).values():
@@ -325,9 +330,9 @@ def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]
     replaced by their effective values."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in PARTS}))
     if "kind" in facts:  # a checkpoint older than a setting has its default
-        kind = find_kind(facts["kind"], "kind")
-        for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
-            for each in fields(config) if parts[part] else ():
+        configs = _configs(facts["kind"])
+        for part in ("model", "data"):
+            for each in fields(configs[part]) if parts[part] else ():
                 if each.default is not MISSING:
                     parts[part].setdefault(each.name, each.default)
     is_imported = "imported_from" in facts

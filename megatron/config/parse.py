@@ -160,8 +160,8 @@ def parse(
         for each in (name, metadata.get("alias", name)):
             known[each] = kind
             names[each] = name
-    presets: list[tuple[Path, str, Any]] = []
-    words: list[str] = []
+    presets: list[tuple[Path, str, Any]] = []  # (file, key, value)
+    words: list[str] = []  # of the command line, with first names
     replaced: set[str] = set()
     remaining = iter(argv)
     for word in remaining:
@@ -187,6 +187,7 @@ def parse(
         else:
             words.append(word)
     presets = [each for each in presets if names[each[1]] not in replaced]
+    # Presets become arguments before those of the command line, which win.
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
     _in_force.clear()
     first: list[str] = []
