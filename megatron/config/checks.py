@@ -43,7 +43,7 @@ def at_least(config: Any, **least: int) -> None:
 def at_most(
     config: Any, field: str, most: float, name: str, *, works: tuple[str, ...] = ()
 ) -> None:
-    """Refuses a value above `most`, the value of another flag or file, whose name is `name`.
+    """Refuse a value above `most`, the value of another flag or file, whose name is `name`.
 
     works: what works in its place, if not `most`.
     """
@@ -54,7 +54,7 @@ def at_most(
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:
-    """Refuses a value that does not divide `whole`, the value of another flag, whose name is
+    """Refuse a value that does not divide `whole`, the value of another flag, whose name is
     `name`."""
     value = getattr(config, field)
     if value is not None and whole % value:
@@ -72,16 +72,14 @@ def needs(config: Any, field: str, *others: str) -> None:
 
 def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
     """Refuse a field that is set where one of the others is, too."""
-    given = [
-        spelling(other, getattr(config, other))[0] for other in others if is_set(config, other)
-    ]
-    if given:
+    if both := [other for other in others if is_set(config, other)]:
+        names = " and ".join(spelling(other, getattr(config, other))[0] for other in both)
         reason = f", {because}" if because else ""
-        _refuse_set(config, field, f"given without {' and '.join(given)}{reason}")
+        _refuse_set(config, field, f"given without {names}{reason}")
 
 
 def left_out(config: Any, field: str, reason: str, *, works: tuple[str, ...] = ()) -> None:
-    """Refuses a field that is set, for a reason outside its config: "with --mock-data".
+    """Refuse a field that is set, for a reason outside its config: "with --mock-data".
 
     works: what works in its place, if not the default.
     """
@@ -98,7 +96,7 @@ def _default(config: Any, field: str) -> Any:
 
 
 def _refuse_set(config: Any, field: str, allowed: str, works: tuple[str, ...] = ()) -> None:
-    """The default is what works, if nothing else is given."""
+    """The default is what works, if the rule names nothing else."""
     if is_set(config, field):
         name, *values = spelling(field, getattr(config, field))
         default = _default(config, field)

@@ -152,13 +152,13 @@ def parse(
     """
     import tyro
 
-    known: dict[str, Any] = {}  # the type of every setting, by each of its names
+    types: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # its first name, by each of its names
     replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
     for name, kind, metadata in _fields(program):
         replaces[name] = metadata.get("replaces", ())
         for each in (name, metadata.get("alias", name)):
-            known[each] = kind
+            types[each] = kind
             names[each] = name
     presets: list[tuple[Path, str, Any]] = []  # (file, key, value)
     words: list[str] = []  # of the command line, with first names
@@ -167,14 +167,14 @@ def parse(
     for word in remaining:
         name, equals, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
-        if name == "--preset" and "preset" not in known:
+        if name == "--preset" and "preset" not in types:
             value = value if equals else next(remaining, "")
-            file = find_preset("" if value.startswith("--") else value, known)
+            file = find_preset("" if value.startswith("--") else value, types)
             others: set[str] = set()
             settings = _read_toml(file)
             for key, value in settings.items():
-                if key not in known or isinstance(value, dict):
-                    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
+                if key not in types or isinstance(value, dict):
+                    nearest = difflib.get_close_matches(key, types, n=1, cutoff=0)
                     allowed = f"a setting of this program such as {nearest[0]}"
                     raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed)
                 if value is not False:
@@ -197,21 +197,21 @@ def parse(
         if not spelt & flags:
             _in_force.append((flags, file, setting(key, value)))
     if saved is not None and not {"-h", "--help"} & set(words):
-        kept: list[str] = []
+        saved_words: list[str] = []
         for key, value in saved([*first, *words]).items():
             if key in names and not isinstance(value, Mapping):
-                kept += _arguments(key, value)
-        first = kept + first
+                saved_words += _arguments(key, value)
+        first = saved_words + first
     call = functools.partial(tyro.cli, program, description=description)
     try:
-        return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
+        return _run_tyro(call, first + words, environ, [*types, "preset"], prog)
     except CommandLineError:
         # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
-            is_switch = bool in (known[key], *get_args(known[key]))
+            is_switch = bool in (types[key], *get_args(types[key]))
             if isinstance(value, bool) and is_switch:
                 continue  # alone it would be a value, not a flag
-            one = functools.partial(tyro.cli, make_dataclass("one", [(key, known[key])]))
+            one = functools.partial(tyro.cli, make_dataclass("one", [(key, types[key])]))
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
             except CommandLineError as error:
@@ -226,8 +226,8 @@ def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, s
     import tyro
 
     call = functools.partial(tyro.cli, part, return_unknown_args=True)
-    found: Program = _run_tyro(call, argv, environ, ())[0]
-    return found
+    config: Program = _run_tyro(call, argv, environ, ())[0]
+    return config
 
 
 def parse_call(
@@ -250,12 +250,12 @@ def parse_call(
 
     if isinstance(functions, Mapping):
         commands = {name: later(function) for name, function in functions.items()}
-        known = [name for each in functions.values() for name in inspect.signature(each).parameters]
+        names = [name for each in functions.values() for name in inspect.signature(each).parameters]
         call = functools.partial(tyro.extras.subcommand_cli_from_dict, commands)
     else:
-        known = list(inspect.signature(functions).parameters)
+        names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, known, prog)
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog)
     return bound
 
 
@@ -263,14 +263,14 @@ def _run_tyro(
     call: Callable[..., Any],
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    known: Collection[str],
+    names: Collection[str],
     prog: str | None = None,
 ) -> Any:
-    """known: the names of settings that a flag of another trainer may stand for. Raises UsageError
+    """names: those of settings that a flag of another trainer may stand for. Raises UsageError
     for such a flag, and CommandLineError with tyro's own message."""
     import tyro
 
-    flags = {flag(field) for field in known}
+    flags = {flag(field) for field in names}
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
@@ -278,8 +278,8 @@ def _run_tyro(
         if near and name not in flags:
             values = [value] if equals else arguments[index + 1 :]
             values = [*itertools.takewhile(lambda word: not word.startswith("--"), values)]
-            given, works = " ".join(values) or None, (near[0], *values)
-            raise UsageError(name, given, "a flag of this program", works=works)
+            works = (near[0], *values)
+            raise UsageError(name, " ".join(values) or None, "a flag of this program", works=works)
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -324,12 +324,12 @@ def _arguments(field: str, value: Any) -> list[str]:
     return [f"{flag(field)}={value}"]  # as one word, since a value may begin with --
 
 
-def find_preset(name: str, known: Collection[str] = ()) -> Path:
+def find_preset(name: str, keys: Collection[str] = ()) -> Path:
     """The file of this path, or the preset of this name in scripts/presets and its folders:
     mnli_336m or finetune/mnli_336m.
 
-    Raises UsageError if there is neither; it names the nearest presets whose keys are all known
-    (any presets if `known` is empty).
+    Raises UsageError if there is neither; it names the nearest presets whose settings are
+    all among `keys` (any presets if that is empty).
     """
     if Path(name).is_file():
         return Path(name)
@@ -340,7 +340,7 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
     names: dict[str, str] = {}
     for file in (*Path(name).parent.glob("*.toml"), *files):
         with contextlib.suppress(UsageError, OSError):
-            if not known or _read_toml(file).keys() <= set(known):
+            if not keys or _read_toml(file).keys() <= set(keys):
                 names[file.stem] = file.stem if file in files else str(file)
     near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
