@@ -46,6 +46,13 @@ def switch(field: str, on: bool) -> str:
     return flag(field if on else f"no_{field}")
 
 
+def spelling(field: str, value: Any) -> tuple[str, ...]:
+    """A field and its value as arguments: ("--seed", "1"), ("--no-bf16",), ("--data-path", "a")."""
+    if isinstance(value, bool):
+        return (switch(field, value),)
+    return (flag(field), *map(str, value if isinstance(value, list | tuple) else [value]))
+
+
 def setting(field: str, value: Any) -> str:
     """The spelling of a field and its value in a TOML file: append_eod = false."""
     return f"{field} = {json.dumps(value, default=str)}"

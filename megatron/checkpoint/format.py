@@ -20,6 +20,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +79,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{file} is not there, so that {path} is no whole checkpoint")
     try:
         manifest: dict[str, Any] = json.loads(file.read_bytes())
-        found = manifest["format"]
-        if found in (FORMAT, FORMAT_OF_PARTS):
-            if manifest.get("checksum") != seal(manifest)["checksum"]:
-                raise ValueError("its checksum is not that of the rest of it")
+        number = manifest["format"]
+        is_known = number in (FORMAT, FORMAT_OF_PARTS)
+        if is_known and manifest.get("checksum") != seal(manifest)["checksum"]:
+            raise ValueError("its checksum is not that of the rest of it")
+        if is_known:
             check_tiling(manifest["tensors"], manifest["files"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{file} is damaged: {reason}") from error
-    if found not in (FORMAT, FORMAT_OF_PARTS):
-        known = f"{FORMAT} and {FORMAT_OF_PARTS}"
-        raise ValueError(f"{file}: its format is {found!r}, only {known} are read here")
+    if not is_known:
+        formats = f"{FORMAT} and {FORMAT_OF_PARTS}"
+        raise ValueError(f"{file}: its format is {number!r}, only {formats} are read here")
     for name, facts in manifest["files"].items():
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is not there, but its manifest lists it")
-        if (size := (path / name).stat().st_size) != (wanted := facts["bytes"]):
-            raise ValueError(f"{path / name}: {size} bytes, its manifest says {wanted}")
+        if (size := (path / name).stat().st_size) != facts["bytes"]:
+            raise ValueError(f"{path / name}: {size} bytes, its manifest says {facts['bytes']}")
     return {"kind": "gpt2", **manifest}  # the first checkpoints held GPT-2 and did not say so
 
 
@@ -112,16 +115,16 @@ def damage(
     of each hashed file.
     """
     rank, size = share
-    found = []
+    lines = []
     for name, facts in list(checkpoint.manifest["files"].items())[rank::size]:
         file = checkpoint.path / name
         try:
             if sha256(file) != facts["sha256"]:
-                found.append(f"{file} is damaged: its checksum is not that of the manifest")
+                lines.append(f"{file} is damaged: its checksum is not that of the manifest")
         except OSError as error:  # removed since, or unreadable on its disk
-            found.append(f"{file} is damaged: {error.strerror or error}")
+            lines.append(f"{file} is damaged: {error.strerror or error}")
         progress(facts["bytes"])
-    return found
+    return lines
 
 
 def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
@@ -138,11 +141,9 @@ def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
             raise ValueError(f"a slice of {key} is in {min(missing)}, which is not listed")
         corners: Counter[tuple[int, ...]] = Counter()
         for box, weight in (*((each, 1) for each in slices), (whole, -1)):
-            signed: list[tuple[tuple[int, ...], int]] = [((), weight)]
-            for start, size in zip(box["offset"], box["shape"], strict=True):
-                ends = ((start, 1), (start + size, -1))
-                signed = [((*corner, at), sign * s) for corner, sign in signed for at, s in ends]
-            for corner, sign in signed:
-                corners[corner] += sign
+            dims = zip(box["offset"], box["shape"], strict=True)
+            ends = [((start, 1), (start + size, -1)) for start, size in dims]
+            for corner in product(*ends):
+                corners[tuple(at for at, _ in corner)] += weight * prod(sign for _, sign in corner)
         if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
             raise ValueError(f"the slices of {key} do not cover it exactly once")

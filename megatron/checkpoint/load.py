@@ -13,13 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import (
-    Checkpoint,
-    damage,
-    one_step,
-    read_checkpoint,
-    step_folders,
-)
+from megatron.checkpoint.format import Checkpoint, damage, one_step, read_checkpoint, step_folders
 from megatron.checkpoint.resume import newest_readable
 from megatron.parallel.bucket import require_whole
 from megatron.parallel.mesh import Mesh
@@ -40,9 +34,6 @@ def model_slices(
     ]
 
 
-ONE = ShardingSpec(shape=(1,))  # for a number that every rank holds
-
-
 def optimizer_slices(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -56,21 +47,21 @@ def optimizer_slices(
     another model.
     """
     _require_shared(model, optimizer)
-    table, found = sharding_specs(model, specs), []
+    table, slices = sharding_specs(model, specs), []
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if value.shape == parameter.shape:
-                found.append(TensorSlice(f"{kind}.{name}", table[name], value))
+                slices.append(TensorSlice(f"{kind}.{name}", table[name], value))
             elif value.numel() == 1:
                 # Several pipeline stages have it for a tied parameter: it is saved once.
-                one = replace(ONE, partial=table[name].partial)
-                found.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
+                one = ShardingSpec(shape=(1,), partial=table[name].partial)
+                slices.append(TensorSlice(f"{kind}.{name}", one, value.view(1)))
             else:
                 raise ValueError(
                     f"{type(optimizer).__name__}'s {kind} of {name} is {list(value.shape)}, not "
                     f"{list(parameter.shape)} as its parameter: it cannot be cut like it"
                 )
-    return found
+    return slices
 
 
 def load_optimizer(
@@ -89,28 +80,23 @@ def load_optimizer(
         for group, saved in zip(optimizer.param_groups, description["param_groups"], strict=True)
         for parameter, number in zip(group["params"], saved["params"], strict=True)
     }
+    # torch puts an empty state where the optimizer wants it; the checkpoint then fills it.
     state: dict[int, dict[str, Tensor]] = {}
-    slices = []
     for key, entry in checkpoint.manifest["tensors"].items():
         kind, _, name = key.partition(".")
         number = numbers.get(id(parameters.get(name)))
-        if number is None or kind == "model":
-            continue
-        spec, dtype = table[name], getattr(torch, entry["dtype"])
-        if entry["shape"] == list(spec.shape):
-            local = torch.empty(spec.local_shape, dtype=dtype)
-            state.setdefault(number, {})[kind] = local
-        else:
-            spec, local = ONE, torch.empty(1, dtype=dtype)
-            state.setdefault(number, {})[kind] = local[0]
-        slices.append(TensorSlice(key, spec, local))
-    load_checkpoint(checkpoint, slices, partial=True)
+        if number is not None and kind != "model":
+            is_cut = entry["shape"] == list(table[name].shape)
+            shape = table[name].local_shape if is_cut else ()
+            empty = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]))
+            state.setdefault(number, {})[kind] = empty
     optimizer.load_state_dict({**description, "state": state})
+    load_checkpoint(checkpoint, optimizer_slices(model, optimizer, specs), partial=True)
 
 
 def _require_shared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    if not any(id(parameter) in given for parameter in model.parameters()):
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not any(id(parameter) in parameters for parameter in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters: build it of this model")
 
 
@@ -132,33 +118,33 @@ def verify(path: Path, mesh: Mesh) -> Checkpoint:
 
     Every rank calls this. Raises ValueError, the same on every rank, naming what is wrong.
     """
-    found, checkpoint = [], None
+    faults, checkpoint = [], None
     try:
         checkpoint = read_checkpoint(path)
     except (ValueError, OSError) as error:
-        found = [str(error)]
+        faults = [str(error)]
     checksum = checkpoint and checkpoint.manifest["checksum"]
     checksums = mesh.control.gather(checksum)
     if checkpoint is not None and None not in checksums:
         if len(set(checksums)) > 1:
-            found = [f"{path} is not the same on all ranks; it must be in a shared directory"]
+            faults = [f"{path} is not the same on all ranks; it must be in a shared directory"]
         else:
-            found = damage(checkpoint, (mesh.control.rank, mesh.control.size))
-    reasons = [reason for each in mesh.control.gather(found) for reason in each]
+            faults = damage(checkpoint, (mesh.control.rank, mesh.control.size))
+    reasons = [reason for each in mesh.control.gather(faults) for reason in each]
     if checkpoint is None or reasons:
         raise ValueError(reasons[0])
     return checkpoint
 
 
 def newest_whole(
-    folders: Sequence[Path], mesh: Mesh, given: str = "--load", *, any_loop: bool = False
+    folders: Sequence[Path], mesh: Mesh, option: str = "--load", *, any_loop: bool = False
 ) -> tuple[Checkpoint, list[str]]:
     """As `newest_readable`, but for the first whole checkpoint: every byte is read.
 
     Every rank calls this and gets the same result, for the `folders` of the first rank.
     """
     folders = mesh.control.gather(list(folders))[0]
-    return newest_readable(folders, given, lambda path: verify(path, mesh), any_loop=any_loop)
+    return newest_readable(folders, option, lambda path: verify(path, mesh), any_loop=any_loop)
 
 
 def load_checkpoint(
@@ -189,9 +175,9 @@ def load_checkpoint(
         for each in slices:
             if each.key not in saved:
                 raise ValueError(f"{path} has no tensor {each.key}")
-            shape, wanted = saved[each.key]["shape"], list(each.spec.shape)
-            if shape != wanted:
-                raise ValueError(f"{path}: {each.key} is {shape}, this model's {wanted}")
+            shape, expected = saved[each.key]["shape"], list(each.spec.shape)
+            if shape != expected:
+                raise ValueError(f"{path}: {each.key} is {shape}, this model's {expected}")
             if each.spec.padded_rows is not None:
                 each.local.zero_()
             boxes = list(each.spec.boxes(each.local))
@@ -238,15 +224,15 @@ def load_weights(
     shapes.
     """
     path, saved = checkpoint.path, checkpoint.manifest["tensors"]
-    wanted = {each.key: each for each in weights if each.key.partition(".")[0] not in missing}
-    found = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
-    if lacking := wanted.keys() - found:
+    expected = {each.key: each for each in weights if each.key.partition(".")[0] not in missing}
+    names = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
+    if lacking := expected.keys() - names:
         raise ValueError(f"{path} has no {min(lacking)}, which this model needs")
-    more = found - _of_all_stages(wanted.values(), mesh)
+    more = names - _of_all_stages(expected.values(), mesh)
     if more := {name for name in more if name.partition(".")[0] not in surplus}:
         raise ValueError(f"{path} has {min(more)}, for which this model has no use")
     slices = [
         replace(each, key=key if (key := f"master.{name}") in saved else f"model.{name}")
-        for name, each in wanted.items()
+        for name, each in expected.items()
     ]
     load_checkpoint(checkpoint, slices, partial=True)

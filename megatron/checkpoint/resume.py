@@ -24,7 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.pretrain import PretrainConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.data.files import SAMPLE
-from megatron.errors import UsageError, flag, switch
+from megatron.errors import UsageError, flag, spelling
 from megatron.models.registry import config_of, find_kind
 from megatron.parallel.axes import BATCH_AXES
 
@@ -44,8 +44,7 @@ CONFIG_JSON = "config.json: "  # prefix of each of its keys
 # Keys of config.json that say nothing about the model.
 NO_MODEL = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 NO_MODEL |= {"_name_or_path", "_attn_implementation_autoset"}
-PRECISIONS = {"fp32": "--no-bf16", "bf16": "--bf16", "fp16": "--fp16"}
-PRECISIONS |= {"pure-bf16": "--pure-bf16"}
+PRECISIONS = {name: f"--{name}" for name in ("bf16", "fp16", "pure-bf16")} | {"fp32": "--no-bf16"}
 # Files in the directories of other programs, and the tools that make a checkpoint from them.
 FOREIGN = {
     "config.json": "convert_hf.py import",
@@ -63,51 +62,53 @@ class Start:
     """Take only the weights and start at step 0."""
 
 
-def find_start(config: CheckpointConfig, given: str = "--load") -> Start:
+def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     """The start that --load, --save and --finetune ask for.
 
     A job that restarts itself is queued with the same directory as --load and --save: its first
-    start finds nothing to load, and that is no error. given: the flag that set `load`, for
+    start finds nothing to load, and that is no error. option: the flag that set `load`, for
     messages. Raises UsageError if --load holds no checkpoint, --save holds those of another run
     than --load, or fine-tuning would save into --load.
     """
     saved = step_folders(config.save) if config.save is not None else []
     if config.load is None:
         if saved:
-            raise UsageError(
-                "--save",
-                config.save,
-                f"without checkpoints (it has {saved[0].name}), or that of --load",
-                works=("--save", str(config.save), "--load", str(config.save)),
-            )
+            allowed = f"without checkpoints (it has {saved[0].name}), or that of --load"
+            cure = ("--save", str(config.save), "--load", str(config.save))
+            raise UsageError("--save", config.save, allowed, works=cure)
         return Start()
-    one, directory = one_step(config.load), Path(config.load).resolve()
-    directory = directory if one is None else directory.parent
+    load = Path(config.load)
+    one = one_step(load)
+    directory = load.resolve() if one is None else load.resolve().parent
     is_same = config.save is not None and directory == Path(config.save).resolve()
     if config.finetune and is_same:
-        raise UsageError(
-            "--save",
-            config.save,
-            f"another directory than --load {config.load}, whose weights --finetune takes",
-            works=("--save", f"{config.save}_finetuned"),
-        )
+        allowed = f"another directory than --load {load}, whose weights --finetune takes"
+        works = ("--save", f"{config.save}_finetuned")
+        raise UsageError("--save", config.save, allowed, works=works)
     if is_same and one is not None:
         saved = []  # going back on purpose, in the same directory
-    folders = [one] if one is not None and one.is_dir() else step_folders(config.load)
+    folders = [one] if one is not None and one.is_dir() else step_folders(load)
     if not folders and not saved and (one is not None or not is_same):
-        raise _nothing_to_load(config.load, given)
+        for folder in sorted(load.glob("seed_*")):
+            if step_folders(folder):
+                works = (option, str(folder))
+                raise UsageError(option, config.load, "one of its folders", works=works)
+        allowed = "a directory with a checkpoint, such as that of an earlier --save"
+        for file, program in FOREIGN.items():
+            if (load / file).is_file():
+                allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
+                if file == "config.json":  # for any architecture
+                    allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
+        raise UsageError(option, config.load, allowed)
     if not is_same:
         ours, theirs = _newest_manifest(saved), _newest_manifest(folders)
         key = "weights_of" if config.finetune else "run"
         if ours and theirs and ours.get(key) != theirs.get("run"):
             kind = "fine-tuned from" if config.finetune else "of the run of"
-            raise UsageError(
-                "--save",
-                config.save,
-                f"without checkpoints, or with ones {kind} --load {config.load}, which "
-                f"{saved[0].name} is not (--load {config.save} resumes that run)",
-                works=("--save", f"{config.save}_2"),
-            )
+            allowed = f"without checkpoints, or with ones {kind} --load {load}, which "
+            allowed += f"{saved[0].name} is not (--load {config.save} resumes that run)"
+            works = ("--save", f"{config.save}_2")
+            raise UsageError("--save", config.save, allowed, works=works)
     if config.finetune and saved:
         return Start(folders=tuple(saved))
     both = {folder.resolve(): folder for folder in (*saved, *folders)}.values()
@@ -121,8 +122,8 @@ def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
     folders = find_start(config).folders
     if not folders:
         return None
-    found: Mapping[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
-    return found
+    model: Mapping[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
+    return model
 
 
 def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
@@ -130,18 +131,6 @@ def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
     if manifest["kind"] != kind:
         allowed = f"a model of the kind {kind}, not {manifest['kind']}"
         raise UsageError("--load", path, allowed)
-
-
-def _nothing_to_load(load: str, given: str) -> UsageError:
-    allowed = "a directory with a checkpoint, such as that of an earlier --save"
-    for file, program in FOREIGN.items():
-        if Path(load, file).is_file():
-            allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
-            if file == "config.json":  # for any architecture
-                allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
-    if seeds := sorted(each.name for each in Path(load).glob("seed_*") if step_folders(each)):
-        return UsageError(given, load, "one of its folders", works=(given, f"{load}/{seeds[0]}"))
-    return UsageError(given, load, allowed)
 
 
 def _newest_manifest(folders: Sequence[Path]) -> dict[str, Any] | None:
@@ -153,7 +142,7 @@ def _newest_manifest(folders: Sequence[Path]) -> dict[str, Any] | None:
 
 def newest_readable(
     folders: Sequence[Path],
-    given: str = "--load",
+    option: str = "--load",
     read: Callable[[Path], Checkpoint] = read_checkpoint,
     *,
     any_loop: bool = False,
@@ -161,33 +150,29 @@ def newest_readable(
     """(the first checkpoint that `read` accepts, why each previous one was passed over). By default
     it accepts one whose files are all there at their sizes.
 
-    given: the flag of these folders, for messages. any_loop: also take a checkpoint of a user's own
-    training loop, from which no program can build a model. Raises UsageError for such a checkpoint
-    otherwise, and, with every reason, if none is accepted.
+    option: the flag of these folders, for messages. any_loop: also take a checkpoint of a user's
+    own training loop, from which no program can build a model. Raises UsageError for such a
+    checkpoint otherwise, and, with every reason, if none is accepted.
     """
     reasons: list[str] = []
     for folder in folders:
         try:
-            found = read(folder)
+            checkpoint = read(folder)
         except (ValueError, OSError) as error:
             reasons.append(str(error))
             continue
-        if not any_loop and _lacks_model(found.manifest):
+        config = checkpoint.manifest.get("config")
+        model = config.get("model") if isinstance(config, dict) else None
+        has_model = isinstance(model, dict) and "vocab_size" in checkpoint.manifest
+        if not any_loop and not has_model:
             allowed = "a checkpoint of one of the programs: this is of a training loop of one's own"
             allowed += " and does not say which model it has; the script that saved it reads it"
-            raise UsageError(given, folder, allowed)
-        return found, reasons
+            raise UsageError(option, folder, allowed)
+        return checkpoint, reasons
     directories = " and ".join(dict.fromkeys(str(folder.parent) for folder in folders))
     lines = "".join(f"\n  {reason}" for reason in reasons)
     see = f"`python tools/checkpoint.py ls {folders[0].parent}` shows what is there"
-    raise UsageError(given, directories, f"a directory with a whole checkpoint; {see}{lines}")
-
-
-def _lacks_model(manifest: Mapping[str, Any]) -> bool:
-    """Whether facts are missing that the programs save and need to rebuild the model."""
-    config = manifest.get("config")
-    parts = config if isinstance(config, dict) else {}
-    return not isinstance(parts.get("model"), dict) or "vocab_size" not in manifest
+    raise UsageError(option, directories, f"a directory with a whole checkpoint; {see}{lines}")
 
 
 def run_id(manifest: Mapping[str, Any] | None) -> str:
@@ -215,58 +200,53 @@ def check_start(
     """
     require_kind(path, manifest, config.model.kind)
     if "imported_from" in manifest and not finetune and not _has_moments(manifest):
-        raise UsageError(
-            "--load",
-            path,
-            f"a run to resume, not weights imported from {manifest['imported_from']}",
-            works=("--load", str(path), "--finetune"),
-        )
+        allowed = f"a run to resume, not weights imported from {manifest['imported_from']}"
+        raise UsageError("--load", path, allowed, works=("--load", str(path), "--finetune"))
     rules = _rules(manifest["kind"])
     if finetune:
         rules = {name: rule for name, rule in rules.items() if rule == "fixed"}
         free = ("precision", *map(flag, config.model.adaptable))
         rules |= dict.fromkeys(free, "free") | {"tokenizer": "data"}
     precision = config.precision.name or manifest["precision"]
-    differing = differences(
-        manifest, {"config": asdict(config), **identity, "precision": precision}
-    )
-    refused: dict[str, list[str]] = {"fixed": [], "data": [], "free": []}
+    facts = {"config": asdict(config), **identity, "precision": precision}
+    differing = differences(manifest, facts)
+    names: dict[str, list[str]] = {"fixed": [], "data": [], "free": []}
     for name in differing:
-        if name.startswith(CONFIG_JSON):
-            refused["free" if "drop" in name else "fixed"].append(name)
-        else:
-            refused[rules.get(name.partition(":")[0], "free")].append(name)
-    fixed = refused["fixed"]
-    wrong = fixed + ([] if config.checkpoint.override_data else refused["data"])
+        rule = rules.get(name.partition(":")[0], "free")
+        is_dropout = name.startswith(CONFIG_JSON) and "drop" in name
+        names["free" if is_dropout else rule].append(name)
+    wrong = names["fixed"] + ([] if config.checkpoint.override_data else names["data"])
     if not wrong:
         return
-    saved, now = differing[wrong[0]]
-    unless = "" if wrong[0] in fixed else ", unless --override-data is given"
-    works: tuple[str, ...]
-    if config.data.mock_data and any(name.startswith("data sets") for name in wrong):
+    name = wrong[0]
+    saved, now = differing[name]
+    unless = "" if name in names["fixed"] else ", unless --override-data is given"
+    works: tuple[str, ...] = ("--override-data",) if unless else ()
+    if config.data.mock_data and any(each.startswith("data sets") for each in wrong):
+        words: tuple[str, ...] = ("--mock-data",)
         works = ("--mock-data", "--override-data") if unless else ("--no-mock-data",)
-        raise UsageError("--mock-data", None, f"left out, as in {path}{unless}", works=works)
-    is_given = config.data.mock_data or now == vars(config.model).get("vocab_size")
-    if wrong[0] == "vocabulary" and is_given:
-        works = ("--vocab-size", str(saved))
-        raise UsageError("--vocab-size", now, f"{saved}, as in {path}", works=works)
-    if wrong[0].startswith(CONFIG_JSON):
-        key = wrong[0].removeprefix(CONFIG_JSON)
-        allowed = f"with {key} {_text(saved)} in config.json, as in {path}, and not {_text(now)}"
-        raise UsageError("--hf-model", vars(config.model)["hf_model"], allowed)
-    if wrong[0] == "precision" or wrong[0].startswith("--"):
-        words = arguments_of(wrong[0], now) or (wrong[0],)
-        must = " ".join(arguments_of(wrong[0], saved)) or "left out"
-        works = tuple(word for name in wrong for word in arguments_of(name, differing[name][0]))
-    else:  # not a setting, but what is at --data-path
+        allowed = "left out"
+    elif name == "vocabulary" and (
+        config.data.mock_data or now == vars(config.model).get("vocab_size")
+    ):
+        words, works = ("--vocab-size", str(now)), ("--vocab-size", str(saved))
+        allowed = str(saved)
+    elif name.startswith(CONFIG_JSON):
+        words = ("--hf-model", vars(config.model)["hf_model"])
+        allowed = f"with {name.removeprefix(CONFIG_JSON)} {_text(saved)} in config.json (not "
+        allowed += f"{_text(now)})"
+    elif name == "precision" or name.startswith("--"):
+        words = arguments_of(name, now) or (name,)
+        allowed = " ".join(arguments_of(name, saved)) or "left out"
+        works = tuple(word for each in wrong for word in arguments_of(each, differing[each][0]))
+    else:  # it is no setting, but what is at --data-path
         hub = getattr(config.data, "dataset_name", None)
         words = ("--dataset-name", hub) if hub else ("--data-path", *config.data.data_path)
-        if wrong[0] == "tokenizer" and config.data.vocab_file is not None:
+        if name == "tokenizer" and config.data.vocab_file is not None:
             words = ("--vocab-file", config.data.vocab_file)
-        must = f"of {wrong[0]} {saved} (not {now})"
-        works = ("--override-data",) if unless else ()
+        allowed = f"of {name} {saved} (not {now})"
     value = " ".join(words[1:]) or None
-    raise UsageError(words[0], value, f"{must}, as in {path}{unless}", works=works)
+    raise UsageError(words[0], value, f"{allowed}, as in {path}{unless}", works=works)
 
 
 def _has_moments(manifest: Mapping[str, Any]) -> bool:
@@ -278,11 +258,7 @@ def arguments_of(name: str, value: Any) -> tuple[str, ...]:
     """A setting as it is given on the command line; () if it is left out, or is no setting."""
     if name == "precision":
         return (PRECISIONS[value],)
-    if value is None or not name.startswith("--"):
-        return ()
-    if isinstance(value, bool):
-        return (switch(name[2:], value),)
-    return (name, *map(str, value if isinstance(value, list | tuple) else [value]))
+    return () if value is None or not name.startswith("--") else spelling(name[2:], value)
 
 
 def changes(facts: Mapping[str, Any], manifest: Mapping[str, Any], data_size: int) -> list[str]:
@@ -323,17 +299,23 @@ def differences(
     }
 
 
+def _configs(kind: str) -> dict[str, Any]:
+    """The class of each part of the config of runs of this kind of model."""
+    entry = find_kind(kind, "kind")
+    return {
+        "model": resolve_name(entry.config),
+        "data": entry.data_config,
+        "optimizer": OptimizerConfig,
+        "training": TrainingConfig,
+        "precision": PrecisionConfig,
+    }
+
+
 def _rules(kind: str) -> dict[str, str]:
     """{"--num-layers": "fixed", "--seed": "data", ...} of runs of this kind of model: see PARTS."""
-    entry = find_kind(kind, "kind")
     rules = {"vocabulary": "fixed", "precision": "fixed", "tokenizer": "data", "data sets": "data"}
-    for part, config in (
-        ("model", resolve_name(entry.config)),
-        ("data", entry.data_config),
-        ("optimizer", OptimizerConfig),
-        ("training", TrainingConfig),
-        ("precision", PrecisionConfig),
-    ):
+    rules[CONFIG_JSON.partition(":")[0]] = "fixed"
+    for part, config in _configs(kind).items():
         rules |= {flag(each.name): PARTS[part] for each in fields(config)}
         for owner in reversed(config.__mro__):  # a subclass may change the default alone
             for each in vars(owner).get("__dataclass_fields__", {}).values():
@@ -348,54 +330,51 @@ def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]
     replaced by their effective values."""
     parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in PARTS}))
     if "kind" in facts:  # a checkpoint older than a setting has its default
-        kind = find_kind(facts["kind"], "kind")
-        for part, config in (("model", resolve_name(kind.config)), ("data", kind.data_config)):
-            defaults = {each.name: each.default for each in fields(config)}
-            if parts[part]:
-                parts[part] = {k: v for k, v in defaults.items() if v is not MISSING} | parts[part]
+        configs = _configs(facts["kind"])
+        for part in ("model", "data"):
+            for each in fields(configs[part]) if parts[part] else ():
+                if each.default is not MISSING:
+                    parts[part].setdefault(each.name, each.default)
     is_imported = "imported_from" in facts
     if is_imported:  # only the order and form of a run's samples are known of its data
-        known = {"shuffle", "pad"} if _has_moments(facts) else set()
-        parts["data"] = {name: value for name, value in parts["data"].items() if name in known}
-    found = {flag(name): value for part in parts.values() for name, value in part.items()}
+        names = {"shuffle", "pad"} if _has_moments(facts) else set()
+        parts["data"] = {name: value for name, value in parts["data"].items() if name in names}
+    values = {flag(name): value for part in parts.values() for name, value in part.items()}
     if parts["training"]:
-        micro_batches = found["--micro-batch-size"] * data_size
-        found["--global-batch-size"] = found["--global-batch-size"] or micro_batches
-        if found["--lr-decay-style"] != "constant":
-            found["--lr-decay-iters"] = found["--lr-decay-iters"] or found["--train-iters"]
-    if "--ffn-hidden-size" in found:
-        found["--ffn-hidden-size"] = found["--ffn-hidden-size"] or 4 * found["--hidden-size"]
-        if found["--embedding-dropout"] is None:
-            found["--embedding-dropout"] = found["--hidden-dropout"]
-    if (text := found.get("--hf-config")) is not None:
+        micro_batches = values["--micro-batch-size"] * data_size
+        values["--global-batch-size"] = values["--global-batch-size"] or micro_batches
+        if values["--lr-decay-style"] != "constant":
+            values["--lr-decay-iters"] = values["--lr-decay-iters"] or values["--train-iters"]
+    if "--ffn-hidden-size" in values:
+        values["--ffn-hidden-size"] = values["--ffn-hidden-size"] or 4 * values["--hidden-size"]
+        if values["--embedding-dropout"] is None:
+            values["--embedding-dropout"] = values["--hidden-dropout"]
+    if (text := values.get("--hf-config")) is not None:
         keys = json.loads(text)
         for name in sorted(keys.keys() - NO_MODEL, key=lambda name: name != "model_type"):
-            found[f"{CONFIG_JSON}{name}"] = keys[name]
-    if "kind" in facts and any(found.get(name) for name in DROPOUTS):
-        found["dropout masks"] = _masks(facts)
+            values[f"{CONFIG_JSON}{name}"] = keys[name]
+    if "kind" in facts and any(values.get(name) for name in DROPOUTS):
+        device = "cpu" if facts["environment"]["device"] == "cpu" else "cuda"
+        if "attention_dropout_rng" not in facts["config"]["model"]:
+            masks = "drawn by each rank"
+        elif config_of(facts).draws_in_kernel(device):
+            masks = "a function of coordinates, but drawn by the kernel of attention"
+        else:
+            masks = "a function of coordinates"
+        values["dropout masks"] = masks
     if "precision" in facts:
-        found["precision"] = "pure-bf16" if found.get("--pure-bf16") else facts["precision"]
+        values["precision"] = "pure-bf16" if values.get("--pure-bf16") else facts["precision"]
     if facts["tokenizer"]:  # weights may be imported without one
-        found["tokenizer"] = facts["tokenizer"][:12]
-    found["vocabulary"] = facts["vocab_size"]
+        values["tokenizer"] = facts["tokenizer"][:12]
+    values["vocabulary"] = facts["vocab_size"]
     if not is_imported:
-        found["data sets"] = len(facts["data"])
+        values["data sets"] = len(facts["data"])
     for number, text in enumerate(facts["data"], start=1):
         content, _, sample = text.removeprefix("1 of ").partition(SAMPLE)
-        found[f"data sets: {number}"] = content
+        values[f"data sets: {number}"] = content
         if sample:  # separate, since an older checkpoint has none
-            found[f"data sets: {number}, sample"] = sample
-    return {name: value for name, value in found.items() if rules.get(name) != "effect"}
-
-
-def _masks(facts: Mapping[str, Any]) -> str:
-    """Source of the masks of a run with dropout."""
-    if "attention_dropout_rng" not in facts["config"]["model"]:
-        return "drawn by each rank"
-    device = "cpu" if facts["environment"]["device"] == "cpu" else "cuda"
-    if config_of(facts).draws_in_kernel(device):
-        return "a function of coordinates, but drawn by the kernel of attention"
-    return "a function of coordinates"
+            values[f"data sets: {number}, sample"] = sample
+    return {name: value for name, value in values.items() if rules.get(name) != "effect"}
 
 
 def data_fingerprint(facts: Mapping[str, Any]) -> str:

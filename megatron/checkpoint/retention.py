@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -92,22 +91,21 @@ def remove_leftovers(directory: Path) -> tuple[str, ...]:
 def set_aside(final: Path, went_back_to: float) -> tuple[str, ...]:
     """Rename the checkpoints beyond the step that the run went back to, so that no later run
     resumes from them, and a folder with the new one's name; returns a line for each."""
-    folders = step_folders(final.parent) if went_back_to < inf else []
-    notes = [
-        f"{_abandon(folder)}: this run went on from step {went_back_to}"
-        for folder in folders
-        if step_of(folder) > went_back_to
-    ]
+    reasons: dict[Path, str] = {}
+    for folder in step_folders(final.parent) if went_back_to < inf else ():
+        if step_of(folder) > went_back_to:
+            reasons[folder] = f"this run went on from step {went_back_to}"
     if final.exists():
-        notes.append(f"{_abandon(final)}: this run saved that step again")
+        reasons.setdefault(final, "this run saved that step again")
+    notes = []
+    for folder, reason in reasons.items():
+        aside, number = folder.with_name(f"{folder.name}.abandoned"), 1
+        while aside.exists():
+            number += 1
+            aside = folder.with_name(f"{folder.name}.abandoned-{number}")
+        folder.rename(aside)
+        notes.append(f"{folder} is now {aside.name}: {reason}")
     return tuple(notes)
-
-
-def _abandon(folder: Path) -> str:
-    names = (f"{folder.name}.abandoned{'' if n == 1 else f'-{n}'}" for n in count(1))
-    aside = next(path for path in map(folder.with_name, names) if not path.exists())
-    folder.rename(aside)
-    return f"{folder} is now {aside.name}"
 
 
 def remove(folder: Path) -> None:
@@ -137,15 +135,14 @@ class Retention:
 
         A failure is a note and does not end the run: the checkpoint just saved is on disk.
         """
-        keep, mesh = self._keep, self._mesh
-        if keep is None:
+        mesh = self._mesh
+        if self._keep is None:
             return (), ()
 
         def look() -> list[tuple[str, str | None, float | None, str]]:
-            """(name, checksum, validation loss, why it does not count), newest first. Only the
-            first rank looks: over a network the others may see a folder later."""
+            """(name, checksum, validation loss, why it does not count), newest first."""
             rows = []
-            for folder in step_folders(directory) if mesh.is_first else ():
+            for folder in step_folders(directory):
                 manifest: dict[str, Any] = {}
                 try:
                     manifest, fault = read_manifest(folder), ""
@@ -157,19 +154,21 @@ class Retention:
                 rows.append((folder.name, manifest.get("checksum"), loss, fault))
             return rows
 
-        def remove_all() -> dict[str, str]:
+        def remove_surplus() -> dict[str, str]:
             """{name: why it could not be removed}"""
             failures = {}
-            for name in surplus if mesh.is_first else ():
+            for name in surplus:
                 try:
                     remove(directory / name)
                 except OSError as error:
                     failures[name] = f"{directory / name} is not removed: {error}"
             return failures
 
+        whole, notes = [], []
         try:
-            whole, notes = [], []
-            for name, checksum, loss, fault in agree(mesh, look, f"listing {directory}")[0]:
+            # Only the first rank looks: over a network the others may see a folder later.
+            rows = agree(mesh, lambda: look() if mesh.is_first else [], f"listing {directory}")[0]
+            for name, checksum, loss, fault in rows:
                 key = (name, checksum)
                 if key not in self._faults:
                     try:
@@ -183,8 +182,8 @@ class Retention:
                     whole.append((name, loss))
             measured = [(loss, name) for name, loss in whole if loss is not None]
             best = min(measured, key=lambda pair: pair[0])[1] if measured else None
-            surplus = [name for name, _ in whole[keep:] if name != best]
-            failures = agree(mesh, remove_all, "removing")[0]
+            surplus = [name for name, _ in whole[self._keep :] if name != best]
+            failures = agree(mesh, lambda: remove_surplus() if mesh.is_first else {}, "removing")[0]
         except OSError as error:  # the same on every rank
             return (), (f"no older checkpoint is removed: {error}",)
         removed = tuple(name for name in surplus if name not in failures)

@@ -103,14 +103,18 @@ def save_checkpoint(
     keys = Counter(each.key for each in slices)
     if twice := [key for key, count in keys.items() if count > 1]:
         raise ValueError(f"slices: two of {twice[0]}; model_slices takes another prefix")
-    own = own_slices(slices, mesh)
+    local_slices = own_slices(slices, mesh)
 
     def prepare() -> tuple[str, ...]:
+        if not mesh.is_first:
+            return ()
         notes = remove_leftovers(staging.parent)
         staging.mkdir(parents=True)
         return notes
 
     def commit() -> tuple[int, tuple[str, ...]]:
+        if not mesh.is_first:
+            return 0, ()
         # Everything that needs disk space comes before the rename.
         files: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
@@ -134,16 +138,15 @@ def save_checkpoint(
         return sum(file["bytes"] for file in files.values()), notes
 
     try:
-        leftovers = agree(mesh, lambda: prepare() if mesh.is_first else ())[0]
+        leftovers = agree(mesh, prepare)[0]
         extra = attached if mesh.is_first else NOTHING
-        shares = agree(mesh, lambda: _write_files(staging, own, extra, mesh.control.rank))
-        size, notes = agree(mesh, lambda: commit() if mesh.is_first else (0, ()))[0]
+        shares = agree(mesh, lambda: _write_files(staging, local_slices, extra, mesh.control.rank))
+        size, notes = agree(mesh, commit)[0]
     except BaseException:
         if mesh.is_first:
             shutil.rmtree(staging, ignore_errors=True)
         raise
-    seconds = time.monotonic() - start
-    notes = (*leftovers, *notes)
+    seconds, notes = time.monotonic() - start, (*leftovers, *notes)
     return SaveReport(step=step, path=final, save_seconds=seconds, bytes=size, notes=notes)
 
 
@@ -163,12 +166,18 @@ def _write_files(
     if not slices:
         return files, {}
     shard = staging / f"shard_{rank:05d}.safetensors"
-    boxes = [
-        (each, each.key if number == 0 else f"{each.key}#{number}", part, where)
-        for each in slices
-        for number, (part, where) in enumerate(each.spec.boxes(each.local))
-    ]
-    tensors = {name: part.contiguous() for _, name, part, _ in boxes}
+    entries: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for each in slices:
+        boxes = []
+        for number, (part, where) in enumerate(each.spec.boxes(each.local)):
+            name = each.key if number == 0 else f"{each.key}#{number}"
+            tensors[name] = part.contiguous()
+            offset = [cut.start for cut in where]
+            box = {"file": shard.name, "offset": offset, "shape": list(part.shape)}
+            boxes.append(box if number == 0 else {**box, "tensor": name})
+        dtype = str(each.local.dtype).removeprefix("torch.")
+        entries[each.key] = {"dtype": dtype, "shape": list(each.spec.shape), "slices": boxes}
     try:
         save_file(tensors, shard)
         shard.chmod(0o644)  # like every other file: safetensors lets only the owner read
@@ -181,18 +190,6 @@ def _write_files(
         shard.unlink(missing_ok=True)  # frees its disk space
         needed = sum(tensor.nbytes for tensor in tensors.values())
         raise OSError(f"{shard}: {reason(error)}; {disk_space(shard, needed)}") from error
-    entries: dict[str, Any] = {}
-    for each, name, part, where in boxes:
-        entry = entries.setdefault(
-            each.key,
-            {
-                "dtype": str(each.local.dtype).removeprefix("torch."),
-                "shape": list(each.spec.shape),
-                "slices": [],
-            },
-        )
-        box = {"file": shard.name, "offset": [cut.start for cut in where], "shape": [*part.shape]}
-        entry["slices"].append(box if name == each.key else {**box, "tensor": name})
     return files, entries
 
 
@@ -253,14 +250,19 @@ class Saver:
         if validation_loss is not None and not isfinite(validation_loss):
             validation_loss = None  # JSON cannot express it, and it is not the best
         facts = {**facts, "validation_loss": validation_loss, **self._facts}
-        directory, mesh, attached = Path(self._config.save), self._mesh, self._attached
+        directory = Path(self._config.save)
         future: Future[SaveReport] = Future()
 
         def write() -> None:
             try:
-                back = self._went_back_to
                 report = save_checkpoint(
-                    directory, step, slices, facts, mesh, attached, went_back_to=back
+                    directory,
+                    step,
+                    slices,
+                    facts,
+                    self._mesh,
+                    self._attached,
+                    went_back_to=self._went_back_to,
                 )
                 self._went_back_to = inf
                 seconds = time.monotonic() - start
@@ -274,10 +276,10 @@ class Saver:
         if self._config.async_save:
             # A daemon, so that a process whose peers are gone can still end.
             Thread(target=write, name="save", daemon=True).start()
+            self._pending = future, time.monotonic() - start
         else:
             write()
-        self._pending = future, time.monotonic() - start
-        if not self._config.async_save:
+            self._pending = future, time.monotonic() - start
             self.close()
 
     def _copy_to_host(self, slices: Sequence[TensorSlice]) -> list[TensorSlice]:

@@ -4,24 +4,24 @@ A field is set if its value is not the default. None, "not given", passes every 
 does False where the default is None.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from operator import le
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UsageError, flag, switch
+from megatron.errors import UsageError, flag, spelling
 
 
 def positive(config: Any, *fields: str) -> None:
     """Refuse 0, negative numbers, infinity and NaN."""
-    _check(config, fields, "above 0", lambda value: 0 < value < math.inf, 1)
+    _check(config, fields, "above 0", lambda value: 0 < value < inf, 1)
 
 
 def non_negative(config: Any, *fields: str) -> None:
     """Refuse negative numbers, infinity and NaN."""
-    _check(config, fields, "0 or above", lambda value: 0 <= value < math.inf, 0)
+    _check(config, fields, "0 or above", lambda value: 0 <= value < inf, 0)
 
 
 def fraction(config: Any, *fields: str) -> None:
@@ -43,7 +43,7 @@ def at_least(config: Any, **least: int) -> None:
 def at_most(
     config: Any, field: str, most: float, name: str, *, works: tuple[str, ...] = ()
 ) -> None:
-    """Refuses a value above `most`, the value of another flag or file, whose name is `name`.
+    """Refuse a value above `most`, the value of another flag or file, whose name is `name`.
 
     works: what works in its place, if not `most`.
     """
@@ -54,7 +54,7 @@ def at_most(
 
 
 def divides(config: Any, field: str, whole: int, name: str) -> None:
-    """Refuses a value that does not divide `whole`, the value of another flag, whose name is
+    """Refuse a value that does not divide `whole`, the value of another flag, whose name is
     `name`."""
     value = getattr(config, field)
     if value is not None and whole % value:
@@ -72,13 +72,14 @@ def needs(config: Any, field: str, *others: str) -> None:
 
 def excludes(config: Any, field: str, *others: str, because: str = "") -> None:
     """Refuse a field that is set where one of the others is, too."""
-    if names := [_spelling(config, other) for other in others if is_set(config, other)]:
+    if both := [other for other in others if is_set(config, other)]:
+        names = " and ".join(spelling(other, getattr(config, other))[0] for other in both)
         reason = f", {because}" if because else ""
-        _refuse_set(config, field, f"given without {' and '.join(names)}{reason}")
+        _refuse_set(config, field, f"given without {names}{reason}")
 
 
 def left_out(config: Any, field: str, reason: str, *, works: tuple[str, ...] = ()) -> None:
-    """Refuses a field that is set, for a reason outside its config: "with --mock-data".
+    """Refuse a field that is set, for a reason outside its config: "with --mock-data".
 
     works: what works in its place, if not the default.
     """
@@ -94,22 +95,14 @@ def _default(config: Any, field: str) -> Any:
     return getattr(type(config), field, None)
 
 
-def _spelling(config: Any, field: str) -> str:
-    value = getattr(config, field)
-    return switch(field, value) if isinstance(value, bool) else flag(field)
-
-
 def _refuse_set(config: Any, field: str, allowed: str, works: tuple[str, ...] = ()) -> None:
-    """The default is what works, if nothing else is given."""
+    """The default is what works, if the rule names nothing else."""
     if is_set(config, field):
-        value, default = getattr(config, field), _default(config, field)
-        if isinstance(default, bool):
-            works = works or (switch(field, default),)
-        elif default is not None and default != ():
-            works = works or (flag(field), str(default))
-        text = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        given = None if isinstance(value, bool) else text
-        raise UsageError(_spelling(config, field), given, allowed, works=works)
+        name, *values = spelling(field, getattr(config, field))
+        default = _default(config, field)
+        if not works and default is not None and default != ():
+            works = spelling(field, default)
+        raise UsageError(name, " ".join(values) or None, allowed, works=works)
 
 
 def _check(
@@ -127,15 +120,11 @@ def writable(config: object, field: str, ending: str = "") -> None:
     """Refuse a file that cannot be written. The field is a Path or None; the file's folder must
     exist, and its name must end in `ending`."""
     path: Path | None = getattr(config, field)
-    if path is None:
+    if path is None or (path.name.endswith(ending) and path.parent.is_dir() and not path.is_dir()):
         return
-    name, allowed, works = flag(field), "", path
-    if path.is_dir():
-        allowed, works = "a file, not a folder", path / f"result{ending or '.json'}"
-    elif not path.parent.is_dir():
-        allowed, works = "in a folder that is there", Path(path.name)
-        works = works.with_suffix(ending or path.suffix)
-    elif not path.name.endswith(ending):
-        allowed, works = f"a file whose name ends in {ending}", path.with_suffix(ending)
-    if allowed:
-        raise UsageError(name, path, allowed, works=(name, str(works)))
+    folder = path.parent if path.parent.is_dir() else Path()
+    name = "result.json" if path.is_dir() else path.name
+    works = str((folder / name).with_suffix(ending or Path(name).suffix))
+    kind = f"*{ending} file" if ending else "file"
+    allowed = f"a {kind} in a folder that exists"
+    raise UsageError(flag(field), path, allowed, works=(flag(field), works))

@@ -22,18 +22,16 @@ def world_size(environ: Mapping[str, str]) -> int:
     Raises UsageError if WORLD_SIZE is not a number of processes, and for several processes without
     RANK, each of which would do the whole work alone.
     """
-    has_rank = "RANK" in environ
-    for variable in ("WORLD_SIZE",) if has_rank else _SIZES:
-        size = environ.get(variable, "" if has_rank else "1")
+    works = ("torchrun", "--nproc-per-node", "2")
+    if "RANK" in environ:
+        size = environ.get("WORLD_SIZE", "")
         if not size.isdecimal() or int(size) < 1:
-            works = ("torchrun", "--nproc-per-node", "2")
             allowed = "a number of processes, which torchrun sets"
-            raise UsageError(variable, repr(size), allowed, works=works)
-        if has_rank:
-            return int(size)
-        if int(size) > 1:
-            works = ("torchrun", "--nproc-per-node", size)
-            allowed = "unset where RANK is not set: each process would run alone"
+            raise UsageError("WORLD_SIZE", repr(size), allowed, works=works)
+        return int(size)
+    for variable in _SIZES:
+        if (size := environ.get(variable, "1")) != "1":
+            allowed = "1 or unset where RANK is not set: each process would run alone"
             raise UsageError(variable, size, allowed, works=works)
     return 1
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from megatron.config.checks import divides, fraction, left_out, positive
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag, spelling
 
 RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
@@ -96,8 +96,8 @@ class KindConfig:
     def files(self, saved: Path | None) -> Mapping[str, bytes]:
         """{name: content} of files that checkpoints keep beside the model. saved: the checkpoint
         that the run resumes, or whose weights it takes."""
-        found = {} if saved is None else beside(saved, KEPT, ("config.json", *BESIDE))
-        return {f"{KEPT}{name}": content for name, content in found.items()}
+        files = {} if saved is None else beside(saved, KEPT, ("config.json", *BESIDE))
+        return {f"{KEPT}{name}": content for name, content in files.items()}
 
     @property
     def widths(self) -> dict[str, int]:
@@ -174,15 +174,8 @@ class ModelConfig(KindConfig):
     """Dropout probability of the embeddings; --hidden-dropout if not given."""
 
     def __post_init__(self) -> None:
-        positive(
-            self,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "ffn_hidden_size",
-            "layernorm_epsilon",
-            "init_method_std",
-        )
+        positive(self, "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
+        positive(self, "layernorm_epsilon", "init_method_std")
         fraction(self, "attention_dropout", "hidden_dropout", "embedding_dropout")
         divides(self, "num_attention_heads", self.hidden_size, "--hidden-size")
 
@@ -196,16 +189,15 @@ class ModelConfig(KindConfig):
 
     @property
     def widths(self) -> dict[str, int]:
-        found = {"--num-attention-heads": self.num_attention_heads}
-        found["--hidden-size"] = self.hidden_size
-        if self.ffn_hidden_size is not None:
-            found["--ffn-hidden-size"] = self.ffn_hidden_size
-        return found
+        names = ("num_attention_heads", "hidden_size", "ffn_hidden_size")
+        sizes = {flag(name): getattr(self, name) for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def dropout_of_embeddings(self) -> float:
-        given = self.embedding_dropout
-        return self.hidden_dropout if given is None else given
+        if self.embedding_dropout is None:
+            return self.hidden_dropout
+        return self.embedding_dropout
 
     @property
     def drops_attention(self) -> bool:
@@ -291,18 +283,16 @@ class LlamaConfig(TextModelConfig):
         left_out(self, "layernorm_impl", "with RMSNorm, which apex's kernel does not compute")
         if self.head_size % 2:
             name, h = "--num-attention-heads", self.hidden_size
-            allowed = f"such that heads of --hidden-size {h} have an even size"
             even = [n for n in range(1, heads) if not h % (2 * n)]
-            works = (name, str(even[-1])) if even else ()
-            raise UsageError(name, heads, allowed, works=works)
+            allowed = f"such that heads of --hidden-size {h} have an even size"
+            raise UsageError(name, heads, allowed, works=(name, str(even[-1])) if even else ())
         if self.rope_scaling is not None:
             factor, low, high, positions = self.rope_scaling
-            is_finite = all(map(isfinite, self.rope_scaling))
-            if not (is_finite and factor >= 1 and 0 < low < high and positions > 0):
-                given = " ".join(f"{each:g}" for each in self.rope_scaling)
+            if not (1 <= factor < inf and 0 < low < high < inf and 0 < positions < inf):
                 allowed = "factor >= 1, 0 < low < high frequency factor, positions > 0"
-                name = "--rope-scaling"
-                raise UsageError(name, given, allowed, works=(name, "8", "1", "4", "8192"))
+                name, *values = spelling("rope_scaling", self.rope_scaling)
+                works = spelling("rope_scaling", (8, 1, 4, 8192))
+                raise UsageError(name, " ".join(values), allowed, works=works)
 
     @property
     def query_groups(self) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.checks import excludes, is_set, left_out, positive
+from megatron.config.checks import at_most, excludes, is_set, left_out, positive
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
+TENSOR = "--tensor-model-parallel-size"
 STAGES = "pipeline_model_parallel_size"
 EACH = "num_layers_per_virtual_pipeline_stage"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
@@ -38,20 +39,15 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "tensor_parallel_depth")
-        mode, size, depth = (
-            self.tensor_parallel_mode,
-            self.tensor_model_parallel_size,
-            self.tensor_parallel_depth,
-        )
+        mode, size = self.tensor_parallel_mode, self.tensor_model_parallel_size
+        depth, dims = self.tensor_parallel_depth, self.grid_dims
         if mode != "2.5d":
             left_out(self, "tensor_parallel_depth", "without --tensor-parallel-mode 2.5d")
-        power = self.grid_dims
-        if size != depth * self.side**power:
-            allowed = {2: "a square", 3: "a cube"}[power] + f" with --tensor-parallel-mode {mode}"
-            if depth > 1:
-                allowed = f"--tensor-parallel-depth {depth} times a square"
-            works = ("--tensor-model-parallel-size", str(depth * max(2, self.side) ** power))
-            raise UsageError("--tensor-model-parallel-size", size, allowed, works=works)
+        if size != depth * self.side**dims:
+            shape = "a cube" if mode == "3d" else f"--tensor-parallel-depth {depth} times a square"
+            works = (TENSOR, str(depth * max(2, self.side) ** dims))
+            allowed = f"{shape} with --tensor-parallel-mode {mode}"
+            raise UsageError(TENSOR, size, allowed, works=works)
 
     @property
     def grid_dims(self) -> int:
@@ -61,9 +57,8 @@ class ParallelConfig:
     @property
     def side(self) -> int:
         """Processes along a side: q of a square, l of a cube; in 1d all of them."""
-        power = self.grid_dims
         size = self.tensor_model_parallel_size // self.tensor_parallel_depth
-        return max(n for n in range(max(1, size) + 1) if n**power <= size)
+        return max(n for n in range(max(1, size) + 1) if n**self.grid_dims <= size)
 
     @property
     def cuts_stream(self) -> bool:
@@ -104,48 +99,35 @@ class ParallelConfig:
         """Raise UsageError if the processes, a model's `KindConfig.widths`, or with sequence
         parallelism the tokens of a sample cannot be divided evenly."""
         self._check_own(world_size)
-        size, widths = self.tensor_model_parallel_size, dict(widths or {})
-        if self.tensor_parallel_mode != "1d":
-            self._check_grid(world_size, widths)
-            return
+        size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
+        widths = dict(widths or {})
         if self.cuts_stream and seq_length is not None:
             widths["--seq-length"] = seq_length
-        whole = (world_size, *widths.values())
-        if any(each % size for each in whole):
+        divided = [world_size, *(widths.values() if mode == "1d" else ())]
+        if any(whole % size for whole in divided):
             others = math.prod(self.sizes.values()) // size
-            fitting = (
+            smaller = [self.tensor_parallel_depth * n**self.grid_dims for n in range(1, side)]
+            fitting = [
                 n
-                for n in range(1, size)
-                if not any(each % n for each in whole) and not world_size % (n * others)
-            )
+                for n in smaller
+                if not world_size % (n * others) and not any(whole % n for whole in divided)
+            ]
             of_model = "".join(f"{name} {width} and of " for name, width in widths.items())
-            raise UsageError(
-                "--tensor-model-parallel-size",
-                size,
-                f"a divisor of {of_model}the processes: torchrun --nproc-per-node, now "
-                f"{world_size}",
-                works=("--tensor-model-parallel-size", str(max(fitting))),
-            )
-
-    def _check_grid(self, world_size: int, widths: Mapping[str, int]) -> None:
-        size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
-        if world_size % size:
-            allowed = f"a divisor of the processes: torchrun --nproc-per-node, now {world_size}"
-            power, depth = self.grid_dims, self.tensor_parallel_depth
-            fitting = [n for k in range(1, side) if not world_size % (n := depth * k**power)]
-            cure = ("--tensor-model-parallel-size", str(fitting[-1])) if fitting else ()
-            raise UsageError("--tensor-model-parallel-size", size, allowed, works=cure)
+            allowed = f"a divisor of {of_model if mode == '1d' else ''}the processes: "
+            allowed += f"torchrun --nproc-per-node, now {world_size}"
+            works = (TENSOR, str(fitting[-1])) if fitting else ()
+            raise UsageError(TENSOR, size, allowed, works=works)
         for name, width in widths.items():
             # In 3D a weight's input dim is cut along two axes; the columns of a head are never cut.
-            parts = side if "heads" in name or mode != "3d" else side**2
+            parts = side**2 if mode == "3d" and "heads" not in name else side
             if width % parts:
-                allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
-                allowed += f"--tensor-model-parallel-size {size}"
-                heads, hidden = (widths.get(each, 1) for each in (HEADS, HIDDEN))
-                step = math.lcm(parts, heads) if name == HIDDEN else parts
-                fitting = [-(-width // step) * step]
+                step = math.lcm(parts, widths.get(HEADS, 1)) if name == HIDDEN else parts
+                fitting = [math.ceil(width / step) * step]
                 if name == HEADS:
+                    hidden = widths.get(HIDDEN, 1)
                     fitting = [n for n in range(side, hidden + 1, side) if not hidden % n]
+                allowed = f"a multiple of {parts} with --tensor-parallel-mode {mode} and "
+                allowed += f"{TENSOR} {size}"
                 works = (name, str(fitting[0])) if fitting else ()
                 raise UsageError(name, width, allowed, works=works)
 
@@ -188,17 +170,13 @@ class FinetuneParallelConfig(ParallelConfig):
     def _check_own(self, world_size: int) -> None:
         """Warn of settings that shard nothing."""
         if self.sequence_parallel and not self.cuts_stream:
-            warnings.warn(
-                "--sequence-parallel does nothing with --tensor-model-parallel-size 1", stacklevel=2
-            )
+            warnings.warn(f"--sequence-parallel does nothing with {TENSOR} 1", stacklevel=2)
         copies = self.data_parallel_size(world_size) * self.tensor_parallel_depth
         if self.stage_of_zero and copies == 1:
             name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
-            warnings.warn(
-                f"{name} shares nothing out with one data-parallel model: more processes than "
-                "tensor-parallel ones x pipeline stages would make several",
-                stacklevel=2,
-            )
+            text = f"{name} shares nothing out with one data-parallel model: more processes than "
+            text += "tensor-parallel ones x pipeline stages would make several"
+            warnings.warn(text, stacklevel=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +212,7 @@ class TrainingParallelConfig(FinetuneParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(
-            self,
-            "pipeline_model_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        )
+        positive(self, STAGES, EACH, VIRTUAL, *ENDS)
         excludes(self, VIRTUAL, EACH)
         # One virtual stage per process is a plain pipeline stage.
         of_virtual = (EACH,) if self.num_virtual_stages_per_pipeline_rank == 1 else (EACH, VIRTUAL)
@@ -273,13 +244,10 @@ class TrainingParallelConfig(FinetuneParallelConfig):
         if world_size % (stages * tensor):
             most = max(n for n in range(1, stages) if not world_size % (n * tensor))
             is_needed = any(is_set(self, name) for name in (EACH, VIRTUAL, *ENDS))
-            raise UsageError(
-                "--pipeline-model-parallel-size",
-                stages,
-                f"such that it times --tensor-model-parallel-size {tensor} divides the processes: "
-                f"torchrun --nproc-per-node, now {world_size}",
-                works=_stages(most) if most > 1 or not is_needed else (),
-            )
+            works = (flag(STAGES), str(most)) if most > 1 or not is_needed else ()
+            allowed = f"such that it times {TENSOR} {tensor} divides the processes: torchrun "
+            allowed += f"--nproc-per-node, now {world_size}"
+            raise UsageError(flag(STAGES), stages, allowed, works=works)
 
     def check_model(self, model: Any) -> None:
         """Raise UsageError if a model with this config cannot have these stages or this
@@ -294,48 +262,32 @@ class TrainingParallelConfig(FinetuneParallelConfig):
                 allowed = f"a divisor of {of_model} / {stages} stages, below it: several of a stage"
                 works = (flag(EACH), str(fitting[-1])) if fitting else (flag(VIRTUAL), "1")
                 raise UsageError(flag(EACH), each, allowed, works=works)
+        at_most(self, VIRTUAL, max(1, layers // stages), f"{of_model} / {stages} stages, rounded:")
+        most = max(n for n in range(1, layers + 1) if not stages % n)
+        at_most(self, STAGES, layers, "--num-layers", works=(flag(STAGES), str(most)))
         virtual = self.virtual_stages(layers)
-        if virtual > 1 and layers < stages * virtual:
-            allowed = f"at most {of_model} / {stages} stages"
-            works = (flag(VIRTUAL), str(max(1, layers // stages)))
-            raise UsageError(flag(VIRTUAL), virtual, allowed, works=works)
-        if layers < stages:
-            most = max(n for n in range(1, layers + 1) if not stages % n)
-            raise UsageError(flag(STAGES), stages, f"at most {of_model}", works=_stages(most))
         if layers % virtual:
             reason = f"where {virtual} virtual stages do not divide {of_model}"
             left_out(self, "pipeline_partition", reason)
-        self._check_ends(layers)
-        kind = self.pipeline_schedule
-        plain, virtual_too = ("--pipeline-schedule", "1f1b"), ("--pipeline-schedule", "interleaved")
-        if kind == "interleaved" and virtual == 1:
-            reason = f"where a process has one virtual stage, without {flag(VIRTUAL)}"
-            left_out(self, "pipeline_schedule", reason, works=plain)
-        if kind in ("gpipe", "zb-h1") and stages == 1:
-            reason = f"with {flag(STAGES)} 1, where it would only take memory"
-            left_out(self, "pipeline_schedule", reason, works=plain)
-        if kind in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
-            reason = f"or interleaved with {virtual} virtual stages"
-            left_out(self, "pipeline_schedule", reason, works=virtual_too)
-        if kind == "zb-h1" and model.recompute_granularity == "full":
-            reason = "with --recompute-granularity full: zero bubble keeps what it frees"
-            left_out(self, "pipeline_schedule", reason, works=plain)
-
-    def _check_ends(self, layers: int) -> None:
-        """Refuse a first and a last stage that leave the others no layers, or leave layers over."""
+        # Each of the other stages has at least one layer; two stages have all of them.
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        stages = self.pipeline_model_parallel_size
-        others = max(0, stages - 2)
-        for name, given, opposite in (
-            ("decoder_first_pipeline_num_layers", first, 1),
-            ("decoder_last_pipeline_num_layers", last, first or 1),
-        ):
-            most = layers - others - opposite
-            is_all = stages == 2 and name.startswith("decoder_last") and first is not None
-            if given is not None and (given > most or (is_all and given < most)):
-                allowed = f"{'' if is_all else 'at most '}{most} of --num-layers {layers}"
-                raise UsageError(flag(name), given, allowed, works=(flag(name), str(most)))
-
-
-def _stages(number: int) -> tuple[str, ...]:
-    return flag(STAGES), str(number)
+        between = max(0, stages - 2)
+        at_most(self, ENDS[0], layers - between - 1, f"{of_model} without those of other stages:")
+        most = layers - between - (first or 1)
+        at_most(self, ENDS[1], most, f"{of_model} without those of other stages:")
+        if stages == 2 and first is not None and last is not None and last < most:
+            name, allowed = flag(ENDS[1]), f"the {most} other layers of {of_model}"
+            raise UsageError(name, last, allowed, works=(name, str(most)))
+        schedule, instead, reason = self.pipeline_schedule, "1f1b", ""
+        if schedule == "interleaved" and virtual == 1:
+            reason = f"where a process has one virtual stage, without {flag(VIRTUAL)}"
+        elif schedule in ("gpipe", "zb-h1") and stages == 1:
+            reason = f"with {flag(STAGES)} 1, where it would only take memory"
+        elif schedule in ("gpipe", "1f1b", "zb-h1") and virtual > 1:
+            reason = f"or interleaved with {virtual} virtual stages"
+            instead = "interleaved"
+        elif schedule == "zb-h1" and model.recompute_granularity == "full":
+            reason = "with --recompute-granularity full: zero bubble keeps what it frees"
+        if reason:
+            works = ("--pipeline-schedule", instead)
+            left_out(self, "pipeline_schedule", reason, works=works)

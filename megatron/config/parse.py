@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from megatron.config.launch import is_first, write_error_file
-from megatron.errors import CommandLineError, UsageError, flag, setting, switch
+from megatron.errors import CommandLineError, UsageError, flag, setting, spelling, switch
 from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
@@ -106,7 +106,16 @@ def user_errors(
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(CLOSED) from None
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        text = f"error: {error}{notes}{_presets_named(error)}"
+        text = f"error: {error}{notes}"
+        # Name the settings of presets that the error is about; tyro's errors are about flags alone.
+        about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
+        named = set(re.findall(r"--[a-z][\w-]*", about))
+        lines: dict[Path, list[str]] = {}
+        for flags, file, line in [] if isinstance(error, CommandLineError) else _in_force:
+            if flags & named:
+                lines.setdefault(file, []).append(line)
+        for file, settings in lines.items():
+            text += f"; --preset {file} has {', '.join(settings)}"
         if not is_first(environ) and not agreed:
             time.sleep(PATIENCE)
             text = f"rank {environ['RANK']}: {text}"
@@ -119,19 +128,6 @@ def user_errors(
 _in_force: list[tuple[set[str], Path, str]] = []
 """(its flags, file, line) of each setting of a preset that no flag has overridden, as the last
 `parse` left them: an error of any part of the program may be about one."""
-
-
-def _presets_named(error: Exception) -> str:
-    """End of a message: settings of presets that the error is about and that no flag has given."""
-    if isinstance(error, CommandLineError):  # it is about the command line alone
-        return ""
-    about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
-    named = set(re.findall(r"--[a-z][\w-]*", about))
-    found: dict[Path, list[str]] = {}
-    for flags, file, line in _in_force:
-        if flags & named:
-            found.setdefault(file, []).append(line)
-    return "".join(f"; --preset {file} has {', '.join(lines)}" for file, lines in found.items())
 
 
 def parse(
@@ -156,57 +152,66 @@ def parse(
     """
     import tyro
 
-    known: dict[str, Any] = {}  # the type of every setting, by each of its names
+    types: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # its first name, by each of its names
     replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
     for name, kind, metadata in _fields(program):
-        alias = metadata.get("alias")
-        if "replaces" in metadata:
-            replaces[name] = metadata["replaces"]
-        for each in (name, alias) if alias else (name,):
-            known[each], names[each] = kind, name
-    presets: list[tuple[Path, str, Any]] = []
-    words: list[str] = []
+        replaces[name] = metadata.get("replaces", ())
+        for each in (name, metadata.get("alias", name)):
+            types[each] = kind
+            names[each] = name
+    presets: list[tuple[Path, str, Any]] = []  # (file, key, value)
+    words: list[str] = []  # of the command line, with first names
     replaced: set[str] = set()
     remaining = iter(argv)
     for word in remaining:
         name, equals, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
-        if name == "--preset" and "preset" not in known:
+        if name == "--preset" and "preset" not in types:
             value = value if equals else next(remaining, "")
-            file = find_preset("" if value.startswith("--") else value, known)
-            read = list(_read_preset(file, known))
-            on = [names[key] for key, value in read if value is not False]
-            others = {other for key in on for other in replaces.get(key, ())}
+            file = find_preset("" if value.startswith("--") else value, types)
+            others: set[str] = set()
+            settings = _read_toml(file)
+            for key, value in settings.items():
+                if key not in types or isinstance(value, dict):
+                    nearest = difflib.get_close_matches(key, types, n=1, cutoff=0)
+                    allowed = f"a setting of this program such as {nearest[0]}"
+                    raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed)
+                if value is not False:
+                    others.update(replaces[names[key]])
             presets = [each for each in presets if names[each[1]] not in others]
-            presets += [(file, *each) for each in read]
+            presets += [(file, key, value) for key, value in settings.items()]
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
-            replaced.update(replaces.get(names[field], ()))
+            replaced.update(replaces[names[field]])
         else:
             words.append(word)
     presets = [each for each in presets if names[each[1]] not in replaced]
+    # Presets become arguments before those of the command line, which win.
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
-    _in_force[:] = [
-        (flags, file, setting(key, value))
-        for file, key, value in presets
-        if not spelt & (flags := {flag(names[key]), switch(names[key], False)})
-    ]
-    first = [word for _, key, value in presets for word in _arguments(names[key], value)]
+    _in_force.clear()
+    first: list[str] = []
+    for file, key, value in presets:
+        first += _arguments(names[key], value)
+        flags = {flag(names[key]), switch(names[key], False)}
+        if not spelt & flags:
+            _in_force.append((flags, file, setting(key, value)))
     if saved is not None and not {"-h", "--help"} & set(words):
-        kept = saved([*first, *words]).items()
-        flat = [each for each in kept if each[0] in names and not isinstance(each[1], Mapping)]
-        first = [*(word for each in flat for word in _arguments(*each)), *first]
+        saved_words: list[str] = []
+        for key, value in saved([*first, *words]).items():
+            if key in names and not isinstance(value, Mapping):
+                saved_words += _arguments(key, value)
+        first = saved_words + first
     call = functools.partial(tyro.cli, program, description=description)
     try:
-        return _run_tyro(call, first + words, environ, [*known, "preset"], prog)
+        return _run_tyro(call, first + words, environ, [*types, "preset"], prog)
     except CommandLineError:
         # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
-            is_switch = bool in (known[key], *get_args(known[key]))
+            is_switch = bool in (types[key], *get_args(types[key]))
             if isinstance(value, bool) and is_switch:
                 continue  # alone it would be a value, not a flag
-            one = functools.partial(tyro.cli, make_dataclass("one", [(key, known[key])]))
+            one = functools.partial(tyro.cli, make_dataclass("one", [(key, types[key])]))
             try:
                 _run_tyro(one, _arguments(key, value), {}, ())
             except CommandLineError as error:
@@ -221,8 +226,8 @@ def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, s
     import tyro
 
     call = functools.partial(tyro.cli, part, return_unknown_args=True)
-    found: Program = _run_tyro(call, argv, environ, ())[0]
-    return found
+    config: Program = _run_tyro(call, argv, environ, ())[0]
+    return config
 
 
 def parse_call(
@@ -245,12 +250,12 @@ def parse_call(
 
     if isinstance(functions, Mapping):
         commands = {name: later(function) for name, function in functions.items()}
-        known = [name for each in functions.values() for name in inspect.signature(each).parameters]
+        names = [name for each in functions.values() for name in inspect.signature(each).parameters]
         call = functools.partial(tyro.extras.subcommand_cli_from_dict, commands)
     else:
-        known = list(inspect.signature(functions).parameters)
+        names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, known, prog)
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog)
     return bound
 
 
@@ -258,14 +263,14 @@ def _run_tyro(
     call: Callable[..., Any],
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    known: Collection[str],
+    names: Collection[str],
     prog: str | None = None,
 ) -> Any:
-    """known: the names of settings that a flag of another trainer may stand for. Raises UsageError
+    """names: those of settings that a flag of another trainer may stand for. Raises UsageError
     for such a flag, and CommandLineError with tyro's own message."""
     import tyro
 
-    flags = {flag(field) for field in known}
+    flags = {flag(field) for field in names}
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
@@ -273,8 +278,8 @@ def _run_tyro(
         if near and name not in flags:
             values = [value] if equals else arguments[index + 1 :]
             values = [*itertools.takewhile(lambda word: not word.startswith("--"), values)]
-            given, works = " ".join(values) or None, (near[0], *values)
-            raise UsageError(name, given, "a flag of this program", works=works)
+            works = (near[0], *values)
+            raise UsageError(name, " ".join(values) or None, "a flag of this program", works=works)
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
@@ -294,8 +299,11 @@ def _run_tyro(
             raise
     # The text in the box that tyro draws, without its title and rules.
     box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
-    lines = [line for line in box if line.strip("─- ")]
-    raise CommandLineError(textwrap.dedent("\n".join(lines)))
+    text = textwrap.dedent("\n".join(line for line in box if line.strip("─- ")))
+    # The choices of a setting that may be left out are an unordered set with None in it.
+    choices = set(re.findall(r"'(.*?)'", text.partition("Expected one of")[2])) - {"None"}
+    ordered = f"Expected one of {', '.join(sorted(choices))}."
+    raise CommandLineError(re.sub(r"Expected one of\s+\(.*?\)\.", ordered, text, flags=re.DOTALL))
 
 
 def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -311,19 +319,17 @@ def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
 
 def _arguments(field: str, value: Any) -> list[str]:
     """A value of a preset, as words of the command line."""
-    if isinstance(value, bool):
-        return [switch(field, value)]
-    if isinstance(value, list):
-        return [flag(field), *map(str, value)]
-    return [f"{flag(field)}={value}"]
+    if isinstance(value, bool | list):
+        return list(spelling(field, value))
+    return [f"{flag(field)}={value}"]  # as one word, since a value may begin with --
 
 
-def find_preset(name: str, known: Collection[str] = ()) -> Path:
+def find_preset(name: str, keys: Collection[str] = ()) -> Path:
     """The file of this path, or the preset of this name in scripts/presets and its folders:
     mnli_336m or finetune/mnli_336m.
 
-    Raises UsageError if there is neither; it names the nearest presets whose keys are all known
-    (any presets if `known` is empty).
+    Raises UsageError if there is neither; it names the nearest presets whose settings are
+    all among `keys` (any presets if that is empty).
     """
     if Path(name).is_file():
         return Path(name)
@@ -332,30 +338,14 @@ def find_preset(name: str, known: Collection[str] = ()) -> Path:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file
     names: dict[str, str] = {}
-    folder: Path | None = None  # the presets of a folder are of one kind of program
     for file in (*Path(name).parent.glob("*.toml"), *files):
         with contextlib.suppress(UsageError, OSError):
-            if known and not _read_toml(file).keys() <= set(known):
-                continue
-            if known and file in files:
-                folder = folder or file.parent
-                if file.parent != folder:
-                    continue
-            names[file.stem] = file.stem if file in files else str(file)
+            if not keys or _read_toml(file).keys() <= set(keys):
+                names[file.stem] = file.stem if file in files else str(file)
     near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
     works = ("--preset", near[0]) if near else ()
     raise UsageError("--preset", name or None, allowed, works=works)
-
-
-def _read_preset(file: Path, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """(key, value). Raises UsageError, naming file and key, for an unknown setting."""
-    for key, value in _read_toml(file).items():
-        if key not in known or isinstance(value, dict):
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0)
-            allowed = f"a setting of this program such as {nearest[0]}"
-            raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed)
-        yield key, value
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

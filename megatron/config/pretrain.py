@@ -1,5 +1,6 @@
 """The settings of a pretraining run, and the checks across its configs."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -62,40 +63,32 @@ class PretrainConfig:
         """Raise UsageError if two configs, or a config and world_size processes, disagree."""
         if self.data.mock_data:
             left_out(self.training, "epochs", "with --mock-data, which has no end")
-        if (given := self.model.recompute_granularity) not in (known := self.model.granularities):
-            name, last = "--recompute-granularity", known[-1]
-            allowed = f"{' or '.join(known)} of a model of the kind {self.model.kind}"
-            raise UsageError(name, given, allowed, works=(name, last))
+        granularities = self.model.granularities
+        if self.model.recompute_granularity not in granularities:
+            reason = f"or {' or '.join(granularities)} of a model of the kind {self.model.kind}"
+            left_out(self.model, "recompute_granularity", reason)
         self.parallel.check_kind(self.model)
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
             reason = f"with --tensor-parallel-mode {mode}, which cuts what a norm is of"
             left_out(self.model, "layernorm_impl", reason)
+        uncompiled = "with --model huggingface or apex's norm, whose layers are not compiled"
         if self.training.compile and not self.model.can_compile:
-            allowed = (
-                "left out: layers of --model huggingface, or with apex's norm, are not compiled"
-            )
-            raise UsageError("--compile", None, allowed, works=("--no-compile",))
+            left_out(self.training, "compile", uncompiled, works=("--no-compile",))
         is_compiled = self.training.compile is not False and self.model.can_compile
-        if (rng := self.model.attention_dropout_rng) == "coordinates-flex" and not is_compiled:
-            name = "--attention-dropout-rng"
-            allowed = (
-                "coordinates where layers are not compiled: with --no-compile, --model huggingface "
-                "or apex's norm"
-            )
-            raise UsageError(name, rng, allowed, works=(name, "coordinates"))
+        if self.model.attention_dropout_rng == "coordinates-flex" and not is_compiled:
+            works = ("--attention-dropout-rng", "coordinates")
+            reason = f"with --no-compile, or {uncompiled}"
+            left_out(self.model, "attention_dropout_rng", reason, works=works)
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)
-        batch = self.global_batch_size(world_size)
+        name, batch = "--global-batch-size", self.global_batch_size(world_size)
+        micro_batch = self.training.micro_batch_size
         readers = self.parallel.batch_parallel_size(world_size)
-        smallest = self.training.micro_batch_size * readers
-        if batch % smallest:
-            raise UsageError(
-                "--global-batch-size",
-                batch,
-                f"a multiple of --micro-batch-size {self.training.micro_batch_size} x the "
-                f"{readers} processes that read different samples",
-                works=("--global-batch-size", str(-(-batch // smallest) * smallest)),
-            )
+        if batch % (micro_batch * readers):
+            allowed = f"a multiple of --micro-batch-size {micro_batch} x the {readers} processes "
+            allowed += "that read different samples"
+            nearest = math.ceil(batch / (micro_batch * readers)) * micro_batch * readers
+            raise UsageError(name, batch, allowed, works=(name, str(nearest)))
         if self.training.train_iters is not None:
             self._check_warmup()
         if self.precision.pure_bf16:
@@ -103,7 +96,14 @@ class PretrainConfig:
         require_apex(
             optimizer_impl=self.optimizer.optimizer_impl, layernorm_impl=self.model.layernorm_impl
         )
-        require_sinks(self.logging, self.metrics_file())
+        for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
+            if getattr(self.logging, name) is not None and (lack := failure(library)):
+                left_out(self.logging, name, f"here: {lack}")
+        project = self.logging.wandb_project
+        if project is not None and self.metrics_file() is None:
+            cure = ("--wandb-project", project, "--save", "checkpoints")
+            allowed = "given with --save or --metrics-file, beside which it keeps its run"
+            raise UsageError("--wandb-project", project, allowed, works=cure)
 
     def with_steps(
         self,
@@ -125,12 +125,9 @@ class PretrainConfig:
             batch = self.global_batch_size(world_size)
             samples_left = max(0, samples_in(epochs) - samples_done)
             if not (steps := steps_done + samples_left // batch):
-                raise UsageError(
-                    "--epochs",
-                    epochs,
-                    f"enough for a global batch of {batch}: the first has {samples_in(1)} samples",
-                    works=("--epochs", str(epochs_of(batch, samples_in))),
-                )
+                allowed = f"enough for a global batch of {batch}: the first has {samples_in(1)} "
+                works = ("--epochs", str(epochs_of(batch, samples_in)))
+                raise UsageError("--epochs", epochs, f"{allowed}samples", works=works)
             training = replace(self.training, train_iters=steps, epochs=None)
             config = replace(self, training=training)
         warmup = self.optimizer.warmup_iters(config.lr_decay_iters())
@@ -147,29 +144,28 @@ class PretrainConfig:
 
     def warnings(self, device: str) -> list[str]:
         """Warnings of valid settings, rarely meant. device: torch's device type, such as "cpu"."""
-        found: list[str] = []
+        texts: list[str] = []
         steps = self.training.steps
         if self.checkpoint.save is None:
-            found.append("warning: nothing of this run is kept; --save checkpoints keeps it")
+            texts.append("nothing of this run is kept; --save checkpoints keeps it")
         elif self.checkpoint.save_interval is None and steps > 1:
             some = min(1000, max(1, steps // 4))
-            found.append(f"warning: saved only at the end; --save-interval {some} saves on the way")
+            texts.append(f"saved only at the end; --save-interval {some} saves on the way")
         if self.model.draws_in_kernel(device):
-            found.append(
-                "warning: attention's dropout is drawn by its kernel and depends on the layout; "
-                "with --attention-dropout-rng coordinates it does not, at a cost of time and memory"
+            texts.append(
+                "attention's dropout is drawn by its kernel and depends on the layout; with "
+                "--attention-dropout-rng coordinates it does not, at a cost of time and memory"
             )
-        if self.precision.fp16 and device == "cpu":
-            found.append("warning: --fp16 on a CPU is many times slower than --bf16 or --no-bf16")
         if device == "cpu":
+            if self.precision.fp16:
+                texts.append("--fp16 on a CPU is many times slower than --bf16 or --no-bf16")
             if self.model.attention_dropout_rng == "coordinates-flex":
-                found.append("warning: a CPU computes coordinates-flex as coordinates")
-            given = {"--optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload}
-            given |= {"--cpu-offload-activations": self.model.cpu_offload_activations}
-            found += [
-                f"warning: {name} frees no memory on a CPU" for name, on in given.items() if on
-            ]
-        return found
+                texts.append("a CPU computes coordinates-flex as coordinates")
+            if self.optimizer.optimizer_cpu_offload:
+                texts.append("--optimizer-cpu-offload frees no memory on a CPU")
+            if self.model.cpu_offload_activations:
+                texts.append("--cpu-offload-activations frees no memory on a CPU")
+        return [f"warning: {text}" for text in texts]
 
 
 def epochs_of(samples: int, samples_in: Callable[[int], int]) -> int:
@@ -206,44 +202,23 @@ class PretrainBertConfig(PretrainTextConfig):
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
 
 
-# Parts of NVIDIA's apex that each setting needs: a file, and the extension with its kernel.
-_APEX = {
-    "optimizer_impl": ("optimizers/fused_adam.py", "amp_C"),
-    "layernorm_impl": ("normalization/fused_layer_norm.py", "fused_layer_norm_cuda"),
-}
-
-
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:
-    """Raise UsageError if an implementation is "apex" and its parts are not installed."""
-    for name, given in (("optimizer_impl", optimizer_impl), ("layernorm_impl", layernorm_impl)):
-        if given != "apex":
+    """Raise UsageError if an implementation is "apex" and its parts are not installed: a file of
+    NVIDIA's apex and an extension, found without an import, because extensions load torch."""
+    norm = "normalization/fused_layer_norm.py"
+    for name, value, file, extension in (
+        ("optimizer_impl", optimizer_impl, "optimizers/fused_adam.py", "amp_C"),
+        ("layernorm_impl", layernorm_impl, norm, "fused_layer_norm_cuda"),
+    ):
+        if value != "apex":
             continue
-        file, extension = _APEX[name]
-        if (where := _origin("apex")) is None:
+        if (origin := getattr(find_spec("apex"), "origin", None)) is None:
             reason = "NVIDIA's apex is not installed"
-        elif not (where.parent / file).is_file():
-            reason = f"{where} is not NVIDIA's but most likely PyPI's apex (pip uninstall apex)"
-        elif _origin(extension) is None:
+        elif not (Path(origin).parent / file).is_file():
+            reason = f"{origin} is not NVIDIA's but most likely PyPI's apex (pip uninstall apex)"
+        elif getattr(find_spec(extension), "origin", None) is None:
             reason = f"apex is installed without its extension {extension}"
         else:
             continue
         allowed = f"torch: {reason}; bash scripts/setup.sh --with-apex DIR builds NVIDIA's"
         raise UsageError(flag(name), "apex", allowed, works=(flag(name), "torch"))
-
-
-def require_sinks(logging: LoggingConfig, metrics_file: str | None) -> None:
-    """Raise UsageError if a sink's library is missing, or wandb has no folder for its run."""
-    for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
-        if (value := getattr(logging, name)) is not None and (lack := failure(library)):
-            raise UsageError(flag(name), value, f"left out: {lack}")
-    if (project := logging.wandb_project) is not None and metrics_file is None:
-        works = ("--wandb-project", project, "--save", "checkpoints")
-        allowed = "given with --save or --metrics-file, beside which it keeps its run"
-        raise UsageError("--wandb-project", project, allowed, works=works)
-
-
-def _origin(package: str) -> Path | None:
-    """The file of a part of apex, found without an import, because its extensions load torch; None
-    if there is none."""
-    spec = find_spec(package)
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None

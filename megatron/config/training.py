@@ -4,15 +4,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import (
-    at_most,
-    excludes,
-    fraction,
-    needs,
-    non_negative,
-    positive,
-    share,
-)
+from megatron.config.checks import at_most, excludes, fraction, needs, non_negative, positive, share
 from megatron.errors import UsageError
 
 OF_PACKED = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
@@ -65,8 +57,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive(self, "seq_length", "num_workers")
-        names = [each.name for each in fields(self) if each.name in OF_FILES]
-        excludes(self, "mock_data", *names)
+        excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +199,13 @@ class OptimizerConfig:
     """Largest global norm of the gradient; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        positive(self, "lr", "adam_eps", "lr_decay_iters")
-        non_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        non_negative(self, "lr_warmup_init")
+        positive(self, "lr", "adam_eps", "lr_decay_iters", "lr_warmup_fraction")
+        non_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay")
+        non_negative(self, "clip_grad")
         fraction(self, "adam_beta1", "adam_beta2")
-        positive(self, "lr_warmup_fraction")
         share(self, "lr_warmup_fraction")
-        excludes(
-            self, "optimizer_impl", "optimizer_cpu_offload", because="as apex has no Adam of a CPU"
-        )
+        no_cpu = "as apex has no Adam of a CPU"
+        excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
         at_most(self, "min_lr", self.lr, "--lr")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")
         needs(self, "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction")
@@ -290,8 +279,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         positive(self, "train_iters", "epochs", "micro_batch_size", "global_batch_size")
-        positive(self, "eval_interval")
-        positive(self, "exit_interval", "exit_duration_in_mins")
+        positive(self, "eval_interval", "exit_interval", "exit_duration_in_mins")
         non_negative(self, "seed", "eval_iters", "check_replicas_interval")
         if self.train_iters is None and self.epochs is None:
             works = ("--train-iters", "1000")

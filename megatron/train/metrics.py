@@ -287,7 +287,7 @@ def open_sinks(
             if name == "TensorBoard" and logging.tensorboard_dir is not None:
                 sinks.append(TensorBoardSink(logging.tensorboard_dir, start))
             if name == "wandb" and logging.wandb_project is not None:
-                assert metrics_path is not None  # see require_sinks
+                assert metrics_path is not None  # see PretrainConfig.check
                 folder, project = Path(metrics_path).parent, logging.wandb_project
                 sinks.append(WandbSink(project, folder, environ, start, facts, stop))
         except Exception as error:  # any error of the library; the run trains without it

@@ -1,6 +1,7 @@
 """From arguments and presets to settings, and the errors of both."""
 
 import json
+import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -25,6 +26,14 @@ def preset(folder: Path, text: str) -> str:
     file = folder / "preset.toml"
     file.write_text(text, encoding="latin-1")
     return str(file)
+
+
+def test_the_choices_of_a_setting_are_named_in_order() -> None:
+    """Those of a setting that may be left out, too, without the None that stands for it."""
+    error = refusal(lambda: pretrain("--pipeline-schedule", "none"))
+    found = re.findall("1f1b|gpipe|interleaved|zb-h1", str(error))
+    assert found == ["1f1b", "gpipe", "interleaved", "zb-h1"]
+    assert "None" not in str(error)
 
 
 def test_flags_reach_their_sections() -> None:

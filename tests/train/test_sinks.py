@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.pretrain import require_sinks
 from megatron.config.training import LoggingConfig
 from megatron.errors import UsageError
 from megatron.train.metrics import TensorBoardSink, open_sinks, run_of
+from tests.config.test_checks import settings
 
 pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
@@ -187,12 +187,12 @@ def test_a_missing_library_is_refused(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, library, raising=False)
     with pytest.raises(UsageError) as refused:
-        require_sinks(LoggingConfig(**{field: "x"}), "m.jsonl")
+        settings(**{field: "x"}, metrics_file="m.jsonl").check(1)
     assert refused.value.flag == flag
 
 
 def test_wandb_asks_for_a_folder() -> None:
     with pytest.raises(UsageError) as refused:
-        require_sinks(LoggingConfig(wandb_project="a"), None)
+        settings(wandb_project="a").check(1)
     assert refused.value.works == ("--wandb-project", "a", "--save", "checkpoints")
-    require_sinks(LoggingConfig(wandb_project="a"), "m.jsonl")
+    settings(wandb_project="a", metrics_file="m.jsonl").check(1)
