@@ -206,27 +206,27 @@ gather-non-contiguous | parallel/test_collectives::test_backends
 - _ALL_GATHER, whole, x.contiguous())
 + _ALL_GATHER, whole, x)
 reduce-scatter-non-contiguous
-- _REDUCE_SCATTER, own, x.contiguous())
-+ _REDUCE_SCATTER, own, x)
+- _REDUCE_SCATTER, rows, x.contiguous())
++ _REDUCE_SCATTER, rows, x)
 send-non-contiguous
-- own, calls = x.contiguous(), axis.channels
-+ own, calls = x, axis.channels
+- block, calls = x.contiguous(), axis.channels
++ block, calls = x, axis.channels
 receive-non-contiguous
 - block, calls = _block(x), axis.channels
 + block, calls = x, axis.channels
 send-from-the-device | parallel/test_collectives::test_messages
-- own = own.to("cpu", copy=True) if
-+ own = own if
+- block = block.to("cpu", copy=True)
++ pass
 receive-on-the-device | parallel/test_collectives::test_messages
-- block = torch.empty_like(block, device="cpu") if
-+ block = block if
+- block = torch.empty_like(block, device="cpu")
++ pass
 gather-from-non-contiguous | parallel/test_collectives::test_backends
-- own = x.detach().contiguous()
-+ own = x.detach()
+- shard = x.detach().contiguous()
++ shard = x.detach()
 waits-for-what-begins | parallel/test_buckets::test_the_sum_of_f
 # the right numbers without any overlap
-- work = collective(block, *given, group=axis.group, async_op=True)
-+ work = collective(block, *given, group=axis.group, async_op=True)
+- work = collective(block, *inputs, group=axis.group, async_op=True)
++ work = collective(block, *inputs, group=axis.group, async_op=True)
 +     work.wait()
 compiled-block-of-another-rank | train/test_compiled::test_compiled_layers_are_one_graph
 - _traced("broadcast", x, source, axis=axis)
@@ -376,8 +376,8 @@ skipped-step-decays | train/test_step::test_a_run_that
 +             each.weight.data.mul_(1 - lr * each.decay)
 +     if not overflowed:
 tokens-counted-by-samples | train/test_step::test_a_step_counts
-- own = [[each.num_tokens, *state
-+ own = [[each.num_samples, *state
+- counts = [[each.num_tokens, *state
++ counts = [[each.num_samples, *state
 @ megatron/train/loop.py | train/test_loop::test_it_logs
 rate-of-the-update-before
 - loop.learning_rate(state.updates + 1)

@@ -8,13 +8,18 @@ Section 3 of the paper has a conjugate pair: each does backward what the other d
     g      sum over ranks of x       dx                        sum_terms
 
 Under sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each rank holds its own rows
-of the stream, and in the same places the pair is
+of the hidden states, and in the same places the pair is
 
     f      the rows of all ranks     own rows of the sum of dx
     g      own rows of the sum of x  the rows of all ranks of dx
 
 `stream` is the axis that cuts the rows; if its size is 1, the first pair applies. Both pairs
-satisfy <f(x), y> = <x, g(y)>, with inner products over all ranks. Strides may differ between ranks.
+satisfy <f(x), y> = <x, g(y)>, with inner products over all ranks. The second pair sends as many
+bytes as the first in the forward and 3/2 of them in the backward, where f gathers its rows again.
+
+A function start_X starts a collective and returns a function that waits and returns the result, so
+that matmuls run meanwhile. The failure watch reads which call each rank waits in (mesh.Calls).
+Strides may differ between ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from torch.distributed import ReduceOp
 from megatron.parallel.mesh import ALONE, Axis, Calls
 
 OfTensor = Callable[[Tensor], Tensor]
-# The names since torch 2.13, and the earlier ones.
+Wait = Callable[[], Tensor]
+# torch 2.13 renamed both.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 THROUGH_HOST = {("gloo", "cuda")}
@@ -75,7 +81,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
     return _stored(block, x)
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+def start_all_reduce(x: Tensor, axis: Axis) -> Wait:
     """Start to sum `x` over `axis`; the returned function waits and returns the sum. Except under
     torch.compile the sum is also in `x`, as after all_reduce."""
     if axis.size == 1:
@@ -85,7 +91,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return _started("all_reduce", x, axis, dist.all_reduce, x)
 
 
-def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[], Tensor]:
+def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Wait:
     """Start to gather the rows [m, ..] of all ranks of `axis`, in rank order; see start_all_reduce.
     out: a tensor for the rows; `x` may be this rank's slice of it."""
     if axis.size == 1:
@@ -96,9 +102,7 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Callable[[
     return _started("all_gather", x, axis, _ALL_GATHER, whole, x.contiguous())
 
 
-def start_sum(
-    x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None
-) -> Callable[[], Tensor]:
+def start_sum(x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None) -> Wait:
     """Start to sum `x` over `axis`; each rank of the stream gets its own rows. See
     start_all_reduce. out: a tensor for them; if it is part of `x`, the rest of `x` is undefined."""
     if stream.size == 1:
@@ -106,8 +110,8 @@ def start_sum(
     assert stream is axis
     if torch.compiler.is_compiling():
         return _traced("reduce_scatter_tensor", x, "sum", axis.size, axis=axis)
-    own = x.new_empty(own_rows(x, axis).shape) if out is None else out
-    return _started("reduce_scatter", x, axis, _REDUCE_SCATTER, own, x.contiguous())
+    rows = x.new_empty(own_rows(x, axis).shape) if out is None else out
+    return _started("reduce_scatter", x, axis, _REDUCE_SCATTER, rows, x.contiguous())
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,14 @@ class Cut:
     over: Axis = ALONE
     terms: Axis = ALONE  # its ranks have one term each of y, or of the matrix's gradient
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_gather(self, x: Tensor) -> Wait:
         """Start to gather the matrix from each rank's part `x`; see the function start_gather."""
         wait, ranks = start_gather(x, self.over), self.over.size
         if ranks == 1 or self.dim == 0:
             return wait
         return lambda: wait().view(ranks, *x.shape).transpose(0, 1).flatten(1)
 
-    def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
+    def start_sum(self, x: Tensor) -> Wait:
         """Start to sum the terms `x`; each rank gets its part. See the function start_sum."""
         if (ranks := self.over.size) > 1 and self.dim == 1:
             x = x.view(len(x), ranks, x.shape[1] // ranks).transpose(0, 1).flatten(0, 1)
@@ -140,18 +144,18 @@ def cut(dim: int, axis: Axis) -> Cut:
     return Cut(dim, axis, axis)
 
 
-def start_broadcast(x: Tensor, axis: Axis, source: int) -> Callable[[], Tensor]:
+def start_broadcast(x: Tensor, axis: Axis, source: int) -> Wait:
     """Start to broadcast the source's x, of the same shape and dtype; see start_all_reduce."""
     if axis.size == 1:
         return lambda: x
     if torch.compiler.is_compiling():
         return _traced("broadcast", x, source, axis=axis)
     # .data: gloo also writes a GPU's x back at the source, which autograd would take for a change.
-    own = x.contiguous().data if axis.rank == source else x.new_empty(x.shape)
-    return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), own)
+    block = x.contiguous().data if axis.rank == source else x.new_empty(x.shape)
+    return _started("broadcast", x, axis, partial(dist.broadcast, group_src=source), block)
 
 
-def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
+def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Wait:
     """Start to sum `x` over `axis`, in place and only for the rank `receiver`; `x` of the other
     ranks becomes undefined. See start_all_reduce."""
     if axis.size == 1:
@@ -160,10 +164,10 @@ def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Callable[[], Tensor]:
 
 
 def _started(
-    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], out: Tensor, *given: Tensor
-) -> Callable[[], Tensor]:
+    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], out: Tensor, *inputs: Tensor
+) -> Wait:
     block, call = _block(out), axis.calls.start(name, x.shape)
-    work = collective(block, *given, group=axis.group, async_op=True)
+    work = collective(block, *inputs, group=axis.group, async_op=True)
     return partial(_wait, axis.calls, call, work, block, out)
 
 
@@ -172,32 +176,30 @@ def _wait(calls: Calls, call: Any, work: Any, block: Tensor, x: Tensor) -> Tenso
     return _stored(block, x)
 
 
-def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Callable[[], Tensor]:
+def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Wait:
     """For torch.compile, which has no public function that stays asynchronous (2.11 to 2.13)."""
     functional = torch.ops._c10d_functional
     result = getattr(functional, name)(x.contiguous(), *arguments, axis.group.group_name)
     return lambda: functional.wait_tensor(result)
 
 
-def _goes_through_host(x: Tensor, axis: Axis) -> bool:
-    return (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST
-
-
-def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Callable[[], Tensor]:
+def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Wait:
     """Start to send `x` to a rank of `axis`. The returned function has to be called: it waits until
     `x` may change. what: name of the message, for the failure watch."""
-    own, calls = x.contiguous(), axis.channels[axis.rank, receiver]
-    own = own.to("cpu", copy=True) if _goes_through_host(x, axis) else own
+    block, calls = x.contiguous(), axis.channels[axis.rank, receiver]
+    if (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST:
+        block = block.to("cpu", copy=True)
     call = calls.start(f"send of {what}", x.shape)
-    work = dist.isend(own, group=axis.group, group_dst=receiver)
-    return partial(_wait, calls, call, work, own, own)
+    work = dist.isend(block, group=axis.group, group_dst=receiver)
+    return partial(_wait, calls, call, work, block, block)
 
 
-def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Callable[[], Tensor]:
+def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Wait:
     """Start to receive a message with the shape and dtype of `x` into it, from a rank of `axis`.
     The returned function waits and returns `x`."""
     block, calls = _block(x), axis.channels[sender, axis.rank]
-    block = torch.empty_like(block, device="cpu") if _goes_through_host(x, axis) else block
+    if (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST:
+        block = torch.empty_like(block, device="cpu")
     call = calls.start(f"receive of {what}", x.shape)
     work = dist.irecv(block, group=axis.group, group_src=sender)
     return partial(_wait, calls, call, work, block, x)
@@ -222,8 +224,8 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     shards = [x.new_empty(x.shape) for _ in range(axis.size)]
-    own = x.detach().contiguous()
-    _call("all_gather", x, axis, lambda: dist.all_gather(shards, own, group=axis.group))
+    shard = x.detach().contiguous()
+    _call("all_gather", x, axis, lambda: dist.all_gather(shards, shard, group=axis.group))
     return torch.cat(shards, dim)
 
 
@@ -246,5 +248,4 @@ def sum_terms(x: Tensor, by: Cut) -> Tensor:
     """Sum the terms `x` of a matrix over ranks; returns this rank's part of the sum."""
     if by.terms.size == 1:
         return x
-    x = x.contiguous()
-    return Pair.apply(x, lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())
+    return Pair.apply(x.contiguous(), lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())

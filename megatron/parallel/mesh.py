@@ -1,14 +1,13 @@
 """The grid of ranks: the only place where ranks are computed.
 
-A mesh has named axes. The tensor axis varies fastest, so that the ranks that share a layer are in
-one server:
+A mesh has named axes (a tensor has dims). The tensor axis varies fastest, so that the ranks that
+share a layer are in one server:
 
     world of 8, tensor 4:      tensor ->  0  1  2  3     (one model)
                          data |           4  5  6  7     (its copy, on other samples)
 
 Axes that act together form a union, which has a name, too. Code asks for the union that it means
-(`mesh.loss`). A new axis is an entry in axes.py and a field of Mesh. A mesh has axes, a tensor has
-dims.
+(`mesh.loss`). A new axis is an entry in axes.py and a field of Mesh.
 
 Some tensor-parallel modes replace the tensor axis by several axes; axes.py has the table. Ranks of
 one model then read different samples, too, and the hidden states are cut along their hidden dim.
@@ -20,7 +19,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
@@ -34,20 +33,18 @@ CALLS: dict[str, Calls] = {}
 """Calls, by name, of each axis of several ranks, channel and control group that was used."""
 
 
+@dataclass(slots=True)
 class Calls:
     """Counts the collectives that this rank starts over one group, or the messages over one
     channel, for the failure watch.
 
-    started: number of calls started. waits: (number from 1, name, shape) of the call in which a
-    thread waits, or None; it stays set if the collective raises. ranks: members of the group.
+    ranks: members of the group. started: number of calls started. waits: (number from 1, name,
+    shape) of the call in which a thread waits, or None; it stays set if the collective raises.
     """
 
-    __slots__ = ("ranks", "started", "waits")
-
-    def __init__(self, ranks: list[int]) -> None:
-        self.started = 0
-        self.waits: tuple[int, str, object] | None = None
-        self.ranks = ranks
+    ranks: list[int]
+    started: int = 0
+    waits: tuple[int, str, object] | None = None
 
     def start(self, name: str, shape: object) -> tuple[int, str, object]:
         self.started += 1
@@ -59,7 +56,8 @@ class Calls:
         self.waits = None
 
 
-def _counted(name: str, ranks: list[int]) -> Calls:
+def _watched(name: str, ranks: list[int]) -> Calls:
+    """New Calls that the failure watch reads."""
     calls = CALLS[name] = Calls(ranks)
     return calls
 
@@ -92,19 +90,18 @@ class Axis:
 
     @cached_property
     def calls(self) -> Calls:
-        return _counted(self.name, dist.get_process_group_ranks(self.group))
+        return _watched(self.name, dist.get_process_group_ranks(self.group))
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], Calls]:
         """Calls for the messages between this rank and its neighbours in the ring of the axis, by
         (sender, receiver). Both ends count the same messages."""
-        ranks = dist.get_process_group_ranks(self.group)
-        near = {(self.rank + step) % self.size for step in (-1, 1)}
-        ends = [pair for each in near for pair in ((self.rank, each), (each, self.rank))]
-        return {
-            (one, two): _counted(f"{self.name} {one} -> {two}", [ranks[one], ranks[two]])
-            for one, two in ends
-        }
+        ranks, channels = dist.get_process_group_ranks(self.group), {}
+        for neighbour in {(self.rank + step) % self.size for step in (-1, 1)}:
+            for one, two in ((self.rank, neighbour), (neighbour, self.rank)):
+                name = f"{self.name} {one} -> {two}"
+                channels[one, two] = _watched(name, [ranks[one], ranks[two]])
+        return channels
 
     def __deepcopy__(self, memo: dict[int, object]) -> Axis:
         return self
@@ -132,7 +129,7 @@ class ControlGroup:
     @cached_property
     def calls(self) -> Calls:
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        return _counted(self.name, ranks)
+        return _watched(self.name, ranks)
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, by rank, on every rank."""
@@ -156,16 +153,16 @@ class ControlGroup:
     ) -> Axis:
         """The axis of this rank's group; every rank calls this, in the same order. groups: [number
         of groups, ranks of each]; this rank may be in none of them."""
-        own = self.new_group(groups.tolist()) if groups.shape[1] > 1 else None
-        if own is None:
+        group = self.new_group(groups.tolist()) if groups.shape[1] > 1 else None
+        if group is None:
             return Axis(name, is_of_stages=is_of_stages)
-        axis = self.axis_class(name, own.size(), own.rank(), own, parts, is_of_stages)
+        axis = self.axis_class(name, group.size(), group.rank(), group, parts, is_of_stages)
         _ = axis.calls  # enters it in CALLS, which the failure watch reads
         return axis
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
-        return own
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
+        return group
 
     def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self
@@ -180,7 +177,24 @@ def connect_control(timeout: timedelta | None, name: str = "control") -> Control
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Mesh:
-    """The axes over which this run is divided, their unions, and the device of this rank."""
+    """The axes over which this run is divided, their unions, and the device of this rank.
+
+    Unions, by what their ranks hold:
+
+        tensor             parts of one layer: as many as --tensor-model-parallel-size counts
+        copies             copies of the model that compute independently
+        batch              different samples
+        loss               different terms of the loss; the denominators are summed over it
+        loss_sums          `loss` and the pipeline stages; the last stage has the sums of the terms
+        replicas           the same shard of every parameter
+        model_parallel     together one copy of the model: they agree on overflow and gradient norm
+        tokens, hidden     hidden states of different samples; different columns of them
+        inner_tokens, inner_hidden    the same inside the parallel region; and different heads
+        vocabulary         different columns of the logits
+        embedding_group    the word embedding, which the first and last pipeline stages share
+        stream             different rows of the hidden states between layers: the tensor axis under
+                           sequence parallelism, otherwise an axis of one rank
+    """
 
     device: torch.device
     control: ControlGroup = ControlGroup()
@@ -198,34 +212,19 @@ class Mesh:
     output: Axis = Axis("output")
 
     tensor: Axis = Axis("tensor")
-    """The axes that --tensor-model-parallel-size counts: one axis in 1D; 2.5D includes depth."""
     copies: Axis = Axis("copies")
-    """Its ranks belong to copies of the model that compute independently."""
     batch: Axis = Axis("batch")
-    """Its ranks read different samples."""
     loss: Axis = Axis("loss")
-    """Its ranks hold different terms of the loss; the denominators are summed over it."""
     loss_sums: Axis = Axis("loss_sums")
-    """`loss` and the pipeline stages; the last stage has the sums of the terms."""
     replicas: Axis = Axis("replicas")
-    """Its ranks hold the same shard of every parameter."""
     model_parallel: Axis = Axis("model_parallel")
-    """Its ranks together hold one copy of the model: they agree on overflow and gradient norm."""
     tokens: Axis = Axis("tokens")
-    """Its ranks share a layer, and hold the hidden states of different samples."""
     hidden: Axis = Axis("hidden")
-    """Its ranks hold different columns of the hidden states."""
     inner_tokens: Axis = Axis("inner_tokens")
-    """As `tokens`, for the hidden states inside the parallel region."""
     inner_hidden: Axis = Axis("inner_hidden")
-    """Its ranks hold different columns inside the parallel region, and different heads."""
     vocabulary: Axis = Axis("vocabulary")
-    """Its ranks hold different columns of the logits."""
     embedding_group: Axis = Axis("embedding_group", is_of_stages=True)
-    """The first and the last pipeline stage, which share the word embedding."""
     stream: Axis = Axis("stream")
-    """Its ranks hold different rows of the hidden states between layers: the tensor axis under
-    sequence parallelism, otherwise an axis of one rank."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -245,7 +244,7 @@ class Mesh:
     @property
     def named_axes(self) -> tuple[Axis, ...]:
         """Axes that messages and records name: data, tensor, and others of more than one rank."""
-        return tuple(axis for axis in self.axes if axis.size > 1 or axis.name in _ALWAYS_NAMED)
+        return tuple(each for each in self.axes if each.size > 1 or each.name in ("data", "tensor"))
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -266,11 +265,10 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """The axis, or union of axes, with this name. Raises ValueError if there is none."""
-        found = getattr(self, name, None)
-        if not isinstance(found, Axis):
-            names = [each for each, value in vars(self).items() if isinstance(value, Axis)]
-            raise ValueError(f"a mesh has no axis {name!r}, but {', '.join(names)}")
-        return found
+        axes = {each: value for each, value in vars(self).items() if isinstance(value, Axis)}
+        if name not in axes:
+            raise ValueError(f"a mesh has no axis {name!r}, but {', '.join(axes)}")
+        return axes[name]
 
     def size(self, name: str | None = None) -> int:
         """Number of ranks along an axis or a union of axes; without a name, of all ranks."""
@@ -290,8 +288,8 @@ class Mesh:
 
     def describe_ranks(self) -> list[str]:
         """A line for each rank, with its coordinates, host and device (every rank calls this)."""
-        own = f"{self.describe_rank()}, on {socket.gethostname()}, {self.device}"
-        lines = enumerate(self.control.gather(own))
+        line = f"{self.describe_rank()}, on {socket.gethostname()}, {self.device}"
+        lines = enumerate(self.control.gather(line))
         return [f"rank {rank} of {self.size()}: {line}" for rank, line in lines]
 
     def tie(self, stages: Iterable[int]) -> Axis:
@@ -315,9 +313,6 @@ class Mesh:
         groups = [axis.group for axis in axes]
         only = groups[0] if len(groups) == 1 else groups
         return DeviceMesh.from_group(only, self.device.type, ranks, mesh_dim_names=names)
-
-
-_ALWAYS_NAMED = ("data", "tensor")
 
 
 def _groups_along(sizes: Mapping[str, int], names: Sequence[str]) -> torch.Tensor:
@@ -349,27 +344,27 @@ def build_mesh(
     names = (*OUTER, *INNER[tensor_parallel_mode])
     if unknown := sizes.keys() - set(names):
         raise ValueError(f"a mesh has no axis {min(unknown)!r}, but {', '.join(names)}")
-    world, given = control.size, dict(sizes)
-    rest = prod(size for name, size in given.items() if name != "data")
-    sizes = dict.fromkeys(names, 1) | {"data": world // max(rest, 1)} | given
-    if min(sizes.values()) < 1 or prod(sizes.values()) != world:
-        raise ValueError(f"axes {given} in a world of {world} ranks, which is not their product")
-    groups_along = partial(_groups_along, sizes)
-    axes = {
-        name: control.new_axis(name, groups_along((name,)), is_of_stages=name == "pipeline")
-        for name in sizes
-    }
+    others = prod(size for name, size in sizes.items() if name != "data")
+    data = control.size // max(others, 1)
+    all_sizes = dict.fromkeys(names, 1) | {"data": data} | dict(sizes)
+    if min(all_sizes.values()) < 1 or prod(all_sizes.values()) != control.size:
+        raise ValueError(f"axes {dict(sizes)}: their product is not the {control.size} ranks")
+    axes = {}
+    for name in names:
+        groups = _groups_along(all_sizes, (name,))
+        axes[name] = control.new_axis(name, groups, is_of_stages=name == "pipeline")
+    # A union of one axis is that axis; unions of the same axes share a group.
+    by_parts: dict[tuple[Axis, ...], Axis] = {(axis,): axis for axis in axes.values()}
     unions = {}
-    known: dict[tuple[Axis, ...], Axis] = {(axis,): axis for axis in axes.values()}
     for name, members in UNIONS[tensor_parallel_mode].items():
-        used = tuple(axes[member] for member in members if axes[member].size > 1)
-        if used and used not in known:
-            known[used] = control.new_axis(name, groups_along(members), used)
-        unions[name] = known[used] if used else Axis(name)
-    ends = axes["pipeline"]
-    if sizes["pipeline"] > 2:
-        stages = groups_along(("pipeline",))
-        ends = control.new_axis("embedding_group", stages[:, [0, -1]], is_of_stages=True)
+        parts = tuple(axes[member] for member in members if axes[member].size > 1)
+        if parts and parts not in by_parts:
+            by_parts[parts] = control.new_axis(name, _groups_along(all_sizes, members), parts)
+        unions[name] = by_parts[parts] if parts else Axis(name)
+    embedding_group = axes["pipeline"]
+    if all_sizes["pipeline"] > 2:
+        ends = _groups_along(all_sizes, ("pipeline",))[:, [0, -1]]
+        embedding_group = control.new_axis("embedding_group", ends, is_of_stages=True)
     if axes["pipeline"].size > 1 and control.group is not None:
         # The first call over a group must involve all its ranks, which a message does not.
         dist.all_reduce(torch.zeros(1, device=device), group=axes["pipeline"].group)
@@ -378,7 +373,7 @@ def build_mesh(
         control=control,
         tensor_parallel_mode=tensor_parallel_mode,
         **axes | unions,
-        embedding_group=ends,
+        embedding_group=embedding_group,
         stream=axes["tensor"] if sequence_parallel else Axis("stream"),
     )
 

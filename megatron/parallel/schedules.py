@@ -1,7 +1,8 @@
 """Pipeline schedules as data: which rank runs which action, in which order. No torch.
 
-Unusually, a schedule is not code. `check` proves it from the lists of all ranks; tools/plan.py
-draws it. Virtual stages are numbered as in the model; stage s is on rank s % p of the p ranks.
+A schedule is a list of actions for each rank. The executor (train/executor.py) runs any list;
+`check` proves that a list works, and tools/plan.py draws it. Virtual stages are numbered as in the
+model: of p ranks and v virtual stages per rank, rank r has the stages r, r + p, r + 2p, ..
 
 | kind | source | idle / ideal time | micro-batches in flight at m >= p |
 |---|---|---|---|
@@ -10,9 +11,11 @@ draws it. Virtual stages are numbered as in the model; stage s is on rank s % p 
 | interleaved | the same, 2.2.2 | (p-1)/(v m) | 2(p - rank - 1) + (v-1)g + 1, at most v m |
 | zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
 
-A micro-batch is in flight once for each virtual stage that keeps its activations. g is the size of
-the largest group, which is p if p divides m. For m < p, gpipe and 1f1b idle as above, interleaved
-idles (v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; at most v m are in flight.
+A micro-batch is in flight once for each virtual stage that keeps its activations: at p = 4, m = 8,
+from the first rank to the last, gpipe 8 8 8 8, 1f1b 4 3 2 1, zb-h1 4 4 4 4, and interleaved with
+v = 2 11 9 7 5, of half as many layers each. g is the size of the largest group, which is p if p
+divides m. For m < p, gpipe and 1f1b idle as above, interleaved idles (v-1)(p-m)/(v m) more, zb-h1
+(p-m)/(3m) more; at most v m are in flight.
 """
 
 from __future__ import annotations
@@ -26,17 +29,17 @@ from typing import NamedTuple
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
+# Time of an action on the common clock. A backward has two matmuls for each one of the forward.
 DURATIONS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Duration of an action on the common clock, the same for all virtual stages."""
+# Letters of torch.distributed.pipelining: 2F0 is F of stage 2, micro-batch 0.
 LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
-"""Letter of a direction in torch.distributed.pipelining: 2F0 is F of stage 2, micro-batch 0."""
+# The name under which others wait for an action's result: half a backward sends the gradient, too.
+RESULTS = {**{each: each for each in DURATIONS}, "backward_input": "backward"}
 
 
 class Action(NamedTuple):
-    """An entry of a schedule, which is a tuple of actions for each rank along the pipeline axis.
-
-    direction: forward, backward (the whole) or one of its halves, backward_input and
-    backward_weight. stage: number of the virtual stage in the model.
+    """direction: forward, backward (the whole) or one of its halves, backward_input (the gradient
+    for the previous stage) and backward_weight. stage: number of the virtual stage in the model.
     """
 
     direction: str
@@ -56,6 +59,10 @@ class Message(NamedTuple):
     micro_batch: int
     sender: int
     receiver: int
+
+    def __str__(self) -> str:
+        what = "the input" if self.direction == "forward" else "the gradient"
+        return f"{what} of stage {self.stage}, micro-batch {self.micro_batch}"
 
 
 Lists = tuple[tuple[Action, ...], ...]  # by rank along the pipeline axis
@@ -83,7 +90,7 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
     lists = []
     for rank in range(ranks):
         stages = range(rank, ranks * virtual, ranks)
-        # Lists of blocks; a block is a list of (stage, micro-batch n) that run without a break.
+        # A block is a list of (stage, micro-batch n) that run without a break.
         if kind == "interleaved":
             forwards = [[(stage, n)] for group in groups for stage in stages for n in group]
             backwards = [[(stage, n)] for group in groups for stage in stages[::-1] for n in group]
@@ -113,16 +120,12 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
 @cache
 def forward_only(ranks: int, micro_batches: int, virtual: int = 1) -> Lists:
     """The actions of an evaluation. Raises ScheduleError."""
-    groups = _groups(ranks, micro_batches, virtual)
-    return tuple(
-        tuple(
-            Action("forward", stage, micro_batch)
-            for group in groups
-            for stage in range(rank, ranks * virtual, ranks)
-            for micro_batch in group
-        )
-        for rank in range(ranks)
-    )
+    groups, lists = _groups(ranks, micro_batches, virtual), []
+    for rank in range(ranks):
+        stages = range(rank, ranks * virtual, ranks)
+        order = [(stage, n) for group in groups for stage in stages for n in group]
+        lists.append(tuple(Action("forward", *each) for each in order))
+    return tuple(lists)
 
 
 def _groups(ranks: int, micro_batches: int, virtual: int) -> tuple[range, ...]:
@@ -152,56 +155,49 @@ def simulate(
     its sender and receiver wait for each other. Otherwise every rank has each result when it ends.
     Raises ScheduleError for a dead-lock.
     """
-    ended = [dict[Action, int]() for _ in programs]  # results that a rank has, and since when
+    last_stage = max((item.stage for item in chain(*programs)), default=0)
+    results = [dict[Action, int]() for _ in programs]  # by rank: since when it has which results
     if not by_message:
-        ended = ended[:1] * len(programs)
-    starts, free = [list[int]() for _ in programs], [0] * len(programs)
-    last = _last_stage(programs)
+        results = results[:1] * len(programs)
+    starts = [list[int]() for _ in programs]
+    free = [0] * len(programs)
 
     def next_item(rank: int) -> Action | Message | None:
         done = len(starts[rank])
         return programs[rank][done] if done < len(programs[rank]) else None
+
+    def missing(item: Action | Message, rank: int) -> list[Action]:
+        return [each for each in _needed(item, last_stage) if each not in results[rank]]
 
     progress = True
     while progress:
         progress = False
         for rank in range(len(programs)):
             while (item := next_item(rank)) is not None:
-                needed = _needed(item, last)
                 if isinstance(item, Message):
-                    ends, duration, result = [item.sender, item.receiver], 0, needed[0]
+                    ranks, duration = [item.sender, item.receiver], 0
+                    result = _needed(item, last_stage)[0]
                 else:
-                    ends, duration, result = [rank], DURATIONS[item.direction], _result(item)
-                there = ended[ends[0]]
-                if any(each not in there for each in needed):
+                    ranks, duration = [rank], DURATIONS[item.direction]
+                    result = item._replace(direction=RESULTS[item.direction])
+                if missing(item, ranks[0]) or any(next_item(each) != item for each in ranks):
                     break
-                if any(next_item(end) != item for end in ends):
-                    break
-                start = max([*(free[end] for end in ends), *(there[each] for each in needed)])
-                for end in ends:
-                    starts[end].append(start)
-                    free[end] = start + duration
-                ended[ends[-1]][result] = start + duration
+                times = [results[ranks[0]][each] for each in _needed(item, last_stage)]
+                start = max([*times, *(free[each] for each in ranks)])
+                for each in ranks:
+                    starts[each].append(start)
+                    free[each] = start + duration
+                results[ranks[-1]][result] = start + duration
                 progress = True
     for rank in range(len(programs)):
         if (item := next_item(rank)) is not None:
-            missing = [each for each in _needed(item, last) if each not in ended[rank]]
-            cause = missing[0] if missing else "the other rank"
+            cause = next(iter(missing(item, rank)), "the other rank")
             raise ScheduleError(f"dead-lock: rank {rank} waits at {item} for ever for {cause}")
     return tuple(map(tuple, starts))
 
 
-def _last_stage(programs: Sequence[Program]) -> int:
-    return max((item.stage for item in chain(*programs)), default=0)
-
-
-def _result(action: Action) -> Action:
-    """The action under the name by which others wait for it: backward_input counts as backward."""
-    return action._replace(direction="backward") if action.direction == "backward_input" else action
-
-
-def _needed(item: Action | Message, last: int) -> list[Action]:
-    """Results that must be there first, named as by `_result`. last: last stage of the model."""
+def _needed(item: Action | Message, last_stage: int) -> list[Action]:
+    """The results that must be there first, under the names of RESULTS."""
     direction, stage, micro_batch = item[:3]
     if isinstance(item, Message):
         return [Action(direction, stage + (1 if direction == "backward" else -1), micro_batch)]
@@ -209,7 +205,7 @@ def _needed(item: Action | Message, last: int) -> list[Action]:
         return [Action("forward", stage - 1, micro_batch)] if stage else []
     if direction == "backward_weight":
         return [Action("backward", stage, micro_batch)]
-    after = [Action("backward", stage + 1, micro_batch)] if stage < last else []
+    after = [Action("backward", stage + 1, micro_batch)] if stage < last_stage else []
     return [Action("forward", stage, micro_batch), *after]
 
 
@@ -222,17 +218,19 @@ def program(lists: Lists, rank: int) -> Program:
     stage, micro-batch), and nothing hangs even if each send waits for its receive.
     """
     # The naive order, receive before use and send after, hangs in 60 of 64 1F1B schedules.
-    ranks, last = len(lists), _last_stage(lists)
+    last_stage = max((action.stage for action in chain(*lists)), default=0)
     placed: list[tuple[int, bool, Action | Message]] = []
     for sender, (actions, starts) in enumerate(zip(lists, simulate(lists), strict=True)):
         for start, action in zip(starts, actions, strict=True):
             if sender == rank:
                 placed.append((start, True, action))
-            direction, stage, micro_batch = _result(action)
-            stage += {"forward": 1, "backward": -1, "backward_weight": last + 1}[direction]
-            receiver = stage % ranks
-            if 0 <= stage <= last and sender != receiver and rank in (sender, receiver):
-                message = Message(direction, stage, micro_batch, sender, receiver)
+            direction = RESULTS[action.direction]
+            if direction == "backward_weight":  # its result stays on the rank
+                continue
+            stage = action.stage + (1 if direction == "forward" else -1)
+            receiver = stage % len(lists)
+            if 0 <= stage <= last_stage and sender != receiver and rank in (sender, receiver):
+                message = Message(direction, stage, action.micro_batch, sender, receiver)
                 placed.append((start + DURATIONS[action.direction], False, message))
     return tuple(item for _, _, item in sorted(placed))
 
@@ -257,9 +255,8 @@ class PipelinePlan:
         if self.custom_schedule is None:
             return
         object.__setattr__(self, "custom_schedule", tuple(map(tuple, self.custom_schedule)))
-        if len(self.custom_schedule) != self.ranks:
-            found = f"it is of {len(self.custom_schedule)} ranks"
-            raise ScheduleError(f"custom_schedule: {found}, and the pipeline of {self.ranks}")
+        if (ranks := len(self.custom_schedule)) != self.ranks:
+            raise ScheduleError(f"custom_schedule: of {ranks} ranks, not {self.ranks} as the mesh")
         if not any(check(self.custom_schedule, self.virtual).in_flight):
             raise ScheduleError("custom_schedule: it has no backward")
 
@@ -284,8 +281,9 @@ class PipelinePlan:
         micro-batches that the schedule does not support."""
         if self.custom_schedule is None:
             return schedule(self.kind, self.ranks, micro_batches, self.virtual)
-        if micro_batches != (own := check(self.custom_schedule, self.virtual).micro_batches):
-            raise ScheduleError(f"a schedule of {own} micro-batches, not of {micro_batches}")
+        supported = check(self.custom_schedule, self.virtual).micro_batches
+        if micro_batches != supported:
+            raise ScheduleError(f"a schedule of {supported} micro-batches, not of {micro_batches}")
         return self.custom_schedule
 
     def program(self, rank: int, micro_batches: int) -> Program:
@@ -324,31 +322,31 @@ def check(lists: Lists, virtual: int) -> Facts:
     an action is missing, is there twice or on a wrong rank, if a dependency is never met, or if
     sends and receives dead-lock when each waits for its partner.
     """
-    ranks, done = len(lists), set(chain(*lists))
-    micro_batches = 1 + max((action.micro_batch for action in done), default=-1)
+    ranks, actions = len(lists), set(chain(*lists))
+    micro_batches = 1 + max((action.micro_batch for action in actions), default=-1)
     if not micro_batches:
         raise ScheduleError("a schedule without any action")
-    for rank, actions in enumerate(lists):
-        for action, count in Counter(actions).items():
+    for rank, local_actions in enumerate(lists):
+        for action, count in Counter(local_actions).items():
             if count > 1:
                 raise ScheduleError(f"rank {rank}: {action} is there {count} times")
             is_here = action.stage in range(rank, ranks * virtual, ranks)
             if not is_here or action.micro_batch < 0 or action.direction not in DURATIONS:
                 raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
-    trains = any(action.direction != "forward" for action in done)
+    trains = any(action.direction != "forward" for action in actions)
     allowed, needed = (("FB", "FIW"), "F and B, or F, I and W") if trains else (("F",), "F")
     for n in range(micro_batches):
         for stage in range(ranks * virtual):
-            has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in done)
+            has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in actions)
             if has not in allowed:
-                found = f"of stage {stage}, micro-batch {n} it has {has or 'nothing'}"
-                raise ScheduleError(f"rank {stage % ranks}: {found}, and needs {needed}")
+                where = f"rank {stage % ranks}: of stage {stage}, micro-batch {n}"
+                raise ScheduleError(f"{where} it has {has or 'nothing'}, and needs {needed}")
     simulate(tuple(program(lists, rank) for rank in range(ranks)), by_message=True)
-    ends = (
-        times[-1] + DURATIONS[actions[-1].direction]
-        for times, actions in zip(simulate(lists), lists, strict=True)
-    )
+
+    in_flight, end = [], 0
+    change = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
+    for starts, local_actions in zip(simulate(lists), lists, strict=True):
+        in_flight.append(max(accumulate(change[each.direction] for each in local_actions)))
+        end = max(end, starts[-1] + DURATIONS[local_actions[-1].direction])
     ideal = micro_batches * virtual * (3 if trains else 1)
-    kept = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
-    in_flight = (max(accumulate(kept[each.direction] for each in actions)) for actions in lists)
-    return Facts(tuple(in_flight), (max(ends) - ideal) / ideal, micro_batches, virtual)
+    return Facts(tuple(in_flight), (end - ideal) / ideal, micro_batches, virtual)

@@ -10,14 +10,17 @@ gets the shapes of the tensors that it receives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy, deepcopy
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.agree import on_all_ranks
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.partition import partition_uniform
@@ -26,7 +29,7 @@ from megatron.parallel.schedules import KINDS, PipelinePlan
 from megatron.parallel.sharding import ShardedModule, Tied
 
 META = torch.device("meta")
-KEPT = 64  # number of kinds of batches whose shapes are kept
+CACHED = 64  # number of kinds of batches whose shapes are kept
 
 
 class PipelineStage(nn.Module):
@@ -48,26 +51,26 @@ class Tie:
     """See `tie`."""
 
     name: str
-    places: tuple[str, ...]
+    members: tuple[str, ...]  # those of the first stage first
 
 
-def tie(name: str, *places: str) -> Tie:
+def tie(name: str, *members: str) -> Tie:
     """A module or a parameter that several stages share.
 
         tie("word", "0.embedding", "3.head")       # modules whose parameters have the same shapes
         tie("scale", "1.block.scale", "2.scale")   # parameters
 
-    name: parameters are called `tied.NAME` in checkpoints, at every layout. places: the number of a
-    stage, and the path of the module or parameter in it. All copies start with the values of the
-    tie's first stage, and get the sum of all their gradients. Raises ValueError for invalid places.
+    name: parameters are called `tied.NAME` in checkpoints, at every layout. members: the number of
+    a stage, and the path of the module or parameter in it. All copies start with the values of the
+    tie's first stage, and get the sum of all their gradients. Raises ValueError for other members.
     """
     if not name.isidentifier() or hasattr(Tied({}), name):
         raise ValueError(f"tie {name}: must be named by a word of letters, digits and _")
-    wrong = [each for each in places if not each.partition(".")[0].isdecimal()]
-    if wrong or len(places) < 2:
-        found = f"the place {wrong[0]}" if wrong else f"{len(places)} places"
-        raise ValueError(f'tie {name}: {found}; must be two or more, such as "2.block.weight"')
-    return Tie(name, places)
+    stages = [each.partition(".")[0] for each in members]
+    if len(members) < 2 or not all(map(str.isdecimal, stages)):
+        which = ", ".join(members) or "no members"
+        raise ValueError(f'tie {name}: {which}; must be two or more, such as "2.block.weight"')
+    return Tie(name, tuple(sorted(members, key=lambda each: int(each.partition(".")[0]))))
 
 
 class PipelineModel(ShardedModule):
@@ -109,11 +112,10 @@ class PipelineModel(ShardedModule):
         with META:
             # Copies, because a maker may return an existing module. A list does not register them.
             self.on_meta = [deepcopy(make()).to(META) for make in stages]
-        self.known: dict[object, list[tuple[Tensor, ...]]] = {}
-        groups = {each.name: tuple(sorted(set(self._ranks(each)))) for each in ties}
-        axes = {ranks: mesh.tie(ranks) for ranks in dict.fromkeys(groups.values())}
+        self.inputs: dict[object, list[tuple[Tensor, ...]]] = {}  # on meta, by kind of batch
+        axis_of = cache(mesh.tie)  # so that ties of the same ranks share an axis
         # Before the stages, so that tied parameters have the tie's name on every rank.
-        self.tied = Tied({name: axes[ranks] for name, ranks in groups.items()})
+        self.tied = Tied({each.name: axis_of(frozenset(self._ranks(each))) for each in ties})
         self.stages = nn.ModuleDict()
         has_gpu = mesh.device.type == "cuda"
         with torch.random.fork_rng([mesh.device] if has_gpu else []):
@@ -121,9 +123,7 @@ class PipelineModel(ShardedModule):
                 torch.manual_seed(derive_seed(seed, "pipeline stage", number))
                 with mesh.device:
                     self.stages[str(number)] = stages[number]()
-        self._check_ties(ties)
-        for each in ties:
-            self._share(each)
+        self._share(ties)
         self.built_dtype = self._dtype()
 
     def denominators(self, batch: Any) -> list[float]:
@@ -143,115 +143,112 @@ class PipelineModel(ShardedModule):
     def layers(self, x: Any, batch: Any, *, numbers: Iterable[int] | None = None) -> Any:
         """The result of the last of these stages, or of all. Raises ValueError if its shapes and
         dtypes are not those that the stage returns on meta."""
-        number = -1
-        for number in range(self.count) if numbers is None else numbers:
+        numbers = [*(range(self.count) if numbers is None else numbers)]
+        for number in numbers:
             x = self.stages[str(number)](batch, *as_tuple(x))
-        if self.mesh.pipeline.size > 1 and number + 1 < self.count:
-            found, expected = map(_shapes, (as_tuple(x), self.stream(batch, number + 1)))
-            if found != expected:
-                raise ValueError(f"stage {number} returns {found}, and on meta {expected}")
+        following = numbers[-1] + 1
+        if self.mesh.pipeline.size > 1 and following < self.count:
+            shapes, expected = _shapes(as_tuple(x)), _shapes(self.stream(batch, following))
+            if shapes != expected:
+                raise ValueError(f"stage {numbers[-1]} returns {shapes}, and on meta {expected}")
         return x
 
     def stream(self, batch: Any, number: int) -> tuple[Tensor, ...]:
         """The inputs of stage `number`, on meta. Raises ValueError, naming the stage, if a stage
         does not run there."""
         dtype = self._dtype()
-        given = {each.name: getattr(batch, each.name) for each in fields(batch)}
-        arrays = {name: torch.as_tensor(each) for name, each in given.items() if each is not None}
-        key = dtype, *((name, each.shape, each.dtype) for name, each in arrays.items())
-        if key not in self.known:
-            if len(self.known) >= KEPT:
-                self.known.clear()
-            if dtype is not None and dtype != self.built_dtype:  # after model.to(dtype)
-                self.on_meta = [each.to(dtype) for each in self.on_meta]
-            like = copy(batch)  # dataclasses.replace would derive fields again
-            for name, each in arrays.items():
-                object.__setattr__(like, name, each.to(META))
-            self.known[key] = list(self._run_on_meta(like))
-        return self.known[key][number]
-
-    @torch.no_grad()
-    def _run_on_meta(self, batch: Any) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the inputs of each stage."""
-        x: tuple[Tensor, ...] = ()
-        for number, stage in enumerate(self.on_meta):
-            yield x
-            if number + 1 < self.count:
-                try:
-                    x = as_tuple(stage(batch, *x))
-                except Exception as error:
-                    why = str(error).partition("\n")[0]
-                    raise ValueError(
-                        f"stage {number}, {type(stage).__name__}, has to run on meta, for the "
-                        f"shapes of what it returns: {type(error).__name__}: {why}"
-                    ) from error
+        arrays = {}
+        for field in fields(batch):
+            if (array := getattr(batch, field.name)) is not None:
+                arrays[field.name] = torch.as_tensor(array)
+        kind = dtype, *((name, each.shape, each.dtype) for name, each in arrays.items())
+        if kind in self.inputs:
+            return self.inputs[kind][number]
+        if len(self.inputs) >= CACHED:
+            self.inputs.clear()
+        if dtype is not None and dtype != self.built_dtype:  # after model.to(dtype)
+            self.on_meta = [each.to(dtype) for each in self.on_meta]
+        batch = batch.with_arrays(**{name: each.to(META) for name, each in arrays.items()})
+        inputs: list[tuple[Tensor, ...]] = [()]
+        for index, stage in enumerate(self.on_meta[:-1]):
+            try:
+                with torch.no_grad():
+                    inputs.append(as_tuple(stage(batch, *inputs[-1])))
+            except Exception as error:
+                why = str(error).partition("\n")[0]
+                raise ValueError(
+                    f"stage {index}, {type(stage).__name__}, has to run on meta, for the "
+                    f"shapes of what it returns: {type(error).__name__}: {why}"
+                ) from error
+        self.inputs[kind] = inputs
+        return inputs[number]
 
     def _dtype(self) -> torch.dtype | None:
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
 
-    def _ranks(self, tied: Tie) -> list[int]:
-        """Ranks of the tie's stages along the pipeline axis, that of the first stage first."""
-        stages = sorted({int(place.partition(".")[0]) for place in tied.places})
+    def _ranks(self, tied: Tie) -> tuple[int, ...]:
+        """The rank of each member along the pipeline axis."""
+        stages = [int(member.partition(".")[0]) for member in tied.members]
         if stages[-1] >= self.count:
             raise ValueError(f"tie {tied.name}: no stage {stages[-1]} of {self.count} stages")
         virtual = {number: i for i, each in enumerate(self.pipeline.layers) for number in each}
-        return [virtual[number] % self.pipeline.ranks for number in stages]
+        return tuple(virtual[number] % self.pipeline.ranks for number in stages)
 
-    def _own(self, tied: Tie) -> dict[str, Any]:
-        """This rank's members of a tie by place, first stage first; None if one does not exist."""
-        found: dict[str, Any] = {}
-        for place in sorted(tied.places, key=lambda each: int(each.partition(".")[0])):
-            if place.partition(".")[0] in self.stages:
-                parent, _, name = place.rpartition(".")
-                try:
-                    found[place] = getattr(self.stages.get_submodule(parent), name, None)
-                except AttributeError:
-                    found[place] = None
-        return found
-
-    def _check_ties(self, ties: Sequence[Tie]) -> None:
-        """Every rank raises the same ValueError if a tie is not possible."""
-        wrong, tied, own = list[str](), dict[int, str](), dict[str, dict[str, str]]()
-        if len({each.name for each in ties}) < len(ties):
-            wrong.append("ties: two have the same name")
-        for each in ties:
-            found = self._own(each)
-            own[each.name] = dict[str, str]()
-            for place, it in found.items():
-                if not isinstance(it, nn.Module | nn.Parameter):
-                    wrong.append(f"tie {each.name}: {place} is no module or parameter")
+    def _local_members(self, ties: Sequence[Tie]) -> dict[str, dict[str, Any]]:
+        """{tie: {path: module or parameter of this rank}}. Raises ValueError if one is neither."""
+        members: dict[str, dict[str, Any]] = {each.name: {} for each in ties}
+        if len(members) < len(ties):
+            raise ValueError("ties: two have the same name")
+        tie_of = dict[int, str]()
+        for tied in ties:
+            for path in tied.members:
+                if path.partition(".")[0] not in self.stages:
                     continue
-                own[each.name][place] = _describe(it)
-                for _, parameter in _parameters(it):
-                    if tied.setdefault(id(parameter), each.name) != each.name:
-                        wrong.append(f"tie {each.name}: {place} has a parameter of another tie")
-        ranks = self.mesh.control.gather((wrong, own))
-        for reason in (reason for reasons, _ in ranks for reason in reasons):
-            raise ValueError(reason)
-        for each in ties:
-            kinds = {kind: place for _, own in ranks for place, kind in own[each.name].items()}
-            if len(kinds) > 1:
-                (one, here), (other, there) = list(kinds.items())[:2]
-                raise ValueError(f"tie {each.name}: {here} has {one}, but {there} {other}")
+                try:
+                    member = attrgetter(path)(self.stages)
+                except AttributeError:
+                    member = None
+                if not isinstance(member, nn.Module | nn.Parameter):
+                    raise ValueError(f"tie {tied.name}: {path} is no module or parameter")
+                for _, parameter in _parameters(member):
+                    if tie_of.setdefault(id(parameter), tied.name) != tied.name:
+                        raise ValueError(f"tie {tied.name}: {path} has a parameter of another tie")
+                members[tied.name][path] = member
+        return members
 
     @torch.no_grad()
-    def _share(self, tied: Tie) -> None:
-        """Merge this rank's copies into one, with the values of the first stage."""
-        axis, (source, *_) = self.tied.axes[tied.name], self._ranks(tied)
-        if not (own := list(self._own(tied).values())):
-            return
-        first, *others = own
-        setattr(self.tied, tied.name, first)
-        shared = dict(_parameters(first))
-        one = {id(p): shared[name] for each in others for name, p in _parameters(each)}
-        for module in self.stages.modules():
-            for name, parameter in list(module.named_parameters("", False, False)):
-                if id(parameter) in one:
-                    setattr(module, name, one[id(parameter)])
-        for parameter in shared.values() if axis.size > 1 else ():
-            if self.mesh.pipeline.rank != source:
-                parameter.zero_()
-            all_reduce(parameter.data, axis)
+    def _share(self, ties: Sequence[Tie]) -> None:
+        """Merge this rank's copies of each tie into one, with the values of the first stage. Every
+        rank raises the same ValueError if a tie is not possible."""
+        members = on_all_ranks(self.mesh, lambda: self._local_members(ties))
+        for tied in ties:
+            local = members[tied.name]
+            path_of = dict[str, str]()  # a path for each of the shapes, which must be one
+            for paths in self.mesh.control.gather(
+                {_describe(each): n for n, each in local.items()}
+            ):
+                path_of |= paths
+            if len(path_of) > 1:
+                (one, here), (other, there), *_ = path_of.items()
+                raise ValueError(f"tie {tied.name}: {here} has {one}, but {there} {other}")
+            if not local:
+                continue
+            first, *others = local.values()
+            setattr(self.tied, tied.name, first)
+            shared, replacements = dict(_parameters(first)), dict[int, nn.Parameter]()
+            for each in others:
+                for name, parameter in _parameters(each):
+                    replacements[id(parameter)] = shared[name]
+            for module in self.stages.modules():
+                for name, parameter in list(module.named_parameters("", False, False)):
+                    if id(parameter) in replacements:
+                        setattr(module, name, replacements[id(parameter)])
+            axis = self.tied.axes[tied.name]
+            if axis.size > 1:
+                for parameter in shared.values():
+                    if self.mesh.pipeline.rank != self._ranks(tied)[0]:
+                        parameter.zero_()
+                    all_reduce(parameter.data, axis)
 
 
 def plan_stages(count: int, ranks: int, virtual: int, kind: str | None) -> PipelinePlan:
@@ -278,18 +275,15 @@ def as_tuple(x: Any) -> tuple[Tensor, ...]:
     return (x,) if isinstance(x, Tensor) else tuple(x)
 
 
-def _parameters(it: nn.Module | nn.Parameter) -> Iterable[tuple[str, nn.Parameter]]:
-    return [("", it)] if isinstance(it, nn.Parameter) else list(it.named_parameters())
+def _parameters(member: nn.Module | nn.Parameter) -> list[tuple[str, nn.Parameter]]:
+    return [("", member)] if isinstance(member, nn.Parameter) else [*member.named_parameters()]
 
 
-def _describe(it: nn.Module | nn.Parameter) -> str:
-    each = (f"{name or 'a parameter'} {_shape(one)}" for name, one in _parameters(it))
-    return ", ".join(each) or "no parameter"
+def _describe(member: nn.Module | nn.Parameter) -> str:
+    """Names and shapes of its parameters."""
+    shapes = [f"{name or 'a parameter'} {_shapes([each])}" for name, each in _parameters(member)]
+    return ", ".join(shapes) or "no parameter"
 
 
 def _shapes(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(map(_shape, tensors))
-
-
-def _shape(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors)

@@ -1,21 +1,26 @@
 """The executor of pipeline schedules: the only caller of a model in training and in evaluation.
 
-A schedule is a list of actions for each rank (parallel/schedules.py). An action is the forward or
-the backward of a micro-batch through a virtual stage, which is a range of the model's layers.
-Training without a pipeline is the list F0 B0 F1 B1 of one stage.
+A rank's program (parallel/schedules.py) lists what it does in a step. An action is the forward or
+the backward of a micro-batch through a virtual stage, which is a range of the model's layers:
 
-    a rank's program:   F0  F1  receive d0  B0  send dx0  F2  ..
+    one stage             F0  B0  F1  B1
+    first stage of two    F0  send x0  F1  send x1  receive dx0  B0  receive dx1  B1
+    last stage of two     receive x0  F0  receive x1  B0  send dx0  F1  B1  send dx1
+
+    F    the batch to the device, the embedding (in the first stage), layers, and x to the next
+         stage, or the loss
+    B    autograd from the stage's outputs to its inputs, whose gradients go to the stage before.
+         Gradients of weights go to buckets, which are reduced during a stage's last backward.
 
 Every rank reads the whole batch, so it knows the shapes of the tensors that it receives, and masks
-and labels need no messages. A stage sends the hidden states, or a tuple of tensors, to the next
-one; tensors of a floating dtype have a gradient, which goes back the same way.
+and labels need no messages. A message is the hidden states, or a tuple of tensors; those of a
+floating dtype have a gradient, which goes back the same way.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -28,7 +33,7 @@ from megatron.data.batch import Batch
 from megatron.parallel.bucket import gathered
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import start_receive, start_send
-from megatron.parallel.cross_entropy import from_one
+from megatron.parallel.cross_entropy import one_like
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
 from megatron.parallel.sharding import Deferred
@@ -76,14 +81,16 @@ class Executor:
         last = {each.stage: each for each in program if isinstance(each, Action)}
         with gathered(self.model):
             for item in program:
-                if isinstance(item, Message):
-                    self.pass_message(item)
-                    continue
-                self.on_action(item)
-                if item.direction == "forward":
-                    self.forward(item.stage, item.micro_batch)
+                if isinstance(item, Action):
+                    self.on_action(item)
+                    if item.direction == "forward":
+                        self.forward(item.stage, item.micro_batch)
+                    else:
+                        self.backward(item, is_last=item is last[item.stage])
+                elif item.sender == self.mesh.pipeline.rank:
+                    self.messages.send(item)
                 else:
-                    self.backward(item, is_last=item is last[item.stage])
+                    self.messages.receive(item, self.like(item), self.mesh.device)
         self.messages.close()
         return self.totals
 
@@ -115,7 +122,7 @@ class Executor:
                 self.hidden_states[number] = x.detach()
             sums = self.objective.loss(x, batch, self.loss_scales)
             self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
-            roots = [from_one(sums.sum())]
+            roots = [sums.sum()]
         if self.gradients is not None:
             self.in_flight[stage, number] = inputs, roots
 
@@ -129,9 +136,10 @@ class Executor:
             self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
             return
         inputs, roots = self.in_flight.pop((stage, number))
-        root_gradients: Sequence[Tensor | None] = (None,)
         if stage < self.pipeline.stages - 1:
-            root_gradients = self.messages.take("backward", stage, number)
+            root_gradients = [*self.messages.take("backward", stage, number)]
+        else:
+            root_gradients = [one_like(roots[0])]
         # A root is None where its output does not require a gradient.
         pairs = [each for each in zip(roots, root_gradients, strict=True) if each[0] is not None]
         is_half = direction == "backward_input"
@@ -146,18 +154,16 @@ class Executor:
             sent = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             self.messages.put("backward", stage - 1, number, sent)
 
-    def pass_message(self, message: Message) -> None:
+    def like(self, message: Message) -> Tensors:
+        """Meta tensors with the shapes and dtypes of the message's; strides do not matter."""
         direction, stage, number = message[:3]
-        if message.sender == self.mesh.pipeline.rank:
-            self.messages.send(message)
-            return
         # The gradient of a stage's output has the shapes and dtypes of the next stage's input.
         input_stage = stage if direction == "forward" else stage + 1
         first_layer = self.pipeline.layers[input_stage].start
-        like = as_tuple(self.model.stream(self.batches[number], first_layer))
-        if direction == "backward":
-            like = tuple(each for each in like if has_gradient(each))
-        self.messages.receive(message, like, self.mesh.device)
+        inputs = as_tuple(self.model.stream(self.batches[number], first_layer))
+        if direction == "forward":
+            return inputs
+        return tuple(each for each in inputs if has_gradient(each))
 
 
 class Messages:
@@ -185,14 +191,13 @@ class Messages:
         # gloo reports a send as complete only once it is waited for, so the oldest is waited for.
         while len(sending) >= SENDS:
             wait_for(sending.popleft())
-        what, tensors = describe(message), self.ready.pop(message[:3])
-        sending.append([start_send(each, self.axis, receiver, what) for each in tensors])
+        tensors = self.ready.pop(message[:3])
+        # A wait keeps its tensor, because isend reads the memory after it has returned.
+        sending.append([start_send(each, self.axis, receiver, str(message)) for each in tensors])
 
     def receive(self, message: Message, like: Tensors, device: torch.device) -> None:
-        """like: meta tensors with the shapes and dtypes to receive; their strides do not matter."""
-        what, sender = describe(message), message.sender
         buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in like]
-        waits = [start_receive(each, self.axis, sender, what) for each in buffers]
+        waits = [start_receive(x, self.axis, message.sender, str(message)) for x in buffers]
         self.coming[message[:3]] = waits
 
     def close(self) -> None:
@@ -205,24 +210,17 @@ def wait_for(waits: Iterable[Callable[[], Tensor]]) -> Tensors:
     return tuple(wait() for wait in waits)
 
 
-def describe(message: Message) -> str:
-    """The message in words, for the failure watch."""
-    what = "the input" if message.direction == "forward" else "the gradient"
-    return f"{what} of stage {message.stage}, micro-batch {message.micro_batch}"
-
-
 def has_gradient(x: Tensor) -> bool:
     return x.is_floating_point()
 
 
 def on_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """A copy of the batch with its arrays as tensors on the device; tensors stay as they are."""
-    moved = copy(batch)  # dataclasses.replace would derive fields again, from tensors
-    for each in fields(batch):
-        array = getattr(batch, each.name)
+    arrays = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    for name, array in arrays.items():
         if array is not None and not isinstance(array, Tensor):
-            object.__setattr__(moved, each.name, to_device(device, array)[0])
-    return moved
+            arrays[name] = to_device(device, array)[0]
+    return batch.with_arrays(**arrays)
 
 
 def to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:

@@ -1,5 +1,8 @@
 """The training loop: batches in; metrics, evaluations and checkpoints out.
 
+    batches of a step  ->  learning rate  ->  train_step (step.py)  ->  reason to end
+                       ->  replica check  ->  log  ->  evaluate  ->  save  ->  next step, or end
+
 Pretraining (pretrain.py) and fine-tuning (tasks/finetune.py) use this loop with different batches,
 evaluations and ways to save.
 """
@@ -159,9 +162,9 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
         text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
     if clock.documents:
         mesh = state.mesh  # ranks that share a model read the same samples
-        found = mesh.control.gather(clock.documents)
+        by_rank = mesh.control.gather(clock.documents)
         for kind in clock.documents:
-            number = sum(each[kind] for each in found) * mesh.batch.size // mesh.size()
+            number = sum(each[kind] for each in by_rank) * mesh.batch.size // mesh.size()
             line[f"{kind}_documents"] = number
             text += f" | {number} documents {kind}" * (number > 0)
         clock.documents = Counter()

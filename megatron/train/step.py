@@ -1,9 +1,15 @@
-"""One optimizer step.
+"""One optimizer step:
+
+    count               tokens and denominators of the loss of all ranks: 1 all-reduce
+    forward_backward    the executor (executor.py) takes each micro-batch through the model's
+                        stages; gradients add up in buckets (parallel/buckets.py), which are
+                        reduced over ranks while the last backward runs
+    agree               sums of the loss, norm, overflow, stop: 2 all-reduces, 1 copy to the host
+    optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step
 
 The loss is a sum of terms, each a mean over the global batch (objectives.py). Its denominators are
-counted in the batches and added up over all ranks before the first forward. So every micro-batch
-adds its share of the gradient of the true mean, whatever is masked and however the batch is split
-into micro-batches and ranks.
+known before the first forward, so every micro-batch adds its share of the gradient of the true
+mean, whatever is masked and however the batch is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -77,8 +83,8 @@ def train_step(
     if hidden_states is not None:
         outputs = gather_outputs(state.model, mesh, micro_batches, hidden_states)
 
-    # All ranks agree by two small all-reduces, first of the loss, then within the model, and by one
-    # copy to the host.
+    # Ranks agree on the loss first, then within a model. The host reads all numbers at once, since
+    # each read waits for the GPU.
     stop = totals.new_full((1,), float(wants_stop()))
     reduced = all_reduce(torch.cat([totals, stop]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
@@ -121,8 +127,8 @@ def train_step(
 
 def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     """Tokens read and k denominators of the global batch, fp64 [1 + k]; the host does not wait."""
-    own = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
-    (sums,) = to_device(state.mesh.device, np.array(own, dtype=np.float64).sum(axis=0))
+    counts = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
+    (sums,) = to_device(state.mesh.device, np.array(counts, dtype=np.float64).sum(axis=0))
     return all_reduce(sums, state.mesh.loss)
 
 
