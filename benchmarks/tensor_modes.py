@@ -46,7 +46,7 @@ from megatron.config.model import GPT2Config
 from megatron.models.gpt import MLP, Sequences, Transformer
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import cut
-from megatron.parallel.factory import FACTORIES
+from megatron.parallel.factory import layer_factory
 from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import Gathered, ParallelLinear
 from megatron.parallel.mesh import Mesh, serial_mesh
@@ -82,7 +82,7 @@ def build(name: str, mesh: Mesh, hidden: int, layers: int = 0) -> nn.Module:
         recompute_granularity="full",
     )
     with META:
-        factory = FACTORIES[mesh.tensor_parallel_mode](mesh, SEED)
+        factory = layer_factory(mesh, SEED)
         model = Transformer(config, factory) if layers else MLP(config, factory)
     for each in model.modules():
         if name == GATHERED and isinstance(each, ParallelLinear):

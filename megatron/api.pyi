@@ -23,10 +23,10 @@ from .parallel.layers import (
     ColumnParallelLinear as ColumnParallelLinear,
     RowParallelLinear as RowParallelLinear,
     LayerNorm as LayerNorm,
+    RMSNorm as RMSNorm,
 )
-from .parallel.layers_whole import Linear as Linear
-from .parallel.layers_llama import RMSNorm as RMSNorm
-from .parallel.layers_2d import (
+from .parallel.layers_grid import (
+    Linear as Linear,
     Linear2D as Linear2D,
     InputLinear2D as InputLinear2D,
     OutputLinear2D as OutputLinear2D,
@@ -35,15 +35,15 @@ from .parallel.layers_2d import (
     RMSNorm2D as RMSNorm2D,
     GroupedQueryLinear2D as GroupedQueryLinear2D,
     VocabParallelHead2D as VocabParallelHead2D,
-    split_stream as split_stream,
-    gather_stream as gather_stream,
-)
-from .parallel.layers_3d import (
     Linear3D as Linear3D,
     LayerNorm3D as LayerNorm3D,
     RMSNorm3D as RMSNorm3D,
     GroupedQueryLinear3D as GroupedQueryLinear3D,
     exchange as exchange,
+)
+from .parallel.regions import (
+    split_stream as split_stream,
+    gather_stream as gather_stream,
 )
 from .parallel.dropout import Dropout as Dropout
 from .parallel.factory import layer_factory as layer_factory

@@ -46,12 +46,9 @@ class BertEncoder(nn.Module):
         """vocab_size: the true one; the factory pads it. is_tied: whether a head also uses the word
         embedding."""
         super().__init__()
-        h, std, positions = (
-            config.hidden_size,
-            config.init_method_std,
-            config.max_position_embeddings,
-        )
-        is_pre, rows = config.residual_order == "pre-ln", config.make_vocab_size_divisible_by
+        h, std = config.hidden_size, config.init_method_std
+        positions, rows = config.max_position_embeddings, config.make_vocab_size_divisible_by
+        is_pre = config.residual_order == "pre-ln"
         self.word_embedding: nn.Module | None = factory.word_embedding(
             vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
         )
@@ -66,15 +63,13 @@ class BertEncoder(nn.Module):
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
         """Norm of the sum of the embeddings, [n, h]; `layers` drops some of it."""
-        tokens, token_types = (
-            each.view(-1, each.shape[-1]) for each in (batch.tokens, batch.token_types)
-        )
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         assert self.word_embedding is not None
+        size, device = batch.tokens.shape[-1], batch.tokens.device
+        positions = torch.arange(size, device=device).expand_as(batch.tokens)
         x = (
-            self.word_embedding(tokens.flatten())
+            self.word_embedding(batch.tokens.flatten())
             + self.position_embedding(positions.flatten())
-            + self.token_type_embedding(token_types.flatten())
+            + self.token_type_embedding(batch.token_types.flatten())
         )
         return self.embedding_norm(x)
 
@@ -155,14 +150,12 @@ class BERT(nn.Module):
 
     def stages(self) -> list[list[str]]:
         """See Decoder."""
-        names = ("word", "position", "token_type")
-        embedding = [f"encoder.{name}_embedding" for name in names]
-        embedding += ["encoder.embedding_norm", "encoder.embedding_dropout"]
-        layers = [
-            [f"encoder.transformer.layers.{name}"] for name in self.encoder.transformer.layers
-        ]
-        end = ["encoder.final_norm", "encoder.gather", "pooler", "mlm", "sop"]
-        return [embedding, *layers, end + ["encoder.word_embedding"] * self.is_tied]
+        first = ["word_embedding", "position_embedding", "token_type_embedding"]
+        first += ["embedding_norm", "embedding_dropout"]
+        layers = [[f"encoder.transformer.layers.{n}"] for n in self.encoder.transformer.layers]
+        last = ["encoder.final_norm", "encoder.gather", "pooler", "mlm", "sop"]
+        last += ["encoder.word_embedding"] * self.is_tied
+        return [[f"encoder.{name}" for name in first], *layers, last]
 
     def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]

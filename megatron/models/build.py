@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.config.model import KindConfig
 from megatron.models.registry import find_kind
-from megatron.parallel.factory import FACTORIES
+from megatron.parallel.factory import layer_factory
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import UNCUT, PipelinePlan
@@ -33,7 +33,7 @@ def build_on_meta(
             f"--pipeline-model-parallel-size {pipeline.ranks}: the kind of model {config.kind} has "
             f"no {' and no '.join(lacks)}; see megatron.models.gpt.Decoder"
         )
-    factory = FACTORIES[mesh.tensor_parallel_mode](
+    factory = layer_factory(
         mesh,
         seed or 0,
         norm=config.layernorm_impl,

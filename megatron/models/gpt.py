@@ -150,14 +150,14 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Maps [n, h] to [n, f/t] to [n, h]; the activation acts on each rank's columns only."""
+    """Maps [n, h] to [n, f/t] to [n, h]. The activation acts on each rank's own columns, so nothing
+    is sent between the two matmuls."""
 
     def __init__(self, config: ModelConfig, factory: LayerFactory) -> None:
         super().__init__()
-        self.is_gated = config.activation in GATED
         self.activation = (ACTIVATIONS | GATED)[config.activation]
         h, f, std = config.hidden_size, config.ffn_size, config.init_method_std
-        parts, bias = 2 if self.is_gated else 1, config.has_biases
+        parts, bias = 2 if config.activation in GATED else 1, config.has_biases
         self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
         self.down = factory.row(f, h, bias=bias, std=std / sqrt(2 * config.num_layers))
 
@@ -190,7 +190,8 @@ class TransformerLayer(nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """Post-LN: the same parts, and every sum passes through a norm."""
+    """Post-LN: the same parts, and every sum passes through a norm. With this order models larger
+    than BERT-large degrade (section 5.2)."""
 
     def forward(self, x: Tensor, at: Sequences) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention(x, at), at.dropout_keys))
@@ -237,35 +238,37 @@ class Decoder(nn.Module):
 
     terms: ClassVar = ("loss",)
     make_layer: ClassVar[type[TransformerLayer]] = TransformerLayer
+    learns_positions: ClassVar = False
 
     def __init__(self, config: TextModelConfig, factory: LayerFactory, vocab_size: int) -> None:
         """vocab_size: the true one; the factory pads it."""
         super().__init__()
         self.vocab_size = vocab_size
-        self.positions = config.max_position_embeddings
-        h, std, is_tied = config.hidden_size, config.init_method_std, config.has_tied_head
-        rows, untied_std = config.make_vocab_size_divisible_by, None if is_tied else std
+        self.positions, self.is_tied = config.max_position_embeddings, config.has_tied_head
+        h, std = config.hidden_size, config.init_method_std
+        rows = config.make_vocab_size_divisible_by
         self.word_embedding: nn.Module | None = factory.word_embedding(
-            vocab_size, h, divisible_by=rows, std=std, is_tied=is_tied
+            vocab_size, h, divisible_by=rows, std=std, is_tied=self.is_tied
         )
-        self.add_positions(config, factory)
+        if self.learns_positions:
+            self.position_embedding = factory.position_embedding(self.positions, h, std=std)
         self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, self.make_layer)
         self.exchange = factory.exchange
         self.final_norm = make_norm(config, factory)
-        self.head = factory.head(vocab_size, h, divisible_by=rows, untied_std=untied_std)
-        self.is_tied = is_tied
-
-    def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
-        """Create what `embed` adds to the word embedding; nothing here."""
+        self.head = factory.head(
+            vocab_size, h, divisible_by=rows, untied_std=None if self.is_tied else std
+        )
 
     def stages(self) -> list[list[str]]:
         """Names of the modules of each stage: of `embed`, of each layer, of `loss`. A pipeline rank
         has those of its stages, and all modules that are in no stage."""
+        first = ["word_embedding", "embedding_dropout"]
+        first += ["position_embedding"] * self.learns_positions
         layers = [[f"transformer.layers.{number}"] for number in self.transformer.layers]
         # Both ends hold a tied embedding; the sum of its two gradients is over their group.
-        end = ["final_norm", "head", *["word_embedding"] * self.is_tied]
-        return [["word_embedding", "embedding_dropout"], *layers, end]
+        last = ["final_norm", "head"] + ["word_embedding"] * self.is_tied
+        return [first, *layers, last]
 
     def denominators(self, batch: GPT2Batch) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
@@ -273,7 +276,10 @@ class Decoder(nn.Module):
     def embed(self, batch: GPT2Batch) -> Tensor:
         """Sum of the embeddings, [n, h]; `layers` drops some of it."""
         assert self.word_embedding is not None
-        return self.word_embedding(batch.tokens.flatten())
+        x = self.word_embedding(batch.tokens.flatten())
+        if self.learns_positions:
+            x = x + self.position_embedding(batch.positions.flatten())
+        return x
 
     def rotary_cos_sin(self, batch: GPT2Batch) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of rotary positions; None for a model without rotary positions."""
@@ -343,15 +349,4 @@ class Decoder(nn.Module):
 class GPT2(Decoder):
     """Learned positions, pre-LN layers with biases, a head tied to the word embedding."""
 
-    def add_positions(self, config: TextModelConfig, factory: LayerFactory) -> None:
-        positions, h = config.max_position_embeddings, config.hidden_size
-        self.position_embedding = factory.position_embedding(
-            positions, h, std=config.init_method_std
-        )
-
-    def stages(self) -> list[list[str]]:
-        first, *others = super().stages()
-        return [[*first, "position_embedding"], *others]
-
-    def embed(self, batch: GPT2Batch) -> Tensor:
-        return super().embed(batch) + self.position_embedding(batch.positions.flatten())
+    learns_positions = True

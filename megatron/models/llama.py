@@ -6,9 +6,9 @@ that several query heads share, an MLP gated by SiLU, no biases, a head with its
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.data.gpt2 import GPT2Batch
@@ -20,9 +20,9 @@ from megatron.parallel.layers_llama import rotate
 class LlamaAttention(Attention):
     """Queries and keys are rotated by their positions; a/g query heads share a key/value head."""
 
-    def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> nn.Module:
+    def make_qkv(self, config: ModelConfig, factory: LayerFactory) -> Any:
         assert isinstance(config, LlamaConfig)
-        qkv: Any = factory.grouped_query(
+        qkv = factory.grouped_query(
             config.hidden_size,
             heads=config.num_attention_heads,
             key_value_heads=config.query_groups,
@@ -31,7 +31,7 @@ class LlamaAttention(Attention):
             std=config.init_method_std,
         )
         self.kv_head_index = qkv.kv_head_index
-        return cast(nn.Module, qkv)
+        return qkv
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, a/t, s, d]; keys and values [b, g, s, d] of the heads that they use."""
@@ -60,5 +60,4 @@ class Llama(Decoder):
 
     def rotary_cos_sin(self, batch: GPT2Batch) -> tuple[Tensor, Tensor]:
         positions = self.exchange(batch.positions)
-        cos, sin = self.rotary(positions, next(self.parameters()).dtype)
-        return cos, sin
+        return self.rotary(positions, next(self.parameters()).dtype)

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.parallel.dropout import multiply
 
 BLOCK = 128  # queries
-SHORT = 512  # tokens; up to this length blocks are faster on a CPU
 
 
 def widen(x: Tensor) -> Tensor:
@@ -104,12 +103,6 @@ def _blocks(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, s
     for start in range(0, queries, BLOCK):
         stop = min(start + BLOCK, queries)
         yield slice(start, stop), slice(0, stop if is_causal else keys)
-
-
-def pays_in_blocks(q: Tensor, is_causal: bool) -> bool:
-    """Whether blocks train faster than torch's CPU kernel and save not much more memory."""
-    is_training = torch.is_grad_enabled() and q.requires_grad
-    return is_training and q.shape[2] <= SHORT and (is_causal or q.itemsize < 4)
 
 
 def block_attention(

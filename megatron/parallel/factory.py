@@ -1,166 +1,144 @@
 """The layer factory: a model names its layers and their whole sizes, and does not know how they are
-cut. Another way to cut a model is another factory, and no change to the model."""
+cut. Another way to cut a model is a row of `PAIRS`, and no change to the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.parallel import layers, layers_2d, layers_3d, layers_llama, layers_whole
+from megatron.libraries import load
+from megatron.parallel import layers, layers_llama
+from megatron.parallel import layers_grid as grid
+from megatron.parallel.block_attention import block_attention
 from megatron.parallel.dropout import Dropout
-from megatron.parallel.flex_dropout import FlexAttentionCore
-from megatron.parallel.layers_apex import ApexLayerNorm
-from megatron.parallel.mesh import ALONE, Axis, Mesh
-
-Maker = Callable[..., nn.Module]
+from megatron.parallel.flex_dropout import flex_or_blocks
+from megatron.parallel.mesh import ALONE, Mesh
 
 
-@dataclass(frozen=True, kw_only=True)
+class ApexLayerNorm(layers.LayerNorm):
+    """LayerNorm by the kernel of NVIDIA apex's FusedLayerNorm, which also computes in fp32. Raises
+    UsageError if apex is not installed."""
+
+    def __init__(self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5) -> None:
+        super().__init__(mesh, hidden_size, epsilon=epsilon)
+        if self.hidden.size > 1:
+            raise ValueError("apex's layer norm needs whole rows; LayerNorm takes shards")
+        module = load("apex.normalization.fused_layer_norm", "--layernorm-impl torch")
+        self.kernel = module.fused_layer_norm_affine
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised: Tensor = self.kernel(x, self.weight, self.bias, self.weight.shape, self.epsilon)
+        return normalised
+
+
+Maker = Callable[..., Any]
+# By value of --tensor-parallel-mode: column, row, grouped_query and linear of LayerFactory.
+PAIRS: dict[str, tuple[Maker, Maker, Maker, Maker]] = {
+    "1d": (
+        layers.ColumnParallelLinear,
+        layers.RowParallelLinear,
+        layers_llama.GroupedQueryLinear,
+        grid.Linear,
+    ),
+    "2d": (grid.Linear2D, grid.Linear2D, grid.GroupedQueryLinear2D, grid.Linear2D),
+    "3d": (
+        grid.Linear3D,
+        partial(grid.Linear3D, is_inside=True),
+        grid.GroupedQueryLinear3D,
+        grid.Linear2D,
+    ),
+}
+PAIRS["2.5d"] = PAIRS["2d"]
+LAYER_NORMS: dict[str, Maker] = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
+# By name, as models that are cut by a plan are a folder above this one.
+BY_PLAN = "megatron.huggingface.parallelize:parallelize"
+
+
 class LayerFactory:
-    """The makers of the layers that a model is built from; x is the stream [n, h]."""
+    """The makers of the layers that a model is built from; x is the stream [n, h]. Arguments: see
+    `layer_factory`."""
 
-    column: Maker  # (in, out, parts=1, bias=True, std=): x to the parallel region
-    grouped_query: Maker  # (hidden, heads=, key_value_heads=, head_size=, bias=True, std=)
-    row: Maker  # (in, out, bias=True, std=): from the parallel region to x
-    linear: Maker  # (in, out, bias=True, std=): x to x, outside the parallel region
-    gather: Maker  # (): x to x whole on every rank, for the layers of `whole`
-    input: Maker  # (in, out, bias=True, std=): [n, in], whole on every rank, to x
-    output: Maker  # (in, out, bias=True, std=): x to a few columns, whole on every rank
-    word_embedding: Maker  # (vocabulary, hidden, divisible_by=, std=, is_tied=False)
-    position_embedding: Maker  # (positions, hidden, std=)
-    rotary: Maker  # (head_size, base=, scaling=None): positions to cosines and sines
-    layer_norm: Maker  # (hidden, epsilon=)
-    rms_norm: Maker  # (hidden, epsilon=)
-    inner_layer_norm: Maker  # (hidden, epsilon=): inside the parallel region
-    dropout: Maker  # (p, name): outside the parallel region
-    attention_core: Maker  # (dropout, name): inside the parallel region
-    head: Maker  # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
-    checkpoint: Callable[..., Any]  # (function, *arguments): recompute in the backward
-    whole: Callable[[], LayerFactory]  # factory for layers after `gather`: their x is whole
-    stream_shape: Callable[[int, int], tuple[int, int]]  # (n, h): shape of this rank's part of x
-    exchange: Callable[[Any], Any]
-    """(x [b, ..]): sends per-sample data, such as masks and positions, to the ranks that hold these
-    samples in the parallel region; returns x unchanged except in 3D."""
-    tensor: Axis = ALONE  # axis that cuts the layers
-    parallelize: Callable[..., Any] | None = None
-    """(model, plan): cuts a model that was not built from these layers, in place, and returns it,
-    see the function of this name; None if this factory cannot cut such models."""
-
-
-def _parallelize(model: nn.Module, plan: Any, mesh: Mesh) -> nn.Module:
-    # By name: models that are cut by a plan are a folder above this one.
-    return resolve_name("megatron.huggingface.parallelize:parallelize")(model, plan, mesh)
-
-
-LAYER_NORMS = {"torch": layers.LayerNorm, "apex": ApexLayerNorm}
-CORES = {False: layers.AttentionCore, True: FlexAttentionCore}
-
-
-def factory_1d(
-    mesh: Mesh,
-    seed: int,
-    *,
-    norm: str = "torch",
-    draws_in_kernel: bool = False,
-    by_flex: bool = False,
-) -> LayerFactory:
-    """The paper's: the mesh's one tensor axis cuts the layers, and also the rows of x if the mesh's
-    stream has several ranks (sequence parallelism). Arguments: see `layer_factory`."""
-    return LayerFactory(
-        column=partial(layers.ColumnParallelLinear, mesh),
-        grouped_query=partial(layers_llama.GroupedQueryLinear, mesh),
-        row=partial(layers.RowParallelLinear, mesh),
-        linear=partial(layers_whole.Linear, mesh),
-        gather=partial(layers_whole.Gather, mesh),
-        input=partial(layers_whole.InputLinear, mesh),
-        output=partial(layers_whole.OutputLinear, mesh),
-        word_embedding=partial(layers.VocabParallelEmbedding, mesh),
-        position_embedding=partial(layers.PositionEmbedding, mesh),
-        rotary=layers_llama.RotaryEmbedding,
-        layer_norm=partial(LAYER_NORMS[norm], mesh),
-        rms_norm=partial(layers_llama.RMSNorm, mesh),
-        inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
-        dropout=partial(Dropout, seed, stream=mesh.stream),
-        attention_core=partial(CORES[by_flex], mesh, seed, draws_in_kernel=draws_in_kernel),
-        head=partial(layers.VocabParallelHead, mesh),
-        checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
-        whole=lambda: factory_1d(
-            replace(mesh, stream=ALONE),
+    def __init__(
+        self,
+        mesh: Mesh,
+        seed: int = 0,
+        *,
+        norm: str = "torch",
+        draws_in_kernel: bool = False,
+        by_flex: bool = False,
+    ) -> None:
+        column, row, grouped_query, linear = PAIRS[mesh.tensor_parallel_mode]
+        # (in, out, parts=1, bias=True, std=): x to the parallel region
+        self.column: Maker = partial(column, mesh)
+        # (hidden, heads=, key_value_heads=, head_size=, bias=True, std=): the same for q, k and v
+        self.grouped_query: Maker = partial(grouped_query, mesh)
+        # (in, out, bias=True, std=): from the parallel region to x
+        self.row: Maker = partial(row, mesh)
+        # (in, out, bias=True, std=): x to x, outside the parallel region
+        self.linear: Maker = partial(linear, mesh)
+        # (): x to x whole on every rank, for the layers of `whole`
+        self.gather: Maker = partial(grid.Gather, mesh)
+        # (in, out, bias=True, std=): [n, in], whole on every rank, to x
+        self.input: Maker = partial(grid.InputLinear, mesh)
+        # (in, out, bias=True, std=): x to a few columns, whole on every rank
+        self.output: Maker = partial(grid.OutputLinear, mesh)
+        # (vocabulary, hidden, divisible_by=, std=, is_tied=False)
+        self.word_embedding: Maker = partial(layers.VocabParallelEmbedding, mesh)
+        # (positions, hidden, std=)
+        self.position_embedding: Maker = partial(layers.PositionEmbedding, mesh)
+        # (head_size, base=, scaling=None): positions to cosines and sines
+        self.rotary: Maker = layers_llama.RotaryEmbedding
+        # (hidden, epsilon=), the last one inside the parallel region
+        self.layer_norm: Maker = partial(LAYER_NORMS[norm], mesh)
+        self.rms_norm: Maker = partial(layers.RMSNorm, mesh)
+        self.inner_layer_norm: Maker = partial(layers.LayerNorm, mesh, is_inside=True)
+        # (p, name): outside the parallel region
+        self.dropout: Maker = partial(Dropout, seed, stream=mesh.stream, hidden=mesh.hidden)
+        # (dropout, name): inside the parallel region
+        self.attention_core: Maker = partial(
+            layers.AttentionCore,
+            mesh,
             seed,
-            norm=norm,
             draws_in_kernel=draws_in_kernel,
-            by_flex=by_flex,
-        ),
-        stream_shape=lambda n, h: (n // mesh.stream.size, h),
-        exchange=lambda x: x,
-        parallelize=partial(_parallelize, mesh=mesh),
-        tensor=mesh.tensor,
-    )
-
-
-def factory_2d(
-    mesh: Mesh,
-    seed: int,
-    *,
-    norm: str = "torch",
-    draws_in_kernel: bool = False,
-    by_flex: bool = False,
-) -> LayerFactory:
-    """2D and 2.5D: tokens are cut over the mesh's rows, hidden columns over its columns. Arguments:
-    see factory_1d; the only norms are torch's."""
-    assert norm == "torch"
-    factory = LayerFactory(
-        column=partial(layers_2d.Linear2D, mesh),
-        grouped_query=partial(layers_2d.GroupedQueryLinear2D, mesh),
-        row=partial(layers_2d.Linear2D, mesh),
-        linear=partial(layers_2d.Linear2D, mesh),
-        gather=nn.Identity,
-        input=partial(layers_whole.InputLinear, mesh),
-        output=partial(layers_whole.OutputLinear, mesh),
-        word_embedding=partial(layers.VocabParallelEmbedding, mesh),
-        position_embedding=partial(layers.PositionEmbedding, mesh),
-        rotary=layers_llama.RotaryEmbedding,
-        layer_norm=partial(layers.LayerNorm, mesh),
-        rms_norm=partial(layers_llama.RMSNorm, mesh),
-        inner_layer_norm=partial(layers.LayerNorm, mesh, is_inside=True),
-        dropout=partial(Dropout, seed, hidden=mesh.hidden),
-        attention_core=partial(CORES[by_flex], mesh, seed, draws_in_kernel=draws_in_kernel),
-        head=partial(layers.VocabParallelHead, mesh),
-        checkpoint=partial(checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel),
-        whole=lambda: factory,
-        stream_shape=lambda n, h: (n, h // mesh.hidden.size),
-        exchange=lambda x: x,
-        tensor=mesh.tensor,
-    )
-    return factory
-
-
-def factory_3d(mesh: Mesh, seed: int, **settings: Any) -> LayerFactory:
-    """3D: the same as 2D outside the parallel region. Arguments: see factory_2d."""
-    return replace(
-        factory_2d(mesh, seed, **settings),
-        column=partial(layers_3d.Linear3D, mesh),
-        grouped_query=partial(layers_3d.GroupedQueryLinear3D, mesh),
-        row=partial(layers_3d.Linear3D, mesh, is_inside=True),
-        exchange=partial(layers_3d.exchange, mesh),
-    )
-
-
-FACTORIES = {"1d": factory_1d, "2d": factory_2d, "2.5d": factory_2d, "3d": factory_3d}
-"""Factories by value of --tensor-parallel-mode."""
+            drop=flex_or_blocks if by_flex else block_attention,
+        )
+        # (vocabulary, hidden, divisible_by=, bias=False, untied_std=None): logits, losses
+        self.head: Maker = partial(layers.VocabParallelHead, mesh)
+        # (function, *arguments): recompute in the backward. Dropout by coordinates needs no state
+        # of a generator for that; attention's kernel does.
+        self.checkpoint: Callable[..., Any] = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=draws_in_kernel
+        )
+        # (): factory for layers after `gather`, whose x is whole
+        settings: Any = {"norm": norm, "draws_in_kernel": draws_in_kernel, "by_flex": by_flex}
+        self.whole = lambda: LayerFactory(replace(mesh, stream=ALONE), seed, **settings)
+        # (n, h): shape of this rank's part of x
+        self.stream_shape = lambda n, h: (n // mesh.stream.size, h // mesh.hidden.size)
+        # (x [b, ..]): sends per-sample data, such as masks and positions, to the ranks that hold
+        # these samples in the parallel region; returns x unchanged except in 3D
+        self.exchange: Callable[[Any], Any] = lambda x: x
+        if mesh.tensor_parallel_mode == "3d":
+            self.exchange = partial(grid.exchange, mesh)
+        # (model, plan): cuts a model that was not built from these layers, in place, and returns
+        # it, see the function of this name; None if this mode cannot cut such models
+        self.parallelize: Maker | None = None
+        if mesh.tensor_parallel_mode == "1d":
+            self.parallelize = lambda model, plan: resolve_name(BY_PLAN)(model, plan, mesh)
+        self.tensor = mesh.tensor  # axis that cuts the layers
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
-    """The factory of the mesh's tensor-parallel mode.
+    """The factory of the mesh's tensor-parallel mode, which makes the layers named in
+    megatron/parallel/factory.py: `column(in, out)`, `row(in, out)`, `layer_norm(hidden)` ...
 
-    seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or "apex";
+    seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or in 1D "apex";
     draws_in_kernel=False, whether attention's kernel draws its dropout; by_flex=False, whether
     compiled layers drop by coordinates in torch's flex_attention.
     """
-    return FACTORIES[mesh.tensor_parallel_mode](mesh, seed, **settings)
+    return LayerFactory(mesh, seed, **settings)

@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from megatron.parallel.block_attention import block_attention
 from megatron.parallel.dropout import STEPS, keeps, rounded
-from megatron.parallel.layers import AttentionCore
 
 BLOCK = 128  # queries, and keys, of a block that is computed or skipped
 SMALLEST = 16  # fewest elements of a head in the compiler's kernel
@@ -115,9 +114,3 @@ def flex_or_blocks(q: Tensor, *others: Any) -> Tensor:
     """flex_dropout in a compiled layer, or on meta, to plan one; otherwise block_attention."""
     is_flex = torch.compiler.is_compiling() or q.is_meta
     return (flex_dropout if is_flex else block_attention)(q, *others)
-
-
-class FlexAttentionCore(AttentionCore):
-    """AttentionCore with dropout by `flex_or_blocks`."""
-
-    drop = staticmethod(flex_or_blocks)

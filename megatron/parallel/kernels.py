@@ -1,8 +1,7 @@
 """The kernels that the layers run on: torch's, and on CPUs those of parallel/cpu/.
 
 The latter are faster, and exact where torch adds up many numbers in bf16 or fp16. They are used if
-the folder exists and `use_cpu_kernels` is True. Otherwise all kernels are torch's, whose results
-differ by rounding.
+the folder exists and `use_cpu_kernels` is True; torch's kernels differ from them by rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from megatron.parallel.block_attention import block_attention, pays_in_blocks, widen
+from megatron.parallel.block_attention import block_attention, widen
 
 try:
     from megatron.parallel.cpu import norms, onednn
@@ -25,14 +24,13 @@ try:
 except ImportError:
     use_cpu_kernels = False
 
-
+SHORT = 512  # tokens; up to this length attention in blocks is faster on a CPU
 _meta_is_cpu = True
 
 
 @contextmanager
 def meta_as(device: str) -> Iterator[None]:
-    """Inside this context, tensors on meta take the kernels of `device`, "cpu" or "cuda"; outside,
-    those of a CPU."""
+    """Let tensors on meta take the kernels of `device`, "cpu" or "cuda", instead of a CPU's."""
     global _meta_is_cpu
     before, _meta_is_cpu = _meta_is_cpu, device == "cpu"
     try:
@@ -51,8 +49,8 @@ def _by_cpu_kernels(x: Tensor) -> bool:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a matrix of varying height is padded to, so that kernels see few sizes."""
-    return onednn.padded_rows(rows) if use_cpu_kernels else rows
+    """Rows that a matrix of varying height is padded to: oneDNN keeps code for each size."""
+    return -(-rows // onednn.ROW_MULTIPLE) * onednn.ROW_MULTIPLE if use_cpu_kernels else rows
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,7 +86,7 @@ def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None
 
 def squares(pieces: list[Tensor]) -> Tensor:
     """The sum of all squares, an fp64 scalar. pieces: flat, with multiples of 64 elements."""
-    if pieces[0].is_cuda:
+    if pieces[0].is_cuda:  # one launch for all pieces
         return torch.stack(torch._foreach_norm(pieces, dtype=torch.float64)).square().sum()
     # A CPU adds squares one by one in fp32: the norm of 10^5 elements is off by 1e-6, that of 10^8
     # by 1e-2. So only a few are added at a time.
@@ -116,8 +114,10 @@ def attention(
 
     mask: bool [b or 1, 1, 1 or s, m], True where a query may look. dropout: rate; torch draws it.
     """
-    pays = _by_cpu_kernels(q) and q.shape[2] == k.shape[2] and pays_in_blocks(q, is_causal)
-    if pays and not dropout:
+    # Where blocks train faster than torch's CPU kernel, and save not much more memory.
+    trains = torch.is_grad_enabled() and q.requires_grad and not dropout
+    is_short = q.shape[2] == k.shape[2] <= SHORT and (is_causal or q.itemsize < 4)
+    if trains and is_short and _by_cpu_kernels(q):
         return block_attention(q, k, v, mask, is_causal)
     shared = q.shape[1] // k.shape[1]
     # Among torch's kernels that keep no scores, only flash attention takes shared heads.
@@ -129,7 +129,7 @@ def attention(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """F.layer_norm over the last dim of x."""
     if _by_cpu_kernels(x) and x.dtype in norms.NARROW and torch.is_grad_enabled():
-        return norms.narrow_layer_norm(x, weight, bias, epsilon)
+        return norms.NarrowLayerNorm.apply(x, weight, bias, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
 
 
@@ -139,7 +139,7 @@ def rms_norm(
     """weight x / sqrt(mean of x^2 + epsilon) of x [n, h], rounded once to its dtype.
     rounds_before_weight: also rounded before multiplying by the weight, as in transformers."""
     if _by_cpu_kernels(x) and not torch.compiler.is_compiling():
-        return norms.rms_norm(x, weight, epsilon, rounds_before_weight)
+        return norms.RMSNorm.apply(x, weight, epsilon, rounds_before_weight)
     if rounds_before_weight:
         return weight * F.rms_norm(widen(x), weight.shape, None, epsilon).to(x.dtype)
     return F.rms_norm(widen(x), weight.shape, widen(weight), epsilon).to(x.dtype)

@@ -14,8 +14,8 @@ Every linear layer is one matmul, y = x W' + b, whose three matrices may be cut:
     y = sum(gather(x) gather(W)')     dx = sum(gather(dy) gather(W))
                                       dW = sum(gather(dy)' gather(x))
 
-A partition says what is cut. `column` and `row` are those of section 3 of the paper; layers_2d.py
-and layers_3d.py have those of grids. Models make their layers by factory.py.
+A partition says what is cut. `column` and `row` are those of section 3 of the paper; layers_grid.py
+has those of grids. Models make their layers by factory.py.
 """
 
 from __future__ import annotations
@@ -32,18 +32,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron.parallel import kernels
 from megatron.parallel.block_attention import block_attention
-from megatron.parallel.collectives import (
-    UNCUT,
-    Cut,
-    cut,
-    gather_from,
-    own_rows,
-    sum_terms,
-)
+from megatron.parallel.collectives import UNCUT, Cut, cut, gather_from, own_rows, sum_terms
 from megatron.parallel.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.parallel.dropout import head_keys, layer_key, require_keys
 from megatron.parallel.mesh import ALONE, Axis, Mesh
-from megatron.parallel.normalise import normalise
+from megatron.parallel.regions import normalise
 from megatron.parallel.sharding import GradientView, ShardedModule
 from megatron.parallel.traced import TracedView, traced_views
 
@@ -68,9 +61,10 @@ class Gathered:
     ) -> list[Tensor]:
         """This rank's part of each y = x W' + b."""
         gathered = [self.x.start_gather(x), *map(self.weight.start_gather, weights)]
-        x = gathered.pop(0)()
+        x = gathered.pop(0)()  # popped, so that each gathered weight is freed after its matmul
         is_sum, sums = self.y.terms.size > 1, []
         for bias in biases:
+            # The bias of a sum is added after it, once.
             term = kernels.matmul(x, gathered.pop(0)(), None if is_sum else bias)
             sums.append(self.y.start_sum(term))
         ys = [wait() for wait in sums]
@@ -99,18 +93,25 @@ class Gathered:
 
         def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
             whole = gathered.pop()()
-            if self.weight.terms.size == 1:
-                return [weight_gradient(dy, whole, its) for dy, its in zip(dys, views, strict=True)]
-            sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
-            return [wait() for wait in sums]
+            if self.weight.terms.size > 1:
+                sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
+                return [wait() for wait in sums]
+            dws: list[Tensor | None] = []
+            for dy, view in zip(dys, views, strict=True):
+                if view is None:
+                    dws.append(kernels.matmul(dy.T, whole.T))
+                else:
+                    view.add_matmul(dy, whole)
+                    dws.append(None)
+            return dws
 
         return compute
 
 
-# Not in place while compiling: torch 2.11 traces a forward that ends in place without gradient.
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return y
+    # Not in place while compiling: torch 2.11 traces a forward that ends in place without gradient.
     return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
 
@@ -138,26 +139,13 @@ def weight_terms(dys: Sequence[Tensor], x: Tensor, views: Views) -> list[Tensor]
     return [kernels.matmul(dy.T, x.T).to(dtype) for dy, dtype in zip(dys, dtypes, strict=True)]
 
 
-def weight_gradient(dy: Tensor, x: Tensor, view: View | None) -> Tensor | None:
-    """dy' x; None if it is added to the view."""
-    if view is None:
-        return kernels.matmul(dy.T, x.T)
-    view.add_matmul(dy, x)
-    return None
-
-
 class _Multiply(torch.autograd.Function):
-    """y = x W' + b for each weight, with any division. dx is summed over weights and ranks, once.
-    With return_input, x is also an output; gradients of its later uses are part of that sum."""
+    """`multiply`, with dx summed over weights and ranks, once. With return_input, x is also an
+    output; gradients of its later uses are part of that sum."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        division: Gathered,
-        views: Views,
-        return_input: bool,
-        *parameters: Any,
+        ctx: Any, x: Tensor, division: Gathered, views: Views, return_input: bool, *parameters: Any
     ) -> tuple[Tensor, ...]:
         """parameters: the weights, the biases, and handles of views, see traced.py."""
         count = len(views)
@@ -171,60 +159,54 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        count, division, needed = len(ctx.views), ctx.division, ctx.needs_input_grad
+        count, division, needs_gradient = len(ctx.views), ctx.division, ctx.needs_input_grad
         x, *saved = ctx.saved_tensors
         saved, handles = saved[:count], saved[count:]
-        its_views = traced_views(handles, ctx.views) if handles else ctx.views
+        views = traced_views(handles, ctx.views) if handles else ctx.views
         weights = _matrices(saved)
-        returned = [dx for dx in dys[count:] if dx is not None]
         pairs = zip(dys, weights, strict=False)
-        own = [x.new_zeros(len(x), len(weight)) if dy is None else dy for dy, weight in pairs]
+        local_dys = [x.new_zeros(len(x), len(weight)) if dy is None else dy for dy, weight in pairs]
+        returned_dx = [dx for dx in dys[count:] if dx is not None]
         dws: list[Tensor | None] = [None] * count
-        dbs = dws.copy()
-        now = [number for number in range(count) if needed[4 + number]]
-        views = [its_views[number] for number in now]
-        is_deferred = all(view is not None and view.deferral.is_on for view in views)
-        # In the order of use: the last gather overlaps with the matmuls of dx.
-        gathered_dys = division.start_dys(own)
-        compute_dx = division.start_dx(weights) if needed[0] else None
-        compute_dws = division.start_dws(x) if now and not is_deferred else None
-        for number, dy in enumerate(own):
-            if needed[4 + count + number]:
+        dbs: list[Tensor | None] = [None] * count
+        numbers = [number for number in range(count) if needs_gradient[4 + number]]
+        used_views = [views[number] for number in numbers]
+        is_deferred = all(view is not None and view.deferral.is_on for view in used_views)
+        # All gathers start here, in the order of use: the last one overlaps with the matmuls of dx.
+        # x is gathered again, as under sequence parallelism only this rank's rows are kept.
+        wait_for_dys = division.start_dys(local_dys)
+        compute_dx = division.start_dx(weights) if needs_gradient[0] else None
+        compute_dws = division.start_dws(x) if numbers and not is_deferred else None
+        for number, dy in enumerate(local_dys):
+            if needs_gradient[4 + count + number]:
                 dbs[number] = dy.sum(0)
-        whole = gathered_dys()
+        gathered_dys = wait_for_dys()
 
         def hand_over(compute: WeightGradients) -> None:
-            made = compute([whole[n] for n in now], views)
-            for n, view, dw in zip(now, views, made, strict=True):
+            made = compute([gathered_dys[number] for number in numbers], used_views)
+            for number, view, dw in zip(numbers, used_views, made, strict=True):
                 if dw is not None and view is not None:
                     view.add(dw)
                 elif dw is not None:
-                    dws[n] = dw.view(saved[n].shape).to(saved[n].dtype)
+                    dws[number] = dw.view(saved[number].shape).to(saved[number].dtype)
 
-        summed = compute_dx(whole, returned) if compute_dx is not None else None
+        # The sum of dx over ranks runs during the matmuls of the gradients of the weights.
+        wait_for_dx = compute_dx(gathered_dys, returned_dx) if compute_dx is not None else None
         if compute_dws is not None:
             hand_over(compute_dws)
-        elif now:
+        elif numbers:
             work = cache(lambda: hand_over(division.start_dws(x)))  # once for all of them
-            for view in views:
+            for view in used_views:
                 assert isinstance(view, GradientView)  # a traced one leaves this to its operator
                 view.deferral.add(view, work)
-        tokens = [None if view is None else view.token for view in its_views if handles]
-        # torch 2.11 cannot trace `summed and summed()`.
-        return None if summed is None else summed(), None, None, None, *dws, *dbs, *tokens
+        tokens = [None if view is None else view.token for view in views if handles]
+        # torch 2.11 cannot trace `wait_for_dx and wait_for_dx()`.
+        dx = None if wait_for_dx is None else wait_for_dx()
+        return dx, None, None, None, *dws, *dbs, *tokens
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
     return [weight.flatten(0, -2) for weight in weights]
-
-
-def check_autocast(x: Tensor) -> None:
-    """Raises RuntimeError under torch.autocast."""
-    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
-        raise RuntimeError(
-            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
-            "in bf16, and gradients are added up in fp32 all the same"
-        )
 
 
 WHOLE = Gathered()
@@ -240,7 +222,7 @@ def multiply(
     return_input: bool = False,
 ) -> tuple[Tensor, ...]:
     """A y [n, out] for each weight, from this rank's x [n, in], weights [..., out, in] and biases
-    [..., out], whose leading dims are flattened.
+    [..., out], whose leading dims are flattened. Raises RuntimeError under torch.autocast.
 
     views: where each weight's gradient is added. Autograd then gets none: it is not copied, and the
         two uses of a tied weight are not summed in a half dtype.
@@ -248,7 +230,11 @@ def multiply(
         sum of dx, as their gradients are part of the sum over ranks here.
     """
     assert not return_input or division.x.over.size == 1
-    check_autocast(x)
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
+        raise RuntimeError(
+            "parallel layers do not work under torch.autocast: model.to(torch.bfloat16) computes "
+            "in bf16, and gradients are added up in fp32 all the same"
+        )
     biases = [None if bias is None else bias.flatten() for bias in biases]
     if not torch.is_grad_enabled():
         ys = division.outputs(x, _matrices(weights), biases)
@@ -266,8 +252,7 @@ def linear(
     view: GradientView | None = None,
 ) -> Tensor:
     """`multiply` by one weight."""
-    (y,) = multiply(x, [weight], [bias], [view], division)
-    return y
+    return multiply(x, [weight], [bias], [view], division)[0]
 
 
 class _LookUp(torch.autograd.Function):
@@ -284,21 +269,29 @@ class _LookUp(torch.autograd.Function):
         if ctx.view is not None:
             ctx.view.add_rows(index, dy)
             return None, None, None
+        # In bf16, torch's embedding on a CPU keeps a quarter of the sum of 4096 equal gradients.
         wide = torch.promote_types(ctx.dtype, torch.float32)
         dw = kernels.add_rows_(dy.new_zeros(ctx.shape, dtype=wide), index, dy)
         return None, dw.to(ctx.dtype), None
 
 
 def look_up(index: Tensor, weight: Tensor, view: GradientView | None = None) -> Tensor:
-    """Rows [n, h] of `weight` [v, h] at `index` [n]. view: see `linear`; used only if it is wide.
-    Gradients are summed in fp32 or wider: in bf16, torch's embedding on a CPU keeps a quarter of
-    the sum of 4096 equal ones."""
+    """Rows [n, h] of `weight` [v, h] at `index` [n]; their gradients are summed in fp32 or wider.
+    view: see `multiply`; used only if it is wide."""
     rows: Tensor = _LookUp.apply(index, weight, view if view is None or view.is_wide else None)
     return rows
 
 
+def look_up_own(ids: Tensor, own_ids: slice, weight: Tensor, view: GradientView | None) -> Tensor:
+    """[n, h]: rows at ids [n] of a weight that has those of `own_ids`, zeros for other ids."""
+    is_elsewhere = (ids < own_ids.start) | (ids >= own_ids.stop)
+    index = (ids - own_ids.start).masked_fill(is_elsewhere, 0)
+    return look_up(index, weight, view).masked_fill(is_elsewhere[:, None], 0)
+
+
 STD = 0.02  # of initial weights, as in GPT-2
-DIVISIBLE_BY = 128  # the rows of a vocabulary are padded to a multiple of it on each rank
+# Rows of a vocabulary are padded to a multiple of this on each rank: 50,257 to 51,200 at t = 8.
+DIVISIBLE_BY = 128
 
 
 def over(dim: int, *axes: Axis) -> tuple[tuple[int, Axis], ...]:
@@ -317,12 +310,14 @@ def as_rows(layer: ShardedModule, x: Tensor, *width: int) -> Tensor:
     """x [..., width] as [n, width], or ids [...] as [n]. Raises ValueError for another width, and
     for [b, s, ..] if the stream is cut by rows, as its rows would be in another order."""
     dims = 1 + len(width)
-    tail = x.shape[x.dim() - len(width) :]
-    if x.dim() < dims or tail != width or (x.dim() > dims and layer.mesh.stream.size > 1):
-        shapes = (["n", *width], ["b", "s", *width])[: 1 if layer.mesh.stream.size > 1 else 2]
-        wanted = " or ".join(f"[{', '.join(map(str, each))}]" for each in shapes)
-        raise ValueError(f"{type(layer).__name__} takes {wanted} on this rank, not {list(x.shape)}")
-    return x if x.dim() == dims else x.flatten(0, x.dim() - dims)
+    if x.shape[x.dim() - len(width) :] == width:
+        if x.dim() == dims:
+            return x
+        if x.dim() > dims and layer.mesh.stream.size == 1:
+            return x.flatten(0, x.dim() - dims)
+    columns = "".join(f", {each}" for each in width)
+    shapes = f"[n{columns}]" + ("" if layer.mesh.stream.size > 1 else f" or [b, s{columns}]")
+    raise ValueError(f"{type(layer).__name__} takes {shapes} on this rank, not {list(x.shape)}")
 
 
 def as_before(y: Tensor, leading: torch.Size) -> Tensor:
@@ -365,6 +360,8 @@ def row(mesh: Mesh) -> Partition:
     require_mode(mesh, "row", "1d")
     if mesh.tensor.size == 1:
         return Partition()
+    # Without y_rows, sequence parallelism would lose terms of the bias's gradient: the loss is off
+    # by 1e-3, and all ranks agree on it.
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
     return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 
@@ -394,6 +391,7 @@ class ParallelLinear(ShardedModule):
         super().__init__(mesh)
         self.division, self.after = partition.division, partition.after
         self.width = own_width(in_features, partition.x_columns)
+        # A flat [parts x out, in] would have to be interleaved by head to be cut along its rows.
         shape = (parts, out_features) if parts > 1 else (out_features,)
         out = over(len(shape) - 1, partition.outputs)
         shards = out + over(len(shape), *partition.inputs)
@@ -434,13 +432,6 @@ def stream_cut(mesh: Mesh) -> Cut:
     return cut(1, mesh.hidden) if mesh.hidden.size > 1 else Cut(0, mesh.stream, mesh.vocabulary)
 
 
-def look_up_own(ids: Tensor, own_ids: slice, weight: Tensor, view: GradientView | None) -> Tensor:
-    """[n, h]: rows at ids [n] of a weight that has those of `own_ids`, zeros for other ids."""
-    is_elsewhere = (ids < own_ids.start) | (ids >= own_ids.stop)
-    index = (ids - own_ids.start).masked_fill(is_elsewhere, 0)
-    return look_up(index, weight, view).masked_fill(is_elsewhere[:, None], 0)
-
-
 class VocabParallelEmbedding(ShardedModule):
     """Token ids [n] to [n, h]: each rank looks up its own rows, and g sums the results. An id
     outside the vocabulary gives zeros, as no rank has its row.
@@ -474,12 +465,9 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         ranks = self.mesh.tokens  # each rank looks up the ids of all
-        y = sum_terms(self.look_up(gather_from(as_rows(self, tokens), 0, ranks)), cut(0, ranks))
+        ids, view = gather_from(as_rows(self, tokens), 0, ranks), self.gradient_views.get("weight")
+        y = sum_terms(look_up_own(ids, self.own_ids, self.weight, view), cut(0, ranks))
         return as_before(sum_terms(y, stream_cut(self.mesh)), tokens.shape)
-
-    def look_up(self, ids: Tensor) -> Tensor:
-        """[n, h]: this rank's rows at ids [n], and zeros for ids of other ranks."""
-        return look_up_own(ids, self.own_ids, self.weight, self.gradient_views.get("weight"))
 
 
 class PositionEmbedding(ShardedModule):
@@ -549,69 +537,93 @@ class VocabParallelHead(ShardedModule):
         owner: Any = self if self.weight is not None else embedding
         if owner is None:
             raise ValueError("a tied head takes the embedding; untied_std= gives it its own weight")
-        rows = as_rows(self, x, self.width)
+        rows, size = as_rows(self, x, self.width), self.vocab_size
         labels, scales = (None if each is None else each.flatten() for each in (labels, scales))
         weight, view = owner.weight, owner.gradient_views.get("weight")
-        axis, size, bias = self.mesh.vocabulary, self.vocab_size, self.bias
         if labels is not None and scales is not None:
+            # Ranks exchange numbers of size n, never n x v logits.
             scales = scales * (labels >= 0)
             cuts, is_fused = (self.division.x, self.division.weight), self.is_fused
             return linear_cross_entropy(
-                rows, weight, bias, labels, scales, size, view, *cuts, is_fused=is_fused
+                rows, weight, self.bias, labels, scales, size, view, *cuts, is_fused=is_fused
             )
-        y = linear(rows, weight, bias, self.division, view=view)
+        y = linear(rows, weight, self.bias, self.division, view=view)
         if labels is not None:
-            y = vocab_parallel_cross_entropy(y, labels, axis, size) * (labels >= 0)
+            losses = vocab_parallel_cross_entropy(y, labels, self.mesh.vocabulary, size)
+            y = losses * (labels >= 0)
         return as_before(y, x.shape[:-1])
 
 
-def norm_axes(mesh: Mesh, is_inside: bool) -> tuple[Axis, tuple[Axis, ...]]:
-    """(axis that cuts the columns of a norm, axes over which its gradients are partial)."""
-    if is_inside:
-        return mesh.inner_hidden, (mesh.replicas, mesh.inner_tokens)
-    return mesh.hidden, mesh.of_stream
-
-
-class LayerNorm(ShardedModule):
-    """Layer norm of the stream [n, h], computed in fp32 or wider; if its columns are cut, ranks
+class Norm(ShardedModule):
+    """Layer norm, or RMSNorm without a bias, of the stream [n, h]; if its columns are cut, ranks
     exchange the mean and the squares of each row."""
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
-        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+        self,
+        mesh: Mesh,
+        hidden_size: int,
+        has_bias: bool,
+        *,
+        epsilon: float = 1e-5,
+        is_inside: bool = False,
     ) -> None:
-        """is_inside: whether x lies in the parallel region."""
         super().__init__(mesh)
         self.epsilon = epsilon
-        self.hidden, partial = norm_axes(mesh, is_inside)
+        self.hidden = mesh.inner_hidden if is_inside else mesh.hidden
+        partial = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.of_stream
         shape, shards = (hidden_size,), over(0, self.hidden)
         self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
-        self.add_parameter("bias", shape, shards, decay=False, partial=partial)
+        self.add_bias(has_bias, shape, shards, partial=partial)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])
         if self.hidden.size > 1:
             y = normalise(rows, self.weight, self.bias, self.epsilon, self.hidden)
+        elif self.bias is None:
+            y = kernels.rms_norm(rows, self.weight, self.epsilon)
         else:
             y = kernels.layer_norm(rows, self.weight, self.bias, self.epsilon)
         return as_before(y, x.shape[:-1])
 
 
+class LayerNorm(Norm):
+    """Layer norm over the last dim of the stream [n, h], computed in fp32 or wider. settings:
+    epsilon=1e-5; is_inside=False, whether x lies in the parallel region."""
+
+    def __init__(self, mesh: Mesh, hidden_size: int, **settings: Any) -> None:
+        super().__init__(mesh, hidden_size, True, **settings)
+
+
+class RMSNorm(Norm):
+    """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
+    and Sennrich, 2019, arXiv:1910.07467). settings: see LayerNorm."""
+
+    def __init__(self, mesh: Mesh, hidden_size: int, **settings: Any) -> None:
+        super().__init__(mesh, hidden_size, False, **settings)
+
+
 class AttentionCore(nn.Module):
     """Attention of q [b, a/t, s, d] to k and v [b, g, m, d], giving [b, a/t, s, d], with dropout of
     the probabilities by coordinates, or by the kernel, which draws it. g: a/t, or fewer heads,
-    which heads of q share. seed and name: see Dropout."""
-
-    drop: Callable[..., Tensor] = staticmethod(block_attention)  # by coordinates
+    which heads of q share. seed and name: see Dropout. drop: attention with dropout by coordinates,
+    as block_attention."""
 
     def __init__(
-        self, mesh: Mesh, seed: int, dropout: float, name: str, *, draws_in_kernel: bool = False
+        self,
+        mesh: Mesh,
+        seed: int,
+        dropout: float,
+        name: str,
+        *,
+        draws_in_kernel: bool = False,
+        drop: Callable[..., Tensor] = block_attention,
     ) -> None:
         super().__init__()
         self.mesh, self.dropout, self.name = mesh, dropout, name
-        self.key, self.draws_in_kernel = layer_key(seed, name), draws_in_kernel
+        self.key, self.draws_in_kernel, self.drop = layer_key(seed, name), draws_in_kernel, drop
         self.heads: int | None = None  # a, if each of several ranks may have all: [b, a, s, d]
 
     def forward(
@@ -637,6 +649,7 @@ class AttentionCore(nn.Module):
         is_whole = q.shape[1] == self.heads  # the kernel of each rank would draw another mask
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
+        # Heads have their numbers in the whole model, so that every layout drops the same.
         first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
         heads = range(first, first + q.shape[1])
         keys = head_keys(require_keys(dropout_keys), self.key, heads, len(q))

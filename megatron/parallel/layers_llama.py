@@ -1,5 +1,5 @@
-"""Layers of Llama that GPT-2 and BERT lack: shared key/value heads, RMSNorm, rotary positions,
-gated activations."""
+"""Layers of Llama that GPT-2 and BERT lack: shared key/value heads, rotary positions, gated
+activations. RMSNorm is in layers.py."""
 
 from __future__ import annotations
 
@@ -11,20 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel import kernels
-from megatron.parallel.layers import (
-    STD,
-    Partition,
-    as_before,
-    as_rows,
-    column,
-    multiply,
-    norm_axes,
-    over,
-    own_width,
-)
+from megatron.parallel import kernels, layers
+from megatron.parallel.layers import STD, Partition, over
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.normalise import normalise
 from megatron.parallel.sharding import ShardedModule
 
 
@@ -76,71 +65,45 @@ class GroupedQueryLinear(ShardedModule):
     ) -> None:
         """partition: by default `column`, that of 1D."""
         super().__init__(mesh)
-        partition = partition or column(mesh)
+        partition = partition or layers.column(mesh)
         ranks, self.head_size = mesh.inner_hidden, head_size
         if heads % key_value_heads or heads % ranks.size:
             raise ValueError(
                 f"{heads} heads are no multiple of {key_value_heads} key/value heads and of "
                 f"{ranks.size} {ranks.name} ranks"
             )
-        self.division, self.width = partition.division, own_width(hidden_size, partition.x_columns)
-        inputs, tokens = partition.inputs, partition.y_rows
+        self.division, y_rows = partition.division, partition.y_rows
+        self.width = layers.own_width(hidden_size, partition.x_columns)
+        size = heads * head_size
+        shards: tuple[tuple[int, Axis], ...] = ((0, ranks),)
+        partial: tuple[Axis, ...] = (mesh.replicas,)
+        of_weight = shards + over(1, *partition.inputs)
+        self.add_parameter("query", (size, hidden_size), of_weight, partial=partial, std=std)
+        self.add_bias(bias, (size,), shards, "query_bias", partial=(*partial, *y_rows))
+
         own, used = key_value_heads_in_use(heads, key_value_heads, ranks)
         self.kv_head_index = None if used is None else torch.tensor(used, device="cpu")
-        self.rows: slice | None = None
-        shards: tuple[tuple[int, Axis], ...] = ((1, ranks),)
-        shared: tuple[Axis, ...] = ()
+        self.rows: slice | None = None  # of the whole key/value weight, if every rank has it
+        size, shards = key_value_heads * head_size, ((1, ranks),)
         if key_value_heads % ranks.size:
             self.rows = slice(own.start * head_size, own.stop * head_size)
-            shards, shared = (), (ranks,)
-        size, query_shards = heads * head_size, ((0, ranks),)
-        fields = {"partial": (mesh.replicas,), "std": std}
-        self.add_parameter("query", (size, hidden_size), query_shards + over(1, *inputs), **fields)
-        self.add_bias(bias, (size,), query_shards, "query_bias", partial=(mesh.replicas, *tokens))
-        size, fields["partial"] = key_value_heads * head_size, (mesh.replicas, *shared)
-        self.add_parameter("key_value", (2, size, hidden_size), shards + over(2, *inputs), **fields)
-        of_bias = (mesh.replicas, *shared, *tokens)
-        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=of_bias)
+            shards, partial = (), (mesh.replicas, ranks)
+        of_weight = shards + over(2, *partition.inputs)
+        self.add_parameter("key_value", (2, size, hidden_size), of_weight, partial=partial, std=std)
+        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=(*partial, *y_rows))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = as_rows(self, x, self.width)
         weight: Tensor = self.key_value
         bias: Tensor | None = self.key_value_bias
-        view = None
-        if self.rows is None:
-            view = self.gradient_views.get("key_value")
-        else:  # autograd adds the gradient of the rows to that of the whole
-            weight = weight[:, self.rows]
+        views = [self.gradient_views.get("query"), self.gradient_views.get("key_value")]
+        if self.rows is not None:  # autograd adds the gradient of the rows to that of the whole
+            weight, views[1] = weight[:, self.rows], None
             bias = None if bias is None else bias[:, self.rows]
-        views = [self.gradient_views.get("query"), view]
         weights, biases = [self.query, weight], [self.query_bias, bias]
-        q, kv = multiply(rows, weights, biases, views, self.division)
-        q, k, v = (as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
+        rows = layers.as_rows(self, x, self.width)
+        q, kv = layers.multiply(rows, weights, biases, views, self.division)
+        q, k, v = (layers.as_before(each, x.shape[:-1]) for each in (q, *kv.chunk(2, dim=1)))
         return q, k, v
-
-
-class RMSNorm(ShardedModule):
-    """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
-    and Sennrich, 2019, arXiv:1910.07467). Arguments: see LayerNorm."""
-
-    weight: nn.Parameter
-
-    def __init__(
-        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
-    ) -> None:
-        super().__init__(mesh)
-        self.epsilon, shape = epsilon, (hidden_size,)
-        self.hidden, partial = norm_axes(mesh, is_inside)
-        shards = over(0, self.hidden)
-        self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = as_rows(self, x, self.weight.shape[0])
-        if self.hidden.size > 1:
-            y = normalise(rows, self.weight, None, self.epsilon, self.hidden)
-        else:
-            y = kernels.rms_norm(rows, self.weight, self.epsilon)
-        return as_before(y, x.shape[:-1])
 
 
 class RotaryEmbedding(nn.Module):

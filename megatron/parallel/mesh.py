@@ -199,7 +199,7 @@ class Mesh:
     device: torch.device
     control: ControlGroup = ControlGroup()
     tensor_parallel_mode: str = "1d"
-    """How layers are cut: a key of megatron.parallel.factory.FACTORIES."""
+    """How layers are cut: a key of megatron.parallel.axes.INNER."""
 
     pipeline: Axis = Axis("pipeline", is_of_stages=True)
     data: Axis = Axis("data")

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron.parallel import flex_dropout
 from megatron.parallel.dropout import row_keys
-from megatron.parallel.flex_dropout import FlexAttentionCore, causal
+from megatron.parallel.flex_dropout import causal, flex_or_blocks
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import Axis, serial_mesh
 from tests.parallel.test_block_attention import (
@@ -104,7 +104,7 @@ def test_a_compiled_rank_drops_what_blocks_drop_in_its_heads() -> None:
     rows = row_keys(torch.arange(BATCH), torch.arange(LENGTH))
     whole = AttentionCore(serial_mesh(), 5, 0.3, "core")(q, k, v, None, True, rows)
     mesh = replace(serial_mesh(), inner_hidden=Axis("inner_hidden", HEADS, 2))
-    core = FlexAttentionCore(mesh, 5, 0.3, "core")
+    core = AttentionCore(mesh, 5, 0.3, "core", drop=flex_or_blocks)
     parts = [each[:, 2:] for each in (q, k, v)]
     found = compiled(core)(*parts, None, True, rows)
     torch.testing.assert_close(found, whole[:, 2:], rtol=1e-14, atol=1e-14)

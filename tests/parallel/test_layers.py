@@ -39,9 +39,8 @@ from megatron.api import (
     split_stream,
 )
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.factory import LayerFactory
+from megatron.parallel.factory import ApexLayerNorm, LayerFactory
 from megatron.parallel.layers import VocabParallelEmbedding, VocabParallelHead, padded_vocabulary
-from megatron.parallel.layers_apex import ApexLayerNorm
 from megatron.parallel.layers_llama import GroupedQueryLinear, RotaryEmbedding, gated, rotate
 from megatron.parallel.mesh import Axis
 from tests import plain, threads

@@ -22,9 +22,10 @@ from megatron.parallel.layers import (
     AttentionCore,
     LayerNorm,
     PositionEmbedding,
+    RMSNorm,
     VocabParallelEmbedding,
 )
-from megatron.parallel.layers_llama import RMSNorm, RotaryEmbedding, rotate
+from megatron.parallel.layers_llama import RotaryEmbedding, rotate
 from megatron.parallel.mesh import serial_mesh
 from tests import plain
 from tests.dist import Pool

@@ -28,7 +28,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.models.gpt import document_mask
 from megatron.optim.adam import FlatWeights, adam_class
 from megatron.parallel.dropout import row_keys
-from megatron.parallel.factory import LayerFactory, factory_1d
+from megatron.parallel.factory import LayerFactory, layer_factory
 from megatron.parallel.initialize import materialize
 from megatron.parallel.kernels import add_matmul_, squares
 from megatron.parallel.mesh import serial_mesh
@@ -75,7 +75,7 @@ def probes(
 ) -> dict[str, Callable[[], Iterator[Finding]]]:
     """{layer: probe} of the factory's layers and the optimizer. apex: whether to try apex, too."""
     mesh = serial_mesh(device)
-    bench = Bench(factory_1d(mesh, 0), device, dtype)
+    bench = Bench(layer_factory(mesh, 0), device, dtype)
     makers: dict[str, Callable[[], Action]] = {
         "column-parallel linear": lambda: bench.layer(
             lambda factory: factory.column(H, H, std=0.02)
@@ -99,7 +99,7 @@ def probes(
     if device.type == "cuda":
         makers["output layer and loss, compiled"] = lambda: bench.loss(is_fused=True)
     if apex:
-        other = Bench(factory_1d(mesh, 0, norm="apex"), device, dtype)
+        other = Bench(layer_factory(mesh, 0, norm="apex"), device, dtype)
         makers["LayerNorm of apex"] = lambda: other.layer(
             lambda factory: factory.layer_norm(H, epsilon=1e-5)
         )

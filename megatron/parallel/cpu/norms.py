@@ -13,9 +13,9 @@ from megatron.parallel.block_attention import widen
 NARROW = (torch.bfloat16, torch.float16)
 
 
-class _NarrowLayerNorm(torch.autograd.Function):
-    """torch's layer norm adds up the gradients of weight and bias in the dtype of x: in bf16, half
-    of a bias's gradient is lost over 2048 tokens."""
+class NarrowLayerNorm(torch.autograd.Function):
+    """Layer norm of bf16 and fp16, with a backward in fp32: torch's adds up the gradients of weight
+    and bias in the dtype of x, and in bf16 half of a bias's gradient is lost over 2048 tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -41,13 +41,9 @@ class _NarrowLayerNorm(torch.autograd.Function):
         return *(each if each is None else each.to(x.dtype) for each in gradients), None
 
 
-def narrow_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Layer norm of bf16 and fp16, with a backward in fp32."""
-    return _NarrowLayerNorm.apply(x, weight, bias, epsilon)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """torch builds RMSNorm of ten operations, whose backward takes 6 times as long as layer norm's.
+class RMSNorm(torch.autograd.Function):
+    """kernels.rms_norm of x [n, h]. torch builds RMSNorm of ten operations, whose backward takes 6
+    times as long as layer norm's.
 
     With r = 1 / sqrt(mean of x^2 + epsilon), g = dy weight and means over the last dim
 
@@ -85,10 +81,3 @@ class _RMSNorm(torch.autograd.Function):
         )
         dx.addcmul_(r, (wide_dy @ wide_weight)[:, None], value=1 / len(weight))
         return dx.to(x.dtype), dw.to(weight.dtype), None, None
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, epsilon: float, rounds_before_weight: bool = False
-) -> Tensor:
-    """See kernels.rms_norm; x is [n, h]."""
-    return _RMSNorm.apply(x, weight, epsilon, rounds_before_weight)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,31 +32,22 @@ EMULATED = {
 """Half dtypes that are emulated: fp32 is multiplied ten times as fast on this processor."""
 
 
-def padded_rows(rows: int) -> int:
-    """See kernels.padded_rows: the next multiple of ROW_MULTIPLE."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
 @cache
 def is_faster_by_onednn() -> bool:
     """Whether oneDNN is faster than MKL on this processor."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    family = re.search(r"^cpu family\s*: (\d+)", text, re.MULTILINE)
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and _cpuinfo("vendor_id") == "AuthenticAMD"
-        and int(_cpuinfo("cpu family") or 0) >= ZEN_5
+        and "AuthenticAMD" in text
+        and family is not None
+        and int(family[1]) >= ZEN_5
     )
-
-
-def _cpuinfo(name: str) -> str:
-    """The value of the first processor in /proc/cpuinfo, or ""."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    line = re.search(rf"^{name}\s*: (\S+)", text, re.MULTILINE)
-    return line[1] if line else ""
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
@@ -72,11 +64,10 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """kernels.matmul by oneDNN, for sizes where that is faster."""
     # torch 2.11 to 2.13 have no public function that multiplies fp32 by oneDNN.
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return result
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def matmul_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,10 +79,8 @@ def matmul_widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def add_matmul_(out: Tensor, dy: Tensor, x: Tensor, *, accumulate: bool) -> None:
     """kernels.add_matmul_ by oneDNN, for dy' and x' where that is faster."""
     # oneDNN cannot write into an existing tensor and copies a transposed one: both are kept small.
-    transposed, multiples = dy.T, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE)
-    chunk = ROW_MULTIPLE * max(1, multiples)
-    if dy.nbytes <= TRANSPOSED_BYTES:
-        transposed = transposed.contiguous()
+    chunk = ROW_MULTIPLE * max(1, CHUNK_BYTES // (max(x.shape) * x.itemsize * ROW_MULTIPLE))
+    transposed = dy.T.contiguous() if dy.nbytes <= TRANSPOSED_BYTES else dy.T
     for start in range(0, len(transposed), chunk):
         rows = slice(start, start + chunk)
         gradient = matmul(transposed[rows], x.T, None)
