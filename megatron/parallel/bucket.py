@@ -9,11 +9,12 @@ that hold the bucket have equal parts of it. Padding is zero and stays zero.
 
 ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) is how a bucket is stored. A rank has only its
 own part of masters and moments (stage 1), of summed gradients too (2), and of weights too, but for
-the layers in use (3). There is a class for each storage:
+the layers in use (3). There is a class for each storage, with lasting bytes per parameter in bf16
+on 2 ranks:
 
-    Bucket           whole gradients, whole weights      stages 0 (the own part is all) and 1
-    ShardedBucket    own gradients, whole weights        stage 2
-    GatheredBucket   own gradients, weights in use       stage 3, see zero3.py
+    Bucket           whole gradients, whole weights   18 in stage 0 (the own part is all), 12 in 1
+    ShardedBucket    own gradients, whole weights     10 in stage 2
+    GatheredBucket   own gradients, weights in use     8 in stage 3, see zero3.py
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel import kernels
 from megatron.parallel.collectives import start_all_reduce, start_gather, start_sum
 from megatron.parallel.mesh import ALONE, Axis
-from megatron.parallel.sharding import Deferral, FlatRange, GradientView, ShardingSpec, TensorSlice
-from megatron.parallel.traced import handle_of
+from megatron.parallel.sharding import FlatRange, ShardingSpec, TensorSlice
 
-ALIGNMENT = 64  # elements; kernels such as torch's AdamW round differently at odd addresses
+# Elements. Kernels such as torch's AdamW on a CPU round differently at odd addresses.
+ALIGNMENT = 64
 
 Named = tuple[str, nn.Parameter, ShardingSpec]
 
@@ -47,65 +49,140 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _kind(named: Named) -> tuple[bool, list[str]]:
-    """Parameters of one segment have this in common: weight decay and the axes that cut them."""
-    *_, spec = named
-    return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
+class Deferral:
+    """Collects the matmuls of layers' weight gradients in the half of a backward that computes only
+    the gradients of activations (zero-bubble pipelines)."""
+
+    works: list[Deferred] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.works is not None
+
+    def add(self, view: GradientView, work: Callable[[], object]) -> None:
+        """work: adds the gradient to the view."""
+        assert self.works is not None
+        self.works.append((view, work))
 
 
-def gradient_dtype(parameter: nn.Parameter, wide: bool) -> torch.dtype:
-    """The dtype in which gradients of the parameter are accumulated."""
-    return torch.promote_types(parameter.dtype, torch.float32) if wide else parameter.dtype
+@dataclass(eq=False)
+class GradientView:
+    """The elements [start, stop) of a bucket that belong to one parameter."""
 
-
-@dataclass(frozen=True)
-class Segment:
-    """Adjacent parameters of a bucket with equal decay and shard axes: elements [start, stop)."""
-
+    bucket: Bucket
+    name: str
+    parameter: nn.Parameter
+    spec: ShardingSpec
     start: int
-    stop: int
-    spec: ShardingSpec  # of one of its parameters
+    deferral: Deferral
+    dtype: torch.dtype  # of the gradient
+    is_filled: bool = False  # False: the elements are left over from an earlier step
+    is_reached: bool = False  # whether a gradient came in any step
+    stage: int | None = None  # with several virtual stages here, the lowest of the previous step
+    handle: Tensor | None = None  # stands for it in a compiled backward, see traced.py
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+    @cached_property  # making a view takes as long as a small matmul
+    def gradient(self) -> Tensor:
+        """The sum so far, in the parameter's shape."""
+        return self.view(self.bucket.flat)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the gradient is in fp32 or wider, so that many terms may be summed in place."""
+        return self.dtype.itemsize >= torch.float32.itemsize
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's elements of any flat tensor with the bucket's layout, in its shape."""
+        return flat.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
+
+    # A first gradient overwrites the old elements: no pass over the bucket sets them to zero.
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape, or with its leading dims flattened to one."""
+        total = self.gradient.view(gradient.shape)
+        if self.is_filled:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+        self.is_filled = True
+
+    def add_matmul(self, dy: Tensor, x: Tensor) -> None:
+        """Add dy' x, with dy [n, out] and x [n, in]."""
+        total = self.gradient.view(-1, x.shape[1])
+        kernels.add_matmul_(total, dy, x, accumulate=self.is_filled)
+        self.is_filled = True
+
+    def add_rows(self, index: Tensor, dy: Tensor) -> None:
+        """Add dy [n, h] to the rows at `index` [n]."""
+        if not self.is_filled:
+            self.gradient.zero_()
+        kernels.add_rows_(self.gradient, index, dy)
+        self.is_filled = True
+
+
+Deferred = tuple[GradientView, Callable[[], object]]
+"""A gradient, and the work that adds it later."""
 
 
 class Bucket:
     """Parameters of one dtype whose gradients are summed over the same axes, together; all of its
     gradients and weights last in memory.
 
-    flat: gradients of all elements. own: summed gradients of the own part. weights: weights of all
-    elements, in the parameters' dtype; the parameters are views of it. local: the own part as the
-    optimizer updates it.
+    flat: gradients of all elements, in `dtype`. own: summed gradients of the own part. weights:
+    weights of all elements, in the parameters' dtype; the parameters are views of it. local: the
+    own part as the optimizer updates it. own_segments: (range in the own part, spec of one of its
+    parameters) of adjacent parameters with equal weight decay and shard axes.
     """
 
     sums_each_micro_batch: ClassVar[bool] = False  # whether no rank keeps whole gradients
     keeps_weights: ClassVar[bool] = True  # whether whole weights last between the steps
 
     def __init__(
-        self, named: Sequence[Named], deferral: Deferral, *, wide: bool, shared: Axis
+        self, named: Sequence[Named], dtype: torch.dtype, deferral: Deferral, shared: Axis
     ) -> None:
         """shared: the axis whose ranks divide the bucket, if its gradients are partial over it."""
-        _, first, spec = named[0]
+        _, parameter, spec = named[0]
+        self.dtype, self.weight_dtype, self.device = dtype, parameter.dtype, parameter.device
         axes = [axis for axis in spec.partial if axis.size > 1]
         self.shared = shared if shared in axes else ALONE
+        # The shared axis first: then the other axes sum only the own part.
         self.axes = sorted(axes, key=lambda axis: axis is not self.shared)
-        self.weight_dtype, self.device = first.dtype, first.device
-        self.dtype = gradient_dtype(first, wide)
+        first = next((axis for axis in self.axes if not axis.is_of_stages), None)
+        self.summed = self.shared if self.sums_each_micro_batch else first
+        """The axis that `reduce` sums over."""
+
+        def kind(each: Named) -> tuple[bool, list[str]]:
+            _, _, spec = each
+            return not spec.decay, sorted(axis.name for axis in spec.shard_axes)
+
         self.views: list[GradientView] = []
-        self.segments: list[Segment] = []
+        segments: list[tuple[int, int, ShardingSpec]] = []
         end = 0
-        for _, neighbours in groupby(sorted(named, key=_kind), _kind):
+        # Norm and AdamW take a segment as one tensor, not one for each parameter.
+        for _, neighbours in groupby(sorted(named, key=kind), kind):
             start = end
-            for name, parameter, its_spec in neighbours:
-                flat = (self.dtype, lambda: self.flat)
-                self.views.append(GradientView(name, parameter, its_spec, end, deferral, *flat))
-                self.views[-1].handle = handle_of(self.views[-1])
-                end = _round_up(self.views[-1].stop, ALIGNMENT)
-            self.segments.append(Segment(start, end, its_spec))
+            for name, parameter, spec in neighbours:
+                view = GradientView(self, name, parameter, spec, end, deferral, dtype)
+                self.views.append(view)
+                end = _round_up(view.stop, ALIGNMENT)
+            segments.append((start, end, spec))
+        # A reduce-scatter of gloo takes equal parts only.
         self.size = _round_up(end, ALIGNMENT * prod(axis.size for axis in self.axes))
         share = self.size // self.shared.size
         self.part = slice(self.shared.rank * share, (self.shared.rank + 1) * share)
+        self.own_segments: list[tuple[slice, ShardingSpec]] = []
+        for start, stop, spec in segments:
+            start, stop = max(start, self.part.start), min(stop, self.part.stop)
+            if start < stop:
+                local = slice(start - self.part.start, stop - self.part.start)
+                self.own_segments.append((local, spec))
+
         self.gradients: Tensor | None = None
-        self.own = self.make_own()
-        self.summed = self.first_axis()
+        self.own = self.zeros(share) if self.sums_each_micro_batch else self.flat[self.part]
         self.weights: Tensor | None = None
         self.local: LocalPart | None = None
         self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
@@ -113,19 +190,13 @@ class Bucket:
         self.pending: Callable[[], object] = nothing  # waits for sums of gradients
         self.coming: Callable[[], object] | None = None  # waits for the weights of all parts
 
-    def make_own(self) -> Tensor:
-        return self.flat[self.part]
-
-    def first_axis(self) -> Axis | None:
-        """The axis that `reduce` sums over."""
-        return next((axis for axis in self.axes if not axis.is_of_stages), None)
-
     def zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     @property
     def flat(self) -> Tensor:
         """Gradients of all elements; allocates them if need be."""
+        # The head adds its gradient in the forward, so its bucket has memory from then on.
         if self.gradients is None:
             self.gradients = self.zeros(self.size)
         return self.gradients
@@ -141,6 +212,7 @@ class Bucket:
         """Start to sum the gradients over the axis `summed`."""
         flat = self.fill_missing()
         if self.summed is not None:
+            # In stage 1 a reduce-scatter into the own part; the rest of `flat` is then undefined.
             stream = self.shared if self.summed is self.shared else ALONE
             self.pending = start_sum(flat, self.summed, stream, out=self.own)
 
@@ -166,14 +238,6 @@ class Bucket:
         pending, self.pending = self.pending, nothing
         pending()
 
-    def own_segments(self) -> Iterator[tuple[slice, Segment]]:
-        """Yield (its range in the own part, segment) of each segment that the own part overlaps."""
-        first = self.part.start
-        for each in self.segments:
-            start, stop = max(each.start, first), min(each.stop, self.part.stop)
-            if start < stop:
-                yield slice(start - first, stop - first), each
-
     def slices(self, part: Tensor, prefix: str = "") -> Iterator[TensorSlice]:
         """This rank's slice of each parameter, named prefix + its name, from `part`, a tensor laid
         out like the own part."""
@@ -185,10 +249,9 @@ class Bucket:
                 continue
             start = min(max(view.start, first), view.stop)
             stop = max(min(view.stop, self.part.stop), start)
-            own = FlatRange(self.shared, start - view.start, stop - view.start)
-            yield TensorSlice(
-                key, replace(view.spec, flat=own), part[start - first :][: stop - start]
-            )
+            flat = FlatRange(self.shared, start - view.start, stop - view.start)
+            local = part[start - first :][: stop - start]
+            yield TensorSlice(key, replace(view.spec, flat=flat), local)
 
     @torch.no_grad()
     def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
@@ -196,24 +259,25 @@ class Bucket:
         calls `start_publish` and `end_publish` after a change of its masters."""
         self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
         for view in self.views:
-            own = view.view(self.weights)
-            own.copy_(view.parameter)
-            view.parameter.data = own
+            weight = view.view(self.weights)
+            weight.copy_(view.parameter)
+            view.parameter.data = weight
         self.local = kind(self)
         return self.local
 
     @torch.no_grad()
     def start_gather(self) -> None:
         """Round the masters into the own part of the weights, and start to gather all parts."""
-        if self.coming is None and self.local is not None and self.weights is not None:
-            own = self.weights[self.part]
-            self.local.write(own)
-            self.coming = start_gather(own, self.shared, out=self.weights)
+        assert self.local is not None
+        assert self.weights is not None
+        own = self.weights[self.part]
+        self.local.write(own)
+        self.coming = start_gather(own, self.shared, out=self.weights)
 
     def start_publish(self) -> None:
         """After a change of the masters: start to bring the parameters of all ranks up to date."""
-        if self.local is not None:
-            self.local.round()
+        assert self.local is not None
+        self.local.round()
         self.start_gather()
 
     def end_publish(self) -> None:
@@ -229,12 +293,6 @@ class ShardedBucket(Bucket):
     sums_each_micro_batch = True
     has_sum = False  # whether gradients of this step were added to `own`
 
-    def make_own(self) -> Tensor:
-        return self.zeros(self.part.stop - self.part.start)
-
-    def first_axis(self) -> Axis:
-        return self.shared
-
     def start(self) -> None:
         super().start()
         self.has_sum = False
@@ -242,10 +300,13 @@ class ShardedBucket(Bucket):
     def reduce(self) -> None:
         """Start to sum the gradients of one micro-batch over the ranks that divide the bucket."""
         flat = self.fill_missing()
+        # Sums of several micro-batches are added in another order than in stages 0 and 1: results
+        # differ by 1e-6 in fp32.
         arrived = start_sum(flat, self.shared, self.shared)
         self.gradients = None
         for view in self.views:
-            view.forget()
+            view.is_filled = False
+            vars(view).pop("gradient", None)  # its memory is released
         self.pending = partial(self._add, arrived)
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:
@@ -265,13 +326,12 @@ class LocalPart:
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        """Masters are zero if the bucket has no weights now."""
+        assert bucket.weights is not None
         self.gradients = bucket.own
-        if bucket.weights is None:
-            self.masters, self.is_view = torch.zeros_like(bucket.own), False
-        else:
-            own = bucket.weights[bucket.part]
-            self.masters, self.is_view = own.to(bucket.dtype), own.dtype == bucket.dtype
+        self.masters = bucket.weights[bucket.part]
+        self.is_view = bucket.keeps_weights and bucket.weight_dtype == bucket.dtype
+        if not self.is_view:
+            self.masters = self.masters.to(bucket.dtype, copy=True)
 
     def zeros(self) -> Tensor:
         """A tensor for a moment."""
@@ -290,33 +350,23 @@ class LocalPart:
             own.copy_(self.masters)
 
 
-class OfUnit(nn.Module):
-    """A base class added to that of a module whose calls go through a Unit of zero3.py."""
-
-    unit: Any
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.unit.run(super().__call__, *arguments, **named)
+UNITS = "units_of_zero3"
+"""The attribute of a model in ZeRO stage 3 with its Units (zero3.py). Its forward gathers weights:
+ranks that share them run equally many."""
 
 
-def is_gathered(model: nn.Module) -> bool:
-    """Whether a forward gathers weights (ZeRO stage 3); then ranks that share them run equally many
-    forwards."""
-    return isinstance(model, OfUnit) and bool(model.unit.is_root)
-
-
-def gathered(model: Any) -> AbstractContextManager[None]:
+def gathered(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which the root's weights of a model of ZeRO stage 3 are gathered; other models
     have theirs anyway. A nested one does nothing."""
-    if not is_gathered(model):
-        return nullcontext()
-    whole: AbstractContextManager[None] = model.unit.gathered()
-    return whole
+    context: AbstractContextManager[None] = nullcontext()
+    if UNITS in vars(model):
+        context = vars(model)[UNITS].gathered()
+    return context
 
 
 def require_whole(model: nn.Module, reader: str) -> None:
     """Raise ValueError, naming the reader, for a model whose parameters no rank has whole."""
-    if is_gathered(model):
+    if UNITS in vars(model):
         raise ValueError(
             f"{reader}: in ZeRO stage 3 no rank has the parameters; a checkpoint of the "
             "optimizer's slices() loads whole"

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.sharding import GradientView, ShardingSpec
+from megatron.parallel.sharding import ShardingSpec
 
 NAMED = 5  # tensors or ranks that a message names; it counts the others
 SEEN = 1e-12  # times the gradient's norm: elements below this are zero or rounding
+
+
+def listed(words: Sequence[str]) -> str:
+    more = len(words) - NAMED
+    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -> list[str]:
@@ -27,14 +33,15 @@ def unseen(largest: Mapping[str, float], norm: float, losses: Sequence[float]) -
     (ShardingSpec.zero_gradient). norm: norm of the whole gradient. losses: losses of the steps; not
     finite for a skipped step.
     """
-    found, still = [], [name for name, each in largest.items() if not SEEN * norm < each < inf]
-    if len({each for each in losses if isfinite(each)}) < min(2, len(losses)):
-        found.append("the loss, which is not finite or does not move")
+    phrases = []
+    if len({loss for loss in losses if isfinite(loss)}) < min(2, len(losses)):
+        phrases.append("the loss, which is not finite or does not move")
+    still = [name for name, value in largest.items() if not SEEN * norm < value < inf]
     if not 0 < norm < inf:
-        found.append(f"gradients, whose norm is {norm:g}")
+        phrases.append(f"gradients, whose norm is {norm:g}")
     elif still:
-        found.append(f"gradients that are zero or not finite, of {listed(still)}")
-    return found
+        phrases.append(f"gradients that are zero or not finite, of {listed(still)}")
+    return phrases
 
 
 def check_weights(model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mesh) -> None:
@@ -44,10 +51,10 @@ def check_weights(model: nn.Module, specs: Mapping[str, ShardingSpec], mesh: Mes
     names, axes = list(weights), [axis for axis in mesh.axes if not axis.is_of_stages]
     tensors = [each.detach() for each in weights.values()]
     numbers, *_ = _compare(tensors, [specs[name] for name in names], axes, mesh)
-    if differing := [names[number] for number in numbers]:
+    if numbers:
         raise RuntimeError(
-            f"the initial weights of {listed(differing)} differ between ranks: on every "
-            "rank the same torch.manual_seed() before the model is built makes them equal"
+            f"the initial weights of {listed([names[n] for n in numbers])} differ between ranks: "
+            "the same torch.manual_seed() on every rank before the model is built makes them equal"
         )
 
 
@@ -57,14 +64,14 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
     input is cut. Raises RuntimeError, naming those that differ. Returns the gradients that are
     zero, which prove nothing, and the largest one, by which the next step tells them from noise."""
     axes = [axis for axis in mesh.model_parallel.parts if not axis.is_of_stages]
-    gradients, specs = [each.gradient for each in views], [each.spec for each in views]
+    gradients, specs = [view.gradient for view in views], [view.spec for view in views]
     numbers, zero, largest = _compare(gradients, specs, axes, mesh)
-    if differing := [views[number].name for number in numbers]:
+    if numbers:
         raise RuntimeError(
-            f"gradients of {listed(differing)} differ between the ranks of one model: "
-            "between a column and a row layer stands a layer that every rank holds whole, or these "
-            'ranks read other samples (mesh.rank("batch") numbers those that may) or draw other '
-            "random numbers"
+            f"gradients of {listed([views[n].name for n in numbers])} differ between the ranks of "
+            "one model: between a column and a row layer stands a layer that every rank holds "
+            'whole, or these ranks read other samples (mesh.rank("batch") numbers those that may) '
+            "or draw other random numbers"
         )
     return [views[number] for number in dict.fromkeys([*zero, largest])] if zero else []
 
@@ -72,10 +79,12 @@ def check_gradients(views: Sequence[GradientView], mesh: Mesh) -> list[GradientV
 def name_unreached(views: Sequence[GradientView], mesh: Mesh) -> None:
     """The first rank prints which parameters have no gradient so far from any micro-batch of any
     rank (every rank calls this)."""
-    own = {each.name: each.is_reached for each in views if each.parameter.requires_grad}
-    found = mesh.control.gather(own)
-    reached = {name for each in found for name in each if each[name]}
-    unreached = list(dict.fromkeys(name for each in found for name in each if name not in reached))
+    reached: dict[str, bool] = {}
+    trained = [view for view in views if view.parameter.requires_grad]
+    for of_rank in mesh.control.gather({view.name: view.is_reached for view in trained}):
+        for name, is_reached in of_rank.items():
+            reached[name] = reached.get(name, False) or is_reached
+    unreached = [name for name, is_reached in reached.items() if not is_reached]
     if unreached and mesh.is_first:
         print(
             f"warning: no gradient reaches {listed(unreached)} in the first step: the loss does "
@@ -86,11 +95,6 @@ def name_unreached(views: Sequence[GradientView], mesh: Mesh) -> None:
         )
 
 
-def listed(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _compare(
     tensors: Sequence[Tensor], specs: Sequence[ShardingSpec], axes: Sequence[Axis], mesh: Mesh
 ) -> tuple[list[int], list[int], int]:
@@ -99,20 +103,20 @@ def _compare(
     to the largest tensor, is no difference."""
     if not tensors:  # a pipeline stage without parameters
         return [], [], 0
-    wide = (each.double() for each in tensors)  # one at a time
-    own = torch.stack([torch.stack([each.sum(), each.norm()]) for each in wide], dim=1)
-    own = own.nan_to_num(0, 0, 0)  # a maximum over non-finite values says nothing
-    differs, norm = torch.zeros_like(own[0]), own[1].clone()
-    for axis in (axis for axis in axes if axis.size > 1):
-        highest, lowest = all_reduce(torch.stack([own, -own]), axis, ReduceOp.MAX)
-        most = 1e-4 * highest[1] + 1e-7 * highest[1].max()
-        apart = (highest + lowest > most).any(dim=0)
-        held = [axis in spec.copied_over(axis) for spec in specs]
-        differs += apart & torch.tensor(held, device=apart.device)
-    # The ranks of other pipeline stages have other parameters.
-    for axis in (each for each in mesh.axes if each.size > 1 and not each.is_of_stages):
-        all_reduce(differs, axis, ReduceOp.MAX)
-        all_reduce(norm, axis, ReduceOp.MAX)
-    found = torch.stack([differs, norm <= SEEN * norm.max()]).tolist()
-    of_differing, zero = ([number for number, each in enumerate(row) if each] for row in found)
-    return of_differing, zero, int(norm.argmax())
+    doubles = (each.double() for each in tensors)  # one at a time
+    local = torch.stack([torch.stack([each.sum(), each.norm()]) for each in doubles], dim=1)
+    local = local.nan_to_num(0, 0, 0)  # a maximum over non-finite values says nothing
+    differs, norm = torch.zeros_like(local[0]), local[1].clone()
+    for axis in axes:
+        if axis.size > 1:
+            highest, lowest = all_reduce(torch.stack([local, -local]), axis, ReduceOp.MAX)
+            noise = 1e-4 * highest[1] + 1e-7 * highest[1].max()
+            apart = (highest + lowest > noise).any(dim=0)
+            is_copied = [axis in spec.copied_over(axis) for spec in specs]
+            differs += apart & torch.tensor(is_copied, device=apart.device)
+    for axis in mesh.axes:
+        if axis.size > 1 and not axis.is_of_stages:  # other stages have other parameters
+            all_reduce(differs, axis, ReduceOp.MAX)
+            all_reduce(norm, axis, ReduceOp.MAX)
+    zero = norm <= SEEN * norm.max()
+    return differs.nonzero()[:, 0].tolist(), zero.nonzero()[:, 0].tolist(), int(norm.argmax())

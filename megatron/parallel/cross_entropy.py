@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
+from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import UNCUT, Cut, all_reduce, own_columns
 from megatron.parallel.fused_softmax import few_sizes, fused_softmax
 from megatron.parallel.kernels import add_matmul_, is_on_cpu, matmul, padded_rows
 from megatron.parallel.mesh import Axis
-from megatron.parallel.sharding import GradientView
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,14 @@ def set_values(
 ) -> None:
     """Fill this rank's part of each parameter, `slices` by name, with initial values, rounded to
     the parameter's dtype; see `materialize`."""
-    table = owned_specs(model)
-    others = [name for name, _ in model.named_parameters() if name not in table]
-    if others and values is None:
-        raise ValueError(
-            f"{others[0]} has no sharding spec that says its initial values: build the model "
-            'without torch.device("meta"), and materialize has nothing to do'
-        )
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     if values is None:
+        table = owned_specs(model)
+        if others := [name for name in dtypes if name not in table]:
+            raise ValueError(
+                f"{others[0]} has no sharding spec that says its initial values: build the model "
+                'without torch.device("meta"), and materialize has nothing to do'
+            )
         drawn: Iterable[tuple[str, Tensor]] = (
             (name, initial_value(name, spec, seed)) for name, spec in table.items()
         )

@@ -10,18 +10,16 @@ trained on one GPU; neither time nor memory is measured there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron.parallel.bucket import Bucket, LocalPart
+from megatron.parallel.bucket import Bucket, LocalPart, nothing
 
 HOST = torch.device("cpu")
 SMALLEST = 4096  # bytes; a smaller storage is not worth a copy
@@ -37,33 +35,25 @@ def host_empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return made
 
 
-class Streams(NamedTuple):
-    """CUDA streams for copies from the device to the host (`out`), and `back`."""
-
-    out: Any
-    back: Any
-
-
 @cache
-def _streams(device: torch.device) -> Streams | None:
-    if device.type != "cuda":
-        return None
-    return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+def _stream(device: torch.device, direction: str) -> Any:
+    """The CUDA stream of copies "to host" or "to device"."""
+    return torch.cuda.Stream(device)
 
 
 def start_to_host(source: Tensor, host: Tensor) -> Callable[[], object]:
     """Start a copy of `source` to `host`, after the kernels that are already queued. Returns a
     function that blocks the host until the copy is done."""
-    streams = _streams(source.device)
-    if streams is None:
+    if source.device.type != "cuda":
         host.copy_(source)
-        return lambda: None
-    streams.out.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(streams.out):
+        return nothing
+    stream = _stream(source.device, "to host")
+    stream.wait_stream(torch.cuda.current_stream(source.device))
+    with torch.cuda.stream(stream):
         host.copy_(source, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-    source.record_stream(streams.out)  # its memory is not reused before the copy ends
+    source.record_stream(stream)  # its memory is not reused before the copy ends
     return done.synchronize
 
 
@@ -71,14 +61,15 @@ class HostPart(LocalPart):
     """The local part of a bucket on the host: masters, a copy of the gradients, rounded weights."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.summed, self.device, size = bucket.own, bucket.device, len(bucket.own)
-        self.masters = host_empty(size, bucket.dtype, self.device).zero_()
-        self.gradients = host_empty(size, bucket.dtype, self.device).zero_()
+        assert bucket.weights is not None
+        self.summed = bucket.own
+        self.device = bucket.device
+        self.masters = host_empty(len(bucket.own), bucket.dtype, self.device)
+        self.masters.copy_(bucket.weights[bucket.part])
+        self.gradients = self.zeros()
         self.rounded = self.masters  # copied to the device
         if bucket.weight_dtype != bucket.dtype:
-            self.rounded = host_empty(size, bucket.weight_dtype, self.device).zero_()
-        if bucket.weights is not None:
-            self.masters.copy_(bucket.weights[bucket.part])
+            self.rounded = host_empty(len(bucket.own), bucket.weight_dtype, self.device)
             self.round()
 
     def zeros(self) -> Tensor:
@@ -99,7 +90,7 @@ class HostPart(LocalPart):
         own.copy_(self.rounded, non_blocking=True)
 
 
-class Kept:
+class HostCopy:
     """A storage that autograd saves, on the host. All its views share one copy each way."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
@@ -114,59 +105,50 @@ class Kept:
         """Start to copy it back to the device."""
         if self.fetched is not None:
             return
-        streams = _streams(self.device)
-        if streams is None:
+        if self.device.type != "cuda":
             self.fetched = self.host.clone()
             return
-        with torch.cuda.stream(streams.back):
-            streams.back.wait_stream(streams.out)  # the copy to the host
+        stream = _stream(self.device, "to device")
+        with torch.cuda.stream(stream):
+            stream.wait_stream(_stream(self.device, "to host"))
             self.fetched = torch.empty_like(self.host, device=self.device, pin_memory=False)
             self.fetched.copy_(self.host, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
-    def storage(self) -> torch.UntypedStorage:
-        """The storage on the device, for the current stream; it stays until autograd drops it."""
+    def fetch(
+        self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> Tensor:
+        """A view of the storage on the device, for the current stream. The storage stays until
+        autograd drops this copy."""
         self.start()
         assert self.fetched is not None
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(self.arrived)
             self.fetched.record_stream(current)
-        return self.fetched.untyped_storage()
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.fetched.untyped_storage(), offset, shape, stride)
 
 
-class Offloaded(NamedTuple):
-    """Stands in for a tensor that autograd saves: a view of a storage on the host."""
-
-    kept: Kept
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def fetch(self) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=self.kept.device)
-        return empty.set_(self.kept.storage(), self.offset, self.shape, self.stride)
-
-
-class Trip:
+class LayerOffload:
     """Tensors that one call of a layer saves for its backward, on the host.
 
     Parameters, buffers and small tensors stay where they are. So do integer tensors such as masks,
     which layers share.
     """
 
-    def __init__(self, module: nn.Module, before: Trip | None) -> None:
-        """before: the Trip of the layer whose backward comes next."""
-        self.before = before
-        own = [*module.parameters(), *module.buffers()]
-        self.stays = {each.untyped_storage().data_ptr() for each in own}
-        self.alive = WeakSet[Kept]()
-        self.seen: WeakIdKeyDictionary | None = WeakIdKeyDictionary()
-        """{storage: its copies, as {version of the tensor: Kept}}."""
+    def __init__(self, module: nn.Module, previous: LayerOffload | None) -> None:
+        """previous: that of the layer whose backward comes next."""
+        self.previous = previous
+        weights = [*module.parameters(), *module.buffers()]
+        self.stays = {each.untyped_storage().data_ptr() for each in weights}
+        self.alive = WeakSet[HostCopy]()
+        self.by_storage: WeakIdKeyDictionary | None = WeakIdKeyDictionary()
+        """{storage: its copies, as {version of the tensor: HostCopy}}."""
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Copy a tensor to the host. Returns a function that fetches it; None if it stays."""
         storage = tensor.untyped_storage()
         if (
             not tensor.is_floating_point()
@@ -175,68 +157,20 @@ class Trip:
             or type(tensor) not in (Tensor, nn.Parameter)
             or tensor.is_meta
         ):
-            return tensor
-        assert self.seen is not None
-        copies = self.seen.setdefault(storage, {})
-        if (kept := copies.get(tensor._version)) is None:
-            kept = copies[tensor._version] = Kept(storage, tensor.device)
-            self.alive.add(kept)
+            return None
+        assert self.by_storage is not None
+        copies = self.by_storage.setdefault(storage, {})
+        if (copy := copies.get(tensor._version)) is None:
+            copy = copies[tensor._version] = HostCopy(storage, tensor.device)
+            self.alive.add(copy)
         offset = int(tensor.storage_offset())
-        return Offloaded(kept, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return partial(copy.fetch, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def end(self) -> None:
         """The forward has ended: from now on only autograd holds the saved tensors."""
-        self.seen = None
+        self.by_storage = None
 
     def start(self) -> None:
         """Start to fetch all that the backward needs."""
         for each in list(self.alive):
             each.start()
-
-
-class Plain(NamedTuple):
-    """A tensor that autograd saves as it is, with its version. Autograd itself does not check
-    whether a tensor that hooks pack was written to."""
-
-    tensor: Tensor
-    version: int
-
-
-def saving(
-    by_name: Callable[[Tensor], Any] | None,
-    to_host: Callable[[Tensor], Any] | None,
-    unpack: Callable[[Any], Tensor],
-) -> AbstractContextManager[object]:
-    """Saved-tensor hooks. by_name, to_host: return a substitute for a tensor, or the tensor itself
-    if they do not handle it. `unpack` restores the tensor from its substitute.
-
-    torch calls only the innermost saved-tensor hooks. These pass every tensor that is not a weight
-    on to the outer ones, such as those of a checkpoint that a model has around a layer.
-    """
-    if by_name is None and to_host is None:
-        return nullcontext()
-    # Private, because torch has no public function for it (2.11 to 2.13).
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    packs = [each for each in (by_name, to_host if outer is None else None) if each is not None]
-
-    def pack(tensor: Tensor) -> Any:
-        results: Iterator[Any] = (each(tensor) for each in packs)
-        found = next((found for found in results if found is not tensor), None)
-        if found is not None:
-            return found
-        return Plain(tensor, tensor._version) if outer is None else (outer[0](tensor),)
-
-    def get(kept: Any) -> Tensor:
-        if isinstance(kept, Plain):
-            if kept.tensor._version != kept.version:
-                raise RuntimeError(
-                    f"a tensor {list(kept.tensor.shape)} that a backward needs has been modified "
-                    "by an inplace operation behind the forward that kept it"
-                )
-            return kept.tensor
-        if outer is not None and type(kept) is tuple:
-            whole: Tensor = outer[1](kept[0])
-            return whole
-        return unpack(kept)
-
-    return saved_tensors_hooks(pack, get)

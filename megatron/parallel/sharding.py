@@ -8,17 +8,14 @@ memory replace the tensor and lose its attributes.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel import kernels
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Axis, Mesh
 
@@ -28,6 +25,7 @@ class FlatRange:
     """The elements [start, stop) of a flattened shard that is divided over the ranks of an axis
     (ZeRO); may be empty."""
 
+    # Flat, because of a weight [3, h/t, h] that is cut along dim 0 one of four ranks has nothing.
     axis: Axis
     start: int
     stop: int
@@ -62,10 +60,11 @@ class ShardingSpec:
 
     def _extents(self) -> list[tuple[int, int]]:
         """(start, size) of this rank's shard in each dim, padding included."""
-        starts, sizes = [0] * len(self.shape), list(self.shape)
+        starts = [0] * len(self.shape)
+        sizes = list(self.shape)
         if self.padded_rows is not None:
-            sizes[0] = self.padded_rows
-        for dim, axis in self.shards:
+            sizes[0] = self.padded_rows  # only the vocabulary is padded, and it is dim 0
+        for dim, axis in self.shards:  # a dim's major axis first, so that starts add up
             if sizes[dim] % axis.size:
                 raise ValueError(
                     f"dim {dim} of {self.shape} is {sizes[dim]}, no multiple of the {axis.size} "
@@ -93,7 +92,8 @@ class ShardingSpec:
     @property
     def shard_axes(self) -> set[Axis]:
         axes = [axis for _, axis in self.shards]
-        axes += [self.flat.axis] if self.flat is not None else []
+        if self.flat is not None:
+            axes.append(self.flat.axis)
         return {part for axis in axes for part in axis.parts}
 
     def copied_over(self, *axes: Axis) -> set[Axis]:
@@ -107,10 +107,12 @@ class ShardingSpec:
 
     def is_owner(self, *axes: Axis) -> bool:
         """Whether this rank counts for all with its shard along the axes: it is the first."""
+        # By its place and not by an axis name, so that no kind of parallelism is a special case.
         return all(axis.rank == 0 for axis in self.copied_over(*axes))
 
     def draw(self, generator: torch.Generator | None = None) -> Tensor:
         """Initial values of the whole parameter [shape], fp32 on the CPU."""
+        # On the CPU and in fp32, so that they do not depend on device, dtype or layout.
         whole = torch.empty(self.shape, device="cpu", dtype=torch.float32)
         if self.std is None:
             return whole.fill_(self.fill)
@@ -123,50 +125,47 @@ class ShardingSpec:
 
     def real(self, local: Tensor) -> Tensor:
         """View of this rank's shard without padding rows."""
-        return local[tuple(slice(0, each.stop - each.start) for each in self.local_slices)]
+        return local[tuple(slice(0, rows.stop - rows.start) for rows in self.local_slices)]
 
     def boxes(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """(view, its slices of the whole parameter) for this rank's part, without padding: one box,
         or at most 2 n - 1 for a flat range of n dims; none if the part is empty."""
-        own = self.local_slices
+        slices = self.local_slices
+        sizes = [each.stop - each.start for each in slices]
         if self.flat is None:
-            if all(each.start < each.stop for each in own):
-                yield self.real(local), own
+            if all(sizes):
+                yield self.real(local), slices
             return
-        sizes = [each.stop - each.start for each in own]
-        stop, at = min(self.flat.stop, prod(sizes)), 0  # padding rows come last
+        # Padding rows come last, so that the real elements of a shard are adjacent.
+        stop = min(self.flat.stop, prod(sizes))
+        at = 0
+        # Checkpoints save boxes: at most 3 for a matrix, 5 for query, key and value as [3, h, h].
         for starts, shape in _boxes(sizes, self.flat.start, stop):
-            places = zip(own, starts, shape, strict=True)
-            where = tuple(slice(o.start + s, o.start + s + n) for o, s, n in places)
-            yield local[at : at + prod(shape)].view(shape), where
+            box = []
+            for whole, start, size in zip(slices, starts, shape, strict=True):
+                box.append(slice(whole.start + start, whole.start + start + size))
+            yield local[at : at + prod(shape)].view(shape), tuple(box)
             at += prod(shape)
 
 
-Box = tuple[list[int], list[int]]  # (where it starts, its shape)
-
-
-def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Consecutive boxes that together are the elements [start, stop) of a flattened tensor."""
-    if start >= stop:
-        return
-    if len(sizes) < 2:
-        yield [start] * len(sizes), [stop - start] * len(sizes)
+def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(where it starts, its shape) of consecutive boxes that together are the elements
+    [start, stop) of a flattened tensor."""
+    if not sizes and start < stop:
+        yield [], []
         return
     row = prod(sizes[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # within one row
-        yield from _of_row(sizes, last, start, stop)
-        return
-    yield from _of_row(sizes, first - 1, start, first * row)
-    if first < last:
-        yield [first, *[0] * (len(sizes) - 1)], [last - first, *sizes[1:]]
-    yield from _of_row(sizes, last, last * row, stop)
-
-
-def _of_row(sizes: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
-    before = number * prod(sizes[1:])
-    for starts, shape in _boxes(sizes[1:], start - before, stop - before):
-        yield [number, *starts], [1, *shape]
+    while start < stop:
+        index, before = divmod(start, row)
+        rows = (stop - start) // row
+        if before == 0 and rows > 0:
+            yield [index, *[0] * (len(sizes) - 1)], [rows, *sizes[1:]]
+            start += rows * row
+        else:  # a part of one row
+            after = min(stop - index * row, row)
+            for starts, shape in _boxes(sizes[1:], before, after):
+                yield [index, *starts], [1, *shape]
+            start = index * row + after
 
 
 @dataclass(frozen=True)
@@ -178,105 +177,9 @@ class TensorSlice:
     local: Tensor
 
 
-class Deferral:
-    """Collects the matmuls of layers' weight gradients in the half of a backward that computes only
-    the gradients of activations (zero-bubble pipelines)."""
-
-    def __init__(self) -> None:
-        self.works: list[Deferred] | None = None
-
-    @property
-    def is_on(self) -> bool:
-        return self.works is not None
-
-    def add(self, view: GradientView, work: Callable[[], object]) -> None:
-        """work: adds the gradient to the view."""
-        assert self.works is not None
-        self.works.append((view, work))
-
-
-@dataclass
-class GradientView:
-    """The elements [start, stop) of a bucket that belong to one parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    spec: ShardingSpec
-    start: int
-    deferral: Deferral
-    dtype: torch.dtype  # of the gradient
-    flat: Callable[[], Tensor]  # the bucket's gradients; allocates them if need be
-    is_filled: bool = False  # False: the elements are left over from an earlier step
-    is_reached: bool = False  # whether a gradient came in any step
-    stage: int | None = None  # with several virtual stages here, the lowest of the previous step
-    handle: Tensor | None = None  # stands for it in a compiled backward, see traced.py
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.parameter.numel()
-
-    @cached_property  # making a view takes as long as a small matmul
-    def gradient(self) -> Tensor:
-        """The sum so far, in the parameter's shape."""
-        return self.view(self.flat())
-
-    def forget(self) -> None:
-        self.is_filled = False
-        vars(self).pop("gradient", None)  # its memory is released
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the gradient is in fp32 or wider, so that many terms may be summed in place."""
-        return self.dtype.itemsize >= torch.float32.itemsize
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The parameter's elements of any flat tensor with the bucket's layout, in its shape."""
-        return flat.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
-
-    def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the parameter's shape, or with its leading dims flattened to one."""
-        own = self.gradient.view(gradient.shape)
-        if self.is_filled:
-            own.add_(gradient)
-        else:
-            own.copy_(gradient)
-        self.is_filled = True
-
-    def add_matmul(self, dy: Tensor, x: Tensor) -> None:
-        """Add dy' x, with dy [n, out] and x [n, in]."""
-        own = self.gradient.view(-1, x.shape[1])
-        kernels.add_matmul_(own, dy, x, accumulate=self.is_filled)
-        self.is_filled = True
-
-    def add_rows(self, index: Tensor, dy: Tensor) -> None:
-        """Add dy [n, h] to the rows at `index` [n]."""
-        if not self.is_filled:
-            self.gradient.zero_()
-        kernels.add_rows_(self.gradient, index, dy)
-        self.is_filled = True
-
-
-Deferred = tuple[GradientView, Callable[[], object]]
-"""A gradient, and the work that adds it later."""
-
-
-def add_gradients(found: Sequence[tuple[GradientView, Tensor]]) -> None:
-    """Add each gradient, of its parameter's shape, to its view."""
-    alike = defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
-    for view, gradient in found:
-        alike[view.is_filled, view.dtype, gradient.dtype].append((view.gradient, gradient))
-        view.is_filled = True
-    for (is_filled, wide, dtype), pairs in alike.items():
-        owns, gradients = map(list, zip(*pairs, strict=True))
-        if is_filled and wide != dtype:  # one call adds only tensors of one dtype
-            narrow, gradients = gradients, [torch.empty_like(each) for each in owns]
-            torch._foreach_copy_(gradients, narrow)
-        (torch._foreach_add_ if is_filled else torch._foreach_copy_)(owns, gradients)
-
-
-class GradientViews(dict[str, GradientView]):
-    """Views of a module's gradients, by name of the parameter. A copy of the module has none,
-    because its gradients are in no bucket."""
+class GradientViews(dict[str, Any]):
+    """The GradientView (bucket.py) of each matrix of a module, by name of the parameter. A copy of
+    the module has none, because its gradients are in no bucket."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> GradientViews:
         return GradientViews()
@@ -295,6 +198,7 @@ class ShardedModule(nn.Module):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
+        # torch.device("meta") as a context shows only in the device of a new tensor.
         on_meta = "meta" in (torch.empty(0).device.type, mesh.device.type)
         self.attach(mesh, is_on_meta=on_meta)
 
@@ -324,6 +228,7 @@ class ShardedModule(nn.Module):
         device = torch.device("meta") if self.is_on_meta else self.mesh.device
         local = torch.empty(spec.local_shape, device=device)
         if not self.is_on_meta:
+            # Every rank draws the whole tensor: its generator is then where that of any layout is.
             load_whole(local, spec.draw(), spec)
         self.register_parameter(name, nn.Parameter(local))
 
@@ -352,11 +257,6 @@ class Tied(nn.Module):
         super().__init__()
         self.axes = axes
 
-    def ties(self, prefix: str) -> list[tuple[str, Axis]]:
-        """(full name, axis of its copies) for each parameter of this rank."""
-        names = [name for name, _ in self.named_parameters()]
-        return [(f"{prefix}.{name}", self.axes[name.partition(".")[0]]) for name in names]
-
 
 def _require_values(module: nn.Module, inputs: tuple[Any, ...]) -> None:
     """A pre-hook of modules on meta. `give_memory` removes it, so it costs nothing after that."""
@@ -383,8 +283,9 @@ def sharding_specs(
     for name, spec in (others or {}).items():
         if name not in parameters:
             raise ValueError(f"specs: the model has no parameter {name}")
-        if spec.local_shape != (found := tuple(parameters[name].shape)):
-            raise ValueError(f"specs: {name} is {found} on this rank, its spec {spec.local_shape}")
+        shape = tuple(parameters[name].shape)
+        if spec.local_shape != shape:
+            raise ValueError(f"specs: {name} is {shape} on this rank, its spec {spec.local_shape}")
     table = dict(others or {}) | owned_specs(model)
     for name, parameter in parameters.items():
         if name in table:
@@ -397,8 +298,10 @@ def sharding_specs(
             )
         table[name] = replicated(parameter, mesh)
     for prefix, module in model.named_modules():
-        for name, axis in module.ties(prefix) if isinstance(module, Tied) else ():
-            table[name] = replace(table[name], partial=(*table[name].partial, axis))
+        if isinstance(module, Tied):
+            for name, _ in module.named_parameters():
+                spec, axis = table[f"{prefix}.{name}"], module.axes[name.partition(".")[0]]
+                table[f"{prefix}.{name}"] = replace(spec, partial=(*spec.partial, axis))
     return {name: table[name] for name in parameters}
 
 
@@ -410,6 +313,7 @@ def mesh_of(model: nn.Module) -> Mesh | None:
 
 def owned_specs(model: nn.Module) -> dict[str, ShardingSpec]:
     """Specs of the parameters of ShardedModules, by full name; the first if one is shared."""
+    # named_parameters has a shared parameter once, under its first name.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     table: dict[str, ShardingSpec] = {}
     for module in model.modules():
@@ -429,7 +333,7 @@ def replicated(parameter: Tensor, mesh: Mesh) -> ShardingSpec:
 def load_whole(local: Tensor, whole: Tensor, spec: ShardingSpec) -> None:
     """Copy this rank's shard of a whole parameter into `local`; padding rows become zero."""
     assert whole.shape == spec.shape, f"{tuple(whole.shape)} is not {spec.shape}"
-    local.zero_()
+    local.zero_()  # rows of padding are in no box
     for part, where in spec.boxes(local):
         part.copy_(whole[where])
 
@@ -440,6 +344,7 @@ def gather_whole(local: Tensor, spec: ShardingSpec) -> Tensor:
     if spec.flat is not None:
         shard = whole.new_zeros(spec.of_shard.local_shape)
         shard.view(-1)[spec.flat.start : spec.flat.stop] = whole
+        # A sum of zeros and one value each, since the parts of a parameter are not of equal size.
         whole = all_reduce(shard, spec.flat.axis)
     for dim, axis in reversed(spec.shards):  # the minor axis of a dim comes last
         whole = gather_from(whole, dim, axis)

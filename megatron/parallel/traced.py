@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron.parallel.sharding import Deferral, GradientView
+from megatron.parallel.bucket import Deferral, GradientView
 
 _numbers = count()
 _views = WeakValueDictionary[int, GradientView]()

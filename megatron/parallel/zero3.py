@@ -8,45 +8,44 @@ the weights of a unit are whole while it runs, and those of the root from the fi
 end of the step. Reading weights that are not gathered gives NaN. Offloaded activations of a unit
 (offload.py) go to the host when it has run, and return during the backward of the next unit.
 
-Saved-tensor hooks replace every weight that autograd would save by (bucket, shape, stride, offset).
-Unpacking it in the backward returns a view of the re-gathered weight.
+In place of a weight, saved-tensor hooks save a function, which in the backward returns the same
+view of the re-gathered weight.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import nan
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from megatron.parallel.bucket import (
+    UNITS,
     Bucket,
     LocalPart,
-    OfUnit,
     ShardedBucket,
-    is_gathered,
+    nothing,
     require_whole,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.offload import Offloaded, Trip, saving
+from megatron.parallel.offload import LayerOffload
 
 
 @cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), nan, dtype=dtype, device=device)
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Placeholder for values that have no memory now; reading it gives NaN.
 
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Placeholder for values that have no memory now; reading it gives NaN."""
-    return _nan(dtype, device).expand(shape)
+    Memory that is released by untyped_storage().resize_(0) would kill the process that reads it.
+    """
+    return torch.full((), nan, dtype=dtype, device=device).expand(shape)
 
 
 def untrained_memory(
@@ -64,18 +63,10 @@ class GatheredBucket(ShardedBucket):
 
     keeps_weights = False
 
-    @torch.no_grad()
     def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
-        self.local = kind(self)
-        parameters = {view.name: view.parameter for view in self.views}
-        for each in self.slices(self.local.masters):
-            if (flat := each.spec.flat) is None:
-                each.local.copy_(parameters[each.key])
-            else:
-                each.local.copy_(parameters[each.key].flatten()[flat.start : flat.stop])
-        self.local.round()
+        local = super().hold_weights(kind)
         self.release()
-        return self.local
+        return local
 
     def start_gather(self) -> None:
         if self.weights is None and self.local is not None:
@@ -87,18 +78,22 @@ class GatheredBucket(ShardedBucket):
         self.start_gather()
         if self.coming is None or self.weights is None:
             return
-        self.coming()
-        self.coming = None
+        self.end_publish()
         for view in self.views:
             view.parameter.data = view.view(self.weights)
 
+    def gathered_view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view of the weights, which are gathered again if need be."""
+        self.gather()
+        assert self.weights is not None
+        return self.weights.as_strided(shape, stride, offset)
+
     def release(self) -> None:
         """Free the weights."""
-        if self.coming is not None:
-            self.coming()
-        self.coming = self.weights = None
+        self.end_publish()
+        self.weights = None
         for view in self.views:
-            shape = view.spec.local_shape
+            shape = view.parameter.shape
             view.parameter.data = absent(shape, self.weight_dtype, self.device)
 
     def start_publish(self) -> None:
@@ -108,13 +103,14 @@ class GatheredBucket(ShardedBucket):
         self.release()
 
 
-class Saved(NamedTuple):
-    """Stands in for a saved view of a gathered weight."""
-
-    bucket: GatheredBucket
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """A saved tensor. Autograd does not check whether one that hooks pack was written to."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor {list(tensor.shape)} that a backward needs has been modified by an inplace "
+            "operation behind the forward that kept it"
+        )
+    return tensor
 
 
 class Unit:
@@ -124,13 +120,20 @@ class Unit:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.buckets: list[GatheredBucket] = []
-        self.before: Unit | None = None
-        self.behind: Unit | None = None
+        self.previous: Unit | None = None
+        self.next: Unit | None = None
         self.is_root = self.is_in_backward = False
-        self.depth = 0  # nesting depth of `gathered`, for the root
-        self.called: Callable[[], object] = lambda: None
+        self.called: Callable[[], object] = nothing
         self.offloads = False  # whether saved activations go to the host
-        self.last: ReferenceType[Trip] | None = None  # of the last forward
+        self.last: ReferenceType[LayerOffload] | None = None  # of the last forward
+
+    def wrap(self) -> None:
+        """From now on, calls of the module go through this unit."""
+        if isinstance(self.module, OfUnit):
+            self.offloads = self.module.unit.offloads
+        else:
+            self.module.__class__ = _of_unit(cast(Any, type(self.module)))
+        self.module.unit = self  # type: ignore[assignment]
 
     def start(self) -> None:
         for bucket in self.buckets:
@@ -149,83 +152,89 @@ class Unit:
         """Call the module's `forward` with its weights, while the next unit's are gathered."""
         self.gather()
         if self.is_in_backward:  # a recomputation, by any kind of checkpointing
-            with self.keeping(None):
+            with self.saving(None):
                 return forward(*arguments, **named)
         self.called()
-        if self.behind is not None:
-            self.behind.start()
-        keeps, trip = torch.is_grad_enabled(), None
+        if self.next is not None:
+            self.next.start()
+        keeps, offload = torch.is_grad_enabled(), None
         if keeps and self.offloads:
-            before = self.before.last if self.before is not None else None
-            trip = Trip(self.module, before() if before is not None else None)
-            self.last = ref(trip)
-        with self.keeping(trip) if keeps else nullcontext():
+            previous = self.previous.last if self.previous is not None else None
+            offload = LayerOffload(self.module, previous() if previous is not None else None)
+            self.last = ref(offload)
+        with self.saving(offload) if keeps else nullcontext():
             output = forward(*arguments, **named)
-        if trip is not None:
-            trip.end()
-        found = [each for each in tensors_of(output) if each.requires_grad]
-        if found and not self.is_root:
-            register_multi_grad_hook(found, partial(self.enter_backward, trip), mode="any")
+        if offload is not None:
+            offload.end()
+        outputs = [each for each in tensors_of(output) if each.requires_grad]
+        if outputs and not self.is_root:
+            register_multi_grad_hook(outputs, partial(self.enter_backward, offload), mode="any")
             inputs = [each for each in tensors_of([arguments, named]) if each.requires_grad]
             if inputs:
                 register_multi_grad_hook(inputs, self.leave_backward, mode="all")
         # The last unit keeps its weights: its backward comes next.
-        if not found or not (self.is_root or self.behind is None):
+        if not outputs or not (self.is_root or self.next is None):
             self.release()
         return output
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Context in which the root has its weights. A nested one does nothing."""
-        if self.depth:
-            yield
-            return
-        self.depth += 1
-        self.gather()
-        if self.behind is not None:
-            self.behind.start()
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            for unit in (self, *_behind(self)):
-                unit.release()
-
-    def enter_backward(self, trip: Trip | None, _: Tensor) -> None:
+    def enter_backward(self, offload: LayerOffload | None, _: Tensor) -> None:
         """Called when the gradient of the module's output is there."""
-        if trip is not None:
-            trip.start()
-            if trip.before is not None:
-                trip.before.start()
+        if offload is not None:
+            offload.start()
+            if offload.previous is not None:
+                offload.previous.start()
         self.is_in_backward = bool(self.buckets)  # otherwise no weights are gathered
         self.gather()
-        if self.before is not None and not self.before.is_root:
-            self.before.start()
+        if self.previous is not None and not self.previous.is_root:
+            self.previous.start()
 
     def leave_backward(self, *_: object) -> None:
         """Called when the gradients of the module's inputs are there, or the backward has ended."""
         self.is_in_backward = False
         self.release()
 
-    def keeping(self, trip: Trip | None) -> Any:
-        """Context in which autograd saves no weights of this unit. All else that it saves goes to
-        `trip`, if there is one."""
-        if self.is_root:
-            return nullcontext()
-        places = {
-            each.weights.untyped_storage().data_ptr(): each
-            for each in self.buckets
-            if each.weights is not None and not each.weights.is_meta
+    def saving(self, offload: LayerOffload | None) -> AbstractContextManager[object]:
+        """Context in which autograd saves no weights of this unit, and `offload` takes what else it
+        can. In place of a tensor, autograd saves a function that returns it.
+
+        torch calls only the innermost saved-tensor hooks. These pass every tensor that is not a
+        weight on to the outer ones, such as those of a checkpoint that a model has around a layer.
+        """
+        weights = {
+            bucket.weights.untyped_storage().data_ptr(): bucket
+            for bucket in self.buckets
+            if bucket.weights is not None and not bucket.weights.is_meta
         }
+        if self.is_root or not (weights or offload):
+            return nullcontext()
+        # Private, because torch has no public function for it (2.11 to 2.13).
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-        def by_name(tensor: Tensor) -> Any:
-            bucket = places.get(tensor.untyped_storage().data_ptr())
-            if bucket is None:
-                return tensor
-            return Saved(bucket, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        def pack(tensor: Tensor) -> Callable[[], Tensor]:
+            if weights and (bucket := weights.get(tensor.untyped_storage().data_ptr())):
+                offset = int(tensor.storage_offset())
+                return partial(bucket.gathered_view, tensor.shape, tensor.stride(), offset)
+            if outer is not None:
+                return partial(outer[1], outer[0](tensor))
+            if offload is not None and (fetch := offload.pack(tensor)) is not None:
+                return fetch
+            return partial(_unchanged, tensor, tensor._version)
 
-        to_host = None if trip is None else trip.pack
-        return saving(by_name if places else None, to_host, unpack)
+        return saved_tensors_hooks(pack, lambda restore: restore())
+
+
+class OfUnit(nn.Module):
+    """A base class added to that of a module whose calls go through a Unit."""
+
+    unit: Unit
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.unit.run(super().__call__, *arguments, **named)
+
+
+@cache
+def _of_unit(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (OfUnit, kind), {"__module__": kind.__module__})
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -239,69 +248,75 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
-def unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Offloaded):
-        return kept.fetch()
-    kept.bucket.gather()
-    whole: Tensor = kept.bucket.weights
-    return whole.as_strided(kept.shape, kept.stride, kept.offset)
-
-
-@cache
-def _of_unit(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (OfUnit, kind), {"__module__": kind.__module__})
-
-
 class Units:
     """The units of a model, in order, and its root."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-        self.order: list[int] | None = None  # in which layers are called, until it is compared
-        self.modules = list(find_units(model) if modules is None else modules)
-        owners = Counter(key for each in self.modules for key in {id(p) for p in each.parameters()})
-        inside = {id(each) for unit in self.modules for each in unit.modules()}
+        chosen = find_units(model) if modules is None else modules
+        self.all = [Unit(module) for module in chosen]
+        if not self.all:
+            raise ValueError(
+                f"{type(model).__name__} has no list of layers: units= names the modules whose "
+                "weights are gathered, or whose activations are offloaded, together"
+            )
+        # A parameter that two units have, or another module too, belongs to the root.
+        unit_of: dict[int, int | None] = {}
+        inside = set[int]()
+        for number, unit in enumerate(self.all):
+            inside |= {id(module) for module in unit.module.modules()}
+            for parameter in unit.module.parameters():
+                unit_of[id(parameter)] = None if id(parameter) in unit_of else number
         for module in model.modules():
             if id(module) not in inside:
-                owners.update(2 * [id(p) for p in module.parameters(recurse=False)])
-        number = {
-            id(p): place
-            for place, each in enumerate(self.modules)
-            for p in each.parameters()
-            if owners[id(p)] == 1
-        }
+                unit_of |= {id(each): None for each in module.parameters(recurse=False)}
         self.of_parameters: dict[str, int] = {}
         """Number of the unit of each parameter, by name. A parameter of the root has -1 - k if it
         comes after k units: its gradient comes before theirs."""
-        behind = 0
+        after = 0
         for name, parameter in model.named_parameters():
-            place = number.get(id(parameter))
-            behind = behind if place is None else place + 1
-            self.of_parameters[name] = -1 - behind if place is None else place
+            own = unit_of.get(id(parameter))
+            after = after if own is None else own + 1
+            self.of_parameters[name] = -1 - after if own is None else own
 
-        self.all = [Unit(each) for each in self.modules]
         self.root = Unit(model)
         self.root.is_root = True
         for one, two in pairwise([self.root, *self.all]):
-            one.behind, two.before = two, one
+            one.next, two.previous = two, one
+        self.depth = 0  # nesting depth of `gathered`
+        self.order: list[int] | None = None  # in which layers are called, until it is compared
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Give each unit its buckets. From now on its module gathers them when it is called."""
         for bucket in buckets:
             assert isinstance(bucket, GatheredBucket)
-            place = self.of_parameters[bucket.views[0].name]
-            bucket.is_of_layer = place >= 0
-            (self.all[place] if place >= 0 else self.root).buckets.append(bucket)
+            number = self.of_parameters[bucket.views[0].name]
+            bucket.is_of_layer = number >= 0
+            (self.all[number] if number >= 0 else self.root).buckets.append(bucket)
         self.order = []
-        for unit in (self.root, *self.all):
-            _run(unit)
         for number, unit in enumerate(self.all):
-            unit.called = partial(self._note, number)
-        for unit in (self.root, *self.all):  # also refuses a module between them
-            unit.module.register_state_dict_pre_hook(_refuse_state_dict)
+            unit.called = partial(self.order.append, number)
+        model = self.root.module
+        vars(model)[UNITS] = self
+        for unit in (self.root, *self.all):  # also for a part of the model with some of its layers
+            unit.wrap()
+            unit.module.register_state_dict_pre_hook(lambda *_: require_whole(model, "state_dict"))
 
-    def _note(self, number: int) -> None:
-        if self.order is not None:
-            self.order.append(number)
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which the root has its weights. A nested one does nothing."""
+        if self.depth:
+            yield
+            return
+        self.depth += 1
+        self.root.gather()
+        if self.root.next is not None:
+            self.root.next.start()
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            for unit in (self.root, *self.all):
+                unit.release()
 
     def end_backward(self) -> None:
         """Release the weights of all layers, also of one that the backward has not left: it may
@@ -315,30 +330,20 @@ class Units:
         did not."""
         for unit in (self.root, *self.all):
             unit.release()
-        own, self.order = self.order, None
-        if own is None or mesh.control.group is None:  # checked before, or a single rank
+        order, self.order = self.order, None
+        if order is None:  # compared before
             return
-        first, *others = mesh.control.gather(own)
-        for rank, order in enumerate(others, 1):
-            if order != first:
-                pairs = enumerate(zip(first, order, strict=False))
-                shorter = min(len(first), len(order))
-                place = next((n for n, (one, two) in pairs if one != two), shorter)
+        for unit in self.all:
+            unit.called = nothing
+        first, *others = mesh.control.gather(order)
+        for rank, other in enumerate(others, 1):
+            pairs = zip_longest(first, other)
+            if differing := [n for n, (one, two) in enumerate(pairs, 1) if one != two]:
                 raise RuntimeError(
-                    f"ZeRO stage 3 gathers weights layer by layer, and call {place + 1} of a layer "
-                    f"differs between rank 0 and rank {rank}: every rank has to call the same "
-                    "layers in the same order; zero_stage=2 works without"
+                    f"ZeRO stage 3 gathers weights layer by layer, and call {differing[0]} of a "
+                    f"layer differs between rank 0 and rank {rank}: every rank has to call the "
+                    "same layers in the same order; zero_stage=2 works without"
                 )
-
-
-def _run(unit: Unit) -> None:
-    """From now on, calls of the unit's module go through the unit."""
-    module = unit.module
-    if isinstance(module, OfUnit):
-        unit.offloads = module.unit.offloads
-    else:
-        module.__class__ = _of_unit(cast(Any, type(module)))
-    module.unit = unit  # type: ignore[assignment]
 
 
 def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = None) -> None:
@@ -350,21 +355,10 @@ def offload_activations(model: nn.Module, units: Sequence[nn.Module] | None = No
     stage 3 its units are used. By default the elements of the outermost lists in which two are of
     one class. Raises ValueError if there are none.
     """
-    found = Units(model, units).all
-    if is_gathered(model):
-        found = list(_behind(cast(Any, model).unit))
-    if not found:
-        raise ValueError("offload_activations takes units=: the model has no list of layers")
-    for unit in found:
-        _run(unit)
+    of_zero3: Units | None = vars(model).get(UNITS)
+    for unit in (of_zero3 or Units(model, units)).all:
+        unit.wrap()
         unit.offloads = True
-
-
-def _behind(root: Unit) -> Iterator[Unit]:
-    unit = root.behind
-    while unit is not None:
-        yield unit
-        unit = unit.behind
 
 
 LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -373,20 +367,16 @@ LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 def find_units(module: nn.Module) -> Iterator[nn.Module]:
     """The elements with parameters of the outermost lists in which two elements are of one class.
     Elements of lists of lists, and of lists of unlike modules, are searched in turn."""
-    own = [each for each in module.children() if [*each.parameters()]]
+    children = [each for each in module.children() if [*each.parameters()]]
     if not isinstance(module, LISTS):
-        for child in own:
+        for child in children:
             yield from find_units(child)
         return
-    kinds = Counter(type(each) for each in own if not isinstance(each, LISTS))
+    kinds = Counter(type(each) for each in children if not isinstance(each, LISTS))
     is_of_layers = any(number > 1 for number in kinds.values())
-    for child in own:
+    for child in children:
         if is_of_layers and not isinstance(child, LISTS):
             yield child
         else:
             inside = [*find_units(child)]
             yield from inside or ([] if isinstance(child, LISTS) else [child])
-
-
-def _refuse_state_dict(module: nn.Module, *_: object) -> None:
-    require_whole(module, "state_dict")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batch_numbers
-from megatron.parallel.sharding import GradientView
+from megatron.parallel.bucket import GradientView
 from megatron.parallel.zero3 import tensors_of
 from megatron.train.state import TrainState
 

@@ -30,13 +30,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.data.batch import Batch
-from megatron.parallel.bucket import gathered
+from megatron.parallel.bucket import Deferred, gathered
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.cross_entropy import one_like
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
-from megatron.parallel.sharding import Deferred
 from megatron.parallel.stages import as_tuple
 from megatron.train.objectives import Objective
 

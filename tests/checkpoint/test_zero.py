@@ -175,11 +175,13 @@ def check_readers_of_a_model(stage: int) -> None:
             f"model.{n}": w for n, w in to_dtensors(copied, state.mesh).items()
         },
         "state_dict": lambda: {f"model.{n}": w for n, w in copied.state_dict().items()},
+        "the layers: state_dict": lambda: copied.transformer.state_dict() and {},
         "from_dtensors": lambda: read_back(copied, expected),
         "generate": lambda: generate(copied.eval(), state.mesh, [[1]], Sampling(2), ends=()) and {},
     }
     for name, read in readers.items():
-        with pytest.raises(ValueError, match=name) if stage == 3 else nullcontext():
+        reader = name.split()[-1]
+        with pytest.raises(ValueError, match=reader) if stage == 3 else nullcontext():
             for key, own in read().items():
                 whole = own.full_tensor() if hasattr(own, "full_tensor") else own
                 assert torch.equal(whole[: len(expected[key])], expected[key]), (name, key)

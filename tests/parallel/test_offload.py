@@ -22,7 +22,7 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.adam import MasterWeights
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.offload import SMALLEST, Trip, on_host
+from megatron.parallel.offload import SMALLEST, LayerOffload, on_host
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import UNCUT, PipelinePlan
 from megatron.parallel.zero3 import offload_activations
@@ -317,13 +317,17 @@ def test_a_model_without_layers_is_refused() -> None:
 
 def test_an_activation_is_copied_to_the_host_once() -> None:
     layer = nn.Linear(64, 64)
-    trip, x = Trip(layer, None), torch.randn(64, 64)
-    one, two = trip.pack(x), trip.pack(x.t()[3:])
-    assert one.kept is two.kept
-    assert torch.equal(one.fetch(), x)
-    assert torch.equal(two.fetch(), x.t()[3:])
-    assert two.fetch().stride() == x.t()[3:].stride()
+    offload, x = LayerOffload(layer, None), torch.randn(64, 64)
+    fetch_one, fetch_two = offload.pack(x), offload.pack(x.t()[3:])
+    assert len(offload.alive) == 1
+    assert fetch_one is not None
+    assert fetch_two is not None
+    assert torch.equal(fetch_one(), x)
+    assert torch.equal(fetch_two(), x.t()[3:])
+    assert fetch_two().stride() == x.t()[3:].stride()
     x.add_(1)
-    assert trip.pack(x).kept is not one.kept
+    again = offload.pack(x)
+    assert again is not None
+    assert len(offload.alive) == 2
     stays = [layer.weight, layer.weight.t(), x[0].clone(), torch.ones(64, 64, dtype=torch.int64)]
-    assert all(trip.pack(each) is each for each in stays)
+    assert all(offload.pack(each) is None for each in stays)

@@ -30,11 +30,11 @@ from torch.overrides import TorchFunctionMode
 from megatron.config.pretrain import PretrainConfig
 from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
+from megatron.parallel.bucket import Deferred
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import UNCUT, Action, PipelinePlan
-from megatron.parallel.sharding import Deferred
 from megatron.parallel.stages import as_tuple
 from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
