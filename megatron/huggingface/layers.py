@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
-from megatron.parallel.collectives import Cut, start_sum
+from megatron.parallel.collectives import Cut, Pair, gather_from, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import (
     DIVISIBLE_BY,
@@ -53,86 +51,54 @@ KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute only keys
 VOCABULARY = 32 * DIVISIBLE_BY  # from this many rows per rank on, padding is a small part
 
 
-class TensorParallelInput:
-    """f (section 3 of the paper), once for all column layers that read one tensor. The first
-    layer returns its input to the others, so its backward runs last, has the gradients of all, and
-    sums them over the ranks during the matmul for its weight's gradient. A model has one object of
-    this class; its cache lives until the model's forward, or the backward of a tensor it made,
-    ends."""
+@dataclass
+class SharedInput:
+    """A tensor that several column layers read, to which f (section 3 of the paper) is applied
+    once. The first layer hands its input to the others, so its backward runs last, has the
+    gradients of all, and sums them over the ranks during the matmul for its weight's gradient.
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.clear()
+    `parallelize` finds these layers. The tensor is held only while the module runs that calls them;
+    a layer that gets another tensor applies f itself.
+    """
 
-    def clear(self, *_: object) -> None:
-        # (a tensor, its state, the result made of it)
-        self.returned: tuple[Tensor, object, Tensor] | None = None  # rows [n, in]
-        self.gathered: tuple[Tensor, object, Tensor] | None = None
+    is_open: bool = False
+    x: Tensor | None = None  # as the layers get it
+    tokens: Tensor | None = None  # this rank's tokens, if a Redistribute gathered x from them
+    rows: Tensor | None = None  # x [n, in] after f
 
-    def _clear_after_backward(self, made: Tensor) -> None:
-        """Clear the cache after the backward of `made`, and so after recomputation in it. The
-        reference is weak, because this object holds the graph."""
-        reference = ref(self)
+    def open(self, *_: object) -> None:
+        self.is_open = True
 
-        def clear(*_: object) -> None:
-            if (this := reference()) is not None:
-                this.clear()
+    def close(self, *_: object) -> None:
+        self.is_open = False
+        self.x = self.tokens = self.rows = None
 
-        if made.grad_fn is not None:
-            made.grad_fn.register_hook(clear)
+    def hold(self, x: Tensor, rows: Tensor | None, tokens: Tensor | None) -> None:
+        if self.is_open:
+            self.x, self.rows, self.tokens = x, rows, tokens
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, view: GradientView | None = None
-    ) -> Tensor:
-        """Map a whole x [.., in] to this rank's columns [n, out]; see layers.linear."""
-        if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            return linear(x.flatten(0, -2), weight, bias, view=view)
-        if (rows := _made_of(x, self.returned)) is not None:
-            return linear(rows, weight, bias, view=view)
-        if self.gathered is not None and self.gathered[2] is x:
-            rows = _EnterGathered.apply(self.gathered[0], x.detach(), self.axis).flatten(0, -2)
-            y = linear(rows, weight, bias, view=view)
-        else:
-            rows, division = x.flatten(0, -2), Gathered(x=Cut(terms=self.axis))
-            y, rows = multiply(rows, [weight], [bias], [view], division, return_input=True)
-        self.returned = x, _state(x), rows
-        self._clear_after_backward(rows)
-        return y
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather x [b, s/t, ..]; column layers that read the result reduce-scatter its gradient."""
-        if (whole := _made_of(x, self.gathered)) is None:
-            whole = gather_with_gradient(x, 1, self.axis)
-            self.gathered = x, _state(x), whole
-            self._clear_after_backward(whole)
+    def gather(self, x: Tensor, axis: Axis) -> Tensor:
+        """Gather this rank's tokens x [b, s/t, ..]. Column layers that read the result
+        reduce-scatter its gradient; for other code each rank keeps the gradient of its tokens."""
+        if self.x is not None and self.tokens is x:
+            return self.x
+        whole = gather_with_gradient(x, 1, axis)
+        if torch.is_grad_enabled() and x.requires_grad:
+            self.hold(whole, None, x)
         return whole
 
-    def __deepcopy__(self, memo: dict[int, object]) -> TensorParallelInput:
-        memo[id(self)] = copy = TensorParallelInput(self.axis)
-        return copy
 
+def _enter_tokens(x: Tensor, axis: Axis, whole: Tensor | None = None) -> Tensor:
+    """f of this rank's tokens x [b, s/t, ..]: gather them, or take `whole`, which is gathered
+    already; the backward reduce-scatters the gradient."""
 
-def _state(x: Tensor) -> object:
-    """Changes when a cached result of x gets stale: x is written to, or grad mode changes."""
-    return torch.is_grad_enabled(), None if x.is_inference() else x._version
+    def there(x: Tensor) -> Tensor:
+        return gather_from(x, 1, axis) if whole is None else whole.detach()
 
+    def back(dy: Tensor) -> Tensor:
+        return start_sum(dy.transpose(0, 1).contiguous(), axis, axis)().transpose(0, 1)
 
-def _made_of(x: Tensor, entry: tuple[Tensor, object, Tensor] | None) -> Tensor | None:
-    return entry[2] if entry is not None and entry[0] is x and entry[1] == _state(x) else None
-
-
-class _EnterGathered(torch.autograd.Function):
-    """f of tokens that are gathered already: the backward reduce-scatters the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        dx = start_sum(dy.transpose(0, 1).contiguous(), ctx.axis, ctx.axis)()
-        return dx.transpose(0, 1), None, None
+    return Pair.apply(x, there, back)
 
 
 def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
@@ -140,14 +106,6 @@ def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
     if not tokens:
         return reduce_from(x, axis)
     return reduce_from(x.transpose(0, 1).contiguous(), axis, axis).transpose(0, 1)
-
-
-MOVES: Mapping[tuple[str, str], Callable[[Tensor, TensorParallelInput], Tensor]] = {
-    ("tokens", "whole"): lambda x, tensor_input: tensor_input.gather(x),
-    ("whole", "tokens"): lambda x, tensor_input: split_with_gradient(x, 1, tensor_input.axis),
-    ("channels", "whole"): lambda x, tensor_input: gather_with_gradient(x, -1, tensor_input.axis),
-    ("whole", "channels"): lambda x, tensor_input: split_with_gradient(x, -1, tensor_input.axis),
-}
 
 
 class CutParameter(Tensor):
@@ -193,7 +151,6 @@ class ParallelizedModule(ShardedModule):
     """
 
     full_name: str
-    tensor_input: TensorParallelInput
     layouts: dict[str, WeightLayout]
     computes_itself = False
     """Whether its forward is the model's; it may read parameters whose gradients are summed."""
@@ -300,6 +257,7 @@ class ColumnLinear(ParallelizedModule):
     """Result of forward. "output": as the plan says. "input": the input, for an output layer whose
     loss `loss` computes. "own columns": this rank's columns, even if the plan gathers them."""
     seen: Tensor | None = None  # the input, if mode is "input"
+    shared_input: SharedInput  # also of other column layers that read the same tensor
 
     def prepare(self, style: Column, parameters: ShardedParameters) -> None:
         self.style, tensor = style, self.mesh.tensor
@@ -329,8 +287,6 @@ class ColumnLinear(ParallelizedModule):
         if self.mode == "input":
             self.seen = x
             return x
-        if self.style.tokens:
-            x = self.tensor_input.gather(x)
         y = self.columns(x)
         if not self.style.gather or self.mode == "own columns":
             return y
@@ -340,12 +296,36 @@ class ColumnLinear(ParallelizedModule):
         return y.flatten(-2) if self.style.parts > 1 else y
 
     def columns(self, x: Tensor) -> Tensor:
-        """This rank's columns of the output, for a whole x [.., in]."""
-        return self._columns(x).unflatten(0, x.shape[:-1])
+        """This rank's columns [.., out] of the output, for x [.., in] of all tokens, or for this
+        rank's tokens if the style says so."""
+        shared, tensor, tokens = self.shared_input, self.mesh.tensor, self.style.tokens
+        weight, bias, view = self.shards()
+        leading = [*x.shape[:-1]]
+        if tokens:
+            leading[1] *= tensor.size
+        is_held = shared.x is x
+        if tensor.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            whole = gather_from(x, 1, tensor) if tokens else x
+            y = linear(whole.flatten(0, -2), weight, bias, view=view)
+        elif is_held and shared.rows is not None:
+            y = linear(shared.rows, weight, bias, view=view)
+        else:
+            gathered_from = shared.tokens if is_held else None
+            if tokens:
+                rows = _enter_tokens(x, tensor).flatten(0, -2)
+                y = linear(rows, weight, bias, view=view)
+            elif gathered_from is not None:
+                rows = _enter_tokens(gathered_from, tensor, x).flatten(0, -2)
+                y = linear(rows, weight, bias, view=view)
+            else:
+                f, rows = Gathered(x=Cut(terms=tensor)), x.flatten(0, -2)
+                y, rows = multiply(rows, [weight], [bias], [view], f, return_input=True)
+            shared.hold(x, rows, gathered_from)
+        return y.unflatten(0, leading)
 
-    def _columns(self, x: Tensor) -> Tensor:
-        view = self.gradient_views.get("weight")
-        return self.tensor_input.linear(x, self.shard_of("weight"), self.shard_of("bias"), view)
+    def shards(self) -> tuple[Tensor, Tensor | None, GradientView | None]:
+        """(weight, bias, view of the weight's gradient) of the matmul of this rank."""
+        return self.shard_of("weight"), self.shard_of("bias"), self.gradient_views.get("weight")
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """Sum of scales [n] x the cross-entropy of labels [n] against the columns, for a whole x
@@ -380,12 +360,15 @@ class SharedHeads(ColumnLinear):
         parameters.shard(self, "weight", layout, partial=partial_axes)
         parameters.shard(self, "bias", decay=False, partial=partial_axes)
 
-    def _columns(self, x: Tensor) -> Tensor:
-        weight, bias = self.shard_of("weight")[self.rows], self.shard_of("bias")
-        y = self.tensor_input.linear(x, weight, None if bias is None else bias[self.rows])
+    def shards(self) -> tuple[Tensor, Tensor | None, None]:
+        weight, bias = self.shard_of("weight"), self.shard_of("bias")
+        return weight[self.rows], None if bias is None else bias[self.rows], None
+
+    def columns(self, x: Tensor) -> Tensor:
+        y = super().columns(x)
         if self.copies is None:
             return y
-        return y.unflatten(-1, (self.copies[-1] + 1, -1))[:, self.copies].flatten(1)
+        return y.unflatten(-1, (self.copies[-1] + 1, -1))[..., self.copies, :].flatten(-2)
 
 
 class RowLinear(ParallelizedModule):

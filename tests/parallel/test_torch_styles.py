@@ -192,9 +192,9 @@ def ours(world: int, name: str, way: str) -> Found:
     mesh, model = mesh_of_ranks(world), built()
     layer, whole = PLANS[name]
     if way == "one dictionary":
-        parallelize(model, of_model(layer, whole), mesh)
+        parallelize(model, of_model(layer, whole), mesh, [IDS])
     elif way == "own heads":
-        parallelize(model, own_heads(name), mesh)
+        parallelize(model, own_heads(name), mesh, [IDS])
     else:  # as the tutorial has it
         parallelize(model, whole, mesh)
         for block in model.layers.values():
@@ -266,7 +266,7 @@ def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
     counts = []
     for layers in (1, 2):
         mesh, model = mesh_of_ranks(world), built(layers)
-        parallelize(model, plan, mesh)
+        parallelize(model, plan, mesh, [IDS])
         with counting(mesh) as found:
             backward(model)
         counts.append((found.calls["tensor"], found.sent_bytes["tensor"]))
