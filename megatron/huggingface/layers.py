@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.collectives import Cut, Pair, gather_from, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import (
-    DIVISIBLE_BY,
-    Gathered,
-    linear,
-    look_up,
-    look_up_own,
-    multiply,
-)
+from megatron.parallel.layers import DIVISIBLE_BY, Gathered, linear, look_up, look_up_own, multiply
 from megatron.parallel.layers_llama import key_value_heads_in_use
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.regions import gather_with_gradient, reduce_from, split_with_gradient
-from megatron.parallel.sharding import GradientView, ShardedModule, ShardingSpec, load_whole
+from megatron.parallel.sharding import ShardedModule, ShardingSpec, load_whole
 
 
 @dataclass(frozen=True)
@@ -250,7 +243,11 @@ def _rows_of(count: int, axis: Axis) -> int | None:
 
 
 class ColumnLinear(ParallelizedModule):
-    """The column layer for torch's Linear and transformers' Conv1D."""
+    """The column layer for torch's Linear and transformers' Conv1D.
+
+    Of keys or values with fewer heads than there are ranks, every rank holds the whole weight and
+    computes the heads of its queries.
+    """
 
     style: Column
     mode = "output"
@@ -258,10 +255,13 @@ class ColumnLinear(ParallelizedModule):
     loss `loss` computes. "own columns": this rank's columns, even if the plan gathers them."""
     seen: Tensor | None = None  # the input, if mode is "input"
     shared_input: SharedInput  # also of other column layers that read the same tensor
+    rows_in_use: slice | None = None  # of a whole weight
+    head_index: list[int] | None = None  # the head in use of each query head, see layers_llama.py
 
     def prepare(self, style: Column, parameters: ShardedParameters) -> None:
         self.style, tensor = style, self.mesh.tensor
         layout = WeightLayout(style.parts, is_transposed_matmul(self))
+        of_bias = replace(layout, is_transposed=False)
         if layout.is_transposed and not style.gather and style.parts == 1:
             width, size = self.shard_of("weight").shape
             if size == 3 * width and tensor.size > 1:
@@ -270,7 +270,17 @@ class ColumnLinear(ParallelizedModule):
                     "cut would mix: Column(parts=3) works"
                 )
         weight = layout.from_original(self.shard_of("weight"))
-        cut_dim, self.features = weight.dim() - 2, weight.shape[-2]
+        self.features = weight.shape[-2]
+        if style.heads % tensor.size:
+            size, left = divmod(self.features, style.heads)
+            if left:
+                raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")
+            own, self.head_index = key_value_heads_in_use(style.queries, style.heads, tensor)
+            self.rows_in_use = slice(own.start * size, own.stop * size)
+            over = (self.mesh.replicas, tensor)
+            parameters.shard(self, "weight", layout, partial=over)
+            parameters.shard(self, "bias", of_bias, decay=False, partial=over)
+            return
         padded = None
         if style.gather and style.parts == 1:
             padded = _rows_of(self.features, tensor)
@@ -279,9 +289,9 @@ class ColumnLinear(ParallelizedModule):
                 f"{self.full_name} has {self.features} output features, which {tensor.size} ranks "
                 "cannot share; Column(gather=True) works"
             )
-        fields: dict[str, Any] = {"shards": ((cut_dim, tensor),), "padded_rows": padded}
+        fields: dict[str, Any] = {"shards": ((weight.dim() - 2, tensor),), "padded_rows": padded}
         parameters.shard(self, "weight", layout, **fields)
-        parameters.shard(self, "bias", replace(layout, is_transposed=False), decay=False, **fields)
+        parameters.shard(self, "bias", of_bias, decay=False, **fields)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "input":
@@ -299,7 +309,11 @@ class ColumnLinear(ParallelizedModule):
         """This rank's columns [.., out] of the output, for x [.., in] of all tokens, or for this
         rank's tokens if the style says so."""
         shared, tensor, tokens = self.shared_input, self.mesh.tensor, self.style.tokens
-        weight, bias, view = self.shards()
+        weight, bias = self.shard_of("weight"), self.shard_of("bias")
+        view = self.gradient_views.get("weight")
+        if self.rows_in_use is not None:
+            weight, view = weight[self.rows_in_use], None
+            bias = None if bias is None else bias[self.rows_in_use]
         leading = [*x.shape[:-1]]
         if tokens:
             leading[1] *= tensor.size
@@ -321,54 +335,17 @@ class ColumnLinear(ParallelizedModule):
                 f, rows = Gathered(x=Cut(terms=tensor)), x.flatten(0, -2)
                 y, rows = multiply(rows, [weight], [bias], [view], f, return_input=True)
             shared.hold(x, rows, gathered_from)
+        if self.head_index is not None:
+            heads = y.unflatten(-1, (self.head_index[-1] + 1, -1))
+            y = heads[:, self.head_index].flatten(1)
         return y.unflatten(0, leading)
-
-    def shards(self) -> tuple[Tensor, Tensor | None, GradientView | None]:
-        """(weight, bias, view of the weight's gradient) of the matmul of this rank."""
-        return self.shard_of("weight"), self.shard_of("bias"), self.gradient_views.get("weight")
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """Sum of scales [n] x the cross-entropy of labels [n] against the columns, for a whole x
         [n, in]. It is linear_cross_entropy, which never holds all logits."""
-        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        return linear_cross_entropy(
-            x,
-            weight,
-            self.shard_of("bias"),
-            labels,
-            scales,
-            self.features,
-            view,
-            Cut(terms=self.mesh.tensor),
-        )
-
-
-class SharedHeads(ColumnLinear):
-    """Keys or values with fewer heads than there are ranks. Every rank holds the whole weight and
-    computes the heads of its queries."""
-
-    def prepare(self, style: Column, parameters: ShardedParameters) -> None:
-        self.style, tensor = style, self.mesh.tensor
-        layout = WeightLayout(1, is_transposed_matmul(self))
-        partial_axes = (self.mesh.replicas, tensor)
-        size, left = divmod(len(layout.from_original(self.shard_of("weight"))), style.heads)
-        if left:
-            raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")
-        # copies: None, or each query head gets its own copy of a key or value head.
-        own, self.copies = key_value_heads_in_use(style.queries, style.heads, tensor)
-        self.rows = slice(own.start * size, own.stop * size)
-        parameters.shard(self, "weight", layout, partial=partial_axes)
-        parameters.shard(self, "bias", decay=False, partial=partial_axes)
-
-    def shards(self) -> tuple[Tensor, Tensor | None, None]:
         weight, bias = self.shard_of("weight"), self.shard_of("bias")
-        return weight[self.rows], None if bias is None else bias[self.rows], None
-
-    def columns(self, x: Tensor) -> Tensor:
-        y = super().columns(x)
-        if self.copies is None:
-            return y
-        return y.unflatten(-1, (self.copies[-1] + 1, -1))[..., self.copies, :].flatten(-2)
+        view, f = self.gradient_views.get("weight"), Cut(terms=self.mesh.tensor)
+        return linear_cross_entropy(x, weight, bias, labels, scales, self.features, view, f)
 
 
 class RowLinear(ParallelizedModule):
@@ -392,47 +369,41 @@ class RowLinear(ParallelizedModule):
         return y if (bias := self.shard_of("bias")) is None else y + bias
 
 
-class VocabularyEmbedding(ParallelizedModule, nn.Embedding):
-    style: Vocabulary
+class CutEmbedding(ParallelizedModule, nn.Embedding):
+    """torch's Embedding with this rank's rows (Vocabulary) or channels (Column)."""
 
-    def prepare(self, style: Vocabulary, parameters: ShardedParameters) -> None:
-        _require_plain(self)
+    style: Vocabulary | Column
+
+    def prepare(self, style: Vocabulary | Column, parameters: ShardedParameters) -> None:
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(self, name):
+                raise PlanError(f"{self.full_name} has {name}, which a cut embedding has not")
         self.style, tensor = style, self.mesh.tensor
-        padded = _rows_of(self.num_embeddings, tensor)
-        parameters.shard(self, "weight", shards=((0, tensor),), padded_rows=padded)
-        self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
-
-    def forward(self, ids: Tensor) -> Tensor:
-        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        rows = look_up_own(ids.flatten(), self.own_ids, weight, view)
-        rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
-        return _leave(rows, self.mesh.tensor, self.style.tokens)
-
-
-class ChannelEmbedding(ParallelizedModule, nn.Embedding):
-    style: Column
-
-    def prepare(self, style: Column, parameters: ShardedParameters) -> None:
-        _require_plain(self)
-        self.style = style
-        if style != Column(gather=style.gather):
+        if isinstance(style, Vocabulary):
+            padded = _rows_of(self.num_embeddings, tensor)
+            parameters.shard(self, "weight", shards=((0, tensor),), padded_rows=padded)
+            self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
+        elif style == Column(gather=style.gather):
+            parameters.shard(self, "weight", shards=((1, tensor),))
+        else:
             raise PlanError(
                 f"{self.full_name} is an embedding, of which Column has gather alone: {style} is "
                 "of a matmul"
             )
-        parameters.shard(self, "weight", shards=((1, self.mesh.tensor),))
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = look_up(ids.flatten(), self.shard_of("weight"), self.gradient_views.get("weight"))
-        rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
+        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
+        if isinstance(self.style, Vocabulary):
+            rows = look_up_own(ids.flatten(), self.own_ids, weight, view)
+        else:
+            rows = look_up(ids.flatten(), weight, view)
+        if self.padding_idx is not None:  # its row gets no gradient, as in torch
+            is_padding = (ids.flatten() == self.padding_idx)[:, None]
+            rows = torch.where(is_padding, rows.detach(), rows)
+        rows = rows.unflatten(0, ids.shape)
+        if isinstance(self.style, Vocabulary):
+            return _leave(rows, self.mesh.tensor, self.style.tokens)
         return gather_with_gradient(rows, -1, self.mesh.tensor) if self.style.gather else rows
-
-
-def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """Stop the gradient of the row of padding_idx, as torch's embedding does."""
-    if padding_idx is None:
-        return rows
-    return torch.where((ids.flatten() == padding_idx)[:, None], rows.detach(), rows)
 
 
 class SummedParameters(ParallelizedModule):
@@ -465,7 +436,5 @@ def _require_plain(module: Any) -> None:
 
 def is_transposed_matmul(module: nn.Module) -> bool:
     """Whether the module is transformers' Conv1D, whose weight is [in, out]."""
-    origin = "transformers.pytorch_utils"
-    return any(
-        (each.__module__, each.__name__) == (origin, "Conv1D") for each in type(module).mro()
-    )
+    conv1d = ("transformers.pytorch_utils", "Conv1D")
+    return any((each.__module__, each.__name__) == conv1d for each in type(module).mro())

@@ -31,19 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.huggingface.layers import (
-    ChannelEmbedding,
-    ColumnLinear,
-    ParallelizedModule,
-    RowLinear,
-    ShardedParameters,
-    SharedHeads,
-    SharedInput,
-    SummedParameters,
-    TiedParameterHolder,
-    VocabularyEmbedding,
-    is_transposed_matmul,
-)
+from megatron.huggingface import layers
+from megatron.huggingface.layers import ParallelizedModule, ShardedParameters, SharedInput
 from megatron.huggingface.plan import (
     Column,
     Local,
@@ -98,7 +87,7 @@ def parallelize(
     modules = dict(model.named_modules())
     styles = _styles(model, plan)
     styles += _of_ties(model, styles, modules)
-    styles = [*_with_heads(model, _each_summed(styles, modules), modules, tensor)]
+    styles = [*_with_heads(model, styles, modules, tensor)]
     for name, style in styles:
         if isinstance(style, Local):
             for attribute in style.attributes:
@@ -135,7 +124,7 @@ def parallelize(
         shared_inputs |= dict.fromkeys(names, shared)
     for name, style in styles:
         module = modules[name]
-        if isinstance(module, ColumnLinear):
+        if isinstance(module, layers.ColumnLinear):
             module.shared_input = shared_inputs.get(name, SharedInput())
         if isinstance(style, Local):
             for attribute in style.attributes:
@@ -267,14 +256,14 @@ def _cut(
         if isinstance(modules[name], ParallelizedModule):
             raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
         is_summed, axis = isinstance(style, Summed), parameters.mesh.tensor
-        kind = SummedParameters if is_summed else _class_of(name, modules[name], style, axis)
+        kind = layers.SummedParameters if is_summed else _class_of(name, modules[name], style, axis)
         adopt(name, kind, style)
     for name, module in modules.items():
         is_held = any(id(each) in parameters.by_id for each in module._parameters.values())
         # One module knows the mesh, even if the plan cuts nothing.
         is_first = not name and not parameters.by_id
         if not isinstance(module, ParallelizedModule) and (is_held or is_first):
-            adopt(name, TiedParameterHolder, None)
+            adopt(name, layers.TiedParameterHolder, None)
 
 
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
@@ -296,29 +285,22 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
         if not fitting:
             raise PlanError(f"the plan's {pattern!r} fits no module of the model")
         chosen |= dict.fromkeys(fitting, styles)
-    found: list[tuple[str, Style]] = []
+    found: list[Named] = []
     for name, module in modules.items():
         styles = chosen.get(name, ())
         is_several = isinstance(styles, Sequence) and not isinstance(styles, str)
         for style in styles if is_several else [styles]:
             if isinstance(style, str | Mapping):
-                own = read_style(name, style)
+                style = read_style(name, style)
+            elif not isinstance(style, Style):
+                style = of_torch(name, style)
+            if isinstance(style, Row) and isinstance(module, nn.Embedding):
+                style = Vocabulary(style.tokens)  # torch's name for it is row-wise
+            if isinstance(style, Summed):  # of every module inside that has parameters
+                inside = [each for each in module.modules() if [*each.parameters(recurse=False)]]
+                found += [(first[id(each)], style) for each in inside]
             else:
-                own = style if isinstance(style, Style) else of_torch(name, style)
-            if isinstance(own, Row) and isinstance(module, nn.Embedding):
-                own = Vocabulary(own.tokens)  # torch's name for it is row-wise
-            found.append((name, own))
-    return found
-
-
-def _each_summed(styles: Sequence[Named], modules: Mapping[str, nn.Module]) -> list[Named]:
-    """The same styles, with each Summed given to every module inside that has parameters."""
-    first = {id(module): name for name, module in modules.items()}
-    found: list[Named] = []
-    for name, style in styles:
-        inner = modules[name].modules() if isinstance(style, Summed) else ()
-        own = [first[id(each)] for each in inner if [*each.parameters(recurse=False)]]
-        found += [(each, style) for each in own] if isinstance(style, Summed) else [(name, style)]
+                found.append((name, style))
     return found
 
 
@@ -455,13 +437,13 @@ def _joined(model_class: type, kind: type[ParallelizedModule]) -> type:
     bases: tuple[type, ...] = (kind, model_class)
     if issubclass(kind, nn.Embedding):
         bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
-    is_named = kind is TiedParameterHolder  # all its code is the model's
+    is_named = kind is layers.TiedParameterHolder  # all its code is the model's
     name = model_class.__name__ if is_named else f"{kind.__name__}Of{model_class.__name__}"
     return type(name, bases, {})
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed_matmul(module)
+    return isinstance(module, nn.Linear) or layers.is_transposed_matmul(module)
 
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[ParallelizedModule]:
@@ -469,14 +451,13 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pa
     kinds: dict[type, type[ParallelizedModule]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):
-        kinds, known = {Vocabulary: VocabularyEmbedding, Column: ChannelEmbedding}, nn.Embedding
+        kinds, known = {Vocabulary: layers.CutEmbedding, Column: layers.CutEmbedding}, nn.Embedding
     elif _is_matmul(module):
-        kinds, known = {Column: ColumnLinear, Row: RowLinear}, nn.Linear
-        if isinstance(style, Column) and style.heads % tensor.size:
-            kinds[Column] = SharedHeads
+        kinds, known = {Column: layers.ColumnLinear, Row: layers.RowLinear}, nn.Linear
         if isinstance(style, Column) and style.queries % tensor.size:
             raise PlanError(f"{name}: {tensor.size} ranks cannot share {style.queries} query heads")
-        if kinds[Column] is SharedHeads and (style.parts > 1 or style.gather):
+        is_shared = isinstance(style, Column) and style.heads % tensor.size > 0
+        if is_shared and (style.parts > 1 or style.gather):
             allowed = "Column(gather=True) without heads works"
             raise PlanError(f"{name}: heads that ranks share are of one part, and cut; {allowed}")
     own = type(module)
@@ -484,7 +465,7 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pa
         raise PlanError(f"{name} is a {own.__name__}, which cannot be cut as {style}")
     forward = unwrap(own.forward)
     is_plain = forward is known.forward or (
-        is_transposed_matmul(module) and own.__name__ == "Conv1D"
+        layers.is_transposed_matmul(module) and own.__name__ == "Conv1D"
     )
     goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
     if "weight" not in dict(module.named_parameters(recurse=False)):
@@ -519,21 +500,21 @@ def of_torch(name: str, style: Any) -> Style:
     def moves(before: Any, after: Any) -> dict[Any, tuple[str, str]]:
         """Changes of layout, by position or name; a layout of None leaves the tensor as it is."""
         if not isinstance(before, Mapping):
-            before, after = (
-                dict(enumerate(each if isinstance(each, tuple) else (each,)))
-                for each in (before, after)
-            )
-        known = {key: (layout, after.get(key)) for key, layout in before.items()}
-        found = {key: (kind(a), kind(b)) for key, (a, b) in known.items() if a and b}
-        return {key: move for key, move in found.items() if move[0] != move[1]}
+            before = dict(enumerate(before if isinstance(before, tuple) else (before,)))
+            after = dict(enumerate(after if isinstance(after, tuple) else (after,)))
+        found = {}
+        for key, layout in before.items():
+            if layout and after.get(key) and kind(layout) != kind(after[key]):
+                found[key] = (kind(layout), kind(after[key]))
+        return found
 
     is_local = getattr(style, "use_local_output", True)  # otherwise code sees whole sizes
     match style:
         case torchs.ColwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
-            # Code that reads a DTensor sees it whole.
-            gather = leaving == "whole" or (leaving == "channels" and not is_local)
             if entering in ("whole", "tokens") and leaving in ("whole", "channels"):
+                # Code that reads a DTensor sees it whole.
+                gather = leaving == "whole" or not is_local
                 return Column(gather=gather, tokens=entering == "tokens")
         case torchs.RowwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
@@ -552,5 +533,9 @@ def of_torch(name: str, style: Any) -> Style:
             outputs = moves(style.output_layouts, style.desired_output_layouts)
             if is_local or all(move[1] == "whole" for move in outputs.values()):
                 return Redistribute({}, outputs)
+        case torchs.PrepareModuleInputOutput():
+            before: Any = of_torch(name, style.prepare_module_input)
+            after: Any = of_torch(name, style.prepare_module_output)
+            return Redistribute(before.inputs, after.outputs)
     values = ", ".join(f"{key}={value}" for key, value in vars(style).items())
     raise PlanError(f"{name}: no layer here does what {type(style).__name__}({values}) says")
