@@ -368,7 +368,7 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     for name, value in vars(batch).items():
         if isinstance(value, np.ndarray):
             object.__setattr__(batch, name, torch.from_numpy(value).to(device))
-    return batch, model.arguments(batch) | {"attention_mask": batch.is_real.long()}
+    return batch, model.embed(batch) | {"attention_mask": batch.is_real.long()}
 
 
 @dataclass
@@ -478,7 +478,7 @@ def _compare(
         ours.layers(ours.embed(batch), batch)
     outputs: dict[str, Tensor] = {}
     with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
-        logits = ours.model(**ours.arguments(batch), use_cache=False).logits
+        logits = ours.model(**ours.embed(batch), use_cache=False).logits
     if logits.shape != wanted.logits.shape:  # the output layer stays cut
         logits = gather_from(logits, -1, mesh.tensor)
     modules = dict(ours.model.named_modules())
