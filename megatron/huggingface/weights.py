@@ -96,22 +96,18 @@ def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return files
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Names in a model for the tensors of a folder.
+Group = tuple[Any, str, list[tuple[str, str]]]
+"""A converter of transformers, the name that it is called with, and its (pattern, key) pairs."""
 
-    of: {first name of a parameter, or name of a buffer: keys of its tensors}. made: for weights
-    computed from several tensors, (converter of transformers, name that it is called with, its
-    (pattern, key) pairs). unknown: {name that the model would have: key} of other tensors.
+
+def match(
+    bare: Bare, keys: Iterable[str]
+) -> tuple[dict[str, list[str]], list[Group], dict[str, str]]:
+    """Match the keys of a folder's tensors to names as transformers' from_pretrained does.
+
+    Returns {first name of a parameter, or name of a buffer: keys of its tensors}; a group for each
+    weight that is computed from several tensors; {name that the model would have: key} of the rest.
     """
-
-    of: dict[str, list[str]]
-    made: list[tuple[Any, str, list[tuple[str, str]]]]
-    unknown: dict[str, str]
-
-
-def match(bare: Bare, keys: Iterable[str]) -> Matches:
-    """Match keys to names as transformers' from_pretrained does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -124,22 +120,22 @@ def match(bare: Bare, keys: Iterable[str]) -> Matches:
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found = Matches({}, [], {})
-    made: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
+    groups: dict[str, Group] = {}
+    unknown: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
         prefix = bare.model.base_model_prefix
         name, pattern = rename_source_key(key, renamings, converters, prefix, bare.state)
         if name not in bare.state and key in bare.state:
             name, pattern = rename_source_key(key, [], [], prefix, bare.state)
         if name not in bare.state:
-            found.unknown[name] = key
+            unknown[name] = key
         elif pattern is None:
-            found.of.setdefault(bare.first.get(name, name), []).append(key)
+            found.setdefault(bare.first.get(name, name), []).append(key)
         else:
-            group = made.setdefault(name, (deepcopy(by_pattern[pattern]), name, []))
+            group = groups.setdefault(name, (deepcopy(by_pattern[pattern]), name, []))
             group[2].append((pattern, key))
-    found.made.extend(made.values())
-    return found
+    return found, [*groups.values()], unknown
 
 
 def load_folder(
@@ -203,16 +199,16 @@ def read_weights(
 
     with ExitStack() as stack:
         files = open_files(folder, stack)
-        found = match(bare, files)
-        left_out = _left_out(bare, found.unknown, folder)
-        for name, (key, *others) in found.of.items():
+        found, groups, unknown = match(bare, files)
+        left_out = _left_out(bare, unknown, folder)
+        for name, (key, *others) in found.items():
             for other in others:
                 if not torch.equal(files[key].get_tensor(key), files[other].get_tensor(other)):
                     raise ValueError(
                         f"{folder}: {key} and {other} differ, and config.json ties them"
                     )
             fill(name, files[key].get_slice(key))
-        for converter, name, parts in found.made:
+        for converter, name, parts in groups:
             for pattern, key in parts:
                 converter.add_tensor(name, key, pattern, partial(files[key].get_tensor, key))
             made = converter.convert(name, model=bare.model, config=bare.model.config)
