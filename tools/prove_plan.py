@@ -208,16 +208,17 @@ def shape(sizes: Sequence[int]) -> str:
 def sent(module: Any) -> str:
     """The communication of a sharded module."""
     from megatron.huggingface import layers
+    from megatron.huggingface.plan import Column
 
-    if isinstance(module, layers.SharedHeads):
-        return "f, sum of the gradient"
     if isinstance(module, layers.ColumnLinear):
+        if module.rows_in_use is not None:
+            return "f, sum of the gradient"
         entering = "all-gather of tokens" if module.style.tokens else "f"
         return f"{entering}, all-gather of the output" if module.style.gather else entering
-    if isinstance(module, layers.RowLinear | layers.VocabularyEmbedding):
-        return "reduce-scatter of tokens" if module.style.tokens else "g"
-    if isinstance(module, layers.ChannelEmbedding):
+    if isinstance(module, layers.CutEmbedding) and isinstance(module.style, Column):
         return "all-gather of the output" if module.style.gather else ""
+    if isinstance(module, layers.RowLinear | layers.CutEmbedding):
+        return "reduce-scatter of tokens" if module.style.tokens else "g"
     return "sum of the gradient" if isinstance(module, layers.SummedParameters) else ""
 
 

@@ -103,10 +103,21 @@ class HuggingFaceConfig(KindConfig):
         if self.hf_config is None:
             with suppress(UsageError):  # a checkpoint may have it; if not, `described` raises
                 object.__setattr__(self, "hf_config", read_hf_config(self.hf_model))
-        elif not _is_object(self.hf_config):
-            raise UsageError("hf_config", None, "the text of a config.json")
+        else:
+            is_object = False
+            with suppress(ValueError):
+                is_object = isinstance(json.loads(self.hf_config), dict)
+            if not is_object:
+                raise UsageError("hf_config", None, "the text of a config.json")
         if self.plan != "auto" and self.plan_text is None:
-            object.__setattr__(self, "plan_text", _read_plan(self.plan))
+            try:
+                text = Path(self.plan).read_text(encoding="utf-8")
+                tomllib.loads(text)
+            except (OSError, ValueError) as error:
+                allowed = f"auto, or a TOML file ({error})"
+                works = ("--plan", "auto")
+                raise UsageError("--plan", self.plan, allowed, works=works) from None
+            object.__setattr__(self, "plan_text", text)
 
     @property
     def stated_plan(self) -> str:
@@ -166,15 +177,14 @@ class HuggingFaceConfig(KindConfig):
 
     def check(self) -> None:
         """Raise UsageError if config.json shows that the model is not of this kind."""
-        whole = json.loads(self.hf_config or read_hf_config(self.hf_model))
+        whole = self.whole_config
         kind = whole.get("model_type")
-        for is_wrong, allowed in (
-            (kind is None, "one whose config.json has a model_type"),
-            (whole.get("is_encoder_decoder", kind in ENCODER_DECODERS),
-             f"an encoder or a decoder, and {kind} is both, one after another"),
-        ):  # fmt: skip
-            if is_wrong:
-                raise UsageError("--hf-model", self.hf_model, allowed)
+        if kind is None:
+            allowed = "one whose config.json has a model_type"
+            raise UsageError("--hf-model", self.hf_model, allowed)
+        if whole.get("is_encoder_decoder", kind in ENCODER_DECODERS):
+            allowed = f"an encoder or a decoder, and {kind} is both, one after another"
+            raise UsageError("--hf-model", self.hf_model, allowed)
         if (right := kind_of(whole)) not in (None, self.kind):
             name = " ".join(whole.get("architectures") or [kind])
             what = "masked tokens" if "masked" in right else "the next token"
@@ -197,14 +207,24 @@ class HuggingFaceConfig(KindConfig):
             raise UsageError(name, None, allowed, works=(name, "1"))
 
     @cached_property
+    def whole_config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
+        return found
+
+    @cached_property
     def described(self) -> dict[str, Any]:
         """The model's config.json; the part of the text model if it describes several models."""
-        found: dict[str, Any] = json.loads(self.hf_config or read_hf_config(self.hf_model))
-        return found.get("text_config") or found
+        text: dict[str, Any] | None = self.whole_config.get("text_config")
+        return text or self.whole_config
+
+    def value(self, names: Iterable[str]) -> Any:
+        """The value in config.json of the first of these names that it has; None if it has none."""
+        return next((self.described[each] for each in names if each in self.described), None)
 
     def number(self, *names: str) -> int:
-        """The number in config.json under the first of these names that it has."""
-        found = next((self.described[each] for each in names if each in self.described), None)
+        """As `value`. Raises UsageError if it is no number."""
+        found = self.value(names)
         if not isinstance(found, int):
             raise UsageError("--hf-model", self.hf_model, f"one whose config.json has {names[0]}")
         return found
@@ -224,8 +244,8 @@ class HuggingFaceConfig(KindConfig):
                 raise UsageError("--hf-model", self.hf_model, allowed)
             if by_layer:
                 described[name] = value[:1] * layers
-        found = json.loads(self.hf_config or read_hf_config(self.hf_model))
-        found = found | ({"text_config": described} if found.get("text_config") else described)
+        has_text = bool(self.whole_config.get("text_config"))
+        found = self.whole_config | ({"text_config": described} if has_text else described)
         return replace(self, hf_config=json.dumps(found))
 
     @property
@@ -235,20 +255,17 @@ class HuggingFaceConfig(KindConfig):
     @property
     def positions(self) -> int | None:
         """The longest sequence that the model can read; None if config.json does not say."""
-        names = NAMES["positions"]
-        found = next((self.described[each] for each in names if each in self.described), None)
+        found: int | None = self.value(NAMES["positions"])
         if found is not None and self.described.get("model_type") in OFFSET:
             if not isinstance(padding := self.described.get("pad_token_id", 1), int):
                 allowed = "one whose config.json has a pad_token_id, behind which positions begin"
                 raise UsageError("--hf-model", self.hf_model, allowed)
-            return int(found) - 1 - padding
+            return found - 1 - padding
         return found
 
     @property
     def widths(self) -> dict[str, int]:
-        if not any(
-            each in self.described for each in NAMES["heads"]
-        ):  # as in a model without attention
+        if self.value(NAMES["heads"]) is None:  # a model without attention
             return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 
@@ -330,40 +347,21 @@ def has_window(described: Mapping[str, Any]) -> bool:
     )
 
 
-def is_of_checkpoints(name: str) -> bool:
-    return any(Path(name).glob("step_*/manifest.json")) or Path(name, "manifest.json").is_file()
-
-
 def read_hf_config(name: str) -> str:
     """The text of a model's config.json, from a folder or the hub. Raises UsageError if there is
     none."""
-    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
-    is_name = is_name or Path(name).is_file()  # which fetch refuses
-    if not (Path(name) / "config.json").exists() and is_of_checkpoints(name):
+    folder = Path(name)
+    is_saved = any(folder.glob("step_*/manifest.json")) or (folder / "manifest.json").is_file()
+    if is_saved and not (folder / "config.json").exists():
         allowed = "a folder of transformers, and this has checkpoints, which --load takes"
         raise UsageError("--hf-model", name, allowed)
-    folder = fetch(name, ["config.json"]) if is_name else Path(name)
+    is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and name[0].isalnum()
+    if is_name or folder.is_file():  # fetch refuses a file
+        folder = fetch(name, ["config.json"])
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
         json.loads(text)
     except (OSError, ValueError) as error:
         allowed = f"a folder with a config.json, or a name on the hub ({error})"
         raise UsageError("--hf-model", name, allowed) from None
-    return text
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
-
-
-def _read_plan(name: str) -> str:
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-        tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        allowed = f"auto, or a TOML file ({error})"
-        raise UsageError("--plan", name, allowed, works=("--plan", "auto")) from None
     return text

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
 from megatron.parallel.bucket import GradientView
-from megatron.parallel.collectives import Cut, start_sum
+from megatron.parallel.collectives import Cut, Pair, gather_from, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
-from megatron.parallel.layers import (
-    DIVISIBLE_BY,
-    Gathered,
-    linear,
-    look_up,
-    look_up_own,
-    multiply,
-)
+from megatron.parallel.layers import DIVISIBLE_BY, Gathered, linear, look_up, look_up_own, multiply
 from megatron.parallel.layers_llama import key_value_heads_in_use
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.regions import gather_with_gradient, reduce_from, split_with_gradient
@@ -54,86 +45,54 @@ KEYS = ("k_proj", "key", "k_lin")  # names of layers that compute only keys
 VOCABULARY = 32 * DIVISIBLE_BY  # from this many rows per rank on, padding is a small part
 
 
-class TensorParallelInput:
-    """f (section 3 of the paper), once for all column layers that read one tensor. The first
-    layer returns its input to the others, so its backward runs last, has the gradients of all, and
-    sums them over the ranks during the matmul for its weight's gradient. A model has one object of
-    this class; its cache lives until the model's forward, or the backward of a tensor it made,
-    ends."""
+@dataclass
+class SharedInput:
+    """A tensor that several column layers read, to which f (section 3 of the paper) is applied
+    once. The first layer hands its input to the others, so its backward runs last, has the
+    gradients of all, and sums them over the ranks during the matmul for its weight's gradient.
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.clear()
+    `parallelize` finds these layers. The tensor is held only while the module runs that calls them;
+    a layer that gets another tensor applies f itself.
+    """
 
-    def clear(self, *_: object) -> None:
-        # (a tensor, its state, the result made of it)
-        self.returned: tuple[Tensor, object, Tensor] | None = None  # rows [n, in]
-        self.gathered: tuple[Tensor, object, Tensor] | None = None
+    is_open: bool = False
+    x: Tensor | None = None  # as the layers get it
+    tokens: Tensor | None = None  # this rank's tokens, if a Redistribute gathered x from them
+    rows: Tensor | None = None  # x [n, in] after f
 
-    def _clear_after_backward(self, made: Tensor) -> None:
-        """Clear the cache after the backward of `made`, and so after recomputation in it. The
-        reference is weak, because this object holds the graph."""
-        reference = ref(self)
+    def open(self, *_: object) -> None:
+        self.is_open = True
 
-        def clear(*_: object) -> None:
-            if (this := reference()) is not None:
-                this.clear()
+    def close(self, *_: object) -> None:
+        self.is_open = False
+        self.x = self.tokens = self.rows = None
 
-        if made.grad_fn is not None:
-            made.grad_fn.register_hook(clear)
+    def hold(self, x: Tensor, rows: Tensor | None, tokens: Tensor | None) -> None:
+        if self.is_open:
+            self.x, self.rows, self.tokens = x, rows, tokens
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, view: GradientView | None = None
-    ) -> Tensor:
-        """Map a whole x [.., in] to this rank's columns [n, out]; see layers.linear."""
-        if self.axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-            return linear(x.flatten(0, -2), weight, bias, view=view)
-        if (rows := _made_of(x, self.returned)) is not None:
-            return linear(rows, weight, bias, view=view)
-        if self.gathered is not None and self.gathered[2] is x:
-            rows = _EnterGathered.apply(self.gathered[0], x.detach(), self.axis).flatten(0, -2)
-            y = linear(rows, weight, bias, view=view)
-        else:
-            rows, division = x.flatten(0, -2), Gathered(x=Cut(terms=self.axis))
-            y, rows = multiply(rows, [weight], [bias], [view], division, return_input=True)
-        self.returned = x, _state(x), rows
-        self._clear_after_backward(rows)
-        return y
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Gather x [b, s/t, ..]; column layers that read the result reduce-scatter its gradient."""
-        if (whole := _made_of(x, self.gathered)) is None:
-            whole = gather_with_gradient(x, 1, self.axis)
-            self.gathered = x, _state(x), whole
-            self._clear_after_backward(whole)
+    def gather(self, x: Tensor, axis: Axis) -> Tensor:
+        """Gather this rank's tokens x [b, s/t, ..]. Column layers that read the result
+        reduce-scatter its gradient; for other code each rank keeps the gradient of its tokens."""
+        if self.x is not None and self.tokens is x:
+            return self.x
+        whole = gather_with_gradient(x, 1, axis)
+        if torch.is_grad_enabled() and x.requires_grad:
+            self.hold(whole, None, x)
         return whole
 
-    def __deepcopy__(self, memo: dict[int, object]) -> TensorParallelInput:
-        memo[id(self)] = copy = TensorParallelInput(self.axis)
-        return copy
 
+def _enter_tokens(x: Tensor, axis: Axis, whole: Tensor | None = None) -> Tensor:
+    """f of this rank's tokens x [b, s/t, ..]: gather them, or take `whole`, which is gathered
+    already; the backward reduce-scatters the gradient."""
 
-def _state(x: Tensor) -> object:
-    """Changes when a cached result of x gets stale: x is written to, or grad mode changes."""
-    return torch.is_grad_enabled(), None if x.is_inference() else x._version
+    def there(x: Tensor) -> Tensor:
+        return gather_from(x, 1, axis) if whole is None else whole.detach()
 
+    def back(dy: Tensor) -> Tensor:
+        return start_sum(dy.transpose(0, 1).contiguous(), axis, axis)().transpose(0, 1)
 
-def _made_of(x: Tensor, entry: tuple[Tensor, object, Tensor] | None) -> Tensor | None:
-    return entry[2] if entry is not None and entry[0] is x and entry[1] == _state(x) else None
-
-
-class _EnterGathered(torch.autograd.Function):
-    """f of tokens that are gathered already: the backward reduce-scatters the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        dx = start_sum(dy.transpose(0, 1).contiguous(), ctx.axis, ctx.axis)()
-        return dx.transpose(0, 1), None, None
+    return Pair.apply(x, there, back)
 
 
 def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
@@ -141,14 +100,6 @@ def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:
     if not tokens:
         return reduce_from(x, axis)
     return reduce_from(x.transpose(0, 1).contiguous(), axis, axis).transpose(0, 1)
-
-
-MOVES: Mapping[tuple[str, str], Callable[[Tensor, TensorParallelInput], Tensor]] = {
-    ("tokens", "whole"): lambda x, tensor_input: tensor_input.gather(x),
-    ("whole", "tokens"): lambda x, tensor_input: split_with_gradient(x, 1, tensor_input.axis),
-    ("channels", "whole"): lambda x, tensor_input: gather_with_gradient(x, -1, tensor_input.axis),
-    ("whole", "channels"): lambda x, tensor_input: split_with_gradient(x, -1, tensor_input.axis),
-}
 
 
 class CutParameter(Tensor):
@@ -194,7 +145,6 @@ class ParallelizedModule(ShardedModule):
     """
 
     full_name: str
-    tensor_input: TensorParallelInput
     layouts: dict[str, WeightLayout]
     computes_itself = False
     """Whether its forward is the model's; it may read parameters whose gradients are summed."""
@@ -294,17 +244,25 @@ def _rows_of(count: int, axis: Axis) -> int | None:
 
 
 class ColumnLinear(ParallelizedModule):
-    """The column layer for torch's Linear and transformers' Conv1D."""
+    """The column layer for torch's Linear and transformers' Conv1D.
+
+    Of keys or values with fewer heads than there are ranks, every rank holds the whole weight and
+    computes the heads of its queries.
+    """
 
     style: Column
     mode = "output"
     """Result of forward. "output": as the plan says. "input": the input, for an output layer whose
     loss `loss` computes. "own columns": this rank's columns, even if the plan gathers them."""
     seen: Tensor | None = None  # the input, if mode is "input"
+    shared_input: SharedInput  # also of other column layers that read the same tensor
+    rows_in_use: slice | None = None  # of a whole weight
+    head_index: list[int] | None = None  # the head in use of each query head, see layers_llama.py
 
     def prepare(self, style: Column, parameters: ShardedParameters) -> None:
         self.style, tensor = style, self.mesh.tensor
         layout = WeightLayout(style.parts, is_transposed_matmul(self))
+        of_bias = replace(layout, is_transposed=False)
         if layout.is_transposed and not style.gather and style.parts == 1:
             width, size = self.shard_of("weight").shape
             if size == 3 * width and tensor.size > 1:
@@ -313,7 +271,17 @@ class ColumnLinear(ParallelizedModule):
                     "cut would mix: Column(parts=3) works"
                 )
         weight = layout.from_original(self.shard_of("weight"))
-        cut_dim, self.features = weight.dim() - 2, weight.shape[-2]
+        self.features = weight.shape[-2]
+        if style.heads % tensor.size:
+            size, left = divmod(self.features, style.heads)
+            if left:
+                raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")
+            own, self.head_index = key_value_heads_in_use(style.queries, style.heads, tensor)
+            self.rows_in_use = slice(own.start * size, own.stop * size)
+            over = (self.mesh.replicas, tensor)
+            parameters.shard(self, "weight", layout, partial=over)
+            parameters.shard(self, "bias", of_bias, decay=False, partial=over)
+            return
         padded = None
         if style.gather and style.parts == 1:
             padded = _rows_of(self.features, tensor)
@@ -322,16 +290,14 @@ class ColumnLinear(ParallelizedModule):
                 f"{self.full_name} has {self.features} output features, which {tensor.size} ranks "
                 "cannot share; Column(gather=True) works"
             )
-        fields: dict[str, Any] = {"shards": ((cut_dim, tensor),), "padded_rows": padded}
+        fields: dict[str, Any] = {"shards": ((weight.dim() - 2, tensor),), "padded_rows": padded}
         parameters.shard(self, "weight", layout, **fields)
-        parameters.shard(self, "bias", replace(layout, is_transposed=False), decay=False, **fields)
+        parameters.shard(self, "bias", of_bias, decay=False, **fields)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "input":
             self.seen = x
             return x
-        if self.style.tokens:
-            x = self.tensor_input.gather(x)
         y = self.columns(x)
         if not self.style.gather or self.mode == "own columns":
             return y
@@ -341,52 +307,46 @@ class ColumnLinear(ParallelizedModule):
         return y.flatten(-2) if self.style.parts > 1 else y
 
     def columns(self, x: Tensor) -> Tensor:
-        """This rank's columns of the output, for a whole x [.., in]."""
-        return self._columns(x).unflatten(0, x.shape[:-1])
-
-    def _columns(self, x: Tensor) -> Tensor:
+        """This rank's columns [.., out] of the output, for x [.., in] of all tokens, or for this
+        rank's tokens if the style says so."""
+        shared, tensor, tokens = self.shared_input, self.mesh.tensor, self.style.tokens
+        weight, bias = self.shard_of("weight"), self.shard_of("bias")
         view = self.gradient_views.get("weight")
-        return self.tensor_input.linear(x, self.shard_of("weight"), self.shard_of("bias"), view)
+        if self.rows_in_use is not None:
+            weight, view = weight[self.rows_in_use], None
+            bias = None if bias is None else bias[self.rows_in_use]
+        leading = [*x.shape[:-1]]
+        if tokens:
+            leading[1] *= tensor.size
+        is_held = shared.x is x
+        if tensor.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+            whole = gather_from(x, 1, tensor) if tokens else x
+            y = linear(whole.flatten(0, -2), weight, bias, view=view)
+        elif is_held and shared.rows is not None:
+            y = linear(shared.rows, weight, bias, view=view)
+        else:
+            gathered_from = shared.tokens if is_held else None
+            if tokens:
+                rows = _enter_tokens(x, tensor).flatten(0, -2)
+                y = linear(rows, weight, bias, view=view)
+            elif gathered_from is not None:
+                rows = _enter_tokens(gathered_from, tensor, x).flatten(0, -2)
+                y = linear(rows, weight, bias, view=view)
+            else:
+                f, rows = Gathered(x=Cut(terms=tensor)), x.flatten(0, -2)
+                y, rows = multiply(rows, [weight], [bias], [view], f, return_input=True)
+            shared.hold(x, rows, gathered_from)
+        if self.head_index is not None:
+            heads = y.unflatten(-1, (self.head_index[-1] + 1, -1))
+            y = heads[:, self.head_index].flatten(1)
+        return y.unflatten(0, leading)
 
     def loss(self, x: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
         """Sum of scales [n] x the cross-entropy of labels [n] against the columns, for a whole x
         [n, in]. It is linear_cross_entropy, which never holds all logits."""
-        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        return linear_cross_entropy(
-            x,
-            weight,
-            self.shard_of("bias"),
-            labels,
-            scales,
-            self.features,
-            view,
-            Cut(terms=self.mesh.tensor),
-        )
-
-
-class SharedHeads(ColumnLinear):
-    """Keys or values with fewer heads than there are ranks. Every rank holds the whole weight and
-    computes the heads of its queries."""
-
-    def prepare(self, style: Column, parameters: ShardedParameters) -> None:
-        self.style, tensor = style, self.mesh.tensor
-        layout = WeightLayout(1, is_transposed_matmul(self))
-        partial_axes = (self.mesh.replicas, tensor)
-        size, left = divmod(len(layout.from_original(self.shard_of("weight"))), style.heads)
-        if left:
-            raise PlanError(f"{self.full_name}: its output is not of {style.heads} heads")
-        # copies: None, or each query head gets its own copy of a key or value head.
-        own, self.copies = key_value_heads_in_use(style.queries, style.heads, tensor)
-        self.rows = slice(own.start * size, own.stop * size)
-        parameters.shard(self, "weight", layout, partial=partial_axes)
-        parameters.shard(self, "bias", decay=False, partial=partial_axes)
-
-    def _columns(self, x: Tensor) -> Tensor:
-        weight, bias = self.shard_of("weight")[self.rows], self.shard_of("bias")
-        y = self.tensor_input.linear(x, weight, None if bias is None else bias[self.rows])
-        if self.copies is None:
-            return y
-        return y.unflatten(-1, (self.copies[-1] + 1, -1))[:, self.copies].flatten(1)
+        weight, bias = self.shard_of("weight"), self.shard_of("bias")
+        view, f = self.gradient_views.get("weight"), Cut(terms=self.mesh.tensor)
+        return linear_cross_entropy(x, weight, bias, labels, scales, self.features, view, f)
 
 
 class RowLinear(ParallelizedModule):
@@ -410,47 +370,41 @@ class RowLinear(ParallelizedModule):
         return y if (bias := self.shard_of("bias")) is None else y + bias
 
 
-class VocabularyEmbedding(ParallelizedModule, nn.Embedding):
-    style: Vocabulary
+class CutEmbedding(ParallelizedModule, nn.Embedding):
+    """torch's Embedding with this rank's rows (Vocabulary) or channels (Column)."""
 
-    def prepare(self, style: Vocabulary, parameters: ShardedParameters) -> None:
-        _require_plain(self)
+    style: Vocabulary | Column
+
+    def prepare(self, style: Vocabulary | Column, parameters: ShardedParameters) -> None:
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(self, name):
+                raise PlanError(f"{self.full_name} has {name}, which a cut embedding has not")
         self.style, tensor = style, self.mesh.tensor
-        padded = _rows_of(self.num_embeddings, tensor)
-        parameters.shard(self, "weight", shards=((0, tensor),), padded_rows=padded)
-        self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
-
-    def forward(self, ids: Tensor) -> Tensor:
-        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
-        rows = look_up_own(ids.flatten(), self.own_ids, weight, view)
-        rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
-        return _leave(rows, self.mesh.tensor, self.style.tokens)
-
-
-class ChannelEmbedding(ParallelizedModule, nn.Embedding):
-    style: Column
-
-    def prepare(self, style: Column, parameters: ShardedParameters) -> None:
-        _require_plain(self)
-        self.style = style
-        if style != Column(gather=style.gather):
+        if isinstance(style, Vocabulary):
+            padded = _rows_of(self.num_embeddings, tensor)
+            parameters.shard(self, "weight", shards=((0, tensor),), padded_rows=padded)
+            self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
+        elif style == Column(gather=style.gather):
+            parameters.shard(self, "weight", shards=((1, tensor),))
+        else:
             raise PlanError(
                 f"{self.full_name} is an embedding, of which Column has gather alone: {style} is "
                 "of a matmul"
             )
-        parameters.shard(self, "weight", shards=((1, self.mesh.tensor),))
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = look_up(ids.flatten(), self.shard_of("weight"), self.gradient_views.get("weight"))
-        rows = _without_gradient(rows, ids, self.padding_idx).unflatten(0, ids.shape)
+        weight, view = self.shard_of("weight"), self.gradient_views.get("weight")
+        if isinstance(self.style, Vocabulary):
+            rows = look_up_own(ids.flatten(), self.own_ids, weight, view)
+        else:
+            rows = look_up(ids.flatten(), weight, view)
+        if self.padding_idx is not None:  # its row gets no gradient, as in torch
+            is_padding = (ids.flatten() == self.padding_idx)[:, None]
+            rows = torch.where(is_padding, rows.detach(), rows)
+        rows = rows.unflatten(0, ids.shape)
+        if isinstance(self.style, Vocabulary):
+            return _leave(rows, self.mesh.tensor, self.style.tokens)
         return gather_with_gradient(rows, -1, self.mesh.tensor) if self.style.gather else rows
-
-
-def _without_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """Stop the gradient of the row of padding_idx, as torch's embedding does."""
-    if padding_idx is None:
-        return rows
-    return torch.where((ids.flatten() == padding_idx)[:, None], rows.detach(), rows)
 
 
 class SummedParameters(ParallelizedModule):
@@ -483,7 +437,5 @@ def _require_plain(module: Any) -> None:
 
 def is_transposed_matmul(module: nn.Module) -> bool:
     """Whether the module is transformers' Conv1D, whose weight is [in, out]."""
-    origin = "transformers.pytorch_utils"
-    return any(
-        (each.__module__, each.__name__) == (origin, "Conv1D") for each in type(module).mro()
-    )
+    conv1d = ("transformers.pytorch_utils", "Conv1D")
+    return any((each.__module__, each.__name__) == conv1d for each in type(module).mro())

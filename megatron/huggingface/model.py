@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.data.bert import BertBatch
-from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, has_window
 from megatron.huggingface.layers import ColumnLinear
@@ -132,9 +131,9 @@ class HuggingFace(nn.Module):
     def denominators(self, batch: Any) -> list[float]:
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
-    def arguments(self, batch: GPT2Batch) -> dict[str, Any]:
-        """Arguments of the model's forward. In a batch that is padded at its end no token attends
-        to padding."""
+    def embed(self, batch: Any) -> dict[str, Any]:
+        """Arguments of the model's forward: such a model is a single stage. In a batch that is
+        padded at its end no token attends to padding."""
         if batch.document_starts is None:
             return {"input_ids": batch.tokens}
         if self.has_window:
@@ -149,10 +148,6 @@ class HuggingFace(nn.Module):
             "attention_mask": mask,
         }
 
-    def embed(self, batch: Any) -> Any:
-        """Arguments of the model's forward: such a model is a single stage."""
-        return self.arguments(batch)
-
     def layers(
         self, x: Any, batch: Any, cache: KeyValueCache | None = None, *, numbers: Any = None
     ) -> Tensor:
@@ -162,27 +157,22 @@ class HuggingFace(nn.Module):
         self.batch_keys.keys = dropout_keys(batch)
         with self.arithmetic():
             if cache is not None:
+                from transformers import DynamicCache
+
                 if not self.has_run:
                     self._call(x)  # its second try would read the tokens into the cache twice
-                x = x | self._following(cache, batch)
+                if cache.other is None:
+                    cache.other = DynamicCache(config=self.model.config)
+                x = x | {"past_key_values": cache.other, "use_cache": True}
+                if cache.first is not None:
+                    count = cache.length + batch.tokens.shape[1]
+                    columns = torch.arange(count, device=cache.first.device)
+                    is_real = columns >= cache.first[:, None]
+                    x |= {"attention_mask": is_real.long(), "position_ids": batch.positions}
             output = self._call(x)
         if cache is not None:
             cache.advance(batch.tokens.shape[1])
         return output.flatten(0, 1)
-
-    def _following(self, cache: KeyValueCache, batch: GPT2Batch) -> dict[str, Any]:
-        """Further arguments of forward for tokens that follow those of the cache."""
-        from transformers import DynamicCache
-
-        if cache.other is None:
-            cache.other = DynamicCache(config=self.model.config)
-        found: dict[str, Any] = {"past_key_values": cache.other, "use_cache": True}
-        if cache.first is not None:
-            count = cache.length + batch.tokens.shape[1]
-            columns = torch.arange(count, device=cache.first.device)
-            is_real = columns >= cache.first[:, None]
-            found |= {"attention_mask": is_real.long(), "position_ids": batch.positions}
-        return found
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Context in which the model's code runs, and in which its layers are recomputed."""
@@ -268,7 +258,7 @@ class HuggingFaceMasked(HuggingFace):
     def denominators(self, batch: BertBatch) -> list[float]:
         return [float(np.count_nonzero(batch.loss_mask))]
 
-    def arguments(self, batch: Any) -> dict[str, Any]:
+    def embed(self, batch: Any) -> dict[str, Any]:
         found = {"input_ids": batch.tokens, "attention_mask": batch.is_real.to(torch.int64)}
         if self.config.has_token_types:
             found["token_type_ids"] = batch.token_types

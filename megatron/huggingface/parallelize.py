@@ -21,26 +21,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from inspect import unwrap
+from itertools import takewhile
 from typing import Any
+from warnings import warn
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.huggingface.layers import (
-    MOVES,
-    ChannelEmbedding,
-    ColumnLinear,
-    ParallelizedModule,
-    RowLinear,
-    ShardedParameters,
-    SharedHeads,
-    SummedParameters,
-    TensorParallelInput,
-    TiedParameterHolder,
-    VocabularyEmbedding,
-    is_transposed_matmul,
-)
+from megatron.huggingface import layers
+from megatron.huggingface.layers import ParallelizedModule, ShardedParameters, SharedInput
 from megatron.huggingface.plan import (
     Column,
     Local,
@@ -55,15 +47,19 @@ from megatron.huggingface.plan import (
 )
 from megatron.parallel.layers_llama import key_value_heads_in_use
 from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.regions import gather_with_gradient, split_with_gradient
 from megatron.parallel.sharding import gather_whole
 
 Named = tuple[str, Style]  # (name of a module, its style)
+Inputs = Sequence[Any] | Mapping[str, Any]  # arguments of a forward, by position or by name
 # Names of layers that compute the heads of queries, and of those that compute keys or values.
 QUERIES = ("q_proj", "query", "query_key_value", "qkv_proj", "c_attn")
 KEYS = ("k_proj", "v_proj", "key", "value")
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: Plan, mesh: Mesh, inputs: Inputs | None = None
+) -> nn.Module:
     """Cut a model in place over the tensor axis of the mesh, as the plan says, and return it.
 
     Pass the whole model: it no longer shares parameters with modules outside of it. The model may
@@ -76,17 +72,22 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
     a match, a module that cannot be cut that way, and parameters that two modules share but would
     cut differently; the model is then unchanged.
 
+    inputs: arguments of the model's forward, of a small batch, as a list or by name. A forward on
+    their shapes finds the column layers that read one tensor, whose gradient is then summed over
+    the ranks once. Models of transformers have such inputs (`dummy_inputs`). Without inputs, each
+    layer sums its own term, which is as right and sends more.
+
     GradientBuckets of the model sum gradients over samples. They also sum those of Summed, and of
     other parameters that ranks hold whole inside a cut region, over the tensor axis.
     Without GradientBuckets, `.grad` is this rank's term of the sum.
     """
     if mesh.tensor_parallel_mode != "1d":
         raise ValueError(f"a plan cuts along one axis: 1d, not {mesh.tensor_parallel_mode}")
-    tensor_input, tensor = TensorParallelInput(mesh.tensor), mesh.tensor
+    tensor = mesh.tensor
     modules = dict(model.named_modules())
     styles = _styles(model, plan)
     styles += _of_ties(model, styles, modules)
-    styles = [*_with_heads(model, _each_summed(styles, modules), modules, tensor)]
+    styles = [*_with_heads(model, styles, modules, tensor)]
     for name, style in styles:
         if isinstance(style, Local):
             for attribute in style.attributes:
@@ -98,58 +99,144 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> nn.Module:
                     raise PlanError(f"{name}: {attribute} {number} is no multiple of {ranks}")
         elif isinstance(style, Redistribute):
             for before, after in (*style.inputs.values(), *style.outputs.values()):
-                if (before, after) not in MOVES:
+                if {before, after} not in ({"whole", "tokens"}, {"whole", "channels"}):
                     raise PlanError(f"{name}: no tensor goes from {before} to {after}")
-    # Cut stand-ins on meta first: the model is unchanged if its plan is refused.
+    # Stand-ins on meta are cut first: the model is unchanged if its plan is refused.
     shapes = {
         id(each): nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
         for each in model.parameters()
     }
     rehearsal = ShardedParameters(mesh, {})
-    probes = {name: _probe(module, shapes) for name, module in modules.items()}
-    _cut(probes, styles, tensor_input, rehearsal)
+    _cut(_stand_ins(modules, shapes), styles, rehearsal)
     for original, where in _held_outside(modules).items():
         if (entry := rehearsal.by_id.get(id(shapes[original]))) is not None:
             raise PlanError(
                 f"{entry[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
-    _cut(modules, styles, tensor_input, ShardedParameters(mesh, {}))
+    inputs = inputs or getattr(model, "dummy_inputs", None)
+    groups = _readers_of_one_tensor(modules, styles, inputs) if inputs and tensor.size > 1 else {}
+    _cut(modules, styles, ShardedParameters(mesh, {}))
+    shared_inputs: dict[str, SharedInput] = {}
+    for names, caller in groups.items():
+        shared = SharedInput()
+        modules[caller].register_forward_pre_hook(shared.open)
+        modules[caller].register_forward_hook(shared.close)
+        shared_inputs |= dict.fromkeys(names, shared)
     for name, style in styles:
         module = modules[name]
+        if isinstance(module, layers.ColumnLinear):
+            module.shared_input = shared_inputs.get(name, SharedInput())
         if isinstance(style, Local):
             for attribute in style.attributes:
                 setattr(module, attribute, getattr(module, attribute) // tensor.size)
             for attribute, value in style.values:
                 setattr(module, attribute, value)
         elif isinstance(style, Redistribute):
-            moving = _Moving(name, style, tensor_input)
+            moving = _Moving(name, style, tensor, shared_inputs.get(name, SharedInput()))
             if style.inputs:
                 module.register_forward_pre_hook(moving.enter, with_kwargs=True)
             if style.outputs:
                 module.register_forward_hook(moving.leave)
-    model.register_forward_hook(tensor_input.clear)
     return model
 
 
-def _probe(module: nn.Module, shapes: Mapping[int, nn.Parameter]) -> nn.Module:
-    """A stand-in with the module's class and attributes; changes to it do not change the module.
-    shapes: the module's parameters without memory, by the ids of the real ones."""
-    probe: nn.Module = object.__new__(type(module))
-    own = {
-        name: each.copy() if isinstance(each, dict) else each for name, each in vars(module).items()
+def _stand_ins(
+    modules: Mapping[str, nn.Module], tensors: Mapping[int, Tensor]
+) -> dict[str, nn.Module]:
+    """Modules with the classes and attributes of the model's, which run and change without them.
+    tensors: their parameters and buffers, by the ids of the model's."""
+    copies: dict[int, nn.Module] = {
+        id(module): object.__new__(type(module)) for module in modules.values()
     }
-    parameters = module._parameters.items()
-    own["_parameters"] = {
-        name: None if each is None else shapes[id(each)] for name, each in parameters
-    }
-    probe.__dict__.update(own)
-    return probe
+    for module in modules.values():
+        attributes = {
+            name: value.copy() if isinstance(value, dict) else value
+            for name, value in vars(module).items()
+        }
+        for own, replacements in (
+            ("_parameters", tensors),
+            ("_buffers", tensors),
+            ("_modules", copies),
+        ):
+            attributes[own] = {
+                name: replacements.get(id(value), value) for name, value in attributes[own].items()
+            }
+        vars(copies[id(module)]).update(attributes)
+    return {name: copies[id(module)] for name, module in modules.items()}
+
+
+def _readers_of_one_tensor(
+    modules: Mapping[str, nn.Module], styles: Sequence[Named], inputs: Inputs
+) -> dict[tuple[str, ...], str]:
+    """{names of modules that the plan cuts and that read one tensor: the innermost module that
+    calls them all}. They are column layers, and those whose Redistribute gathers the tensor.
+
+    The model runs once with these inputs, on tensors that have shapes and no memory.
+    """
+    reads: dict[str, list[int | str]] = {}  # positions or names of arguments
+    for name, style in styles:
+        if isinstance(style, Column) and not isinstance(modules[name], nn.Embedding):
+            reads.setdefault(name, []).append(0)
+        elif isinstance(style, Redistribute):
+            gathered = [key for key, move in style.inputs.items() if move == ("tokens", "whole")]
+            reads.setdefault(name, []).extend(gathered)
+    running: list[str] = []
+    # By the id of a tensor, which must not die: (it, its readers, the modules that ran then).
+    found: dict[int, tuple[Any, list[str], list[list[str]]]] = {}
+
+    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = dict[int | str, Any](enumerate(args)) | kwargs
+        is_matmul = _is_matmul(modules[name])
+        for key in reads.get(name, ()):
+            if isinstance(x := values.get(key), Tensor):
+                _, names, callers = found.setdefault(id(x), (x, [], []))
+                names.append(name)
+                callers.append([*running] if is_matmul else [*running, name])
+        running.append(name)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            tensors = {
+                id(each): torch.empty(each.shape, dtype=each.dtype)
+                for module in modules.values()
+                for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            }
+            copies = _stand_ins(modules, tensors)
+            for name, module in copies.items():
+                module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+                module.register_forward_hook(leave)
+            is_by_name = isinstance(inputs, Mapping)
+            by_key: dict[Any, Any] = dict(inputs if is_by_name else enumerate(inputs))
+            for key, value in by_key.items():
+                if isinstance(value, Tensor):
+                    by_key[key] = torch.empty(value.shape, dtype=value.dtype)
+            model = copies[""].eval()
+            if is_by_name:
+                model(**by_key)
+            else:
+                model(*by_key.values())
+    except Exception as error:  # from the model's code, which may read values
+        warn(
+            "every column layer sums the gradient of its input by itself, which is slower: the "
+            f"model does not run on shapes alone ({type(error).__name__}: {error})",
+            stacklevel=3,
+        )
+        return {}
+    groups: dict[tuple[str, ...], str] = {}
+    for _, names, callers in found.values():
+        if len(names) > 1:
+            levels = zip(*callers, strict=False)  # from the model inwards
+            common = [*takewhile(lambda level: len({*level}) == 1, levels)]
+            groups[tuple(sorted({*names}))] = common[-1][0]
+    return groups
 
 
 def _cut(
     modules: Mapping[str, nn.Module],
     styles: Sequence[Named],
-    tensor_input: TensorParallelInput,
     parameters: ShardedParameters,
 ) -> None:
     """Give the modules that hold parameters of the plan their classes and shards."""
@@ -158,7 +245,7 @@ def _cut(
         module = modules[name]
         module.__class__ = _joined(type(module), kind)  # type: ignore[arg-type]
         assert isinstance(module, ParallelizedModule)
-        module.full_name, module.tensor_input, module.layouts = name, tensor_input, {}
+        module.full_name, module.layouts = name, {}
         on_meta = any(each.is_meta for each in module.parameters(recurse=False))
         module.attach(parameters.mesh, is_on_meta=on_meta)
         module.prepare(style, parameters)
@@ -169,14 +256,14 @@ def _cut(
         if isinstance(modules[name], ParallelizedModule):
             raise PlanError(f"{name} is cut already: a model is parallelized once, by one plan")
         is_summed, axis = isinstance(style, Summed), parameters.mesh.tensor
-        kind = SummedParameters if is_summed else _class_of(name, modules[name], style, axis)
+        kind = layers.SummedParameters if is_summed else _class_of(name, modules[name], style, axis)
         adopt(name, kind, style)
     for name, module in modules.items():
         is_held = any(id(each) in parameters.by_id for each in module._parameters.values())
         # One module knows the mesh, even if the plan cuts nothing.
         is_first = not name and not parameters.by_id
         if not isinstance(module, ParallelizedModule) and (is_held or is_first):
-            adopt(name, TiedParameterHolder, None)
+            adopt(name, layers.TiedParameterHolder, None)
 
 
 def _styles(model: nn.Module, plan: Plan) -> list[Named]:
@@ -198,29 +285,22 @@ def _styles(model: nn.Module, plan: Plan) -> list[Named]:
         if not fitting:
             raise PlanError(f"the plan's {pattern!r} fits no module of the model")
         chosen |= dict.fromkeys(fitting, styles)
-    found: list[tuple[str, Style]] = []
+    found: list[Named] = []
     for name, module in modules.items():
         styles = chosen.get(name, ())
         is_several = isinstance(styles, Sequence) and not isinstance(styles, str)
         for style in styles if is_several else [styles]:
             if isinstance(style, str | Mapping):
-                own = read_style(name, style)
+                style = read_style(name, style)
+            elif not isinstance(style, Style):
+                style = of_torch(name, style)
+            if isinstance(style, Row) and isinstance(module, nn.Embedding):
+                style = Vocabulary(style.tokens)  # torch's name for it is row-wise
+            if isinstance(style, Summed):  # of every module inside that has parameters
+                inside = [each for each in module.modules() if [*each.parameters(recurse=False)]]
+                found += [(first[id(each)], style) for each in inside]
             else:
-                own = style if isinstance(style, Style) else of_torch(name, style)
-            if isinstance(own, Row) and isinstance(module, nn.Embedding):
-                own = Vocabulary(own.tokens)  # torch's name for it is row-wise
-            found.append((name, own))
-    return found
-
-
-def _each_summed(styles: Sequence[Named], modules: Mapping[str, nn.Module]) -> list[Named]:
-    """The same styles, with each Summed given to every module inside that has parameters."""
-    first = {id(module): name for name, module in modules.items()}
-    found: list[Named] = []
-    for name, style in styles:
-        inner = modules[name].modules() if isinstance(style, Summed) else ()
-        own = [first[id(each)] for each in inner if [*each.parameters(recurse=False)]]
-        found += [(each, style) for each in own] if isinstance(style, Summed) else [(name, style)]
+                found.append((name, style))
     return found
 
 
@@ -299,7 +379,8 @@ class _Moving:
 
     name: str
     style: Redistribute
-    tensor_input: TensorParallelInput
+    axis: Axis
+    shared_input: SharedInput
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = dict[int | str, Any](enumerate(args)) | kwargs
@@ -320,8 +401,16 @@ class _Moving:
                 raise RuntimeError(
                     f"{self.name} has no input or output {key!r}, which a plan moves"
                 )
-            if isinstance(values[key], Tensor):
-                values[key] = MOVES[move](values[key], self.tensor_input)
+            if not isinstance(x := values[key], Tensor):
+                continue
+            match move:
+                case "tokens", "whole":
+                    values[key] = self.shared_input.gather(x, self.axis)
+                case "channels", "whole":
+                    values[key] = gather_with_gradient(x, -1, self.axis)
+                case "whole", kind:
+                    dim = 1 if kind == "tokens" else -1
+                    values[key] = split_with_gradient(x, dim, self.axis)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -348,13 +437,13 @@ def _joined(model_class: type, kind: type[ParallelizedModule]) -> type:
     bases: tuple[type, ...] = (kind, model_class)
     if issubclass(kind, nn.Embedding):
         bases = (kind,) if model_class is nn.Embedding else (model_class, kind)
-    is_named = kind is TiedParameterHolder  # all its code is the model's
+    is_named = kind is layers.TiedParameterHolder  # all its code is the model's
     name = model_class.__name__ if is_named else f"{kind.__name__}Of{model_class.__name__}"
     return type(name, bases, {})
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed_matmul(module)
+    return isinstance(module, nn.Linear) or layers.is_transposed_matmul(module)
 
 
 def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[ParallelizedModule]:
@@ -362,14 +451,13 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pa
     kinds: dict[type, type[ParallelizedModule]] = {}
     known: type[nn.Module] = nn.Module
     if isinstance(module, nn.Embedding):
-        kinds, known = {Vocabulary: VocabularyEmbedding, Column: ChannelEmbedding}, nn.Embedding
+        kinds, known = {Vocabulary: layers.CutEmbedding, Column: layers.CutEmbedding}, nn.Embedding
     elif _is_matmul(module):
-        kinds, known = {Column: ColumnLinear, Row: RowLinear}, nn.Linear
-        if isinstance(style, Column) and style.heads % tensor.size:
-            kinds[Column] = SharedHeads
+        kinds, known = {Column: layers.ColumnLinear, Row: layers.RowLinear}, nn.Linear
         if isinstance(style, Column) and style.queries % tensor.size:
             raise PlanError(f"{name}: {tensor.size} ranks cannot share {style.queries} query heads")
-        if kinds[Column] is SharedHeads and (style.parts > 1 or style.gather):
+        is_shared = isinstance(style, Column) and style.heads % tensor.size > 0
+        if is_shared and (style.parts > 1 or style.gather):
             allowed = "Column(gather=True) without heads works"
             raise PlanError(f"{name}: heads that ranks share are of one part, and cut; {allowed}")
     own = type(module)
@@ -377,7 +465,7 @@ def _class_of(name: str, module: nn.Module, style: Any, tensor: Axis) -> type[Pa
         raise PlanError(f"{name} is a {own.__name__}, which cannot be cut as {style}")
     forward = unwrap(own.forward)
     is_plain = forward is known.forward or (
-        is_transposed_matmul(module) and own.__name__ == "Conv1D"
+        layers.is_transposed_matmul(module) and own.__name__ == "Conv1D"
     )
     goes_on = known is nn.Embedding and "__class__" in forward.__code__.co_freevars
     if "weight" not in dict(module.named_parameters(recurse=False)):
@@ -412,21 +500,21 @@ def of_torch(name: str, style: Any) -> Style:
     def moves(before: Any, after: Any) -> dict[Any, tuple[str, str]]:
         """Changes of layout, by position or name; a layout of None leaves the tensor as it is."""
         if not isinstance(before, Mapping):
-            before, after = (
-                dict(enumerate(each if isinstance(each, tuple) else (each,)))
-                for each in (before, after)
-            )
-        known = {key: (layout, after.get(key)) for key, layout in before.items()}
-        found = {key: (kind(a), kind(b)) for key, (a, b) in known.items() if a and b}
-        return {key: move for key, move in found.items() if move[0] != move[1]}
+            before = dict(enumerate(before if isinstance(before, tuple) else (before,)))
+            after = dict(enumerate(after if isinstance(after, tuple) else (after,)))
+        found = {}
+        for key, layout in before.items():
+            if layout and after.get(key) and kind(layout) != kind(after[key]):
+                found[key] = (kind(layout), kind(after[key]))
+        return found
 
     is_local = getattr(style, "use_local_output", True)  # otherwise code sees whole sizes
     match style:
         case torchs.ColwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
-            # Code that reads a DTensor sees it whole.
-            gather = leaving == "whole" or (leaving == "channels" and not is_local)
             if entering in ("whole", "tokens") and leaving in ("whole", "channels"):
+                # Code that reads a DTensor sees it whole.
+                gather = leaving == "whole" or not is_local
                 return Column(gather=gather, tokens=entering == "tokens")
         case torchs.RowwiseParallel():
             entering, leaving = kind(style.input_layouts[0]), kind(style.output_layouts[0])
@@ -445,5 +533,9 @@ def of_torch(name: str, style: Any) -> Style:
             outputs = moves(style.output_layouts, style.desired_output_layouts)
             if is_local or all(move[1] == "whole" for move in outputs.values()):
                 return Redistribute({}, outputs)
+        case torchs.PrepareModuleInputOutput():
+            before: Any = of_torch(name, style.prepare_module_input)
+            after: Any = of_torch(name, style.prepare_module_output)
+            return Redistribute(before.inputs, after.outputs)
     values = ", ".join(f"{key}={value}" for key, value in vars(style).items())
     raise PlanError(f"{name}: no layer here does what {type(style).__name__}({values}) says")

@@ -27,7 +27,7 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.huggingface.config import NAMES, HuggingFaceConfig
-from megatron.huggingface.layers import ColumnLinear, SharedHeads, WeightLayout
+from megatron.huggingface.layers import ColumnLinear, WeightLayout
 from megatron.huggingface.plan import Local, PlanError, read_plan, read_toml
 from megatron.huggingface.replacements import Wide
 from megatron.huggingface.weights import layout_of
@@ -293,27 +293,21 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         materialize(
             model, device=mesh.device, dtype=torch.float64, seed=0, values=lambda _: iter(values)
         )
-    found: dict[str, Any]
+    own: dict[str, Any]
     try:
-        found = _compare(ours, alone, batch, wanted, layouts, mesh)
+        own = _compare(ours, alone, batch, wanted, layouts, mesh)
     except Exception as error:  # from the model's code, which the plan breaks
-        found = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        own = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         if (place := wanted.place) is not None:
-            found["failure"] = f"{place}: {found['failure']}"
-    return _of_all_ranks(found, mesh)
-
-
-def _of_all_ranks(own: dict[str, Any], mesh: Mesh) -> Proof:
+            own["failure"] = f"{place}: {own['failure']}"
     ranks = mesh.control.gather(own)
     failures = [each["failure"] for each in ranks if "failure" in each]
     if failures:
         return Proof(tensor=mesh.tensor.size, failure=failures[0], gradients={}, outputs={})
-    largest: dict[str, Any] = {}
+    largest: dict[str, Any] = {key: max(each[key] for each in ranks) for key in ("loss", "logits")}
     for key in ("gradients", "outputs", "dropped"):
         names = dict.fromkeys(name for each in ranks for name in each[key])
         largest[key] = {name: max(each[key].get(name, 0.0) for each in ranks) for name in names}
-    for key in ("loss", "logits"):
-        largest[key] = max(each[key] for each in ranks)
     flops = max(each["flops"] for each in ranks)
     return Proof(tensor=mesh.tensor.size, flops=flops, **largest)
 
@@ -374,7 +368,7 @@ def _batch(model: Any, device: torch.device) -> tuple[Any, dict[str, Any]]:
     for name, value in vars(batch).items():
         if isinstance(value, np.ndarray):
             object.__setattr__(batch, name, torch.from_numpy(value).to(device))
-    return batch, model.arguments(batch) | {"attention_mask": batch.is_real.long()}
+    return batch, model.embed(batch) | {"attention_mask": batch.is_real.long()}
 
 
 @dataclass
@@ -484,7 +478,7 @@ def _compare(
         ours.layers(ours.embed(batch), batch)
     outputs: dict[str, Tensor] = {}
     with torch.no_grad(), Wide(), _watched(ours.model, outputs, enter):
-        logits = ours.model(**ours.arguments(batch), use_cache=False).logits
+        logits = ours.model(**ours.embed(batch), use_cache=False).logits
     if logits.shape != wanted.logits.shape:  # the output layer stays cut
         logits = gather_from(logits, -1, mesh.tensor)
     modules = dict(ours.model.named_modules())
@@ -540,7 +534,8 @@ def _step(model: Any, buckets: GradientBuckets, batch: Any) -> tuple[Tensor, dic
 
 def _whole(found: Tensor, expected: Tensor, module: nn.Module, mesh: Mesh) -> Tensor | None:
     """A module's output, whole as in the unmodified model; None where it cannot be compared."""
-    if isinstance(module, SharedHeads) or found.dim() != expected.dim():
+    is_column = isinstance(module, ColumnLinear)
+    if (is_column and module.rows_in_use is not None) or found.dim() != expected.dim():
         return None
     t = mesh.tensor.size
     cut = [dim for dim, size in enumerate(expected.shape) if size != found.shape[dim]]
@@ -549,7 +544,7 @@ def _whole(found: Tensor, expected: Tensor, module: nn.Module, mesh: Mesh) -> Te
     (dim, *others) = cut
     if others or found.shape[dim] * t != expected.shape[dim]:
         return None
-    parts = module.style.parts if isinstance(module, ColumnLinear) else 1
+    parts = module.style.parts if is_column else 1
     if parts == 1:
         return gather_from(found, dim, mesh.tensor)
     return gather_from(found.unflatten(-1, (parts, -1)), -1, mesh.tensor).flatten(-2)

@@ -217,8 +217,23 @@ def run_attention(
             raise NotImplementedError(f"{type(module).__name__}: attention dropout with {what}")
         if causal:
             attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        heads = attention_by_scores(query, key, value, attention_mask, softcap, sinks)
-        return heads.transpose(1, 2).contiguous(), None
+        # No fused kernel computes these: softcap c makes scores c tanh(scores / c), and each of
+        # sinks [a] is one more score of its head, without a value.
+        shared, count = query.shape[1] // key.shape[1], key.shape[2]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        scores = query @ key.transpose(2, 3) * size**-0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        elif attention_mask is not None:
+            scores = scores + attention_mask
+        if sinks is not None:
+            more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, more], -1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = scores.softmax(-1, dtype=wide)[..., :count].to(query.dtype)
+        return (probabilities @ value).transpose(1, 2).contiguous(), None
     core: Any = getattr(module, "megatron_core", None)
     if core is None and dropout:
         raise NotImplementedError(f"{type(module).__name__}: attention dropout of such a class")
@@ -234,33 +249,6 @@ def run_attention(
         core.dropout = dropout
         heads = core(query, key, value, attention_mask, causal, core.batch_keys.keys)
     return heads.transpose(1, 2).contiguous(), None
-
-
-def attention_by_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention [b, a, s, d] that no fused kernel computes: softcap c makes scores c tanh(scores /
-    c). mask: bool, or added to the scores. sinks: [a], one more score per head, without a value."""
-    shared = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        more = sinks.view(1, -1, 1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, more], -1)
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.softmax(-1, dtype=wide)[..., : key.shape[2]]
-    return shares.to(query.dtype) @ value
 
 
 # Attributes of attention modules with the dropout probability that they pass to run_attention.

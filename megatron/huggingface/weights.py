@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,29 +77,14 @@ class Bare:
         return Bare(model, model.state_dict(), first)
 
 
-@dataclass(frozen=True)
-class Files:
-    """The tensors of a folder, by their keys in its files."""
-
-    folder: Path
-    places: Mapping[str, Any]  # key: the open file that has it
-
-    def get(self, key: str) -> Tensor:
-        found: Tensor = self.places[key].get_tensor(key)
-        return found
-
-    def slice_of(self, key: str) -> Any:
-        return self.places[key].get_slice(key)
-
-
-def open_files(folder: Path, stack: ExitStack) -> Files:
-    """Open the folder's files, which `stack` closes. Raises ValueError or OSError, naming the file,
-    if one is missing or damaged."""
+def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """{key of a tensor: the open file of the folder that has it}; `stack` closes the files. Raises
+    ValueError or OSError, naming the file, if one is missing or damaged."""
     names = [SINGLE]
     if not (folder / SINGLE).is_file():
         index = json.loads((folder / INDEX).read_bytes())
         names = sorted(set(index["weight_map"].values()))
-    places: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for name in names:
         try:
             file = stack.enter_context(safe_open(folder / name, "pt"))
@@ -106,26 +92,22 @@ def open_files(folder: Path, stack: ExitStack) -> Files:
             raise FileNotFoundError(f"{folder / name} is not there: {INDEX} lists it") from None
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
-        places |= dict.fromkeys(file.keys(), file)
-    return Files(folder, places)
+        files |= dict.fromkeys(file.keys(), file)
+    return files
 
 
-@dataclass(frozen=True)
-class Matches:
-    """Names in a model for the tensors of a folder.
+Group = tuple[Any, str, list[tuple[str, str]]]
+"""A converter of transformers, the name that it is called with, and its (pattern, key) pairs."""
 
-    of: {first name of a parameter, or name of a buffer: keys of its tensors}. made: for weights
-    computed from several tensors, (converter of transformers, name that it is called with, its
-    (pattern, key) pairs). unknown: {name that the model would have: key} of other tensors.
+
+def match(
+    bare: Bare, keys: Iterable[str]
+) -> tuple[dict[str, list[str]], list[Group], dict[str, str]]:
+    """Match the keys of a folder's tensors to names as transformers' from_pretrained does.
+
+    Returns {first name of a parameter, or name of a buffer: keys of its tensors}; a group for each
+    weight that is computed from several tensors; {name that the model would have: key} of the rest.
     """
-
-    of: dict[str, list[str]]
-    made: list[tuple[Any, str, list[tuple[str, str]]]]
-    unknown: dict[str, str]
-
-
-def match(bare: Bare, keys: Iterable[str]) -> Matches:
-    """Match keys to names as transformers' from_pretrained does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -138,32 +120,22 @@ def match(bare: Bare, keys: Iterable[str]) -> Matches:
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    found = Matches({}, [], {})
-    made: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
+    groups: dict[str, Group] = {}
+    unknown: dict[str, str] = {}
     for key in sorted(keys, key=dot_natural_key):
         prefix = bare.model.base_model_prefix
         name, pattern = rename_source_key(key, renamings, converters, prefix, bare.state)
         if name not in bare.state and key in bare.state:
             name, pattern = rename_source_key(key, [], [], prefix, bare.state)
         if name not in bare.state:
-            found.unknown[name] = key
+            unknown[name] = key
         elif pattern is None:
-            found.of.setdefault(bare.first.get(name, name), []).append(key)
+            found.setdefault(bare.first.get(name, name), []).append(key)
         else:
-            group = made.setdefault(name, (deepcopy(by_pattern[pattern]), name, []))
+            group = groups.setdefault(name, (deepcopy(by_pattern[pattern]), name, []))
             group[2].append((pattern, key))
-    found.made.extend(made.values())
-    return found
-
-
-def convert(bare: Bare, files: Files, group: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (first name, whole tensor as the model writes it) for all that a converter makes."""
-    converter, name, parts = group
-    for pattern, key in parts:
-        converter.add_tensor(name, key, pattern, lambda key=key: files.get(key))
-    made = converter.convert(name, model=bare.model, config=bare.model.config)
-    for each, value in made.items():
-        yield bare.first.get(each, each), value[0] if isinstance(value, list) else value
+    return found, [*groups.values()], unknown
 
 
 def load_folder(
@@ -202,48 +174,53 @@ def read_weights(
     another shape.
     """
     bare = Bare.of(model.config, model.auto_class)
-    missing = {bare.first[name] for name in bare.first}
+    missing = {*bare.first.values()}
+
+    def fill(name: str, part: Any) -> None:
+        """part: the whole tensor as the model writes it, or a slice of a file."""
+        is_tensor = isinstance(part, Tensor)
+        shape = list(part.shape if is_tensor else part.get_shape())
+        own = bare.state[name]
+        if shape != list(own.shape):
+            raise ValueError(f"{folder}: {name} is {shape}, and {list(own.shape)} by config.json")
+        if name not in missing:  # a buffer, which no checkpoint keeps
+            value = part if is_tensor else part[...]
+            if not torch.equal(own.to(value.dtype), value):
+                raise ValueError(
+                    f"{folder}: {name} is no parameter, and another than config.json makes it: it "
+                    "would be lost"
+                )
+            return
+        missing.remove(name)
+        if not is_tensor and (dtype := part.get_dtype()) not in FLOATS:
+            raise ValueError(f"{folder}: {name} is {dtype}; {', '.join(FLOATS)} would work")
+        spec, local = shards[f"model.{name}"]
+        _copy(part, local, spec, layout_of(model, f"model.{name}"))
+
     with ExitStack() as stack:
         files = open_files(folder, stack)
-        found = match(bare, files.places)
-        left_out = _left_out(bare, found.unknown, folder)
-
-        def fill(name: str, part: Any) -> None:
-            """part: the whole tensor as the model writes it, or a slice of a file."""
-            shape, wanted = list(_shape(part)), list(bare.state[name].shape)
-            if shape != wanted:
-                raise ValueError(f"{folder}: {name} is {shape}, and {wanted} by config.json")
-            if name not in missing:
-                _require_buffer(bare, name, part, folder)
-                return
-            missing.remove(name)
-            dtype = None if isinstance(part, Tensor) else part.get_dtype()
-            if dtype not in (None, *FLOATS):
-                raise ValueError(f"{folder}: {name} is {dtype}; {', '.join(FLOATS)} would work")
-            spec, local = shards[f"model.{name}"]
-            _copy(part, local, spec, layout_of(model, f"model.{name}"))
-
-        for name, (key, *others) in found.of.items():
+        found, groups, unknown = match(bare, files)
+        left_out = _left_out(bare, unknown, folder)
+        for name, (key, *others) in found.items():
             for other in others:
-                if not torch.equal(files.get(key), files.get(other)):
+                if not torch.equal(files[key].get_tensor(key), files[other].get_tensor(other)):
                     raise ValueError(
                         f"{folder}: {key} and {other} differ, and config.json ties them"
                     )
-            fill(name, files.slice_of(key))
-        for group in found.made:
-            for name, value in convert(bare, files, group):
-                fill(name, value)
+            fill(name, files[key].get_slice(key))
+        for converter, name, parts in groups:
+            for pattern, key in parts:
+                converter.add_tensor(name, key, pattern, partial(files[key].get_tensor, key))
+            made = converter.convert(name, model=bare.model, config=bare.model.config)
+            for each, value in made.items():
+                whole = value[0] if isinstance(value, list) else value
+                fill(bare.first.get(each, each), whole)
     if missing:
         raise ValueError(
             f"{folder} lacks {_listed(missing)} of {type(bare.model).__name__}: a folder with "
             "all weights, or --random-weights, would work"
         )
     return left_out
-
-
-def _shape(part: Any) -> Iterable[int]:
-    shape: Iterable[int] = part.shape if isinstance(part, Tensor) else part.get_shape()
-    return shape
 
 
 def _copy(part: Any, local: Tensor, spec: ShardingSpec, layout: WeightLayout) -> None:
@@ -272,21 +249,12 @@ def _copy(part: Any, local: Tensor, spec: ShardingSpec, layout: WeightLayout) ->
     spec.real(local).copy_(layout.from_original(original))
 
 
-def _require_buffer(bare: Bare, name: str, part: Any, folder: Path) -> None:
-    """Raise ValueError for a buffer whose value is not the one that config.json makes: no
-    checkpoint would keep it."""
-    value = part if isinstance(part, Tensor) else part[...]
-    own = bare.state[name]
-    if not torch.equal(own.to(value.dtype), value):
-        raise ValueError(
-            f"{folder}: {name} is no parameter, and another than config.json makes it: it would "
-            "be lost"
-        )
-
-
 def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]:
-    """Keys of unknown names that other classes have, without names that transformers ignores.
-    Raises ValueError for the rest."""
+    """Keys of unknown names that other classes have, without names that transformers ignores: a
+    folder of BERT for pretraining also has the head of the second task. Raises ValueError for the
+    rest."""
+    import transformers
+
     patterns = list(bare.model._keys_to_ignore_on_load_unexpected or ())  # in transformers 5.23
     # Buffers that are no longer saved.
     patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$"]
@@ -295,7 +263,14 @@ def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]
         for name, key in unknown.items()
         if not any(re.search(pattern, name) for pattern in patterns)
     }
-    known = _relatives(bare) if rest else set()
+    if not rest:
+        return []
+    config, known = bare.model.config, set[str]()
+    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kinds.append(transformers.MODEL_FOR_PRETRAINING_MAPPING.get(type(config), None))
+    for kind in filter(None, kinds):
+        with torch.device("meta"):
+            known |= kind(config).state_dict().keys()
     prefix = f"{bare.model.base_model_prefix}."
     heads = {name: key for name, key in rest.items() if {name, prefix + name} & known}
     if strange := [key for name, key in rest.items() if name not in heads]:
@@ -303,22 +278,6 @@ def _left_out(bare: Bare, unknown: Mapping[str, str], folder: Path) -> list[str]
             f"{folder} has {_listed(strange)}, for which {type(bare.model).__name__} has no part"
         )
     return sorted(heads.values())
-
-
-def _relatives(bare: Bare) -> set[str]:
-    """Names in the model's other classes: a folder of BERT for pretraining also has the head of the
-    second task."""
-    import transformers
-
-    found: set[str] = set()
-    config = bare.model.config
-    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
-    mapping = transformers.MODEL_FOR_PRETRAINING_MAPPING
-    kinds += [mapping[type(config)]] if type(config) in mapping else []
-    for kind in filter(None, kinds):
-        with torch.device("meta"):
-            found |= kind(config).state_dict().keys()
-    return found
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """A model that was not written for parallel layers, cut by a plan, is the model in fp64: output,
 gradient of its input, every gradient; what would not be is refused by name."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
 from tests.tiny import leave_to_autograd, mesh_of_ranks
+from tools.layouts.meters import counting
 
 HIDDEN, INNER, WORDS = 8, 16, 13
 CPU = torch.device("cpu")
@@ -356,7 +358,7 @@ def check_right(world: int) -> dict[str, float]:
     for name, case in RIGHT.items():
         model, x = built(case.make), inputs(case.of_ids)
         wanted = results(model, x)
-        parallelize(model, case.plan, mesh)
+        parallelize(model, case.plan, mesh, [x])
         twin = deepcopy(model)
         of_twin = GradientBuckets(twin)
         leave_to_autograd(twin)
@@ -384,11 +386,34 @@ def test_a_transposed_weight_on_one_rank_is_the_model_s_for_its_code() -> None:
     assert errors(results(model, x, buckets), wanted) < 1e-12
 
 
+def reads_values(m: Layers, x: Tensor) -> Tensor:
+    return gated(m, x) if float(x.detach().sum()) else x
+
+
+def check_sums() -> list[tuple[int, int]]:
+    """(collectives of forward and backward, warnings) with inputs, without, and if the model's code
+    needs the values of its inputs."""
+    mesh, found = mesh_of_ranks(2), []
+    for forward, has_inputs in ((gated, True), (gated, False), (reads_values, True)):
+        model, x = built(partial(with_gate, forward)), inputs(False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            parallelize(model, GATED, mesh, [x] if has_inputs else None)
+        with counting(mesh) as counts:
+            model(x).sum().backward()
+        found.append((counts.calls["tensor"], len(caught)))
+    return found
+
+
+def test_layers_that_read_one_tensor_sum_its_gradient_once(gloo: Pool) -> None:
+    assert gloo.run(2, check_sums) == [[(2, 0), (3, 0), (3, 1)]] * 2
+
+
 def check_twice_on_a_leaf() -> float:
     """Modules that are called without the model, of whose call nothing is left after a backward."""
     model, x = built(partial(with_gate, gated)), inputs(False)
     whole = {name: model.get_parameter(f"{name}.weight").detach() for name in ("up", "gate")}
-    parallelize(model, GATED, mesh_of_ranks(2))
+    parallelize(model, GATED, mesh_of_ranks(2), [x])
     assert model.get_parameter("up.weight").shape[1] == HIDDEN
     for name in ("up", "gate", "up"):
         model.get_submodule(name)(x).sum().backward()

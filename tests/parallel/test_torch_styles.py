@@ -2,6 +2,7 @@
 model of one process and torch's own parallelize_module, in fp64."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -192,9 +193,9 @@ def ours(world: int, name: str, way: str) -> Found:
     mesh, model = mesh_of_ranks(world), built()
     layer, whole = PLANS[name]
     if way == "one dictionary":
-        parallelize(model, of_model(layer, whole), mesh)
+        parallelize(model, of_model(layer, whole), mesh, [IDS])
     elif way == "own heads":
-        parallelize(model, own_heads(name), mesh)
+        parallelize(model, own_heads(name), mesh, [IDS])
     else:  # as the tutorial has it
         parallelize(model, whole, mesh)
         for block in model.layers.values():
@@ -266,7 +267,7 @@ def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
     counts = []
     for layers in (1, 2):
         mesh, model = mesh_of_ranks(world), built(layers)
-        parallelize(model, plan, mesh)
+        parallelize(model, plan, mesh, [IDS])
         with counting(mesh) as found:
             backward(model)
         counts.append((found.calls["tensor"], found.sent_bytes["tensor"]))
@@ -329,8 +330,10 @@ REFUSED: list[tuple[str, Any]] = [
         PrepareModuleInputOutput(
             input_layouts=tokens,
             desired_input_layouts=whole,
+            use_local_input=True,
             output_layouts=whole,
             desired_output_layouts=tokens,
+            use_local_output=False,
         ),
     ),
     ("output", Mine()),
@@ -346,7 +349,7 @@ def test_a_style_that_no_style_of_ours_means_is_refused_by_name(name: str, style
     assert field_of(error) == name
 
 
-def moved(world: int) -> float:
+def moved(world: int, in_one: bool) -> float:
     """By names of arguments, of outputs, and of what is None."""
 
     class Middle(nn.Module):
@@ -374,16 +377,51 @@ def moved(world: int) -> float:
         "input_kwarg_layouts": {"other": whole, "mask": whole},
         "desired_input_kwarg_layouts": {"other": tokens, "mask": tokens},
     }
-    moves = [
-        taking((whole,), (tokens,), use_local_output=True, **by_name),
-        giving((tokens, tokens), (whole, whole)),
-    ]
-    plan = {"middle": moves}
-    model = parallelize(model, plan, mesh_of_ranks(world))
+    if in_one:
+        by_both: Any = PrepareModuleInputOutput(
+            input_layouts=(whole,),
+            desired_input_layouts=(tokens,),
+            use_local_input=True,
+            output_layouts=(tokens, tokens),
+            desired_output_layouts=(whole, whole),
+            **by_name,
+        )
+    else:
+        by_both = [
+            taking((whole,), (tokens,), use_local_output=True, **by_name),
+            giving((tokens, tokens), (whole, whole)),
+        ]
+    model = parallelize(model, {"middle": by_both}, mesh_of_ranks(world))
     model(x).square().sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)
 
 
-def test_inputs_and_outputs_are_moved_by_name(gloo: Pool) -> None:
-    assert max(gloo.run(2, moved, 2)) < 1e-13
+@pytest.mark.parametrize("in_one", [False, True])
+def test_inputs_and_outputs_are_moved_by_name(gloo: Pool, in_one: bool) -> None:
+    assert max(gloo.run(2, moved, 2, in_one)) < 1e-13
+
+
+def of_own_tokens() -> float:
+    """SequenceParallel of a norm and of a dropout, which has no parameters and here drops none."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5)).double().eval()
+    wanted, x = deepcopy(model), torch.randn(2, TOKENS, 4).double()
+    wanted(x).square().sum().backward()
+    plan = {
+        "1": [taking(whole, tokens, use_local_output=True), SequenceParallel()],
+        "2": [SequenceParallel(), giving(tokens, whole)],
+    }
+    widths: list[int] = []
+    model[2].register_forward_hook(lambda _, args, __: widths.append(args[0].shape[1]))
+    parallelize(model, plan, mesh_of_ranks(2))
+    buckets = GradientBuckets(model)
+    with buckets.accumulate(is_last=True):
+        model(x).square().sum().backward()
+    assert widths == [TOKENS // 2]
+    found = {view.name: gather_whole(view.gradient, view.spec) for view in buckets.views}
+    return errors(found, {name: each.grad for name, each in wanted.named_parameters()})
+
+
+def test_norm_and_dropout_run_on_own_tokens(gloo: Pool) -> None:
+    assert max(gloo.run(2, of_own_tokens)) < 1e-13
