@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.huggingface.plan import Column, PlanError, Row, Summed, Vocabulary
-from megatron.parallel.bucket import GradientView
 from megatron.parallel.collectives import Cut, Pair, gather_from, start_sum
 from megatron.parallel.cross_entropy import linear_cross_entropy
 from megatron.parallel.layers import DIVISIBLE_BY, Gathered, linear, look_up, look_up_own, multiply
