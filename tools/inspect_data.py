@@ -322,7 +322,7 @@ def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) ->
     count = len(samples)
     content = sum(len(ids) for sample in samples for ids in sample.labels)
     truncated = sum(sample.pair.truncated for sample in samples)
-    counts = [each.one_sentence(count) for each in data.blocks]
+    counts = [each.one_sentence(count) for each in data.splits]
     single, documents = map(sum, zip(*counts, strict=True))
     yield Row(name="padding", found=1 - (content + SPECIAL * count) / (count * seq_length))
     yield Row(name="tokens that did not fit", found=truncated / (content + truncated))

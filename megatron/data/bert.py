@@ -385,37 +385,17 @@ class BertSample:
     """Tokens that the model reads."""
 
 
-class BertDataset:
-    """A split of a data set or of a blend, as a series of samples.
-
-    samples_per_epoch: samples until one data set of the blend starts its second epoch.
-    samples_in(n): until one has been read n times.
-    """
-
-    def __init__(
-        self,
-        series: Series[Blocks],
-        *,
-        tokenizer: BertTokenizer,
-        masking: Masking,
-        short_seq_prob: float,
-    ) -> None:
-        self.samples_per_epoch = series.samples_per_epoch
-        self.samples_in = series.samples_in
-        self.blocks = tuple(series.splits)
-        self._series = series
-        self._tokenizer = tokenizer
-        self._masking = masking
-        self._short_seq_prob = short_seq_prob
+@dataclass(kw_only=True, eq=False)
+class BertDataset(Series[Blocks]):
+    tokenizer: BertTokenizer
+    masking: Masking
+    short_seq_prob: float
 
     def batch(self, numbers: Sequence[int]) -> BertBatch:
-        """The samples of these numbers, in their order.
-
-        Raises ValueError past the end of a split that is not endless, and for ids outside the
-        vocabulary.
-        """
-        samples, marks = self.samples(numbers), self._tokenizer
-        shape = len(samples), self.blocks[0].length + SPECIAL
+        """Raises ValueError past the end of a split that is not endless, and for ids outside the
+        vocabulary."""
+        samples, marks = self.samples(numbers), self.tokenizer
+        shape = len(samples), self.splits[0].length + SPECIAL
         labels, types = np.full(shape, marks.pad, np.int64), np.zeros(shape, np.int64)
         is_real, loss_mask = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
         labels[:, 0] = marks.cls
@@ -443,21 +423,21 @@ class BertDataset:
     def samples(self, numbers: Sequence[int]) -> list[BertSample]:
         """The samples of batch(), each with how it was drawn."""
         samples: dict[int, BertSample] = {}
-        for blocks, rows, block_numbers in self._series.locate(numbers):
+        for blocks, rows, block_numbers in self.locate(numbers):
             for row, block_number in zip(rows.tolist(), block_numbers.tolist(), strict=True):
-                key = (self._series.seed % 2**64 << 64) + numbers[row]
+                key = (self.seed % 2**64 << 64) + numbers[row]
                 rng = np.random.Generator(np.random.Philox(key=key))
                 block, is_spare = blocks.draw(block_number, rng)
-                pair = draw_pair(block, blocks.length, self._short_seq_prob, rng)
+                pair = draw_pair(block, blocks.length, self.short_seq_prob, rng)
                 labels = [
                     blocks.data.read(segment.start, segment.stop).astype(np.int64)
                     for segment in (pair.first, pair.second)
                 ]
                 highest = max(int(ids.max()) for ids in labels)
-                check_highest_id(blocks.data.prefix, highest, len(self._masking.is_continuation))
-                is_masked = self._masking.choose(labels, rng)
+                check_highest_id(blocks.data.prefix, highest, len(self.masking.is_continuation))
+                is_masked = self.masking.choose(labels, rng)
                 tokens = [
-                    self._masking.replace(ids, where, rng)
+                    self.masking.replace(ids, where, rng)
                     for ids, where in zip(labels, is_masked, strict=True)
                 ]
                 samples[row] = BertSample(
@@ -490,7 +470,8 @@ def open_bert_splits(
             "would work"
         )
     for source in corpus.sources:
-        if (known := source.data.description) is not None and known.eod is not None:
+        description = source.data.description
+        if description is not None and description.eod is not None:
             raise ValueError(
                 f"--data-path: the documents of {source.data.prefix} end with a mark; data of "
                 "tools/preprocess_data.py --split-sentences would work"

@@ -1,5 +1,5 @@
-"""Arrays that are computed from files of a data set and kept beside them, in a hidden file:
-`datasets` takes every other file of a folder for data."""
+"""Results computed from files of a data set, in a hidden file beside them: `datasets` takes every
+other file of a folder for data."""
 
 import json
 import os

@@ -20,8 +20,7 @@ from megatron.data.cache import Entries, scan_once
 from megatron.data.files import DataError, sha256, with_suffix
 from megatron.data.json_lines import OPENERS, is_text, parse_line, parse_record, read_lines
 from megatron.data.map_style import (
-    check_no_config,
-    check_only_split,
+    check_no_choice,
     names_map_style,
     open_map_style,
 )
@@ -67,12 +66,12 @@ def open_documents(
     if names_map_style(path):
         return open_map_style(path, column=key, split=split, config=config)
     if not names_documents(path):
-        pair = with_suffix(path, ".idx").is_file()
-        found = "is a .bin and .idx pair, of packed tokens" if pair else "is no file of documents"
-        works = f"{path} without --pad" if pair else "a file named *.parquet or *.jsonl"
+        kind, works = "no file of documents", "a file named *.parquet or *.jsonl"
+        if with_suffix(path, ".idx").is_file():
+            kind, works = "a .bin and .idx pair, of packed tokens", f"{path} without --pad"
         if is_text(path):
-            found, works = "is a text file", f"--dataset-name {path}"
-        raise ValueError(f"--data-path {path} {found}, which --pad does not read; {works} works")
+            kind, works = "a text file", f"--dataset-name {path}"
+        raise ValueError(f"--data-path {path} is {kind}, which --pad does not read; {works} works")
     if (ending := Path(path).suffix) in OPENERS:
         raise ValueError(
             f"--data-path {path} is compressed, so that no single line can be read; the file "
@@ -80,8 +79,7 @@ def open_documents(
         )
     if not Path(path).is_file():
         raise ValueError(f"--data-path {path}: there is no such file")
-    check_only_split(split, None, f"--data-path {path}")
-    check_no_config(config, f"--data-path {path}")
+    check_no_choice(f"--data-path {path}", split=split, config=config)
     return JsonLines(path, key)
 
 
@@ -102,7 +100,11 @@ class JsonLines:
         self.num_bytes = int(self._sizes.sum(dtype=np.int64))
         self.content = f"SHA-256 {lines['digest']}, key {key}"
         bad, first_bad = lines["bad"], lines["first_bad"]
-        if bad and self.num_documents <= 1 and _is_array(path):  # its last line may be a document
+        with Path(path).open("rb") as stream:
+            start = stream.read(100).strip()
+            stream.seek(-min(100, Path(path).stat().st_size), os.SEEK_END)
+            is_array = start.startswith(b"[") and stream.read().rstrip().endswith(b"]")
+        if bad and self.num_documents <= 1 and is_array:  # its last line may be a document
             raise ValueError(
                 f"--data-path {path} is one JSON array, not lines; --dataset-name {path} reads it"
             )
@@ -155,14 +157,6 @@ def _scan(path: str, key: str) -> Entries:
     yield "starts", np.frombuffer(starts, np.int64)
     yield "sizes", np.frombuffer(sizes, np.int32)
     yield from {"digest": digest.result(), "bad": bad, "first_bad": first_bad}.items()
-
-
-def _is_array(path: str) -> bool:
-    """Whether the file begins and ends as a JSON array does."""
-    with Path(path).open("rb") as stream:
-        first = stream.read(100).strip()
-        stream.seek(-min(100, Path(path).stat().st_size), os.SEEK_END)
-        return first.startswith(b"[") and stream.read().rstrip().endswith(b"]")
 
 
 def _line_number(path: str, offset: int) -> int:

@@ -60,11 +60,11 @@ class Boundaries:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        wanted = [f"--{name.replace('_', '-')}" for name in flags if getattr(self, name)]
-        if wanted and self.eod is None:
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        if flags and self.eod is None:
             raise ValueError(
-                f"{' '.join(wanted)} needs end marks between documents, and --data-path has none; "
+                f"{' '.join(flags)} needs end marks between documents, and --data-path has none; "
                 "data of tools/preprocess_data.py without --no-append-eod would work"
             )
 
@@ -123,33 +123,20 @@ class RandomText:
         return Boundaries(eod=None).batch(ids.astype(np.int32))
 
 
-class GPT2Dataset:
-    """A split of a data set or of a blend, as a series of samples.
-
-    samples_per_epoch: samples until one data set of the blend starts its second epoch.
-    samples_in(n): until one has been read n times.
-    """
-
-    def __init__(
-        self, series: Series[TokenRange], *, vocab_size: int, boundaries: Boundaries
-    ) -> None:
-        self.samples_per_epoch = series.samples_per_epoch
-        self.samples_in = series.samples_in
-        self._series = series
-        self._vocab_size = vocab_size
-        self._boundaries = boundaries
+@dataclass(kw_only=True, eq=False)
+class GPT2Dataset(Series[TokenRange]):
+    vocab_size: int
+    boundaries: Boundaries
 
     def batch(self, numbers: Sequence[int]) -> GPT2Batch:
-        """The samples of these numbers, in their order.
-
-        Raises ValueError past the end of a split that is not endless, and for ids outside the
-        vocabulary.
-        """
-        window = np.empty((len(numbers), self._series.splits[0].seq_length + 1), np.int32)
-        for tokens, rows, samples in self._series.locate(numbers):
-            window[rows] = read = tokens.read(samples.tolist())
-            check_highest_id(tokens.data.prefix, int(read.max()), self._vocab_size)
-        return self._boundaries.batch(window)
+        """Raises ValueError past the end of a split that is not endless, and for ids outside the
+        vocabulary."""
+        window = np.empty((len(numbers), self.splits[0].seq_length + 1), np.int32)
+        for tokens, rows, samples in self.locate(numbers):
+            ids = tokens.read(samples.tolist())
+            check_highest_id(tokens.data.prefix, int(ids.max()), self.vocab_size)
+            window[rows] = ids
+        return self.boundaries.batch(window)
 
 
 def open_splits(
@@ -176,15 +163,14 @@ def open_splits(
     )
 
     def cut(data: IndexedDataset, documents: range, name: str) -> TokenRange:
-        found = TokenRange(data, data.token_range(documents), seq_length)
-        if not len(found):
-            count = len(found.tokens)
+        tokens = data.token_range(documents)
+        if len(tokens) <= seq_length:
             raise ValueError(
                 f"--seq-length {seq_length} is too long for the {name} split of {data.prefix}, of "
-                f"{count} tokens; --seq-length {max(1, count - 1)} or a larger part of --split "
-                "would work"
+                f"{len(tokens)} tokens; --seq-length {max(1, len(tokens) - 1)} or a larger part of "
+                "--split would work"
             )
-        return found
+        return TokenRange(data, tokens, seq_length)
 
     make = partial(GPT2Dataset, vocab_size=corpus.vocab_size, boundaries=boundaries)
     return open_series(corpus, split, seed, cut, make, shuffle=shuffle)

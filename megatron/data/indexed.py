@@ -142,12 +142,11 @@ def sum_shards(shards: Sequence[ShardFacts]) -> dict[str, Any]:
     """The counts and checksums of a Description with these shards."""
     totals: dict[str, Any] = {}
     for name in ("documents", "tokens", *OPTIONAL_COUNTS):
-        known = [count for shard in shards if (count := getattr(shard, name)) is not None]
-        totals[name] = sum(known) if known else None
-    for kind in ("sha256", "sample_sha256"):
-        for name in (f"bin_{kind}", f"idx_{kind}"):
-            found = [getattr(shard, name) for shard in shards]
-            totals[name] = None if None in found else _digest(found)
+        counts = [count for shard in shards if (count := getattr(shard, name)) is not None]
+        totals[name] = sum(counts) if counts else None
+    for name in ("bin_sha256", "idx_sha256", "bin_sample_sha256", "idx_sample_sha256"):
+        sums = [getattr(shard, name) for shard in shards]
+        totals[name] = None if None in sums else _digest(sums)
     return totals
 
 
@@ -281,8 +280,8 @@ def _existing(prefix: str, suffix: str) -> Path:
     if file.is_file():
         return file
     longer = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]
-    found = [each for each in longer if with_suffix(each, ".idx").is_file()]
-    works = " or ".join(found) or "P_text_document, for P_text_document.bin and its .idx,"
+    existing = [each for each in longer if with_suffix(each, ".idx").is_file()]
+    works = " or ".join(existing) or "P_text_document, for P_text_document.bin and its .idx,"
     raise FileNotFoundError(f"{file} is not there; {works} would work")
 
 
@@ -348,12 +347,13 @@ class IndexedDataset:
         """Identity of the content: the SHA-256 of the .bin in the sidecar, and of the index if that
         says where sentences end; then a digest of the samples of all files, which are read anew."""
         if self.description is None:
-            said = f"{self.num_tokens * self.dtype.itemsize} bytes"
+            sidecar = f"{self.num_tokens * self.dtype.itemsize} bytes"
         else:
             has_index = self.description.sentences is not None
             index = f", index {self.description.idx_sha256}" if has_index else ""
-            said = f"SHA-256 {self.description.bin_sha256}{index}"
-        return f"{said}{SAMPLE}{_digest([each for shard in self.shards for each in shard.samples])}"
+            sidecar = f"SHA-256 {self.description.bin_sha256}{index}"
+        samples = [sample for shard in self.shards for sample in shard.samples]
+        return f"{sidecar}{SAMPLE}{_digest(samples)}"
 
     @property
     def has_sentences(self) -> bool:
@@ -408,11 +408,11 @@ class IndexedDataset:
                 break
 
 
-def check_sum(file: str, found: str, expected: str, what: str = "its SHA-256") -> None:
+def check_sum(file: str, actual: str, expected: str, what: str = "its SHA-256") -> None:
     """Raises ValueError if a file is not what its sidecar says."""
-    if found != expected:
+    if actual != expected:
         raise ValueError(
-            f"{file} has changed: {what} is {found}, and was {expected}; tools/preprocess_data.py "
+            f"{file} has changed: {what} is {actual}, and was {expected}; tools/preprocess_data.py "
             "makes it anew, and without the .json it is read as it is"
         )
 

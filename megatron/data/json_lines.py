@@ -68,37 +68,37 @@ def find_shards(paths: Sequence[Path], endings: Sequence[str] = (*LINES, TEXT)) 
     read, and for the output of a step that has not finished.
     """
     shards: list[Path] = []
+    names = tuple(ending + more for ending in endings for more in ("", *OPENERS))
+    readable = f"named *{', *'.join(endings)}, with or without {', '.join(OPENERS)}"
     for path in paths:
-        if path.is_dir():
-            shards += _in_folder(path, endings)
-        elif path.is_file():
+        if path.is_file():
             shards.append(path)
-        else:
+            continue
+        if not path.is_dir():
             raise ValueError(f"--input {path}: there is no such file or folder")
+        if (path / WORK).exists() and not (path / MANIFEST).exists():
+            raise ValueError(
+                f"--input {path} is the output of a step that has not finished; its command again "
+                "finishes it"
+            )
+        content = [
+            each
+            for each in sorted(path.iterdir())
+            if each.name not in NOT_SHARDS and not each.name.startswith(".")
+        ]
+        in_folder = {each for each in content if each.is_file() and each.name.endswith(names)}
+        if not in_folder:
+            message = f"--input {path} holds no file {readable}"
+            for below in filter(Path.is_dir, sorted(path.iterdir())):
+                if any(each.name.endswith(names) for each in below.iterdir()):
+                    raise ValueError(f"{message}; {below} does, and --input {below} would work")
+            raise ValueError(message)
+        shards += sorted(in_folder)
+        others = (f"{each.name}{'/' * each.is_dir()}" for each in content if each not in in_folder)
+        warn_not_read(f"--input {path}", others, f"files {readable}, are read")
     if not shards:
         raise ValueError("--input is to be followed by files of documents, or folders of them")
     return shards
-
-
-def _in_folder(folder: Path, endings: Sequence[str]) -> list[Path]:
-    if (folder / WORK).exists() and not (folder / MANIFEST).exists():
-        raise ValueError(
-            f"--input {folder} is the output of a step that has not finished; its command again "
-            "finishes it"
-        )
-    names = tuple(ending + more for ending in endings for more in ("", *OPENERS))
-    content = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.name not in NOT_SHARDS and not path.name.startswith(".")
-    ]
-    found = {path for path in content if path.is_file() and path.name.endswith(names)}
-    readable = f"named *{', *'.join(endings)}, with or without {', '.join(OPENERS)}"
-    if not found:
-        raise ValueError(f"--input {folder} holds no file {readable}{_below(folder, names)}")
-    others = (f"{path.name}{'/' * path.is_dir()}" for path in content if path not in found)
-    warn_not_read(f"--input {folder}", others, f"files {readable}, are read")
-    return sorted(found)
 
 
 def warn_not_read(where: str, names: Iterable[str], works: str) -> None:
@@ -114,14 +114,6 @@ def warn_not_read(where: str, names: Iterable[str], works: str) -> None:
 def _warn(message: str) -> None:
     """Warns once per process, which may look for its input several times."""
     warnings.warn(message, stacklevel=4)
-
-
-def _below(folder: Path, names: tuple[str, ...]) -> str:
-    """End of a message that names the first subfolder with shards; empty if there is none."""
-    for below in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if any(path.name.endswith(names) for path in below.iterdir()):
-            return f"; {below} does, and --input {below} would work"
-    return ""
 
 
 @contextlib.contextmanager
@@ -175,11 +167,6 @@ def bare_name(file: Path | str) -> str:
 def is_text(file: Path | str) -> bool:
     """Whether the file is one document, not one per line."""
     return bare_name(file).endswith(TEXT)
-
-
-def is_whole(file: Path | str) -> bool:
-    """Whether the file can only be read from start to end: compressed, or one document."""
-    return Path(file).suffix in OPENERS or is_text(file)
 
 
 def read_shard(
@@ -248,7 +235,18 @@ def parse_json(line: bytes) -> Any:
             return value
     except ValueError:  # json also accepts what JSON does not allow, such as NaN
         pass
-    return _parse_leniently(line)
+    try:
+        value = json.loads(line.decode())
+    except RecursionError:  # the depth at which it happens depends on the caller
+        raise ValueError(f"nested deeper than {DEEPEST}") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    _has_large_number(value)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair") from None
+    return value
 
 
 def _has_large_number(value: Any, depth: int = 0) -> bool:
@@ -263,18 +261,3 @@ def _has_large_number(value: Any, depth: int = 0) -> bool:
         return False
     large = [_has_large_number(each, depth + 1) for each in value]
     return any(large)
-
-
-def _parse_leniently(line: bytes) -> Any:
-    try:
-        record = json.loads(line.decode())
-    except RecursionError:  # the depth at which it happens depends on the caller
-        raise ValueError(f"nested deeper than {DEEPEST}") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    _has_large_number(record)
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair") from None
-    return record

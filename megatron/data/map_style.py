@@ -155,12 +155,12 @@ def check_column(column: str, schema: Any, name: str) -> None:
 
     texts = [field.name for field in schema if is_text(field.type)]
     if column not in texts:
-        found = f" (it is {schema.field(column).type})" if column in schema.names else ""
-        there = (
-            f"but {', '.join(texts)}; --text-column {texts[0]} works" if texts else "nor another"
-        )
+        kind = f" (it is {schema.field(column).type})" if column in schema.names else ""
+        works = "nor another"
+        if texts:
+            works = f"but {', '.join(texts)}; --text-column {texts[0]} works"
         raise ValueError(
-            f"--text-column {column}: {name} has no such column of text{found}, {there}"
+            f"--text-column {column}: {name} has no such column of text{kind}, {works}"
         )
 
 
@@ -180,13 +180,12 @@ def open_map_style(
     """
     place, name = Path(path), f"--data-path {path}"
     if place.is_file():
-        check_only_split(split, None, name)
-        check_no_config(config, name)
+        check_no_choice(name, split=split, config=config)
         return _open_parquet(place, [place], column, "", name)
     if not place.is_dir():
         raise ValueError(f"{name}: there is no such file")
     if is_saved(place):
-        check_no_config(config, name)
+        check_no_choice(name, config=config)
         try:
             dataset = datasets.load_from_disk(place, keep_in_memory=False)
         except (ValueError, OSError, KeyError) as error:
@@ -197,7 +196,7 @@ def open_map_style(
             split = choose_split(split, list(dataset), name)
             dataset = dataset[split]
         else:
-            check_only_split(split, dataset.split, name)
+            check_no_choice(name, split=split, only=dataset.split)
         return _open_dataset(dataset, place, column, split or "", name)
     with TemporaryDirectory() as cache, one_line_errors(name, config):  # no data is copied
         try:
@@ -271,30 +270,29 @@ def _open_dataset(
     return ColumnDocuments(name, dataset, column, cached)
 
 
-def choose_split(split: str | None, known: Sequence[str], name: str) -> str:
-    """The split, by default "train"; ValueError, naming the known ones, if it is not known."""
+def choose_split(split: str | None, splits: Sequence[str], name: str) -> str:
+    """The split, by default "train"; ValueError, naming the others, if it is not there."""
     chosen = split or DEFAULT_SPLIT
-    if chosen not in known:
+    if chosen not in splits:
         raise ValueError(
-            f"--dataset-split {chosen}: {name} has {', '.join(known)}; "
-            f"--dataset-split {known[0]} works"
+            f"--dataset-split {chosen}: {name} has {', '.join(splits)}; "
+            f"--dataset-split {splits[0]} works"
         )
     return chosen
 
 
-def check_only_split(split: str | None, only: object, name: str) -> None:
-    """ValueError if a split is asked for and the data are another split, or have none."""
-    if split is not None and split != str(only):
-        found = "not divided into splits" if only is None else f"the split {only}"
-        raise ValueError(f"--dataset-split {split}: {name} is {found}; leave out --dataset-split")
-
-
-def check_no_config(config: str | None, name: str) -> None:
-    """ValueError if a configuration is asked for and the data have none."""
+def check_no_choice(
+    name: str, *, split: str | None = None, config: str | None = None, only: object = None
+) -> None:
+    """ValueError if a configuration is asked for, of data that have none, or a split, of data that
+    are the split `only`, or None for no split."""
     if config is not None:
         raise ValueError(
             f"--dataset-config {config}: {name} has no configurations; leave out --dataset-config"
         )
+    if split is not None and split != str(only):
+        kind = "not divided into splits" if only is None else f"the split {only}"
+        raise ValueError(f"--dataset-split {split}: {name} is {kind}; leave out --dataset-split")
 
 
 def open_named(
@@ -314,7 +312,8 @@ def load_named(
     split: by default "train"; also "train[:10%]" or "train+test". Returns a datasets.Dataset, or
     with `streaming` an IterableDataset. Raises ValueError, naming the flag, in one line.
     """
-    flag, wanted, path = f"--dataset-name {name}", split or DEFAULT_SPLIT, Path(name)
+    flag, path = f"--dataset-name {name}", Path(name)
+    split = split or DEFAULT_SPLIT
     if is_saved(path):
         raise ValueError(f"{flag} is a folder of save_to_disk; --data-path {name} works")
     where: dict[str, Any] = {"path": name}
@@ -341,9 +340,9 @@ def load_named(
             builder.download_and_prepare()
     try:
         open_split = builder.as_streaming_dataset if streaming else builder.as_dataset
-        return open_split(split=wanted)
+        return open_split(split=split)
     except ValueError as error:  # the library names the splits that are there
-        raise ValueError(f"--dataset-split {wanted} of {flag}: {one_line(error)}") from error
+        raise ValueError(f"--dataset-split {split} of {flag}: {one_line(error)}") from error
 
 
 @contextmanager
@@ -363,8 +362,8 @@ def one_line_errors(flag: str, config: str | None) -> Iterator[None]:
     except ValueError as error:  # the library names the configs that are there
         if str(error).startswith(flag):
             raise
-        given = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
-        raise ValueError(f"{given}: {one_line(error)}") from error
+        flags = f"--dataset-config {config} of {flag}" if config else f"{flag} --dataset-config C"
+        raise ValueError(f"{flags}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

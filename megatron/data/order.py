@@ -6,6 +6,7 @@ computed number by number.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from math import floor, gcd, lcm
@@ -42,8 +43,8 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
         )
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
-    for name, weight, found in zip(SPLITS, weights, (training, validation, test), strict=True):
-        if weight and not found:
+    for name, weight, part in zip(SPLITS, weights, (training, validation, test), strict=True):
+        if weight and not part:
             raise ValueError(
                 f"--split {split} leaves no document of {documents} for {name}; a larger weight, "
                 "or 0, would work"
@@ -109,9 +110,9 @@ class Blend:
         if (total := sum(shares)) > LONGEST_PERIOD:
             nearest = (round(Fraction(share * LONGEST_PERIOD, total)) for share in shares)
             rounded = _whole_numbers([Fraction(max(1, share)) for share in nearest])
-            given, used = (" : ".join(map(str, each)) for each in (shares, rounded))
+            fine, coarse = (" : ".join(map(str, each)) for each in (shares, rounded))
             warnings.warn(
-                f"--data-path: weights {given} are too fine for an exact order; {used} is used",
+                f"--data-path: weights {fine} are too fine for an exact order; {coarse} is used",
                 stacklevel=2,
             )
             shares = rounded
@@ -157,34 +158,32 @@ def _whole_numbers(weights: Sequence[Fraction]) -> list[int]:
     return [number // gcd(*numbers) for number in numbers]
 
 
+@dataclass(kw_only=True, eq=False)
 class Series(Generic[SplitOfOne]):
-    """Sample numbers of a split; each epoch of each data set has its own order.
+    """A split of a data set or of a blend, as a series of samples; each epoch of each data set has
+    its own order.
 
     The training series never ends: each data set goes on with its next epoch, in another order.
-    samples_per_epoch: samples until one data set of the blend starts its second epoch. splits: the
-    part of each data set in the split; its length is its number of samples. shuffle: False takes
-    every epoch in file order.
+    Each kind of model adds `batch`, which makes the samples of these numbers, in their order.
     """
 
-    def __init__(
-        self,
-        name: str,
-        splits: Sequence[SplitOfOne],
-        blend: Blend,
-        seed: int,
-        *,
-        shuffle: bool = True,
-    ) -> None:
-        self.splits = splits
-        self.seed = seed
-        self._name = name
-        self._blend = blend
-        self._shuffle = shuffle
+    name: str
+    """One of SPLITS."""
+    splits: Sequence[SplitOfOne]
+    """The part of each data set in the split; its length is its number of samples."""
+    blend: Blend
+    seed: int
+    shuffle: bool = True
+    """False takes every epoch in file order."""
+    samples_per_epoch: int = field(init=False)
+    """Samples until one data set of the blend starts its second epoch."""
+
+    def __post_init__(self) -> None:
         self.samples_per_epoch = self.samples_in(1)
 
     def samples_in(self, epochs: int) -> int:
         """Samples until one data set of the blend has been read `epochs` times."""
-        return self._blend.samples_before_repeat([epochs * len(each) for each in self.splits])
+        return self.blend.samples_before_repeat([epochs * len(each) for each in self.splits])
 
     def locate(
         self, numbers: Sequence[int]
@@ -193,16 +192,16 @@ class Series(Generic[SplitOfOne]):
 
         Raises ValueError past the end of a split that is not endless.
         """
-        if self._name != "training" and max(numbers) >= self.samples_per_epoch:
+        if self.name != "training" and max(numbers) >= self.samples_per_epoch:
             raise ValueError(
-                f"the {self._name} split ends after {self.samples_per_epoch} samples; fewer "
+                f"the {self.name} split ends after {self.samples_per_epoch} samples; fewer "
                 "--eval-iters, or a larger part of --split, would work"
             )
-        sources, local = self._blend.locate(np.asarray(numbers, np.int64))
+        sources, local = self.blend.locate(np.asarray(numbers, np.int64))
         for source in np.unique(sources).tolist():
             split, rows = self.splits[source], np.flatnonzero(sources == source)
             epochs, within = np.divmod(local[rows], len(split))
-            if self._shuffle:
+            if self.shuffle:
                 within = permute(within, len(split), seed=self.seed, epochs=epochs)
             yield split, rows, within
 
@@ -212,14 +211,14 @@ def open_series(
     split: str,
     seed: int,
     cut: Callable[[Data, range, str], SplitOfOne],
-    make: Callable[[Series[SplitOfOne]], Dataset],
+    make: Callable[..., Dataset],
     *,
     shuffle: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(training, validation, test), None for a weight of 0; --split cuts each data set of a blend.
 
-    cut: makes the split of this name from these documents. make: a data set from a series.
-    Raises ValueError, naming the flag, for a split without documents.
+    cut: makes the split of this name from these documents. make: a subclass of Series, from its
+    fields. Raises ValueError, naming the flag, for a split without documents.
     """
     blend = Blend([source.weight for source in corpus.sources])
     datasets = [source.data for source in corpus.sources]
@@ -230,6 +229,6 @@ def open_series(
             opened.append(None)
             continue
         splits = [cut(data, each, name) for data, each in zip(datasets, documents, strict=True)]
-        opened.append(make(Series(name, splits, blend, seed, shuffle=shuffle)))
+        opened.append(make(name=name, splits=splits, blend=blend, seed=seed, shuffle=shuffle))
     training, validation, test = opened
     return training, validation, test

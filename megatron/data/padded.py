@@ -83,30 +83,19 @@ class DocumentRange:
         return len(self.documents)
 
 
-class PaddedDataset:
-    """A split of a data set or of a blend, as a series of samples.
-
-    samples_per_epoch: samples until one data set of the blend starts its second epoch.
-    samples_in(n): until one has been read n times.
-    """
-
-    def __init__(self, series: Series[DocumentRange], *, padding: Padding) -> None:
-        self.samples_per_epoch = series.samples_per_epoch
-        self.samples_in = series.samples_in
-        self._series = series
-        self._padding = padding
+@dataclass(kw_only=True, eq=False)
+class PaddedDataset(Series[DocumentRange]):
+    padding: Padding
 
     def batch(self, numbers: Sequence[int]) -> GPT2Batch:
-        """The samples of these numbers, in their order; safe in any thread.
-
-        Raises ValueError past the end of a split that is not endless, and if a file has changed.
-        """
+        """Safe in any thread. Raises ValueError past the end of a split that is not endless, and if
+        a file has changed."""
         texts: list[list[int]] = [[]] * len(numbers)
-        for split, rows, samples in self._series.locate(numbers):
-            found = split.encode([split.documents[sample] for sample in samples.tolist()])
-            for row, ids in zip(rows.tolist(), found, strict=True):
+        for split, rows, samples in self.locate(numbers):
+            encoded = split.encode([split.documents[sample] for sample in samples.tolist()])
+            for row, ids in zip(rows.tolist(), encoded, strict=True):
                 texts[row] = ids
-        return self._padding.batch(texts)
+        return self.padding.batch(texts)
 
 
 def open_padded_splits(
@@ -141,7 +130,20 @@ def open_padded_splits(
     make_encoder = _read_cached if cache_tokens else _encode_on_demand
     encoders = {id(each): make_encoder(each, tokenizer) for each in data}
     if refuse_too_long:
-        _refuse_too_long([(each, encoders[id(each)]) for each in data], padding)
+        room, count, longest = seq_length + 1, 0, 0
+        for documents in data:
+            for number, ids in _encode_all(documents, encoders[id(documents)]):
+                length = len(padding.mark(ids))
+                count += length > room
+                if length > longest:
+                    longest, where = length, (documents, number)
+        if count:
+            documents, number = where
+            raise ValueError(
+                f"--too-long refuse: {count} documents have more than {room} tokens, and "
+                f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
+                "--too-long cut works"
+            )
 
     def cut(data: Documents, documents: range, name: str) -> DocumentRange:
         return DocumentRange(encoders[id(data)], documents)
@@ -155,25 +157,6 @@ def _find(flag: str, token: str, tokenizer: Tokenizer) -> int:
         return tokenizer.token_id(token)
     except ValueError as error:
         raise ValueError(f"{flag} {token}: {error}; one of --vocab-file works") from error
-
-
-def _refuse_too_long(sources: Sequence[tuple[Documents, Encode]], padding: Padding) -> None:
-    """ValueError, naming the longest document, if one has more tokens than a sample."""
-    room = padding.seq_length + 1
-    too_long, longest = 0, 0
-    for documents, encode in sources:
-        for number, text in _encode_all(documents, encode):
-            length = len(padding.mark(text))
-            too_long += length > room
-            if length > longest:
-                longest, where = length, (documents, number)
-    if too_long:
-        documents, number = where
-        raise ValueError(
-            f"--too-long refuse: {too_long} documents have more than {room} tokens, and "
-            f"{documents.place(number)} has {longest}; --seq-length {longest - 1} or "
-            "--too-long cut works"
-        )
 
 
 def _encode_all(documents: Documents, encode: Encode) -> Iterator[tuple[int, list[int]]]:

@@ -219,9 +219,9 @@ def require_sequences(corpus: Corpus[IndexedDataset], *, sentences: bool) -> Non
     """ValueError unless all data sets hold sentences, as BERT reads them; if False, documents."""
     for source in corpus.sources:
         if source.data.has_sentences != sentences:
-            found, how = ("whole documents", "with") if sentences else ("sentences", "without")
+            content, how = ("whole documents", "with") if sentences else ("sentences", "without")
             raise ValueError(
-                f"--data-path: {source.data.prefix} holds {found}; one that "
+                f"--data-path: {source.data.prefix} holds {content}; one that "
                 f"tools/preprocess_data.py wrote {how} --split-sentences would work"
             )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from megatron.data.json_lines import is_whole
+from megatron.data.json_lines import OPENERS, is_text
 from megatron.libraries import Library
 
 zstd = Library("backports.zstd", "--compress gzip")
@@ -39,6 +39,11 @@ class Unit:
     @property
     def name(self) -> str:
         return f"{self.number:05}"
+
+
+def is_whole(file: Path | str) -> bool:
+    """Whether the file can only be read from start to end: compressed, or one document."""
+    return Path(file).suffix in OPENERS or is_text(file)
 
 
 def cut(

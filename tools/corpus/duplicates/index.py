@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.json_lines import is_whole, open_shard, parse_record, read_shard
+from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
 from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, placed
+from tools.corpus.shards import Unit, is_whole, placed
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
 from tools.corpus.units import keep_rejected
 
