@@ -178,25 +178,22 @@ class MasterWeights:
         kind = HostPart if config.optimizer_cpu_offload else LocalPart
         self.parts = [bucket.hold_weights(kind) for bucket in self.buckets]
         self.moments = [(part.zeros(), part.zeros()) for part in self.parts]
-        by_bucket: list[list[FlatWeights]] = []
-        for bucket, part, moments in zip(self.buckets, self.parts, self.moments, strict=True):
-            tensors = part.masters, part.gradients, *moments
-            flats = []
-            for local, spec in bucket.own_segments:
-                decays = spec.decay or config.decay_biases_and_norms
-                decay = config.weight_decay if decays else 0.0
-                flats.append(FlatWeights(decay, *(each[local] for each in tensors)))
-            by_bucket.append(flats)
+        # With offload a call for each bucket, while others are copied. Else one for all: 244 calls
+        # took 10.1 ms at 1.2 billion parameters, their bytes 8 ms.
         numbers = list(range(len(self.buckets)))
-        self.updated = [numbers]
+        self.updated = [[n] for n in numbers] if config.optimizer_cpu_offload else [numbers]
         """Numbers of the buckets that each of `adams` updates."""
-        self.adams: list[Any]
-        if config.optimizer_cpu_offload:
-            self.updated = [[number] for number in numbers]
-            self.adams = [TorchAdam(flats, config) for flats in by_bucket]
-        else:  # in one call: 244 took 10.1 ms, their bytes 8 ms, at 1.2 billion parameters
-            every = [flat for flats in by_bucket for flat in flats]
-            self.adams = [adam_class(config.optimizer_impl)(every, config)]
+        self.adams: list[Any] = []
+        for numbers in self.updated:
+            flats = []
+            for number in numbers:
+                part, moments = self.parts[number], self.moments[number]
+                tensors = part.masters, part.gradients, *moments
+                for local, spec in self.buckets[number].own_segments:
+                    decays = spec.decay or config.decay_biases_and_norms
+                    decay = config.weight_decay if decays else 0.0
+                    flats.append(FlatWeights(decay, *(each[local] for each in tensors)))
+            self.adams.append(adam_class(config.optimizer_impl)(flats, config))
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
