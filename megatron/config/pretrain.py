@@ -63,9 +63,9 @@ class PretrainConfig:
         """Raise UsageError if two configs, or a config and world_size processes, disagree."""
         if self.data.mock_data:
             left_out(self.training, "epochs", "with --mock-data, which has no end")
-        granularities = self.model.granularities
-        if self.model.recompute_granularity not in granularities:
-            reason = f"or {' or '.join(granularities)} of a model of the kind {self.model.kind}"
+        if self.model.recompute_granularity not in self.model.granularities:
+            values = " and ".join(self.model.granularities)
+            reason = f"with a model of the kind {self.model.kind}, which has {values}"
             left_out(self.model, "recompute_granularity", reason)
         self.parallel.check_kind(self.model)
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
