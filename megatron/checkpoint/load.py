@@ -80,18 +80,24 @@ def load_optimizer(
         for group, saved in zip(optimizer.param_groups, description["param_groups"], strict=True)
         for parameter, number in zip(group["params"], saved["params"], strict=True)
     }
-    # torch puts an empty state where the optimizer wants it; the checkpoint then fills it.
     state: dict[int, dict[str, Tensor]] = {}
+    slices = []
     for key, entry in checkpoint.manifest["tensors"].items():
         kind, _, name = key.partition(".")
         number = numbers.get(id(parameters.get(name)))
-        if number is not None and kind != "model":
-            is_cut = entry["shape"] == list(table[name].shape)
-            shape = table[name].local_shape if is_cut else ()
-            empty = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]))
-            state.setdefault(number, {})[kind] = empty
+        if number is None or kind == "model":
+            continue
+        spec, dtype = table[name], getattr(torch, entry["dtype"])
+        if entry["shape"] == list(spec.shape):
+            local = torch.empty(spec.local_shape, dtype=dtype)
+            state.setdefault(number, {})[kind] = local
+        else:
+            spec, local = ShardingSpec(shape=(1,)), torch.empty(1, dtype=dtype)
+            state.setdefault(number, {})[kind] = local[0]
+        slices.append(TensorSlice(key, spec, local))
+    # Files are read first: a damaged one leaves the optimizer as it is.
+    load_checkpoint(checkpoint, slices, partial=True)
     optimizer.load_state_dict({**description, "state": state})
-    load_checkpoint(checkpoint, optimizer_slices(model, optimizer, specs), partial=True)
 
 
 def _require_shared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
