@@ -81,12 +81,7 @@ def _statistics(
 
 
 def _gradient(
-    logits: Tensor,
-    maximum: Tensor,
-    factor: Tensor,
-    index: Tensor,
-    d_loss: Tensor,
-    columns: int,
+    logits: Tensor, maximum: Tensor, factor: Tensor, index: Tensor, d_loss: Tensor, columns: int
 ) -> Tensor:
     """factor x exp(logits - maximum), minus d_loss at index; 0 for padding."""
     column = torch.arange(logits.shape[1], device=logits.device)

@@ -466,9 +466,12 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         ranks = self.mesh.tokens  # each rank looks up the ids of all
-        ids, view = gather_from(as_rows(self, tokens), 0, ranks), self.gradient_views.get("weight")
-        y = sum_terms(look_up_own(ids, self.own_ids, self.weight, view), cut(0, ranks))
+        y = sum_terms(self.look_up(gather_from(as_rows(self, tokens), 0, ranks)), cut(0, ranks))
         return as_before(sum_terms(y, stream_cut(self.mesh)), tokens.shape)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """[n, h]: this rank's rows at ids [n], and zeros for ids of other ranks."""
+        return look_up_own(ids, self.own_ids, self.weight, self.gradient_views.get("weight"))
 
 
 class PositionEmbedding(ShardedModule):

@@ -120,11 +120,19 @@ class RotaryEmbedding(nn.Module):
         base: float = 10_000.0,
         scaling: tuple[float, float, float, float] | None = None,
     ) -> None:
-        """scaling: see `llama3_scaled`."""
+        """scaling: (factor, low, high, positions) of a model that reads longer texts than the
+        `positions` it was first trained on (Llama 3.1). A frequency with fewer than `low` turns
+        over these is divided by factor, one with more than `high` stays, and in between the share
+        that stays grows linearly."""
         super().__init__()
         channels = torch.arange(0, head_size, 2, device="cpu", dtype=torch.float32)
         frequencies = 1.0 / base ** (channels / head_size)
-        self.frequencies = frequencies if scaling is None else llama3_scaled(frequencies, *scaling)
+        if scaling is not None:
+            factor, low, high, positions = scaling
+            turns = positions / (2 * pi / frequencies)
+            stays = ((turns - low) / (high - low)).clamp(0, 1)
+            frequencies = (1 - stays) * frequencies / factor + stays * frequencies
+        self.frequencies = frequencies
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine [b, 1, s, d/2], in fp32 or wider. positions: int64 [b, s]. dtype: dtype
@@ -135,17 +143,6 @@ class RotaryEmbedding(nn.Module):
             self.frequencies = frequencies  # a GPU waits for them only once
         angles = positions[:, None, :, None].to(wide) * frequencies.to(wide)
         return angles.cos(), angles.sin()
-
-
-def llama3_scaled(
-    frequencies: Tensor, factor: float, low: float, high: float, positions: float
-) -> Tensor:
-    """Frequencies of a model that reads longer texts than the `positions` it was first trained on
-    (Llama 3.1). A frequency with fewer than `low` turns over these is divided by factor, one with
-    more than `high` stays, and in between the share that stays grows linearly."""
-    turns = positions / (2 * pi / frequencies)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 class _Rotate(torch.autograd.Function):
