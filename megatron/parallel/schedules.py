@@ -20,7 +20,7 @@ divides m. For m < p, gpipe and 1f1b idle as above, interleaved idles (v-1)(p-m)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -322,31 +322,31 @@ def check(lists: Lists, virtual: int) -> Facts:
     an action is missing, is there twice or on a wrong rank, if a dependency is never met, or if
     sends and receives dead-lock when each waits for its partner.
     """
-    ranks, actions = len(lists), set(chain(*lists))
-    micro_batches = 1 + max((action.micro_batch for action in actions), default=-1)
-    if not micro_batches:
-        raise ScheduleError("a schedule without any action")
-    for rank, local_actions in enumerate(lists):
-        for action, count in Counter(local_actions).items():
-            if count > 1:
-                raise ScheduleError(f"rank {rank}: {action} is there {count} times")
+    ranks, work_of = len(lists), defaultdict[tuple[int, int], list[Action]](list)
+    for rank, actions in enumerate(lists):
+        for action in actions:
             is_here = action.stage in range(rank, ranks * virtual, ranks)
             if not is_here or action.micro_batch < 0 or action.direction not in DURATIONS:
                 raise ScheduleError(f"rank {rank}: {action} is no action of this rank's stages")
-    trains = any(action.direction != "forward" for action in actions)
-    allowed, needed = (("FB", "FIW"), "F and B, or F, I and W") if trains else (("F",), "F")
+            work_of[action.stage, action.micro_batch].append(action)
+    if not work_of:
+        raise ScheduleError("a schedule without any action")
+    micro_batches = 1 + max(micro_batch for _, micro_batch in work_of)
+    trains = any(action.direction != "forward" for action in chain(*lists))
+    allowed, needed = (("BF", "FIW"), "F and B, or F, I and W") if trains else (("F",), "F")
     for n in range(micro_batches):
         for stage in range(ranks * virtual):
-            has = "".join(LETTERS[each] for each in LETTERS if Action(each, stage, n) in actions)
-            if has not in allowed:
+            work = work_of[stage, n]
+            if "".join(sorted(LETTERS[each.direction] for each in work)) not in allowed:
+                has = ", ".join(map(str, work)) or "nothing"
                 where = f"rank {stage % ranks}: of stage {stage}, micro-batch {n}"
-                raise ScheduleError(f"{where} it has {has or 'nothing'}, and needs {needed}")
+                raise ScheduleError(f"{where} it has {has}, and needs {needed}")
     simulate(tuple(program(lists, rank) for rank in range(ranks)), by_message=True)
 
     in_flight, end = [], 0
     change = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
-    for starts, local_actions in zip(simulate(lists), lists, strict=True):
-        in_flight.append(max(accumulate(change[each.direction] for each in local_actions)))
-        end = max(end, starts[-1] + DURATIONS[local_actions[-1].direction])
+    for starts, actions in zip(simulate(lists), lists, strict=True):
+        in_flight.append(max(accumulate(change[each.direction] for each in actions)))
+        end = max(end, starts[-1] + DURATIONS[actions[-1].direction])
     ideal = micro_batches * virtual * (3 if trains else 1)
     return Facts(tuple(in_flight), (end - ideal) / ideal, micro_batches, virtual)
