@@ -570,9 +570,8 @@ class Norm(ShardedModule):
         mesh: Mesh,
         hidden_size: int,
         has_bias: bool,
-        *,
-        epsilon: float = 1e-5,
-        is_inside: bool = False,
+        epsilon: float,
+        is_inside: bool,
     ) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
@@ -594,19 +593,23 @@ class Norm(ShardedModule):
 
 
 class LayerNorm(Norm):
-    """Layer norm over the last dim of the stream [n, h], computed in fp32 or wider. settings:
-    epsilon=1e-5; is_inside=False, whether x lies in the parallel region."""
+    """Layer norm over the last dim of the stream [n, h], computed in fp32 or wider. is_inside:
+    whether x lies in the parallel region."""
 
-    def __init__(self, mesh: Mesh, hidden_size: int, **settings: Any) -> None:
-        super().__init__(mesh, hidden_size, True, **settings)
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        super().__init__(mesh, hidden_size, True, epsilon, is_inside)
 
 
 class RMSNorm(Norm):
     """weight x / sqrt(mean of x^2 + epsilon) over the last dim of [n, h], in fp32 or wider (Zhang
-    and Sennrich, 2019, arXiv:1910.07467). settings: see LayerNorm."""
+    and Sennrich, 2019, arXiv:1910.07467). is_inside: see LayerNorm."""
 
-    def __init__(self, mesh: Mesh, hidden_size: int, **settings: Any) -> None:
-        super().__init__(mesh, hidden_size, False, **settings)
+    def __init__(
+        self, mesh: Mesh, hidden_size: int, *, epsilon: float = 1e-5, is_inside: bool = False
+    ) -> None:
+        super().__init__(mesh, hidden_size, False, epsilon, is_inside)
 
 
 class AttentionCore(nn.Module):
