@@ -202,6 +202,9 @@ RIGHT = {
         lambda: Layers(residual, up=Renamed(HIDDEN, INNER), down=Pair().down), PAIR
     ),
     "siblings that read one tensor": Case(partial(with_gate, gated), GATED),
+    "siblings that are called twice": Case(
+        partial(with_gate, lambda m, x: gated(m, gated(m, x))), GATED
+    ),
     "gathered": Case(Pair, {"up": Column(gather=True), "down": Column(gather=True)}),
     "a row layer of a whole input": Case(Pair, {"up": Row(), "down": Row()}),
     "13 output features, gathered": Case(
