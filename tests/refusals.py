@@ -87,7 +87,7 @@ def field_of(error: Exception | str) -> str:
     if isinstance(error, UsageError):
         return error.flag
     text = error.rpartition("error: ")[2] if isinstance(error, str) else str(error)
-    if found := re.match(TYRO, text):
+    if found := re.match(TYRO, " ".join(text.split())):  # tyro breaks lines
         return found[1].replace("_", "-")
     return re.split(r"[\s:,;]", text.strip(), maxsplit=1)[0]
 
