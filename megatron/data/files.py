@@ -85,12 +85,12 @@ def sampled_sha256(file: Path) -> str:
         length = os.fstat(stream.fileno()).st_size
         digest, last = hashlib.sha256(str(length).encode()), max(0, length - PIECE)
         pieces = min(PIECES, -(-length // PIECE))
-        places = [last * number // max(1, pieces - 1) for number in range(pieces)]
+        offsets = [last * number // max(1, pieces - 1) for number in range(pieces)]
         if sys.platform == "linux":
-            for place in places:
-                os.posix_fadvise(stream.fileno(), place, PIECE, os.POSIX_FADV_WILLNEED)
-        for place in places:
-            digest.update(os.pread(stream.fileno(), PIECE, place))
+            for offset in offsets:
+                os.posix_fadvise(stream.fileno(), offset, PIECE, os.POSIX_FADV_WILLNEED)
+        for offset in offsets:
+            digest.update(os.pread(stream.fileno(), PIECE, offset))
     return digest.hexdigest()
 
 

@@ -178,16 +178,16 @@ def open_map_style(
     of a folder of parquet whose README.md names several. Files are found as by
     `datasets.load_dataset`. Raises ValueError, naming the flag, for anything else.
     """
-    place, name = Path(path), f"--data-path {path}"
-    if place.is_file():
+    source, name = Path(path), f"--data-path {path}"
+    if source.is_file():
         check_no_choice(name, split=split, config=config)
-        return _open_parquet(place, [place], column, "", name)
-    if not place.is_dir():
+        return _open_parquet(source, [source], column, "", name)
+    if not source.is_dir():
         raise ValueError(f"{name}: there is no such file")
-    if is_saved(place):
+    if is_saved(source):
         check_no_choice(name, config=config)
         try:
-            dataset = datasets.load_from_disk(place, keep_in_memory=False)
+            dataset = datasets.load_from_disk(source, keep_in_memory=False)
         except (ValueError, OSError, KeyError) as error:
             raise ValueError(
                 f"{name} is damaged or not whole: {one_line(error)}; the folder saved again works"
@@ -197,11 +197,11 @@ def open_map_style(
             dataset = dataset[split]
         else:
             check_no_choice(name, split=split, only=dataset.split)
-        return _open_dataset(dataset, place, column, split or "", name)
+        return _open_dataset(dataset, source, column, split or "", name)
     with TemporaryDirectory() as cache, one_line_errors(name, config):  # no data is copied
         try:
             builder = datasets.load_dataset_builder(
-                str(place.resolve()), name=config, cache_dir=cache
+                str(source.resolve()), name=config, cache_dir=cache
             )
         except datasets.data_files.EmptyDatasetError as error:
             raise ValueError(
@@ -212,7 +212,7 @@ def open_map_style(
     if not all(file.suffix == ".parquet" for paths in files.values() for file in paths):
         raise ValueError(f"{name} is no folder of *.parquet; --dataset-name {path} reads it")
     split = choose_split(split, list(files), name)
-    return _open_parquet(place, files[split], column, f"{config or ''} {split}", name)
+    return _open_parquet(source, files[split], column, f"{config or ''} {split}", name)
 
 
 def is_saved(folder: Path) -> bool:

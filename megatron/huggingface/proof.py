@@ -93,15 +93,15 @@ def _shrunk(
     lists = [name for name in lists if layers and len(given[name]) == layers]
     said = [given[name] for name in lists if given[name] != [*range(layers)]]  # layers' numbers
     kinds = [repr(each) for each in zip(*said, strict=True)]
-    places = sorted({kinds.index(each) for each in kinds})
+    numbers = sorted({kinds.index(each) for each in kinds})
     if keeps_layers:
-        places = [*range(layers)]
+        numbers = [*range(layers)]
     elif given.get("num_kv_shared_layers"):  # the last layers use keys and values of others
-        put(len(places), "num_kv_shared_layers")
-        places *= 2
-    places += [each for each in range(LAYERS) if each not in places][: LAYERS - len(places)]
-    found |= {name: [given[name][place] for place in places] for name in lists}
-    put(len(places), *NAMES["layers"])
+        put(len(numbers), "num_kv_shared_layers")
+        numbers *= 2
+    numbers += [each for each in range(LAYERS) if each not in numbers][: LAYERS - len(numbers)]
+    found |= {name: [given[name][number] for number in numbers] for name in lists}
+    put(len(numbers), *NAMES["layers"])
     shared = known("key_value_heads") or 2
     few = tensor if shared % tensor == 0 else shared
     query_heads = _multiple(lcm(2 * few, tensor), HEADS)
@@ -133,7 +133,7 @@ def _shrunk(
             str(new): {
                 name: found.get(f"global_{name}", each) for name, each in by_layer[old].items()
             }
-            for new, old in enumerate(places)
+            for new, old in enumerate(numbers)
             if old in by_layer
         }
     put(vocabulary, "vocab_size", "vocab_size_per_layer_input")
@@ -298,8 +298,8 @@ def prove(config: HuggingFaceConfig, mesh: Mesh) -> Proof:
         own = _compare(ours, alone, batch, wanted, layouts, mesh)
     except Exception as error:  # from the model's code, which the plan breaks
         own = {"failure": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-        if (place := wanted.place) is not None:
-            own["failure"] = f"{place}: {own['failure']}"
+        if (module := wanted.module) is not None:
+            own["failure"] = f"{module}: {own['failure']}"
     ranks = mesh.control.gather(own)
     failures = [each["failure"] for each in ranks if "failure" in each]
     if failures:
@@ -380,7 +380,7 @@ class _Computed:
     gradients: dict[str, Tensor]
     outputs: dict[str, Tensor]
     flops: int
-    place: str | None = None  # the module that the cut model is running
+    module: str | None = None  # the name of the module that the cut model is running
 
     @classmethod
     def of_theirs(cls, model: Any, batch: Any, arguments: Mapping[str, Any]) -> _Computed:
@@ -471,7 +471,7 @@ def _compare(
     """Differences on this rank. alone: the same model in one process, if dropout is compared."""
 
     def enter(name: str | None) -> None:
-        wanted.place = name
+        wanted.module = name
 
     with torch.no_grad(), _watched(ours.model, {}, enter):
         # Here `ours` finds what the model does with its logits, and moves buffers to the device.

@@ -166,13 +166,13 @@ def open_store(info: RankInfo, patience: float) -> tuple[dist.Store, bool]:
 
 def _describe_process(size: int) -> Arrival:
     """size: the number of ranks that this process was given."""
-    place, pid = "", os.getpid()
+    namespace, pid = "", os.getpid()
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         # Sandboxes of two hosts may have the same boot and names of namespaces.
-        place = f"{socket.gethostname()} {boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
+        namespace = f"{socket.gethostname()} {boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Arrival(socket.gethostname(), size, gpus, place, pid, began_at(pid))
+    return Arrival(socket.gethostname(), size, gpus, namespace, pid, began_at(pid))
 
 
 def meet(store: dist.Store, info: RankInfo, watch: Watch, patience: float) -> list[Arrival]:

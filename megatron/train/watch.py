@@ -114,14 +114,14 @@ class Report:
 class Arrival:
     """A process, as it describes itself to the other ranks.
 
-    size: the number of ranks that it was given. place: the boot of its host and the namespace in
-    which `pid` is valid; empty if the system does not say. began: see `began_at`.
+    size: the number of ranks that it was given. namespace: the boot of its host and the
+    namespace in which `pid` is valid; empty if the system does not say. began: see `began_at`.
     """
 
     host: str
     size: int
     gpus: int
-    place: str = ""
+    namespace: str = ""
     pid: int = 0
     began: str | None = None
 
@@ -163,7 +163,7 @@ class Watch:
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._has_met = False
         self._has_mesh = False
-        self._next: Arrival | None = None  # the next rank in the same place
+        self._next: Arrival | None = None  # the next rank in the same namespace
         self._left: int | None = None  # this rank's exit status, once it waits for the others' end
         self._number = self._checks = 0
         self._progress: tuple[object, ...] = ()
@@ -179,7 +179,7 @@ class Watch:
     def all_arrived(self, arrivals: Sequence[Arrival]) -> None:
         """From here on, a rank that waits for another is stalled. arrivals: of all ranks."""
         local = arrivals[self._rank]
-        near = [each for each in arrivals if local.place and each.place == local.place]
+        near = [each for each in arrivals if local.namespace and each.namespace == local.namespace]
         self._next = near[(near.index(local) + 1) % len(near)] if near else None
         self._has_met = True
 
