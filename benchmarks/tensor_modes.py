@@ -170,7 +170,7 @@ def peak(name: str, dtype: str, hidden: int, tokens: int, layers: int = 0) -> fl
     buckets = GradientBuckets.for_master_weights(model)
     whole = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
     x, dy = own(whole, mesh).requires_grad_(), own(whole, mesh)
-    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in buckets.buckets)])
+    meter = Meter(mesh, [*model.parameters(), *(each.gradients for each in buckets.buckets)])
     at = [Sequences(count=1, mask=None, is_causal=True)] if layers else []
     with on_meta(meter, "cuda"), buckets.accumulate(is_last=False):
         model(x, *at).backward(dy)

@@ -30,16 +30,16 @@ COUNTERS = ("scale", "good_steps", "overflows", "skips")
 class LossScaler:
     """Loss scale: the factor on the loss before the backward, and how overflows change it.
 
-    A dynamic scale is doubled after `window` steps without overflow. Until then, overflow number
-    `hysteresis` and every further one halve it. A static scale has window None. fp32 and bf16 need
-    no scaling and skip no steps: most_skips is 0.
+    A dynamic scale is doubled after `window` steps in a row without overflow. From one doubling to
+    the next, the first hysteresis - 1 overflows leave it, and each later one halves it. A static
+    scale has window None. fp32 and bf16 need no scaling and skip no steps: most_skips is 0.
     """
 
     scale: float = 1.0
     window: int | None = None
     hysteresis: int = 1
     smallest: float = 0.0  # an overflow at this scale ends the run
-    most_skips: int = 0  # steps skipped in a row that end the run
+    most_skips: int = 0  # so many overflows in a row end the run: all but the last are skipped
     good_steps: int = 0  # in a row, since the scale was last doubled
     overflows: int = 0  # since the scale was last doubled
     skips: int = 0  # in a row
@@ -111,11 +111,11 @@ class TorchAdam:
     the first step, which takes 1.8 s, and accepts a factor only from its own GradScaler.
     """
 
-    def __init__(self, flats: Sequence[FlatWeights], config: OptimizerConfig) -> None:
+    def __init__(self, segments: Sequence[FlatWeights], config: OptimizerConfig) -> None:
         self.config = config
         self.groups = defaultdict[tuple[float, torch.dtype], list[FlatWeights]](list)
         """Each group is updated by one call."""
-        for each in flats:
+        for each in segments:
             self.groups[each.decay, each.weight.dtype].append(each)
         self.set_updates(0)
 
@@ -133,7 +133,7 @@ class TorchAdam:
         config = self.config
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients, divisor = [each.gradient for each in group], None
-            # Clip and loss scale cost no pass over the gradients: the kernel divides as it reads.
+            # The kernel divides as it reads: clip and loss scale cost no pass over the gradients.
             if dtype == torch.float64:  # the kernel's divisor is fp32
                 torch._foreach_mul_(gradients, factor)
             elif factor != 1.0:
@@ -185,34 +185,34 @@ class MasterWeights:
         """Numbers of the buckets that each of `adams` updates."""
         self.adams: list[Any] = []
         for numbers in self.updated:
-            flats = []
+            segments = []
             for number in numbers:
                 part, moments = self.parts[number], self.moments[number]
                 tensors = part.masters, part.gradients, *moments
                 for local, spec in self.buckets[number].own_segments:
                     decays = spec.decay or config.decay_biases_and_norms
                     decay = config.weight_decay if decays else 0.0
-                    flats.append(FlatWeights(decay, *(each[local] for each in tensors)))
-            self.adams.append(adam_class(config.optimizer_impl)(flats, config))
+                    segments.append(FlatWeights(decay, *(each[local] for each in tensors)))
+            self.adams.append(adam_class(config.optimizer_impl)(segments, config))
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
 
         unscale: scalar that turns the buckets' sums into gradients of the mean loss.
-        norm: finite, of all the model's gradients x `unscale`; if left out, nothing is clipped
-            here, as after clip_grad_norm.
+        norm: finite, of all the model's gradients x `unscale`; 0, the default, clips nothing, as
+            after clip_grad_norm.
         """
         self.gradients.name_unreached()
         limit = self.config.clip_grad
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         # With offload, while one bucket is updated, gradients of the next and weights of the
-        # previous ones are copied. Copies start here, as clip_grad_norm scales sums on the device.
+        # previous ones are copied. None starts before clip_grad_norm has scaled the sums.
         arrivals = [part.start() for part in self.parts]
         for adamw, numbers in zip(self.adams, self.updated, strict=True):
             for number in numbers:
                 arrivals[number]()
             adamw.step(lr, unscale * clip)
-            # All publish, then all are waited for, so that gathers of several buckets overlap.
+            # Each rounds its masters and starts to gather weights; the last loop waits for all.
             for number in numbers:
                 self.buckets[number].start_publish()
         for bucket in self.buckets:

@@ -12,12 +12,12 @@ from megatron.libraries import load
 
 
 class ApexAdam:
-    """Like TorchAdam, but by apex's FusedAdam. flats: FlatWeights of adam.py."""
+    """Like TorchAdam, but by apex's FusedAdam. segments: FlatWeights of adam.py."""
 
-    def __init__(self, flats: Sequence[Any], config: OptimizerConfig) -> None:
-        self.flats = flats
-        weights = [nn.Parameter(each.weight) for each in flats]
-        pairs = [*zip(weights, flats, strict=True)]
+    def __init__(self, segments: Sequence[Any], config: OptimizerConfig) -> None:
+        self.segments = segments
+        weights = [nn.Parameter(each.weight) for each in segments]
+        pairs = [*zip(weights, segments, strict=True)]
         for weight, each in pairs:
             weight.grad = each.gradient
         self.optimizer: Any = load("apex.optimizers", "--optimizer-impl torch").FusedAdam(
@@ -37,7 +37,7 @@ class ApexAdam:
             group["step"] = updates
 
     def step(self, lr: float, factor: float) -> None:
-        for each in self.flats:
+        for each in self.segments:
             each.gradient.mul_(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

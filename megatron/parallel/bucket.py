@@ -76,9 +76,9 @@ class GradientView:
     start: int
     deferral: Deferral
     dtype: torch.dtype  # of the gradient
-    is_filled: bool = False  # False: the elements are left over from an earlier step
-    is_reached: bool = False  # whether a gradient came in any step
-    stage: int | None = None  # with several virtual stages here, the lowest of the previous step
+    is_filled: bool = False  # whether a gradient came in this step (ZeRO 2, 3: micro-batch)
+    is_reached: bool = False  # whether one came in any step
+    stage: int | None = None  # the lowest of several stages here with one in the previous step
     handle: Tensor | None = None  # stands for it in a compiled backward, see traced.py
 
     @property
@@ -88,16 +88,16 @@ class GradientView:
     @cached_property  # making a view takes as long as a small matmul
     def gradient(self) -> Tensor:
         """The sum so far, in the parameter's shape."""
-        return self.view(self.bucket.flat)
+        return self.of_bucket(self.bucket.gradients)
 
     @property
     def is_wide(self) -> bool:
         """Whether the gradient is in fp32 or wider, so that many terms may be summed in place."""
         return self.dtype.itemsize >= torch.float32.itemsize
 
-    def view(self, flat: Tensor) -> Tensor:
+    def of_bucket(self, whole: Tensor) -> Tensor:
         """The parameter's elements of any flat tensor with the bucket's layout, in its shape."""
-        return flat.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
+        return whole.narrow(0, self.start, self.parameter.numel()).view(self.parameter.shape)
 
     # A first gradient overwrites the old elements: no pass over the bucket sets them to zero.
 
@@ -132,10 +132,10 @@ class Bucket:
     """Parameters of one dtype whose gradients are summed over the same axes, together; all of its
     gradients and weights last in memory.
 
-    flat: gradients of all elements, in `dtype`. own: summed gradients of the own part. weights:
-    weights of all elements, in the parameters' dtype; the parameters are views of it. local: the
-    own part as the optimizer updates it. own_segments: (range in the own part, spec of one of its
-    parameters) of adjacent parameters with equal weight decay and shard axes.
+    gradients: of all elements, in `dtype`. own_gradients: sums of the own part. weights: of all
+    elements, in the parameters' dtype; the parameters are views of it. local: the own part as the
+    optimizer updates it. own_segments: (range in the own part, spec of one of its parameters) of
+    adjacent parameters with equal weight decay and shard axes.
     """
 
     sums_each_micro_batch: ClassVar[bool] = False  # whether no rank keeps whole gradients
@@ -152,8 +152,8 @@ class Bucket:
         # The shared axis first: then the other axes sum only the own part.
         self.axes = sorted(axes, key=lambda axis: axis is not self.shared)
         first = next((axis for axis in self.axes if not axis.is_of_stages), None)
-        self.summed = self.shared if self.sums_each_micro_batch else first
-        """The axis that `reduce` sums over."""
+        self.early_axis = self.shared if self.sums_each_micro_batch else first
+        """The axis that `reduce` sums over, during the backward; `add_up` sums over the others."""
 
         def kind(each: Named) -> tuple[bool, list[str]]:
             _, _, spec = each
@@ -181,61 +181,64 @@ class Bucket:
                 local = slice(start - self.part.start, stop - self.part.start)
                 self.own_segments.append((local, spec))
 
-        self.gradients: Tensor | None = None
-        self.own = self.zeros(share) if self.sums_each_micro_batch else self.flat[self.part]
+        self._gradients: Tensor | None = None
+        self.own_gradients = (
+            self.zeros(share) if self.sums_each_micro_batch else self.gradients[self.part]
+        )
         self.weights: Tensor | None = None
         self.local: LocalPart | None = None
         self.is_of_layer = False  # whether its weights are gathered with a layer (zero3.py)
-        self.missing = len(self.views)
-        self.pending: Callable[[], object] = nothing  # waits for sums of gradients
-        self.coming: Callable[[], object] | None = None  # waits for the weights of all parts
+        self.missing_gradients = len(self.views)
+        self.pending_sum: Callable[[], object] = nothing  # waits for it
+        self.pending_weights: Callable[[], object] | None = None  # waits for those of all parts
 
     def zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     @property
-    def flat(self) -> Tensor:
+    def gradients(self) -> Tensor:
         """Gradients of all elements; allocates them if need be."""
         # The head adds its gradient in the forward, so its bucket has memory from then on.
-        if self.gradients is None:
-            self.gradients = self.zeros(self.size)
-        return self.gradients
+        if self._gradients is None:
+            self._gradients = self.zeros(self.size)
+        return self._gradients
 
     def start(self) -> None:
         """Start a step: discard all gradients so far."""
         self.wait()  # of an aborted step
-        self.missing = len(self.views)
+        self.missing_gradients = len(self.views)
         for view in self.views:
             view.is_filled = False
 
     def reduce(self) -> None:
-        """Start to sum the gradients over the axis `summed`."""
-        flat = self.fill_missing()
-        if self.summed is not None:
-            # In stage 1 a reduce-scatter into the own part; the rest of `flat` is then undefined.
-            stream = self.shared if self.summed is self.shared else ALONE
-            self.pending = start_sum(flat, self.summed, stream, out=self.own)
+        """Start to sum the gradients over the axis `early_axis`."""
+        gradients = self.fill_missing()
+        if self.early_axis is not None:
+            # In stage 1 a reduce-scatter into the own part, which leaves the rest undefined. Else
+            # the own part is all: an all-reduce works in place, and ignores `out`.
+            owners = self.shared if self.early_axis is self.shared else ALONE
+            self.pending_sum = start_sum(gradients, self.early_axis, owners, out=self.own_gradients)
 
     def fill_missing(self) -> Tensor:
-        """`flat`, with zeros for parameters without a gradient."""
+        """`gradients`, with zeros for parameters without a gradient."""
         self.wait()
-        flat = self.flat
+        gradients = self.gradients
         for view in self.views:
             view.is_reached |= view.is_filled
             if not view.is_filled:
                 view.gradient.zero_()
-        return flat
+        return gradients
 
     def add_up(self, *, is_of_stages: bool) -> None:
         """Start the sums over the other axes: those between pipeline stages, or all but those."""
         for axis in self.axes:
-            if axis is not self.summed and axis.is_of_stages == is_of_stages:
+            if axis is not self.early_axis and axis.is_of_stages == is_of_stages:
                 self.wait()
-                self.pending = start_all_reduce(self.own, axis)
+                self.pending_sum = start_all_reduce(self.own_gradients, axis)
 
     def wait(self) -> None:
         """Wait for the sums that were started."""
-        pending, self.pending = self.pending, nothing
+        pending, self.pending_sum = self.pending_sum, nothing
         pending()
 
     def slices(self, part: Tensor, prefix: str = "") -> Iterator[TensorSlice]:
@@ -245,13 +248,13 @@ class Bucket:
         for view in self.views:
             key = prefix + view.name
             if self.shared.size == 1:
-                yield TensorSlice(key, view.spec, view.view(part))
+                yield TensorSlice(key, view.spec, view.of_bucket(part))
                 continue
             start = min(max(view.start, first), view.stop)
             stop = max(min(view.stop, self.part.stop), start)
-            flat = FlatRange(self.shared, start - view.start, stop - view.start)
+            own_range = FlatRange(self.shared, start - view.start, stop - view.start)
             local = part[start - first :][: stop - start]
-            yield TensorSlice(key, replace(view.spec, flat=flat), local)
+            yield TensorSlice(key, replace(view.spec, flat=own_range), local)
 
     @torch.no_grad()
     def hold_weights(self, kind: type[LocalPart]) -> LocalPart:
@@ -259,31 +262,31 @@ class Bucket:
         calls `start_publish` and `end_publish` after a change of its masters."""
         self.weights = torch.zeros(self.size, dtype=self.weight_dtype, device=self.device)
         for view in self.views:
-            weight = view.view(self.weights)
+            weight = view.of_bucket(self.weights)
             weight.copy_(view.parameter)
             view.parameter.data = weight
         self.local = kind(self)
         return self.local
 
     @torch.no_grad()
-    def start_gather(self) -> None:
+    def start_gather_weights(self) -> None:
         """Round the masters into the own part of the weights, and start to gather all parts."""
         assert self.local is not None
         assert self.weights is not None
-        own = self.weights[self.part]
-        self.local.write(own)
-        self.coming = start_gather(own, self.shared, out=self.weights)
+        own_weights = self.weights[self.part]
+        self.local.write(own_weights)
+        self.pending_weights = start_gather(own_weights, self.shared, out=self.weights)
 
     def start_publish(self) -> None:
         """After a change of the masters: start to bring the parameters of all ranks up to date."""
         assert self.local is not None
         self.local.round()
-        self.start_gather()
+        self.start_gather_weights()
 
     def end_publish(self) -> None:
-        if self.coming is not None:
-            self.coming()
-            self.coming = None
+        if self.pending_weights is not None:
+            self.pending_weights()
+            self.pending_weights = None
 
 
 class ShardedBucket(Bucket):
@@ -291,7 +294,7 @@ class ShardedBucket(Bucket):
     exist from the first one of a micro-batch until they are summed."""
 
     sums_each_micro_batch = True
-    has_sum = False  # whether gradients of this step were added to `own`
+    has_sum = False  # whether gradients of this step were added to `own_gradients`
 
     def start(self) -> None:
         super().start()
@@ -299,22 +302,22 @@ class ShardedBucket(Bucket):
 
     def reduce(self) -> None:
         """Start to sum the gradients of one micro-batch over the ranks that divide the bucket."""
-        flat = self.fill_missing()
+        gradients = self.fill_missing()
         # Sums of several micro-batches are added in another order than in stages 0 and 1: results
         # differ by 1e-6 in fp32.
-        arrived = start_sum(flat, self.shared, self.shared)
-        self.gradients = None
+        arrived = start_sum(gradients, self.shared, self.shared)
+        self._gradients = None
         for view in self.views:
             view.is_filled = False
             vars(view).pop("gradient", None)  # its memory is released
-        self.pending = partial(self._add, arrived)
+        self.pending_sum = partial(self._add, arrived)
 
     def _add(self, arrived: Callable[[], Tensor]) -> None:
-        """Add the own part of one micro-batch's sum to `own`."""
+        """Add the own part of one micro-batch's sum to `own_gradients`."""
         if self.has_sum:
-            self.own.add_(arrived())
+            self.own_gradients.add_(arrived())
         else:
-            self.own.copy_(arrived())
+            self.own_gradients.copy_(arrived())
         self.has_sum = True
 
 
@@ -327,7 +330,7 @@ class LocalPart:
 
     def __init__(self, bucket: Bucket) -> None:
         assert bucket.weights is not None
-        self.gradients = bucket.own
+        self.gradients = bucket.own_gradients
         self.masters = bucket.weights[bucket.part]
         self.is_view = bucket.keeps_weights and bucket.weight_dtype == bucket.dtype
         if not self.is_view:
@@ -344,10 +347,10 @@ class LocalPart:
     def round(self) -> None:
         """After a change of the masters, before `write`."""
 
-    def write(self, own: Tensor) -> None:
+    def write(self, own_weights: Tensor) -> None:
         """Round the masters into the own part of the weights."""
         if not self.is_view:
-            own.copy_(self.masters)
+            own_weights.copy_(self.masters)
 
 
 UNITS = "units_of_zero3"

@@ -55,11 +55,12 @@ STORAGES = (Bucket, Bucket, ShardedBucket, zero3.GatheredBucket)  # by ZeRO stag
 class GradientBuckets:
     """All gradients of a model.
 
-    In one step, forward and backward of each micro-batch run inside accumulate(); after start(),
-    only the backward has to. Then every bucket's `flat` holds the sum over micro-batches and
-    partial axes. For torch's optimizers, `.grad` holds it too, in the parameter's dtype: zeros if
-    no micro-batch reached the parameter. Nothing is divided: for a mean over the global batch, the
-    loss has to be the sum over this rank's samples / the number of all samples.
+    A step is an accumulate() around forward and backward of each micro-batch, or, after start(),
+    around its backward alone; or start(), a backward() around each backward, and finish(). Then
+    every bucket's `own_gradients`, all of its `gradients` without ZeRO, hold the sum over
+    micro-batches and partial axes. For torch's optimizers, `.grad` holds it too, in the parameter's
+    dtype: zeros if no micro-batch reached the parameter. Nothing is divided: for a mean over the
+    global batch, the loss has to be the sum over this rank's samples / the number of all samples.
     """
 
     def __init__(
@@ -200,8 +201,9 @@ class GradientBuckets:
         for bucket in self.buckets:
             for local, spec in bucket.own_segments:
                 is_owner = spec.is_owner(self.mesh.model_parallel)
+                # A bucket that ZeRO does not divide is on all ranks of `shared`, and counts once.
                 is_owner = is_owner and (bucket.shared is self.shared or self.shared.rank == 0)
-                self.counted[is_owner].append(bucket.own[local])
+                self.counted[is_owner].append(bucket.own_gradients[local])
 
         # Our layers add gradients of matrices to the buckets, without `.grad`.
         views = {id(view.parameter): view for view in self.views if view.parameter.dim() > 1}
@@ -250,7 +252,7 @@ class GradientBuckets:
                 "backward() outside of accumulate(), or after other GradientBuckets were made of "
                 "this model: no rank would see the gradients of the others"
             )
-        if self.completes and not bucket.missing:
+        if self.completes and not bucket.missing_gradients:
             raise RuntimeError(
                 f"{view.name} has a second gradient in the last accumulate(): each backward() "
                 "takes an accumulate() of its own, and torch's checkpoint use_reentrant=False"
@@ -264,10 +266,12 @@ class GradientBuckets:
                 self._add_arrived()
         elif view.is_filled:
             self.on_gradient(view)
+        # With several stages a gradient is complete at the last backward of `view.stage`; in the
+        # first step that is None, and `finish` reduces all buckets.
         if self.completes and view.stage == self.stage:
-            bucket.missing -= 1
+            bucket.missing_gradients -= 1
             # The order is the same on all ranks, whichever layers their samples take.
-            while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            while self.next < len(self.buckets) and not self.buckets[self.next].missing_gradients:
                 self._reduce_next()
         if self.stage is not None:
             self.lowest[view.name] = min(self.stage, self.lowest.get(view.name, self.stage))
@@ -348,7 +352,7 @@ class GradientBuckets:
             self._reduce_all()
             self.next = 0
             for bucket in self.buckets:
-                bucket.missing = len(bucket.views)
+                bucket.missing_gradients = len(bucket.views)
         if self.units is not None:
             self.units.end_backward()
 
@@ -360,7 +364,7 @@ class GradientBuckets:
         for view, work in deferred:
             work()
             self.on_gradient(view)
-        # Any of several stages may be the last to add to what they share: `finish` reduces it.
+        # With several stages any may be the last to add to a shared parameter: `finish` reduces it.
         if is_last and stage is None:
             self._reduce_all()
 
@@ -403,8 +407,8 @@ class GradientBuckets:
         """This rank's term of the squared global L2 norm, an fp64 scalar.
 
         The squared norm is the sum of the terms over the mesh's `model_parallel`; an element that
-        several ranks hold counts on its owner. The others multiply it by 0, so that the sum is NaN
-        if it is not finite. Under ZeRO every rank calls this, as the sum over parts is done here.
+        several ranks hold counts on its owner. Other ranks add 0 x their squares, which is NaN if
+        a copy is not finite. Under ZeRO every rank calls this, as the sum over parts is done here.
         """
         device = self.buckets[0].device if self.buckets else self.mesh.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -415,7 +419,7 @@ class GradientBuckets:
 
     def slices(self) -> Iterator[TensorSlice]:
         """This rank's slice of each gradient after a step, by the parameter's name."""
-        return (each for bucket in self.buckets for each in bucket.slices(bucket.own))
+        return (each for bucket in self.buckets for each in bucket.slices(bucket.own_gradients))
 
 
 @torch.no_grad()
@@ -436,7 +440,7 @@ def clip_grad_norm(gradients: GradientBuckets, max_norm: float) -> Tensor:
     norm = all_reduce(gradients.squares(), gradients.mesh.model_parallel).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for bucket in gradients.buckets:
-        bucket.own.mul_(factor)
+        bucket.own_gradients.mul_(factor)
     for view in gradients.views:
         if view.parameter.grad is not None and view.parameter.dtype != view.gradient.dtype:
             view.parameter.grad.copy_(view.gradient)

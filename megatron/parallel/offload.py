@@ -62,14 +62,14 @@ class HostPart(LocalPart):
 
     def __init__(self, bucket: Bucket) -> None:
         assert bucket.weights is not None
-        self.summed = bucket.own
+        self.device_gradients = bucket.own_gradients
         self.device = bucket.device
-        self.masters = host_empty(len(bucket.own), bucket.dtype, self.device)
+        self.masters = host_empty(len(self.device_gradients), bucket.dtype, self.device)
         self.masters.copy_(bucket.weights[bucket.part])
         self.gradients = self.zeros()
         self.rounded = self.masters  # copied to the device
         if bucket.weight_dtype != bucket.dtype:
-            self.rounded = host_empty(len(bucket.own), bucket.weight_dtype, self.device)
+            self.rounded = host_empty(len(self.masters), bucket.weight_dtype, self.device)
             self.round()
 
     def zeros(self) -> Tensor:
@@ -77,7 +77,7 @@ class HostPart(LocalPart):
 
     def start(self) -> Callable[[], object]:
         """Start to copy the summed gradients to the host."""
-        return start_to_host(self.summed, self.gradients)
+        return start_to_host(self.device_gradients, self.gradients)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -86,8 +86,8 @@ class HostPart(LocalPart):
         if self.rounded is not self.masters:
             self.rounded.copy_(self.masters)
 
-    def write(self, own: Tensor) -> None:
-        own.copy_(self.rounded, non_blocking=True)
+    def write(self, own_weights: Tensor) -> None:
+        own_weights.copy_(self.rounded, non_blocking=True)
 
 
 class HostCopy:

@@ -39,8 +39,8 @@ class ShardingSpec:
     shards: (dim, axis) for every dim that is cut into equal shards along an axis. If several axes
         cut one dim, the major one comes first.
     padded_rows: size of dim 0 with the padding that makes it divisible; None for no padding.
-    partial: axes over which each rank's gradient is one term of a sum. A tied parameter has a copy
-        on each rank of its tie's group, and is partial over that group, too.
+    partial: axes over which gradients are still to be summed: each rank has one term. A tied
+        parameter has a copy on each rank of its tie's group, and is partial over that group, too.
     std: standard deviation of the normal initialisation; None for the constant `fill`.
     decay: whether weight decay applies (not to biases and norms).
     zero_gradient: whether its gradient may be zero in theory and only rounding in practice: a bias
@@ -97,16 +97,15 @@ class ShardingSpec:
         return {part for axis in axes for part in axis.parts}
 
     def copied_over(self, *axes: Axis) -> set[Axis]:
-        """The parts of these axes whose ranks hold the same shard.
-
-        Pipeline stages hold different parameters, but copies of a tied one along its tie's group.
-        """
+        """The parts of these axes whose ranks hold the same shard; and the group of its tie, if
+        several pipeline stages hold copies of the parameter."""
         parts = {part for axis in axes for part in axis.parts if not part.is_of_stages}
         ties = {axis for axis in self.partial if axis.is_of_stages}
         return (parts | ties) - self.shard_axes
 
     def is_owner(self, *axes: Axis) -> bool:
-        """Whether this rank counts for all with its shard along the axes: it is the first."""
+        """Whether this rank counts for all that hold its shard along the axes, and along its tie:
+        it is the first."""
         # By its place and not by an axis name, so that no kind of parallelism is a special case.
         return all(axis.rank == 0 for axis in self.copied_over(*axes))
 

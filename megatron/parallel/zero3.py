@@ -68,23 +68,23 @@ class GatheredBucket(ShardedBucket):
         self.release()
         return local
 
-    def start_gather(self) -> None:
+    def start_gather_weights(self) -> None:
         if self.weights is None and self.local is not None:
             self.weights = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
-            super().start_gather()
+            super().start_gather_weights()
 
-    def gather(self) -> None:
+    def gather_weights(self) -> None:
         """Gather the weights of all parts and wait for them."""
-        self.start_gather()
-        if self.coming is None or self.weights is None:
+        self.start_gather_weights()
+        if self.pending_weights is None or self.weights is None:
             return
         self.end_publish()
         for view in self.views:
-            view.parameter.data = view.view(self.weights)
+            view.parameter.data = view.of_bucket(self.weights)
 
     def gathered_view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         """A view of the weights, which are gathered again if need be."""
-        self.gather()
+        self.gather_weights()
         assert self.weights is not None
         return self.weights.as_strided(shape, stride, offset)
 
@@ -137,12 +137,12 @@ class Unit:
 
     def start(self) -> None:
         for bucket in self.buckets:
-            bucket.start_gather()
+            bucket.start_gather_weights()
 
     def gather(self) -> None:
         self.start()
         for bucket in self.buckets:
-            bucket.gather()
+            bucket.gather_weights()
 
     def release(self) -> None:
         for bucket in self.buckets:
@@ -274,9 +274,9 @@ class Units:
         comes after k units: its gradient comes before theirs."""
         after = 0
         for name, parameter in model.named_parameters():
-            own = unit_of.get(id(parameter))
-            after = after if own is None else own + 1
-            self.of_parameters[name] = -1 - after if own is None else own
+            owner = unit_of.get(id(parameter))
+            after = after if owner is None else owner + 1
+            self.of_parameters[name] = -1 - after if owner is None else owner
 
         self.root = Unit(model)
         self.root.is_root = True

@@ -134,7 +134,7 @@ def test_the_softmax_of_the_loss_is_fused(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_list_of_weights_is_updated_by_one_call(device: torch.device, dtype: torch.dtype) -> None:
     config, sizes = OptimizerConfig(), (64, 640, 6400)
-    flats = [
+    segments = [
         FlatWeights(decay, *(random(size).to(device, dtype) for _ in range(2)), *moments)
         for decay, size in zip((0.1, 0.1, 0.0), sizes, strict=True)
         for moments in [[torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]]
@@ -143,15 +143,15 @@ def test_a_list_of_weights_is_updated_by_one_call(device: torch.device, dtype: t
     groups = [{"params": plain[:2], "weight_decay": 0.1}, {"params": plain[2:], "weight_decay": 0}]
     betas = config.adam_beta1, config.adam_beta2
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=betas, eps=config.adam_eps)
-    adam = TorchAdam(flats, config)
+    adam = TorchAdam(segments, config)
     for step in range(3):
-        for flat, each in zip(flats, plain, strict=True):
-            flat.gradient.copy_(gradient := random(len(each), seed=step))
+        for segment, each in zip(segments, plain, strict=True):
+            segment.gradient.copy_(gradient := random(len(each), seed=step))
             each.grad = 0.5**step * gradient
         adam.step(1e-2, 0.5**step)  # one factor for all steps would change nothing
         theirs.step()
-    for flat, each in zip(flats, plain, strict=True):
-        assert error(flat.weight, each.detach()) < 100 * torch.finfo(dtype).eps
+    for segment, each in zip(segments, plain, strict=True):
+        assert error(segment.weight, each.detach()) < 100 * torch.finfo(dtype).eps
 
 
 def test_masks_of_dropout_are_those_of_a_cpu(device: torch.device) -> None:

@@ -176,8 +176,8 @@ def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
     train_step(state, [samples(2)], 1e-3)
     kept = list(state.optimizer.tensors())
     assert {each.key.partition(".")[0] for each in kept} == {"exp_avg", "exp_avg_sq"}
-    flats = [bucket.flat for bucket in state.gradients.buckets]
-    tensors = [*state.model.parameters(), *flats, *(each.local for each in kept)]
+    gradients = [bucket.gradients for bucket in state.gradients.buckets]
+    tensors = [*state.model.parameters(), *gradients, *(each.local for each in kept)]
     assert {each.dtype for each in tensors} == {torch.bfloat16}
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    assert sum(held.values()) == 8 * sum(map(len, flats))
+    assert sum(held.values()) == 8 * sum(map(len, gradients))

@@ -67,7 +67,7 @@ def test_narrow_buckets_round_a_sum_once() -> None:
         buckets = GradientBuckets(model, wide=wide)
         with patch.object(cross_entropy, "CHUNK_BYTES", 2**12), buckets.accumulate(is_last=True):
             summed_loss(model, samples(4), CPU)[0].backward()
-        assert {each.flat.dtype for each in buckets.buckets} == {
+        assert {each.gradients.dtype for each in buckets.buckets} == {
             torch.float32 if wide else torch.bfloat16
         }
         found.append({view.name: view.gradient.bfloat16() for view in buckets.views})
@@ -468,7 +468,7 @@ def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dic
     mesh = mesh_of_ranks(tensor_size)
     model, plain = (tiny_model(mesh, dtype=torch.bfloat16) for _ in range(2))
     buckets = GradientBuckets(model)
-    assert {bucket.flat.dtype for bucket in buckets.buckets} == {torch.float32}
+    assert {bucket.gradients.dtype for bucket in buckets.buckets} == {torch.float32}
     wide = {name: torch.zeros_like(each).float() for name, each in plain.named_parameters()}
     narrow = {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
     batches = micro_batches(samples(8), mesh, 1)

@@ -258,8 +258,8 @@ def gradients_of_two_micro_batches(dtype: torch.dtype, factor: float, direct: bo
     if not direct:
         leave_to_autograd(model)
     for bucket in buckets.buckets:
-        assert bucket.flat.dtype == torch.promote_types(dtype, torch.float32)
-        bucket.flat.fill_(torch.nan)  # what an earlier step left must not be seen
+        assert bucket.gradients.dtype == torch.promote_types(dtype, torch.float32)
+        bucket.gradients.fill_(torch.nan)  # what an earlier step left must not be seen
     buckets.start()
     _, _, _, labels, scales = example(dtype)
     for number in range(2):

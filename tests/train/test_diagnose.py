@@ -221,10 +221,10 @@ def replayed(tensor_size: int) -> bool:
     batches = micro_batches(samples(GLOBAL_BATCH), state.mesh, 1)
     counts = count(state, batches)
     forward_backward(state, batches, counts)
-    first = [bucket.flat.clone() for bucket in state.gradients.buckets]
+    first = [bucket.gradients.clone() for bucket in state.gradients.buckets]
     assert all(each.any() for each in first)
     non_finite(state, batches, "loss", lambda: forward_backward(state, batches, counts))
-    return all(map(torch.equal, first, (bucket.flat for bucket in state.gradients.buckets)))
+    return all(map(torch.equal, first, (bucket.gradients for bucket in state.gradients.buckets)))
 
 
 def test_the_second_run_computes_what_the_first_did(gloo: Pool) -> None:

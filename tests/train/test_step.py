@@ -195,7 +195,7 @@ def stops(tensor_size: int, voter: int) -> list[bool]:
     asked = []
 
     def vote() -> bool:
-        assert any(bucket.flat.any() for bucket in state.gradients.buckets), "asked too early"
+        assert any(bucket.gradients.any() for bucket in state.gradients.buckets), "asked too early"
         asked.append(state.step)
         return state.step == 1 and state.mesh.control.rank == voter
 
@@ -203,7 +203,7 @@ def stops(tensor_size: int, voter: int) -> list[bool]:
     for number in range(3):
         batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
         for bucket in state.gradients.buckets:
-            bucket.flat.zero_()
+            bucket.gradients.zero_()
         seen.append(train_step(state, batches, 1e-3, wants_stop=vote).stop)
     assert (asked, state.updates) == ([0, 1, 2], 3), "the step itself is finished"
     return seen

@@ -88,7 +88,7 @@ def trace(traced: MicroBatch) -> Trace:
     sizes = config.parallel.sizes
     mesh, model = rank_on_meta(config, traced.precision, sizes, device, pipeline, rank)
     gradients = _Unreduced.for_master_weights(model)
-    meter = Meter(mesh, [*model.parameters(), *(each.flat for each in gradients.buckets)])
+    meter = Meter(mesh, [*model.parameters(), *(each.gradients for each in gradients.buckets)])
     meter.phase = "forward"
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)

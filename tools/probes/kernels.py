@@ -187,8 +187,8 @@ class Bench:
     def adamw(self, impl: str) -> Action:
         master, gradient = (torch.randn(H, H, device=self.device) for _ in range(2))
         moments = torch.zeros_like(master), torch.zeros_like(master)
-        flat = FlatWeights(0.1, master, gradient, *moments)
-        adam = adam_class(impl)([flat], OptimizerConfig())
+        segment = FlatWeights(0.1, master, gradient, *moments)
+        adam = adam_class(impl)([segment], OptimizerConfig())
         return lambda: adam.step(1e-3, 0.5)
 
 

@@ -256,7 +256,8 @@ def test_gpt2_xl_on_four_ranks_takes_what_is_planned_of_stage_3() -> None:
     config = preset("gpt2_124m", *XL, *few, *recomputed, "--zero-stage", "3")
     step, mesh = Step(config, 4, "bf16", "cpu"), absent_mesh({"data": 4}, META)
     state, sums = state_on(mesh, config, step.precision), Sums()
-    parts = [part for each in state.gradients.buckets for part in (each.own, each.local.masters)]
+    buckets = state.gradients.buckets
+    parts = [part for each in buckets for part in (each.own_gradients, each.local.masters)]
     moments = [each for pair in state.optimizer.moments for each in pair]
     lasting = [each for each in (*parts, *moments) if each is not None]
     meter = Meter(mesh, [*state.model.parameters(), *lasting])

@@ -58,7 +58,7 @@ def held(layout: str) -> tuple[int, int]:
     train_step(state, samples, 1e-3)
     lasting = sum(live_memories().values()) - before
     counts, kept, model = count(state, samples), list[int](), state.model
-    there = [*model.parameters(), *(bucket.flat for bucket in state.gradients.buckets)]
+    there = [*model.parameters(), *(bucket.gradients for bucket in state.gradients.buckets)]
     meter, loss = Meter(mesh, there, follows_real=True), model.loss
 
     def last(*arguments: Any) -> Any:

@@ -114,8 +114,8 @@ def most_at_a_time(step: Step) -> int:
     """Bytes of all that forwards and backwards make, messages too."""
     with fake_ranks(step.config, step.ranks, META, rank_of(step.rank, step)) as mesh:
         state = state_on(mesh, step.config, step.precision, step.pipeline)
-        flat = [bucket.flat for bucket in state.gradients.buckets]
-        meter = Meter(mesh, [*state.model.parameters(), *flat])
+        there = [bucket.gradients for bucket in state.gradients.buckets]
+        meter = Meter(mesh, [*state.model.parameters(), *there])
         counts = torch.ones(1 + len(state.objective.terms), dtype=torch.float64, device=META)
         with on_meta(meter, "cpu"):
             meter.phase = "forward"
