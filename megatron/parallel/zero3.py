@@ -331,7 +331,7 @@ class Units:
         for unit in (self.root, *self.all):
             unit.release()
         order, self.order = self.order, None
-        if order is None:  # compared before
+        if order is None or mesh.control.group is None:  # compared before, or nobody to ask
             return
         for unit in self.all:
             unit.called = nothing
