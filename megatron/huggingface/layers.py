@@ -260,6 +260,7 @@ class ColumnLinear(ParallelizedModule):
 
     def prepare(self, style: Column, parameters: ShardedParameters) -> None:
         self.style, tensor = style, self.mesh.tensor
+        self.f = Gathered(x=Cut(terms=tensor))
         layout = WeightLayout(style.parts, is_transposed_matmul(self))
         of_bias = replace(layout, is_transposed=False)
         if layout.is_transposed and not style.gather and style.parts == 1:
@@ -332,8 +333,8 @@ class ColumnLinear(ParallelizedModule):
                 rows = _enter_tokens(gathered_from, tensor, x).flatten(0, -2)
                 y = linear(rows, weight, bias, view=view)
             else:
-                f, rows = Gathered(x=Cut(terms=tensor)), x.flatten(0, -2)
-                y, rows = multiply(rows, [weight], [bias], [view], f, return_input=True)
+                rows = x.flatten(0, -2)
+                y, rows = multiply(rows, [weight], [bias], [view], self.f, return_input=True)
             shared.hold(x, rows, gathered_from)
         if self.head_index is not None:
             heads = y.unflatten(-1, (self.head_index[-1] + 1, -1))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any, cast
 
@@ -171,6 +172,11 @@ class KernelGELU(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
+@cache  # one class for all modules of a class, so that their layers share a compiled graph
+def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind, own), {})
+
+
 def use_own_kernels(model: nn.Module) -> None:
     """Make norms and activations of known classes compute the same result in one operation."""
     from transformers.activations import NewGELUActivation
@@ -185,7 +191,7 @@ def use_own_kernels(model: nn.Module) -> None:
         elif KernelRMSNorm.equals(module):
             kind = KernelRMSNorm
         if kind is not None:
-            module.__class__ = type(kind.__name__, (kind, own), {})
+            module.__class__ = _joined(kind, own)
 
 
 def run_attention(
