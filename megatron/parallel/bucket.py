@@ -213,8 +213,8 @@ class Bucket:
         flat = self.fill_missing()
         if self.summed is not None:
             # In stage 1 a reduce-scatter into the own part; the rest of `flat` is then undefined.
-            stream = self.shared if self.summed is self.shared else ALONE
-            self.pending = start_sum(flat, self.summed, stream, out=self.own)
+            owners = self.shared if self.summed is self.shared else ALONE
+            self.pending = start_sum(flat, self.summed, owners, out=self.own)
 
     def fill_missing(self) -> Tensor:
         """`flat`, with zeros for parameters without a gradient."""
