@@ -61,41 +61,41 @@ class Gathered:
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """This rank's part of each y = x W' + b."""
-        gathered = [self.x.start_gather(x), *map(self.weight.start_gather, weights)]
+        gathered = [self.x.start_whole(x), *map(self.weight.start_whole, weights)]
         x = gathered.pop(0)()  # popped, so that each gathered weight is freed after its matmul
         is_sum, sums = self.y.terms.size > 1, []
         for bias in biases:
             # The bias of a sum is added after it, once.
             term = kernels.matmul(x, gathered.pop(0)(), None if is_sum else bias)
-            sums.append(self.y.start_sum(term))
+            sums.append(self.y.start_part(term))
         ys = [wait() for wait in sums]
         return [*map(add_bias, ys, biases)] if is_sum else ys
 
     def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Start to gather the dys that gradients are computed from."""
-        gathered = [self.y.start_gather(dy) for dy in dys]
+        gathered = [self.y.start_whole(dy) for dy in dys]
         return lambda: [wait() for wait in gathered]
 
     def start_dx(self, weights: Sequence[Tensor]) -> InputGradient:
         """This rank's part of dx, the sum of all dy W and of other terms."""
-        gathered = [self.weight.start_gather(weight) for weight in weights]
+        gathered = [self.weight.start_whole(weight) for weight in weights]
 
         def compute(dys: Sequence[Tensor], others: Sequence[Tensor]) -> Callable[[], Tensor]:
             dx = input_term(dys, (gathered.pop(0)() for _ in weights))
             for other in others:
                 dx.add_(other)
-            return self.x.start_sum(dx)
+            return self.x.start_part(dx)
 
         return compute
 
     def start_dws(self, x: Tensor) -> WeightGradients:
         """This rank's part of dW = dy' x for each dy; None if it is added to the view."""
-        gathered = [self.x.start_gather(x)]
+        gathered = [self.x.start_whole(x)]
 
         def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
             whole = gathered.pop()()
             if self.weight.terms.size > 1:
-                sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
+                sums = [self.weight.start_part(term) for term in weight_terms(dys, whole, views)]
                 return [wait() for wait in sums]
             dws: list[Tensor | None] = []
             for dy, view in zip(dys, views, strict=True):
