@@ -32,7 +32,7 @@ P, UNIT = 0.1, "standard deviations"
 def kept(keys: Tensor, columns: int) -> Tensor:
     """The mask minus its mean, in standard deviations, [rows, columns]."""
     p = 1 - round(P * dropout.STEPS) / dropout.STEPS
-    return (dropout.is_kept(keys, 0, columns, P, torch.bool).float() - p) / sqrt(p * (1 - p))
+    return (dropout.kept_mask(keys, 0, columns, P, torch.bool).float() - p) / sqrt(p * (1 - p))
 
 
 def quality(rows: int, columns: int) -> dict[str, float]:

@@ -46,7 +46,7 @@ from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.partition import head_weight, partition
-from megatron.parallel.schedules import UNCUT, PipelinePlan, check, schedule
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, check, schedule
 from megatron.train.state import DTYPES
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples
@@ -69,7 +69,7 @@ def plan_of(config: PretrainGPT2Config, ranks: int, kind: str) -> PipelinePlan:
     """A partition of the layers that balances the head, also over virtual stages, where Megatron's
     flag makes them uniform."""
     if ranks == 1:
-        return UNCUT
+        return WHOLE_MODEL
     h, s = config.model.hidden_size, config.data.seq_length
     head = head_weight(h, s, open_samples(config)[1])
     virtual = VIRTUAL.get(kind, 1)

@@ -23,7 +23,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import ControlGroup, Mesh, build_mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec
 from megatron.train.machine import choose_compile
 from megatron.train.state import DTYPES, TrainState, build_state
@@ -72,7 +72,7 @@ def build(
     *,
     compiled: bool = False,
     fast: bool = False,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
 ) -> TrainState:
     """A run at step 0. fast: draw initial weights with the device's generator (see draw), so that
     no rank draws a whole large model on the host."""

@@ -250,11 +250,11 @@ column-wrong-group | parallel/test_layers::test_layers_equal
 - Gathered(x=Cut(0, mesh.stream, mesh.tensor))
 + Gathered(x=Cut(0, mesh.stream, mesh.data))
 norms-decay | optim/test_adam::test_biases_and_norms
-- fill=1, decay=False, partial=partial)
-+ fill=1, partial=partial)
+- fill=1, decay=False, partial=summed_over)
++ fill=1, partial=summed_over)
 rms-norms-decay | parallel/test_sharding::test_matrices
-- fill=1, decay=False, partial=partial)
-+ fill=1, partial=partial)
+- fill=1, decay=False, partial=summed_over)
++ fill=1, partial=summed_over)
 @ megatron/parallel/layers_llama.py | parallel/test_layers::test_rotary
 key-value-head-modulo | parallel/test_layers::test_layers_equal
 - used = [query * key_value_heads // heads for query in own]
@@ -469,8 +469,8 @@ documents-see-each-other
 + same_document = document_starts[:, :, None] >= document_starts[:, None, :]
 @ megatron/models/gpt.py | parallel/test_sharding::test_matrices
 selective-recomputes-nothing | layouts/test_matrix::test_one_process_takes
-- self.run_core = _runner(config, factory, "selective")
-+ self.run_core = _run
+- self.maybe_checkpoint = maybe_checkpoint(config, factory, "selective")
++ self.maybe_checkpoint = _call
 mlp-of-another-std
 - self.up = factory.column(h, f, parts=parts, bias=bias, std=std)
 + self.up = factory.column(h, f, parts=parts, bias=bias, std=0.02)
@@ -622,8 +622,8 @@ query-of-the-next-head | matrix[tensor=2-llama]
 + k, v = k[:, kv_head_index.roll(1)], v[:, kv_head_index.roll(1)]
 @ megatron/parallel/layers_llama.py | matrix[tensor=2,sequence-llama-documents]
 shared-key-value-weight-not-summed | parallel/test_layers::test_layers_equal
-- shards, partial = (), (mesh.replicas, ranks)
-+ shards, partial = (), (mesh.replicas,)
+- shards, summed_over = (), (mesh.replicas, ranks)
++ shards, summed_over = (), (mesh.replicas,)
 @ megatron/models/build.py | matrix[pipeline=2-gpt2-accumulate]
 layers-of-other-stages-kept
 - kept.update(*(layers[number] for number in pipeline.numbers(rank) or ()))

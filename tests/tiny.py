@@ -23,7 +23,7 @@ from megatron.models.gpt import GPT2
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import initial_value
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import (
     GradientViews,
     ShardedModule,
@@ -82,7 +82,7 @@ def tiny_state(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = SEED,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
     zero_stage: int = 0,
 ) -> TrainState:
     """A run at step 0 with the weights of `tiny_model`."""

@@ -12,7 +12,7 @@ Array = Any  # a numpy array from a data set, a torch tensor on a device
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """b samples of s tokens. Each kind of model adds its own fields: arrays whose first dim is the
-    sample."""
+    sample. The first of them is never None."""
 
     per_token: ClassVar[tuple[str, ...]] = ()
     """Fields whose last dim is the token of a sample."""
@@ -109,7 +109,7 @@ def micro_batch_numbers(
 ) -> list[range]:
     """Sample numbers of this rank's micro-batches in the step that starts at sample `consumed`.
 
-    All ranks together read [consumed, consumed + global_batch_size), each number once.
+    Together, data-parallel ranks read [consumed, consumed + global_batch_size), each number once.
     """
     at_once = micro_batch_size * data_size
     assert global_batch_size % at_once == 0

@@ -85,13 +85,13 @@ def _enter_tokens(x: Tensor, axis: Axis, whole: Tensor | None = None) -> Tensor:
     """f of this rank's tokens x [b, s/t, ..]: gather them, or take `whole`, which is gathered
     already; the backward reduce-scatters the gradient."""
 
-    def there(x: Tensor) -> Tensor:
+    def forward_by(x: Tensor) -> Tensor:
         return gather_from(x, 1, axis) if whole is None else whole.detach()
 
-    def back(dy: Tensor) -> Tensor:
+    def backward_by(dy: Tensor) -> Tensor:
         return start_sum(dy.transpose(0, 1).contiguous(), axis, axis)().transpose(0, 1)
 
-    return Pair.apply(x, there, back)
+    return Pair.apply(x, forward_by, backward_by)
 
 
 def _leave(x: Tensor, axis: Axis, tokens: bool) -> Tensor:

@@ -62,7 +62,7 @@ class BertEncoder(nn.Module):
         self.gather = factory.gather()
 
     def embed(self, batch: BertBatch | ExampleBatch) -> Tensor:
-        """Norm of the sum of the embeddings, [n, h]; `layers` drops some of it."""
+        """Norm of the sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         assert self.word_embedding is not None
         size, device = batch.tokens.shape[-1], batch.tokens.device
         positions = torch.arange(size, device=device).expand_as(batch.tokens)
@@ -165,7 +165,7 @@ class BERT(nn.Module):
 
     def stream(self, batch: BertBatch, number: int) -> Tensor:
         """Input of layer `number` for a batch of arrays, as a tensor on meta."""
-        return self.encoder.transformer.stream(batch.tokens.size)
+        return self.encoder.transformer.stream_like(batch.tokens.size)
 
     def layers(
         self, x: Tensor, batch: BertBatch, *, numbers: Sequence[int] | None = None

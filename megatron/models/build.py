@@ -14,7 +14,7 @@ from megatron.models.registry import find_kind
 from megatron.parallel.factory import layer_factory
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 
 
 def build_on_meta(
@@ -22,7 +22,7 @@ def build_on_meta(
     mesh: Mesh,
     vocab_size: int,
     seed: int | None = None,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
 ) -> Any:
     """A model of the config's kind, or this rank's part of it, without memory: for its names,
     shapes and sharding specs. Raises ValueError for a kind that cannot be cut into stages."""
@@ -75,7 +75,7 @@ def build_model(
     *,
     seed: int | None,
     dtype: torch.dtype,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
     draws: bool = True,
 ) -> Any:
     """A model of the config's kind on this rank's device, with its initial weights.

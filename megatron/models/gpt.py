@@ -13,7 +13,8 @@ A layer is that of section 3 of the paper, in either order of norm and residual 
         x = x + dropout(Attention(LayerNorm(x)))     x = LayerNorm(x + dropout(Attention(x)))
         x = x + dropout(MLP(LayerNorm(x)))           x = LayerNorm(x + dropout(MLP(x)))
 
-Hidden states between layers are [n, h]; only attention unfolds them to [b, ...].
+Hidden states between layers are [n, h], and a rank may hold a part of them; only attention unfolds
+them to [b, ...].
 
 Recomputed parts (`recompute_granularity`) run through the factory's `checkpoint`. A whole layer
 keeps only its input, [n, h]. The attention core keeps q, k and v but not the probabilities,
@@ -75,19 +76,20 @@ def document_mask(document_starts: Tensor) -> Tensor:
     return torch.tril(same_document)[:, None]
 
 
-def _run(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return function(*arguments)
 
 
-def _runner(
+def maybe_checkpoint(
     config: ModelConfig, factory: LayerFactory, granularity: RecomputeGranularity
 ) -> Callable[..., Tensor]:
-    """Calls function(*arguments), and again in the backward if the config has this granularity."""
+    """Function that calls function(*arguments), which the backward repeats if the config has this
+    granularity."""
     if config.recompute_granularity != granularity:
-        return _run
+        return _call
     # A compiled layer is one graph, and the checkpoint of its core is part of this graph.
-    is_inside = granularity == "selective"
-    return factory.checkpoint if is_inside else torch.compiler.disable(factory.checkpoint)
+    is_in_graph = granularity == "selective"
+    return factory.checkpoint if is_in_graph else torch.compiler.disable(factory.checkpoint)
 
 
 def make_norm(config: ModelConfig, factory: LayerFactory) -> nn.Module:
@@ -112,7 +114,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.qkv = self.make_qkv(config, factory)
         self.core = factory.attention_core(config.attention_dropout, f"{name}.core")
-        self.run_core = _runner(config, factory, "selective")
+        self.maybe_checkpoint = maybe_checkpoint(config, factory, "selective")
         # The paper's 1 / sqrt(2 N): N layers add 2 N outputs to the residual path.
         out_std = std / sqrt(2 * config.num_layers)
         self.output = factory.row(h, h, bias=config.has_biases, std=out_std)
@@ -123,7 +125,7 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, at: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [b, a/t, s, d]."""
-        # Not `unbind`: its backward is one Triton kernel of 0.66 ms a layer (124M).
+        # Not `unbind`, which is slower: its backward is one Triton kernel of 0.66 ms (124M).
         q, k, v = (in_heads(each, at.count, self.head_size) for each in self.qkv(x).chunk(3, dim=1))
         return q, k, v
 
@@ -132,7 +134,7 @@ class Attention(nn.Module):
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
         keys, index = at.attention_dropout_keys, self.kv_head_index
-        heads = self.run_core(self.core, q, k, v, at.mask, at.is_causal, keys, index)
+        heads = self.maybe_checkpoint(self.core, q, k, v, at.mask, at.is_causal, keys, index)
         return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
@@ -179,10 +181,10 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = make_norm(config, factory)
         self.mlp = MLP(config, factory)
         self.mlp_dropout = factory.dropout(config.hidden_dropout, f"{name}.mlp")
-        self.run = _runner(config, factory, "full")
+        self.maybe_checkpoint = maybe_checkpoint(config, factory, "full")
 
     def __call__(self, x: Tensor, at: Sequences) -> Tensor:
-        return self.run(super().__call__, x, at)
+        return self.maybe_checkpoint(super().__call__, x, at)
 
     def forward(self, x: Tensor, at: Sequences) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), at), at.dropout_keys)
@@ -221,11 +223,11 @@ class Transformer(nn.Module):
         return x
 
     def dropout_keys(self, batch: TextBatch) -> Tensor | None:
-        """See the function of this name. None if no dropout reads them: they take 60 kernels that
-        a GPU waits for."""
+        """See the function of this name. None if no dropout reads them: they cost 60 small
+        kernels a batch, for which a GPU waits."""
         return dropout_keys(batch) if self.training and self.drops else None
 
-    def stream(self, n: int) -> Tensor:
+    def stream_like(self, n: int) -> Tensor:
         """Hidden states of n tokens between layers on this rank, on meta: [n, h] or rows of it."""
         dtype = next(self.parameters()).dtype
         shape = self.stream_shape(n, self.hidden_size)
@@ -274,7 +276,7 @@ class Decoder(nn.Module):
         return [float(batch.loss_mask.sum(dtype=np.float64))]
 
     def embed(self, batch: GPT2Batch) -> Tensor:
-        """Sum of the embeddings, [n, h]; `layers` drops some of it."""
+        """Sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         assert self.word_embedding is not None
         x = self.word_embedding(batch.tokens.flatten())
         if self.learns_positions:
@@ -287,7 +289,7 @@ class Decoder(nn.Module):
 
     def stream(self, batch: GPT2Batch, number: int) -> Tensor:
         """Input of layer `number` for a batch of arrays, as a tensor on meta."""
-        return self.transformer.stream(batch.tokens.size)
+        return self.transformer.stream_like(batch.tokens.size)
 
     def layers(
         self,
@@ -303,6 +305,8 @@ class Decoder(nn.Module):
         """
         starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
         keys = self.transformer.dropout_keys(batch)
+        # Attention is causal by a mask for documents and where the cache needs one, otherwise by
+        # is_causal; a single query without a mask is the last of all tokens and sees them all.
         mask = None if starts is None else document_mask(starts)
         if cache is not None:
             assert mask is None
@@ -311,7 +315,7 @@ class Decoder(nn.Module):
         at = Sequences(
             count=len(batch.tokens),
             mask=mask,
-            is_causal=mask is None and size > 1,  # a single query is the last of all tokens
+            is_causal=mask is None and size > 1,
             dropout_keys=keys,
             attention_dropout_keys=self.exchange(keys),
             cache=cache,

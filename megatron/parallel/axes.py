@@ -62,7 +62,7 @@ UNIONS = {
     ),
 }
 """Axes of each union, by tensor-parallel mode. Unions of the same ranks share the group and the
-name of the first of them."""
+name of the first of them, so messages may name that one."""
 
 BATCH_AXES = frozenset(name for unions in UNIONS.values() for name in unions["batch"])
 """Axes along which ranks read different samples, in some mode."""

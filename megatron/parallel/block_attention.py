@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.dropout import multiply
+from megatron.parallel.dropout import drop_elements
 
 BLOCK = 128  # queries
 
@@ -20,13 +20,13 @@ def widen(x: Tensor) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """softmax(q k' / sqrt(d)) v, with q [n, s, d], k and v [n/r, m, d], n = b x a, and bias None or
-    [b or 1, 1, s, m]. r adjacent heads of q share one of k and v, as one head of r s queries.
+    """softmax(q k' / sqrt(d)) v, with q [b a, s, d], k and v [b g, m, d], and bias None or
+    [b or 1, 1, s, m]. r = a/g adjacent heads of q share one of k and v, as one head of r s queries.
 
     With is_causal, a block of queries reads only the keys up to its last query, which skips up to
-    half of the matmul. The probabilities are saved for the backward: a sixth of all that a layer
-    saves at 256 tokens, a third at 1024. P are the probabilities, dO is the gradient of the result,
-    and D are the factors of dropout, recomputed from the dropout keys [n, s] of the queries:
+    half of the matmul. The probabilities before dropout are saved for the backward: in a causal
+    layer of GPT-2 a sixth of all that it saves at 256 tokens, a third at 1024. P are these, dO is
+    the gradient of the result, and D are the factors of dropout, recomputed from keys [b a, s]:
 
         dV = (P D)' dO     dP = (dO V') D     dS = P (dP - rowsum(dP P))     dQ = dS K    dK = dS' Q
     """
@@ -73,11 +73,11 @@ class _BlockAttention(torch.autograd.Function):
         dq = []
         blocks = _blocks(q.shape[1], k.shape[1], ctx.is_causal)
         for p, (rows, columns) in zip(probabilities, blocks, strict=True):
-            used, own = p, _folded(d_out[:, rows], k)
-            dp = (own @ v[:, columns].mT).view(p.shape)
+            dropped, d_out_rows = p, _folded(d_out[:, rows], k)
+            dp = (d_out_rows @ v[:, columns].mT).view(p.shape)
             if keys is not None:
-                used, dp = _drop(keys[:, rows], ctx.dropout, p, dp)
-            dv[:, columns] += _folded(used, k).mT @ own
+                dropped, dp = _drop(keys[:, rows], ctx.dropout, p, dp)
+            dv[:, columns] += _folded(dropped, k).mT @ d_out_rows
             # The backward of softmax that autograd uses; torch (2.13) has no public name for it.
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype).mul_(ctx.scale)
             ds = _folded(ds, k)
@@ -87,14 +87,14 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _folded(x: Tensor, k: Tensor) -> Tensor:
-    """Reshape x [n, rows, any] to [n/r, r x rows, any], with n/r = len(k): concatenates the rows of
-    heads that share a head of k. Copies nothing for r = 1."""
+    """Reshape x [b a, rows, any] to [b g, r x rows, any], with b g = len(k): concatenates the rows
+    of heads that share a head of k. Copies nothing for r = 1."""
     return x.reshape(len(k), -1, x.shape[2])
 
 
 def _drop(keys: Tensor, p: float, *blocks: Tensor) -> list[Tensor]:
-    """Apply dropout to blocks [n, rows, columns] that begin at the first column."""
-    dropped = multiply(keys.flatten(), p, *(each.flatten(0, 1) for each in blocks))
+    """Apply dropout to blocks [b a, rows, columns] that begin at the first column."""
+    dropped = drop_elements(keys.flatten(), p, *(each.flatten(0, 1) for each in blocks))
     return [each.view(blocks[0].shape) for each in dropped]
 
 

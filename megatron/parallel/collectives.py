@@ -65,10 +65,13 @@ def _stored(block: Tensor, x: Tensor) -> Tensor:
         return x
     once = tuple(slice(0, None if stride else 1) for stride in x.stride())
     x.detach()[once].copy_(block[once])
+    return block.to(x.device) if _overlaps(x) else x
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory (expand, unfold): smaller strides reach another stride."""
     dims = [*zip(x.stride(), x.shape, strict=True)]
-    # Elements share memory if a stride is within the reach of the smaller ones.
-    shares = any(n > 1 and n * s <= sum((m - 1) * t for t, m in dims if t <= s) for s, n in dims)
-    return block.to(x.device) if shares else x
+    return any(n > 1 and n * s <= sum((m - 1) * t for t, m in dims if t <= s) for s, n in dims)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> Tensor:
@@ -102,12 +105,13 @@ def start_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Wait:
     return _started("all_gather", x, axis, _ALL_GATHER, whole, x.contiguous())
 
 
-def start_sum(x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None) -> Wait:
-    """Start to sum `x` over `axis`; each rank of the stream gets its own rows. See
-    start_all_reduce. out: a tensor for them; if it is part of `x`, the rest of `x` is undefined."""
-    if stream.size == 1:
+def start_sum(x: Tensor, axis: Axis, owners: Axis, out: Tensor | None = None) -> Wait:
+    """Start to sum `x` over `axis`; see start_all_reduce. owners: `axis` if each of its ranks
+    gets its own rows of the sum, an axis of size 1 if each gets all. out: a tensor for own rows;
+    if it is part of `x`, the rest of `x` is undefined."""
+    if owners.size == 1:
         return start_all_reduce(x, axis)
-    assert stream is axis
+    assert owners is axis
     if torch.compiler.is_compiling():
         return _traced("reduce_scatter_tensor", x, "sum", axis.size, axis=axis)
     rows = x.new_empty(own_rows(x, axis).shape) if out is None else out
@@ -118,19 +122,19 @@ def start_sum(x: Tensor, axis: Axis, stream: Axis, out: Tensor | None = None) ->
 class Cut:
     """How a matrix of a matmul is divided."""
 
-    dim: int = 0  # each rank of `over` holds a part of this dim
-    over: Axis = ALONE
-    terms: Axis = ALONE  # its ranks have one term each of y, or of the matrix's gradient
+    dim: int = 0
+    over: Axis = ALONE  # each rank has a part of the matrix along `dim`, gathered before use
+    terms: Axis = ALONE  # each rank has a term of y or of a gradient; their sum is cut over `over`
 
-    def start_gather(self, x: Tensor) -> Wait:
-        """Start to gather the matrix from each rank's part `x`; see the function start_gather."""
+    def start_whole(self, x: Tensor) -> Wait:
+        """Start to gather the matrix from each rank's part `x`; see `start_gather`."""
         wait, ranks = start_gather(x, self.over), self.over.size
         if ranks == 1 or self.dim == 0:
             return wait
         return lambda: wait().view(ranks, *x.shape).transpose(0, 1).flatten(1)
 
-    def start_sum(self, x: Tensor) -> Wait:
-        """Start to sum the terms `x`; each rank gets its part. See the function start_sum."""
+    def start_part(self, x: Tensor) -> Wait:
+        """Start to sum the terms `x` of a matrix; each rank gets its part. See `start_sum`."""
         if (ranks := self.over.size) > 1 and self.dim == 1:
             x = x.view(len(x), ranks, x.shape[1] // ranks).transpose(0, 1).flatten(0, 1)
         return start_sum(x, self.terms, self.over)
@@ -230,22 +234,22 @@ def gather_from(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 class Pair(torch.autograd.Function):
-    """there(x) forward, which may change x in place and return it; back(dy) backward."""
+    """forward_by(x), which may change x in place and return it; backward_by(dy) is its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: OfTensor, back: OfTensor) -> Tensor:
-        ctx.back, y = back, there(x)
+    def forward(ctx: Any, x: Tensor, forward_by: OfTensor, backward_by: OfTensor) -> Tensor:
+        ctx.backward_by, y = backward_by, forward_by(x)
         if y is x:
             ctx.mark_dirty(x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(dy), None, None
+        return ctx.backward_by(dy), None, None
 
 
 def sum_terms(x: Tensor, by: Cut) -> Tensor:
     """Sum the terms `x` of a matrix over ranks; returns this rank's part of the sum."""
     if by.terms.size == 1:
         return x
-    return Pair.apply(x.contiguous(), lambda x: by.start_sum(x)(), lambda dy: by.start_gather(dy)())
+    return Pair.apply(x.contiguous(), lambda x: by.start_part(x)(), lambda dy: by.start_whole(dy)())

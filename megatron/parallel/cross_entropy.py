@@ -139,13 +139,13 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(total, dx, dw or None if it is added to `view`, db); dw and db are in the scales' dtype.
     Arguments: see linear_cross_entropy. has_gradients: if False, only the total is computed."""
-    weight, is_gathered = weight_cut.start_gather(weight)(), weight_cut.over.size > 1
+    weight, is_gathered = weight_cut.start_whole(weight)(), weight_cut.over.size > 1
     total, dx, dw, db = scales.new_zeros(()), None, None, None
-    if has_gradients:
+    if has_gradients:  # dw stays None if chunks add to the view; a gathered dw is added at the end
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=scales.dtype) if view is None or is_gathered else None
         db = None if bias is None else torch.zeros_like(bias, dtype=scales.dtype)
-    finish: Callable[[], object] | None = None  # writes dx of the previous chunk
+    finish_previous: Callable[[], object] | None = None  # writes dx of the previous chunk
 
     # If the stream is cut, a chunk has these rows of each rank.
     ranks = x_cut.over.size if x_cut.dim == 0 else 1
@@ -158,7 +158,7 @@ def _loss_and_gradients(
         if is_fused and missing:  # zeros, as functions are compiled for each length
             part, part_labels = F.pad(part, (0, 0, 0, missing)), F.pad(part_labels, (0, missing))
             part_scales = F.pad(part_scales, (0, missing))
-        part = x_cut.start_gather(part)()
+        part = x_cut.start_whole(part)()
         part_labels, part_scales = part_labels.flatten(), part_scales.flatten()
         of_logits = fused_softmax if is_fused else softmax
         parts = of_logits(matmul(part, weight, bias), part_labels, x_cut.terms, vocab_size)
@@ -167,21 +167,21 @@ def _loss_and_gradients(
             continue
         dz = parts.gradient(part_scales).to(x.dtype)
         del parts  # else dz in fp32 would stay in memory during the matmuls of dz in x's dtype
-        if finish is not None:
-            finish()
-        # The sum over ranks runs during the matmul of dw and the next chunk's logits.
-        finish = partial(_finish, dx[rows], x_cut.start_sum(matmul(dz, weight.T)))
+        # The previous sum of dx has run beside this softmax; the next runs from here on.
+        if finish_previous is not None:
+            finish_previous()
+        finish_previous = partial(_finish, dx[rows], x_cut.start_part(matmul(dz, weight.T)))
         if dw is not None:
             add_matmul_(dw, dz, part, accumulate=True)
         elif view is not None:
-            view.add_matmul(dz, part)
+            view.add_matmul(dz, part)  # already here, in the forward
         if db is not None:
             db += dz.sum(0, dtype=scales.dtype)
         del dz  # else the logits of two chunks would be in memory at once
-    if finish is not None:
-        finish()
+    if finish_previous is not None:
+        finish_previous()
     if dw is not None and is_gathered:
-        dw = weight_cut.start_sum(dw)()
+        dw = weight_cut.start_part(dw)()
         if view is not None:
             view.add(dw)
             dw = None
@@ -198,8 +198,8 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def one_like(loss: Tensor) -> Tensor:
-    """The gradient with which the backward of a scalar starts. linear_cross_entropy knows it by its
-    memory: to compare values, the host would wait for a GPU's forward."""
+    """The gradient with which the backward of a scalar starts. linear_cross_entropy recognises it
+    by its address: to compare values, the host would wait for a GPU's forward."""
     return _one(loss.dtype, loss.device)
 
 
@@ -248,10 +248,11 @@ def linear_cross_entropy(
 
     x: [n, h], gathered one chunk at a time; x_cut.terms cuts the vocabulary. weight, bias: [padded
     v / t, h] and [padded v / t] of this rank; a weight that is cut further is gathered whole.
-    labels, scales: [n] int64 and [n], the same on every rank. view: view of the weight's gradient;
-    the forward adds the gradient to it if it is wide enough to add up chunks, so run backward once
-    for each forward. Multiplying the result before its backward costs a second pass; put constants
-    into the scales. is_fused: use the softmax of fused_softmax.py, for GPUs.
+    labels, scales: [n] int64 and [n], the same on every rank of x_cut.terms, and of all tokens also
+    where x is cut by rows. view: view of the weight's gradient; the forward adds the gradient to it
+    if it is wide enough to add up chunks, so run backward once for each forward. Multiplying the
+    result before its backward costs a second pass; put constants into the scales. is_fused: use the
+    softmax of fused_softmax.py, for GPUs.
     """
     inputs = x, weight, bias, labels, scales.to(torch.promote_types(x.dtype, torch.float32))
     compute = partial(

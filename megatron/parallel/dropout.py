@@ -9,7 +9,7 @@ masks drawn from a generator, the loss of 8 steps moved by 1.6e-3 to 9.7e-3 with
     key of a row       64 bits: one coordinate after another is added and mixed (SplitMix64, Steele
                        et al., 2014), then the key of the layer and, for attention, the head
     two columns        32 bits: key and number of the pair, mixed by two multiplications
-    an element         16 of these bits, compared with p
+    an element         16 of these bits, as a signed number: kept if at least 2^16 p - 2^15
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def dropout(x: Tensor, keys: Tensor, p: float, first: int = 0) -> Tensor:
     rounded to a multiple of 1 / STEPS.
     """
     if torch.compiler.is_compiling():
-        return multiply(keys, p, x, first=first)[0]
+        return drop_elements(keys, p, x, first=first)[0]
     return _Dropout.apply(x, keys, p, first)
 
 
@@ -98,21 +98,21 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keys: Tensor, p: float, first: int) -> Tensor:
         ctx.save_for_backward(keys)
         ctx.p, ctx.first = p, first
-        return multiply(keys, p, x, first=first)[0]
+        return drop_elements(keys, p, x, first=first)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return multiply(*ctx.saved_tensors, ctx.p, dy, first=ctx.first)[0], None, None, None
+        return drop_elements(*ctx.saved_tensors, ctx.p, dy, first=ctx.first)[0], None, None, None
 
 
-def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
+def drop_elements(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[Tensor]:
     """Each tensor [r, c] after the same dropout; arguments: see `dropout`."""
     count, scale = tensors[0].shape[1], STEPS / (STEPS - rounded(p))
-    # Multiplying by mask x scale saves one pass, but bf16 rounds the scale: a constant error.
+    # Mask and scale are two factors, as bf16 rounds mask x scale: the same error everywhere.
     if torch.compiler.is_compiling():  # one kernel that hashes each pair twice and stores no mask
         columns = torch.arange(first, first + count, dtype=torch.int32, device=keys.device)
-        mask = keeps(keys[:, None], columns, rounded(p))
+        mask = kept_mask_traced(keys[:, None], columns, rounded(p))
         return [x * mask * scale for x in tensors]
     if keys.is_meta:  # only shapes and work count: the mask is hashed in a cache or in registers
         return [x * scale for x in tensors]
@@ -120,7 +120,7 @@ def multiply(keys: Tensor, p: float, *tensors: Tensor, first: int = 0) -> list[T
     size = max(1, 2 * CHUNK // count) if keys.device.type == "cpu" else len(keys)
     for start in range(0, len(keys), size):
         rows = slice(start, start + size)
-        mask = is_kept(keys[rows], first, count, p, tensors[0].dtype)
+        mask = kept_mask(keys[rows], first, count, p, tensors[0].dtype)
         for x, product in zip(tensors, products, strict=True):
             torch.mul(x[rows], mask, out=product[rows]).mul_(scale)
     return products
@@ -130,8 +130,8 @@ def rounded(p: float) -> int:
     return min(round(p * STEPS), STEPS - 1)
 
 
-def is_kept(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Mask [r, c] of 0 and 1 for columns first to first + count."""
+def kept_mask(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) -> Tensor:
+    """Mask [r, c] of 0 and 1 in this dtype, for columns first to first + count."""
     pairs = torch.arange(first // 2, (first + count + 1) // 2, device=keys.device).int()
     words = hash_pairs(keys[:, None], pairs)
     halves = words.view(torch.int16)[:, first % 2 : first % 2 + count]
@@ -139,8 +139,9 @@ def is_kept(keys: Tensor, first: int, count: int, p: float, dtype: torch.dtype) 
     return torch.ge(halves, rounded(p) - STEPS // 2, out=mask)
 
 
-def keeps(keys: Tensor, columns: Tensor, steps: int) -> Tensor:
-    """Bool mask for p = steps / STEPS; int64 keys and int32 columns broadcast."""
+def kept_mask_traced(keys: Tensor, columns: Tensor, steps: int) -> Tensor:
+    """The mask of `kept_mask` in bool, by operations that compile into one kernel. p is steps /
+    STEPS; int64 keys and int32 columns broadcast."""
     words = hash_pairs(keys, columns >> 1)
     halves = torch.where((columns & 1).bool(), words >> 16, words << 16 >> 16)
     return halves >= steps - STEPS // 2

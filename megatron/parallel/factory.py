@@ -61,7 +61,8 @@ BY_PLAN = "megatron.huggingface.parallelize:parallelize"
 
 
 class LayerFactory:
-    """The makers of the layers that a model is built from; x is the stream [n, h]. Arguments: see
+    """The makers of the layers that a model is built from; x is the stream [n, h]. The parallel
+    region lies between a column and a row layer: columns or heads are cut there. Arguments: see
     `layer_factory`."""
 
     def __init__(

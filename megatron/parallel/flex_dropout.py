@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megatron.parallel.block_attention import block_attention
-from megatron.parallel.dropout import STEPS, keeps, rounded
+from megatron.parallel.dropout import STEPS, kept_mask_traced, rounded
 
 BLOCK = 128  # queries, and keys, of a block that is computed or skipped
 SMALLEST = 16  # fewest elements of a head in the compiler's kernel
@@ -48,7 +48,7 @@ def flex_dropout(
         # Indices are int32, but int64 on a CPU, where this is traced with int32: a single cast
         # would do nothing in the trace and be left out.
         column = j.to(torch.int64).to(torch.int32)
-        return torch.where(keeps(keys[b, h, i], column, steps), score, -torch.inf)
+        return torch.where(kept_mask_traced(keys[b, h, i], column, steps), score, -torch.inf)
 
     settings: Any = {"scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
     # Fewer than 128 queries would take another kernel.

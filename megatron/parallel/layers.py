@@ -1,9 +1,9 @@
 """The parallel layers, on the stream [n, h] of n = b x s tokens.
 
-    n tokens on this rank   h hidden size   v padded vocabulary   t tensor-parallel size
+    h hidden size   v padded vocabulary   t tensor-parallel size
 
-In 2D, 2.5D and 3D, c ranks cut the columns of the stream, too: it is [n, h/c]. If the stream is not
-cut by rows, layers also take [b, s, h], and token ids [b, s].
+Under sequence parallelism a rank holds n/t rows of the stream. In 2D, 2.5D and 3D, c ranks cut its
+columns, too: it is [n, h/c]. If it is not cut by rows, layers also take [b, s, h], and ids [b, s].
 
         Y = GeLU(X A) B:    X --f--> X A_i --GeLU--> Y_i --Y_i B_i--g--> sum over ranks
                                 A cut by columns         B cut by rows
@@ -14,8 +14,8 @@ Every linear layer is one matmul, y = x W' + b, whose three matrices may be cut:
     y = sum(gather(x) gather(W)')     dx = sum(gather(dy) gather(W))
                                       dW = sum(gather(dy)' gather(x))
 
-A partition says what is cut. `column` and `row` are those of section 3 of the paper; layers_grid.py
-has those of grids. Models make their layers by factory.py.
+A partition says what is cut. Those of section 3 of the paper are here; layers_grid.py has those of
+grids. Models make their layers by factory.py.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ WeightGradients = Callable[[Sequence[Tensor], Views], list[Tensor | None]]
 
 @dataclass(frozen=True)
 class Gathered:
-    """One matmul, y = x W', with x [n, in], W [out, in] and y [n, out] cut: x and W are gathered
-    before it, and y is summed after it. start_dys, start_dx and start_dws start the gathers for the
-    backward and return a function that computes: all gathers start before any result is used."""
+    """How one matmul, y = x W', is divided: x [n, in], W [out, in] and y [n, out] are cut, x and W
+    are gathered before it, and y is summed after it. The backward starts all its gathers by start_*
+    before it calls any of the functions that these return."""
 
     x: Cut = UNCUT
     weight: Cut = UNCUT
@@ -61,41 +61,43 @@ class Gathered:
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """This rank's part of each y = x W' + b."""
-        gathered = [self.x.start_gather(x), *map(self.weight.start_gather, weights)]
+        gathered = [self.x.start_whole(x), *map(self.weight.start_whole, weights)]
         x = gathered.pop(0)()  # popped, so that each gathered weight is freed after its matmul
         is_sum, sums = self.y.terms.size > 1, []
         for bias in biases:
             # The bias of a sum is added after it, once.
             term = kernels.matmul(x, gathered.pop(0)(), None if is_sum else bias)
-            sums.append(self.y.start_sum(term))
+            sums.append(self.y.start_part(term))
         ys = [wait() for wait in sums]
         return [*map(add_bias, ys, biases)] if is_sum else ys
 
     def start_dys(self, dys: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to gather the dys that gradients are computed from."""
-        gathered = [self.y.start_gather(dy) for dy in dys]
+        """Starts to gather the dys; returns a function that waits for them."""
+        gathered = [self.y.start_whole(dy) for dy in dys]
         return lambda: [wait() for wait in gathered]
 
     def start_dx(self, weights: Sequence[Tensor]) -> InputGradient:
-        """This rank's part of dx, the sum of all dy W and of other terms."""
-        gathered = [self.weight.start_gather(weight) for weight in weights]
+        """Starts to gather the weights; returns a function that computes the sum of all dy W and of
+        other terms, and starts its sum over ranks: this rank's part of dx."""
+        gathered = [self.weight.start_whole(weight) for weight in weights]
 
         def compute(dys: Sequence[Tensor], others: Sequence[Tensor]) -> Callable[[], Tensor]:
             dx = input_term(dys, (gathered.pop(0)() for _ in weights))
             for other in others:
                 dx.add_(other)
-            return self.x.start_sum(dx)
+            return self.x.start_part(dx)
 
         return compute
 
     def start_dws(self, x: Tensor) -> WeightGradients:
-        """This rank's part of dW = dy' x for each dy; None if it is added to the view."""
-        gathered = [self.x.start_gather(x)]
+        """Starts to gather x; returns a function that computes this rank's part of dW = dy' x for
+        each dy, or adds it to the view and returns None for it."""
+        gathered = [self.x.start_whole(x)]
 
         def compute(dys: Sequence[Tensor], views: Views) -> list[Tensor | None]:
             whole = gathered.pop()()
             if self.weight.terms.size > 1:
-                sums = [self.weight.start_sum(term) for term in weight_terms(dys, whole, views)]
+                sums = [self.weight.start_part(term) for term in weight_terms(dys, whole, views)]
                 return [wait() for wait in sums]
             dws: list[Tensor | None] = []
             for dy, view in zip(dys, views, strict=True):
@@ -165,7 +167,7 @@ class _Multiply(torch.autograd.Function):
         saved, handles = saved[:count], saved[count:]
         views = traced_views(handles, ctx.views) if handles else ctx.views
         weights = _matrices(saved)
-        pairs = zip(dys, weights, strict=False)
+        pairs = zip(dys[:count], weights, strict=True)
         local_dys = [x.new_zeros(len(x), len(weight)) if dy is None else dy for dy, weight in pairs]
         returned_dx = [dx for dx in dys[count:] if dx is not None]
         dws: list[Tensor | None] = [None] * count
@@ -335,8 +337,8 @@ class Partition:
     outputs: Axis = ALONE  # axis that cuts dim `out`, and so the columns of y
     x_columns: Axis = ALONE  # axis that cuts the columns of x
     y_rows: tuple[Axis, ...] = ()  # axes whose ranks hold y of different tokens
-    x_rows: tuple[Axis, ...] = ()  # the same for x, if the matmul does not sum dW over them
-    after: Cut | None = None  # sums y after the matmul; recomputation stops before it
+    x_rows: tuple[Axis, ...] = ()  # axes whose ranks hold x of other tokens; the buckets sum dW
+    after: Cut | None = None  # sums y apart from the matmul: recomputation can omit the last sum
 
 
 def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
@@ -348,7 +350,7 @@ def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
         )
 
 
-def column(mesh: Mesh) -> Partition:
+def column_partition(mesh: Mesh) -> Partition:
     """Columns of A: f, then the matmul with this rank's columns."""
     require_mode(mesh, "column", "1d")
     if mesh.tensor.size == 1:  # all layers share these parts, so compiled ones check them once
@@ -356,13 +358,13 @@ def column(mesh: Mesh) -> Partition:
     return Partition(Gathered(x=Cut(0, mesh.stream, mesh.tensor)), outputs=mesh.tensor)
 
 
-def row(mesh: Mesh) -> Partition:
+def row_partition(mesh: Mesh) -> Partition:
     """Rows of B: the matmul with this rank's rows, then g, then the bias once."""
     require_mode(mesh, "row", "1d")
     if mesh.tensor.size == 1:
         return Partition()
-    # Without y_rows, sequence parallelism would lose terms of the bias's gradient: the loss is off
-    # by 1e-3, and all ranks agree on it.
+    # The bias acts on a rank's own rows of y. Without y_rows, sequence parallelism would lose terms
+    # of its gradient: the loss is off by 1e-3, and all ranks agree on it.
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
     return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 
@@ -396,8 +398,8 @@ class ParallelLinear(ShardedModule):
         shape = (parts, out_features) if parts > 1 else (out_features,)
         out = over(len(shape) - 1, partition.outputs)
         shards = out + over(len(shape), *partition.inputs)
-        partial = (mesh.replicas, *partition.x_rows)
-        self.add_parameter("weight", (*shape, in_features), shards, std=std, partial=partial)
+        summed_over = (mesh.replicas, *partition.x_rows)
+        self.add_parameter("weight", (*shape, in_features), shards, std=std, partial=summed_over)
         self.add_bias(bias, shape, out, partial=(mesh.replicas, *partition.y_rows))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -412,14 +414,14 @@ class ColumnParallelLinear(ParallelLinear):
     """x [n, in] to [n, parts x out/t]. settings: parts=1, bias=True, std=0.02 of the weight."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
-        super().__init__(mesh, in_features, out_features, column(mesh), **settings)
+        super().__init__(mesh, in_features, out_features, column_partition(mesh), **settings)
 
 
 class RowParallelLinear(ParallelLinear):
     """x [n, in/t] to [n, out]. settings: see ColumnParallelLinear."""
 
     def __init__(self, mesh: Mesh, in_features: int, out_features: int, **settings: Any) -> None:
-        super().__init__(mesh, in_features, out_features, row(mesh), **settings)
+        super().__init__(mesh, in_features, out_features, row_partition(mesh), **settings)
 
 
 def padded_vocabulary(vocab_size: int, divisible_by: int, mesh: Mesh) -> int:
@@ -459,9 +461,9 @@ class VocabParallelEmbedding(ShardedModule):
         self.width = own_width(hidden_size, mesh.hidden)
         shards = ((0, mesh.vocabulary), *over(0, mesh.tokens))
         padded_rows = padded_vocabulary(vocab_size, divisible_by, mesh)
-        partial = (mesh.replicas, *[mesh.embedding_group] * is_tied)
+        summed_over = (mesh.replicas, *[mesh.embedding_group] * is_tied)
         shape, of_rows = (vocab_size, hidden_size), {"padded_rows": padded_rows, "std": std}
-        self.add_parameter("weight", shape, shards, partial=partial, **of_rows)
+        self.add_parameter("weight", shape, shards, partial=summed_over, **of_rows)
         self.own_ids = self.specs["weight"].local_slices[0]  # without padding rows
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -576,10 +578,10 @@ class Norm(ShardedModule):
         super().__init__(mesh)
         self.epsilon = epsilon
         self.hidden = mesh.inner_hidden if is_inside else mesh.hidden
-        partial = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.of_stream
+        summed_over = (mesh.replicas, mesh.inner_tokens) if is_inside else mesh.of_stream
         shape, shards = (hidden_size,), over(0, self.hidden)
-        self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=partial)
-        self.add_bias(has_bias, shape, shards, partial=partial)
+        self.add_parameter("weight", shape, shards, fill=1, decay=False, partial=summed_over)
+        self.add_bias(has_bias, shape, shards, partial=summed_over)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = as_rows(self, x, self.weight.shape[0])

@@ -63,9 +63,9 @@ class GroupedQueryLinear(ShardedModule):
         std: float = STD,
         partition: Partition | None = None,
     ) -> None:
-        """partition: by default `column`, that of 1D."""
+        """partition: by default `column_partition`, that of 1D."""
         super().__init__(mesh)
-        partition = partition or layers.column(mesh)
+        partition = partition or layers.column_partition(mesh)
         ranks, self.head_size = mesh.inner_hidden, head_size
         if heads % key_value_heads or heads % ranks.size:
             raise ValueError(
@@ -76,10 +76,10 @@ class GroupedQueryLinear(ShardedModule):
         self.width = layers.own_width(hidden_size, partition.x_columns)
         size = heads * head_size
         shards: tuple[tuple[int, Axis], ...] = ((0, ranks),)
-        partial: tuple[Axis, ...] = (mesh.replicas,)
+        summed_over: tuple[Axis, ...] = (mesh.replicas,)
         of_weight = shards + over(1, *partition.inputs)
-        self.add_parameter("query", (size, hidden_size), of_weight, partial=partial, std=std)
-        self.add_bias(bias, (size,), shards, "query_bias", partial=(*partial, *y_rows))
+        self.add_parameter("query", (size, hidden_size), of_weight, partial=summed_over, std=std)
+        self.add_bias(bias, (size,), shards, "query_bias", partial=(*summed_over, *y_rows))
 
         own, used = key_value_heads_in_use(heads, key_value_heads, ranks)
         self.kv_head_index = None if used is None else torch.tensor(used, device="cpu")
@@ -87,10 +87,12 @@ class GroupedQueryLinear(ShardedModule):
         size, shards = key_value_heads * head_size, ((1, ranks),)
         if key_value_heads % ranks.size:
             self.rows = slice(own.start * head_size, own.stop * head_size)
-            shards, partial = (), (mesh.replicas, ranks)
+            shards, summed_over = (), (mesh.replicas, ranks)
         of_weight = shards + over(2, *partition.inputs)
-        self.add_parameter("key_value", (2, size, hidden_size), of_weight, partial=partial, std=std)
-        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=(*partial, *y_rows))
+        self.add_parameter(
+            "key_value", (2, size, hidden_size), of_weight, partial=summed_over, std=std
+        )
+        self.add_bias(bias, (2, size), shards, "key_value_bias", partial=(*summed_over, *y_rows))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight: Tensor = self.key_value

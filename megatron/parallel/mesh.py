@@ -194,6 +194,8 @@ class Mesh:
         embedding_group    the word embedding, which the first and last pipeline stages share
         stream             different rows of the hidden states between layers: the tensor axis under
                            sequence parallelism, otherwise an axis of one rank
+
+    In 1D, copies and batch are the data axis, replicas and loss the data and context axes.
     """
 
     device: torch.device
@@ -204,6 +206,7 @@ class Mesh:
     pipeline: Axis = Axis("pipeline", is_of_stages=True)
     data: Axis = Axis("data")
     context: Axis = Axis("context")
+    # The axes from here to `output` cut layers in 2D, 2.5D and 3D: see the table in axes.py.
     depth: Axis = Axis("depth")
     row: Axis = Axis("row")
     column: Axis = Axis("column")
@@ -353,7 +356,7 @@ def build_mesh(
     for name in names:
         groups = _groups_along(all_sizes, (name,))
         axes[name] = control.new_axis(name, groups, is_of_stages=name == "pipeline")
-    # A union of one axis is that axis; unions of the same axes share a group.
+    # A union of one axis is that axis; unions of the same axes share the first's group and name.
     by_parts: dict[tuple[Axis, ...], Axis] = {(axis,): axis for axis in axes.values()}
     unions = {}
     for name, members in UNIONS[tensor_parallel_mode].items():

@@ -23,14 +23,14 @@ def reduce_from(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
 def copy_to(x: Tensor, axis: Axis, stream: Axis = ALONE) -> Tensor:
     """f: enter the parallel region with an `x` that several matmuls share."""
 
-    def there(x: Tensor) -> Tensor:
+    def forward_by(x: Tensor) -> Tensor:
         return x.view_as(x) if stream.size == 1 else collectives.start_gather(x, stream)()
 
-    def back(dy: Tensor) -> Tensor:
+    def backward_by(dy: Tensor) -> Tensor:
         own = dy.clone(memory_format=torch.contiguous_format)  # others may read dy
         return collectives.start_sum(own, axis, stream)()
 
-    return x if axis.size == 1 else Pair.apply(x, there, back)
+    return x if axis.size == 1 else Pair.apply(x, forward_by, backward_by)
 
 
 def _own_shard(x: Tensor, dim: int, axis: Axis) -> Tensor:

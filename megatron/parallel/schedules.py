@@ -2,7 +2,8 @@
 
 A schedule is a list of actions for each rank. The executor (train/executor.py) runs any list;
 `check` proves that a list works, and tools/plan.py draws it. Virtual stages are numbered as in the
-model: of p ranks and v virtual stages per rank, rank r has the stages r, r + p, r + 2p, ..
+model: of p ranks and v virtual stages per rank, rank r has the stages r, r + p, r + 2p, .. A step
+has m micro-batches; g is the size of the largest group of them, which is p if p divides m.
 
 | kind | source | idle / ideal time | micro-batches in flight at m >= p |
 |---|---|---|---|
@@ -11,11 +12,10 @@ model: of p ranks and v virtual stages per rank, rank r has the stages r, r + p,
 | interleaved | the same, 2.2.2 | (p-1)/(v m) | 2(p - rank - 1) + (v-1)g + 1, at most v m |
 | zb-h1 | Qi et al., arXiv 2401.10241, 2.3 | (p-1)/(3m) | p |
 
-A micro-batch is in flight once for each virtual stage that keeps its activations: at p = 4, m = 8,
-from the first rank to the last, gpipe 8 8 8 8, 1f1b 4 3 2 1, zb-h1 4 4 4 4, and interleaved with
-v = 2 11 9 7 5, of half as many layers each. g is the size of the largest group, which is p if p
-divides m. For m < p, gpipe and 1f1b idle as above, interleaved idles (v-1)(p-m)/(v m) more, zb-h1
-(p-m)/(3m) more; at most v m are in flight.
+Each pair of virtual stage and micro-batch whose activations are kept counts as one in flight: at
+p = 4, m = 8, from the first rank to the last, gpipe 8 8 8 8, 1f1b 4 3 2 1, zb-h1 4 4 4 4, and
+interleaved with v = 2 11 9 7 5, of half as many layers each. For m < p, gpipe and 1f1b idle as
+above, interleaved idles (v-1)(p-m)/(v m) more, zb-h1 (p-m)/(3m) more; at most v m are in flight.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
             warm_up = micro_batches if kind == "gpipe" else ranks - rank - 1
         blocks = [("forward", block) for block in forwards[:warm_up]]
         for number, block in enumerate(backwards):
-            # Steady state: one forward, one backward. In the cool-down no forward is left.
+            # Steady state: the next forward, if one is left, then a backward.
             ahead = warm_up + number
             blocks += [("forward", each) for each in forwards[ahead : ahead + 1]]
             if kind != "zb-h1":
                 blocks.append(("backward", block))
                 continue
             blocks.append(("backward_input", block))
-            if number >= rank:  # weights lag by `rank`, so that every rank keeps p micro-batches
+            if number >= rank:  # W is `rank` backwards behind I: every rank keeps p micro-batches
                 blocks.append(("backward_weight", backwards[number - rank]))
         if kind == "zb-h1":
             rest = backwards[max(0, micro_batches - rank) :]
@@ -200,7 +200,8 @@ def _needed(item: Action | Message, last_stage: int) -> list[Action]:
     """The results that must be there first, under the names of RESULTS."""
     direction, stage, micro_batch = item[:3]
     if isinstance(item, Message):
-        return [Action(direction, stage + (1 if direction == "backward" else -1), micro_batch)]
+        sender_stage = stage + (1 if direction == "backward" else -1)
+        return [Action(direction, sender_stage, micro_batch)]
     if direction == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
     if direction == "backward_weight":
@@ -232,7 +233,7 @@ def program(lists: Lists, rank: int) -> Program:
             if 0 <= stage <= last_stage and sender != receiver and rank in (sender, receiver):
                 message = Message(direction, stage, action.micro_batch, sender, receiver)
                 placed.append((start + DURATIONS[action.direction], False, message))
-    return tuple(item for _, _, item in sorted(placed))
+    return tuple(item for _, _, item in sorted(placed))  # at one time, messages before actions
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ class PipelinePlan:
         return program(forward_only(self.ranks, micro_batches, self.virtual), rank)
 
 
-UNCUT = PipelinePlan()
+WHOLE_MODEL = PipelinePlan()
 """The plan of a model that every rank holds whole."""
 
 
@@ -343,7 +344,7 @@ def check(lists: Lists, virtual: int) -> Facts:
                 raise ScheduleError(f"{where} it has {has}, and needs {needed}")
     simulate(tuple(program(lists, rank) for rank in range(ranks)), by_message=True)
 
-    in_flight, end = [], 0
+    in_flight, end = [], 0  # activations stay until B or W; an I frees none
     change = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
     for starts, actions in zip(simulate(lists), lists, strict=True):
         in_flight.append(max(accumulate(change[each.direction] for each in actions)))

@@ -26,7 +26,7 @@ from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce, gather_from, own_columns
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import Executor, to_device
 from megatron.train.metrics import Metrics, in_words
 from megatron.train.objectives import Objective
@@ -79,7 +79,7 @@ def mean_losses(
     samples: int,
     micro_batch_size: int,
     mesh: Mesh,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
     wants_stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
     """The mean of each term of the loss, over the first `samples` samples of a split.

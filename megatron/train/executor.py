@@ -12,8 +12,9 @@ the backward of a micro-batch through a virtual stage, which is a range of the m
     B    autograd from the stage's outputs to its inputs, whose gradients go to the stage before.
          Gradients of weights go to buckets, which are reduced during a stage's last backward.
 
-Every rank reads the whole batch, so it knows the shapes of the tensors that it receives, and masks
-and labels need no messages. A message is the hidden states, or a tuple of tensors; those of a
+A receive starts at its place, and the action that uses the message waits for it. Every stage reads
+the whole micro-batches of its data-parallel rank, so it knows the shapes of what it receives, and
+masks and labels need no messages. A message is the hidden states, or a tuple of tensors; those of a
 floating dtype have a gradient, which goes back the same way.
 """
 
@@ -35,7 +36,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.cross_entropy import one_like
 from megatron.parallel.mesh import Axis, Mesh
-from megatron.parallel.schedules import UNCUT, Action, Message, PipelinePlan, Program
+from megatron.parallel.schedules import WHOLE_MODEL, Action, Message, PipelinePlan, Program
 from megatron.parallel.stages import as_tuple
 from megatron.train.objectives import Objective
 
@@ -56,7 +57,7 @@ class Executor:
     model: Any
     objective: Objective
     mesh: Mesh
-    pipeline: PipelinePlan = UNCUT
+    pipeline: PipelinePlan = WHOLE_MODEL
     batches: Sequence[Batch]
     loss_scales: Tensor
     gradients: GradientBuckets | None = None
@@ -72,12 +73,12 @@ class Executor:
         return totals
 
     def run(self, program: Program) -> Tensor:
-        """Returns this rank's sum of each term, fp64 [k]; 0 except on the last pipeline stage."""
+        """Returns this rank's share of each term's sum, fp64 [k]; all stages but the last add 0."""
         self.totals = torch.zeros_like(self.loss_scales)
         self.messages = Messages(self.mesh.pipeline)
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
-        last = {each.stage: each for each in program if isinstance(each, Action)}
+        last = {each.stage: each for each in program if isinstance(each, Action)}  # a B or W
         with gathered(self.model):
             for item in program:
                 if isinstance(item, Action):
@@ -120,7 +121,7 @@ class Executor:
             if self.hidden_states is not None:
                 self.hidden_states[number] = x.detach()
             sums = self.objective.loss(x, batch, self.loss_scales)
-            self.totals += sums.detach() / self.loss_scales.to(sums.dtype)
+            self.totals += sums.detach() / self.loss_scales.to(sums.dtype)  # without their scales
             roots = [sums.sum()]
         if self.gradients is not None:
             self.in_flight[stage, number] = inputs, roots
@@ -129,7 +130,7 @@ class Executor:
         """is_last: the last backward of this stage; its buckets are reduced while it runs."""
         assert self.gradients is not None, "an evaluation has no backward"
         direction, stage, number = action
-        bucket_stage = stage if self.pipeline.virtual > 1 else None
+        bucket_stage = stage if self.pipeline.virtual > 1 else None  # see GradientBuckets.stage
         if direction == "backward_weight":
             deferred = self.deferred.pop((stage, number))
             self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
@@ -156,9 +157,9 @@ class Executor:
     def like(self, message: Message) -> Tensors:
         """Meta tensors with the shapes and dtypes of the message's; strides do not matter."""
         direction, stage, number = message[:3]
-        # The gradient of a stage's output has the shapes and dtypes of the next stage's input.
-        input_stage = stage if direction == "forward" else stage + 1
-        first_layer = self.pipeline.layers[input_stage].start
+        # The gradient of this stage's output is like the input of the next stage.
+        like_input_of = stage if direction == "forward" else stage + 1
+        first_layer = self.pipeline.layers[like_input_of].start
         inputs = as_tuple(self.model.stream(self.batches[number], first_layer))
         if direction == "forward":
             return inputs

@@ -56,8 +56,8 @@ def train(state: TrainState, loop: Loop) -> str:
     """Train to `train_iters` or to a requested exit; return the reason for the end.
 
     At the end the state is evaluated and saved. After a signal it is only saved, since the
-    scheduler does not wait for an evaluation or a check: a running one is cut short. A signal in
-    the last step changes nothing if nothing is left to evaluate.
+    scheduler does not wait for an evaluation or a check: a running one is cut short. After a signal
+    in the last step the reason is still `train_iters`, unless it cuts an evaluation or check short.
     """
     training, saver, clock = loop.training, loop.saver, Clock()
     end: str | None = None
@@ -109,13 +109,14 @@ def train(state: TrainState, loop: Loop) -> str:
             elif result.stop:
                 if saver is not None:
                     saver.close()  # raises on all ranks at once if a save has failed
+                # The lowest rank with a signal, or a request of a sink, gives the reason.
                 received = filter(None, state.mesh.control.gather(loop.signals.received))
                 end = next(received, "exit_duration_in_mins")
             elif training.exit_interval and state.step % training.exit_interval == 0:
                 end = "exit_interval"
 
-            interval = training.check_replicas_interval
-            is_checked = interval and (is_due(loop.save_interval) or state.step % interval == 0)
+            every = training.check_replicas_interval
+            is_checked = bool(every) and (is_due(loop.save_interval) or state.step % every == 0)
             if is_checked and end not in SIGNALS:
                 with stoppable("replica check"):  # before a save, so only correct states are saved
                     check_replicas(state, batches, checked, loop.signals.is_urgent)
@@ -133,7 +134,7 @@ def train(state: TrainState, loop: Loop) -> str:
                 if saver is not None:
                     if end is not None:
                         saver.close()
-                    # Ranks see a failed save at different steps, so the next vote handles it.
+                    # A rank that sees a failed save votes to stop in the next step; then all raise.
                     for report in [] if saver.failed else saver.reports():
                         loop.metrics.write({"step": state.step, **report.facts()})
                         loop.metrics.log(f"step {state.step} | {report}")

@@ -48,7 +48,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
 
     def report_data(_: object, error: BaseException | None, __: object) -> None:
         kinds = DataError, OutOfMemoryError
-        if isinstance(error, kinds):  # for one process; `launch` ends several
+        if isinstance(error, kinds):  # in a run of one process; `launch` reports those of several
             with user_errors(environ, kinds=kinds):
                 raise error
 
@@ -165,7 +165,7 @@ class Run:
     messages: list[str]
     """Messages to the user about the start of the run."""
     evaluate_first: bool
-    """The resumed checkpoint was due for evaluation, but a signal prevented it."""
+    """The resumed checkpoint was due for evaluation, but has no loss; without data none has."""
 
 
 def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Run:
@@ -224,7 +224,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     step, steps, is_due = state.step, config.training.steps, False
     if checkpoint is not None and resumed is not None:
         messages += changes_on_resume(resumed, facts, state, config.parallel.stage_of_zero)
-        # A signal prevented the evaluation.
+        # A signal prevented the evaluation, or there is nothing to evaluate.
         is_missing = resumed["validation_loss"] is None
         is_due = is_missing and (step % config.training.eval_interval == 0 or step >= steps)
         if step >= steps:

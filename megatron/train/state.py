@@ -21,7 +21,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory, materialize, set_values
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.parallel.zero3 import offload_activations, untrained_memory
 from megatron.train.compiled import StepGraph, choose_graph, compile_layers, use_own_stream
@@ -45,7 +45,7 @@ class TrainState:
     scaler: LossScaler
     compiled: bool = False  # whether layers use torch.compile
     kernel_seed: int | None = None  # if attention's kernel draws its dropout
-    pipeline: PipelinePlan = UNCUT
+    pipeline: PipelinePlan = WHOLE_MODEL
     graph: StepGraph | None = None  # replays forward and backward
     # Micro-batch now running, and the index of its stage in the order F0..F(p-1), B(p-1)..B0 of p
     # stages; diagnose.py sorts by both.
@@ -186,7 +186,7 @@ def build_state(
     optimizer: OptimizerConfig | None = None,
     precision: PrecisionConfig | None = None,
     compiled: bool = False,
-    pipeline: PipelinePlan = UNCUT,
+    pipeline: PipelinePlan = WHOLE_MODEL,
     draws: bool = True,
     zero_stage: int = 0,
     cuda_graph: bool | None = False,

@@ -65,10 +65,10 @@ def train_step(
     micro_batches: this rank's, of the same number and size on every rank. wants_stop: called once,
     after the backward; the step is finished in any case. return_outputs: fill `outputs`, with the
     weights before the update and with dropout; every rank has to ask for it, and then holds all
-    logits of the global batch. A step whose loss or gradient is not finite on any rank is skipped
-    on all: it changes no weight, moment or learning rate, and its samples are not read again.
-    Raises, on every rank, NonFiniteError if steps may not, or no longer, be skipped, and DataError
-    if no token counts.
+    logits of the global batch. In fp16 a step whose loss or gradient is not finite on any rank is
+    skipped on all: it changes no weight, moment or learning rate, and its samples are not read
+    again. Raises, on every rank, NonFiniteError in other dtypes or if fp16 may skip no more, and
+    DataError if no token counts.
     """
     mesh, scaler, k = state.mesh, state.scaler, len(state.objective.terms)
     if return_outputs:
@@ -83,15 +83,16 @@ def train_step(
     if hidden_states is not None:
         outputs = gather_outputs(state.model, mesh, micro_batches, hidden_states)
 
-    # Ranks agree on the loss first, then within a model. The host reads all numbers at once, since
-    # each read waits for the GPU.
-    stop = totals.new_full((1,), float(wants_stop()))
-    reduced = all_reduce(torch.cat([totals, stop]), mesh.loss_sums)
+    # The first sum is over ranks with the same shard of the model, the second over one copy of it:
+    # together they reach every rank, so votes pass both. The host waits only once, for one copy.
+    vote = totals.new_full((1,), float(wants_stop()))
+    reduced = all_reduce(torch.cat([totals, vote]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
-    agreed = torch.stack([state.gradients.squares(), reduced[k], is_bad])
-    agreed = all_reduce(agreed, mesh.model_parallel)
+    verdict = torch.stack([state.gradients.squares(), reduced[k], is_bad])
+    agreed = all_reduce(verdict, mesh.model_parallel)
+    # [tokens, k denominators, k sums, squares, votes, bad losses]; a vote counts several times.
     tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
-    denominators, sums, (squares, stops, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
+    denominators, sums, (squares, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
     means = {}
     for term, total, number in zip(state.objective.terms, sums, denominators, strict=True):
         if not number:
@@ -120,7 +121,7 @@ def train_step(
         grad_norm=norm,
         tokens=int(tokens),
         skipped=overflowed,
-        stop=stops > 0,
+        stop=votes > 0,
         outputs=outputs,
     )
 
@@ -143,17 +144,17 @@ def forward_backward(
     counts: see `count`. hidden_states: receives the output of the layers, by micro-batch.
     Gradients are those of the loss x loss scale, summed over the axes on which they are partial.
     """
-    # A term whose denominator is zero is reported after the step.
+    # Each term's scale is loss scale / denominator; a denominator of 0 is reported after the step.
     loss_scales = state.scaler.scale / counts[1:].where(counts[1:] > 0, 1)
     pipeline, mesh = state.pipeline, state.mesh
 
     def on_action(action: Action) -> None:
         is_forward, stage = action.direction == "forward", action.stage
         state.micro_batch = action.micro_batch
-        state.stage_index = stage if is_forward else 2 * pipeline.stages - 1 - stage
+        state.stage_index = stage if is_forward else 2 * pipeline.stages - 1 - stage  # F, then B
         if is_forward and state.kernel_seed is not None:
-            several = [stage] * (pipeline.virtual > 1)
-            seed_kernels(state.kernel_seed, mesh, state.step, action.micro_batch, *several)
+            virtual_stage = (stage,) if pipeline.virtual > 1 else ()
+            seed_kernels(state.kernel_seed, mesh, state.step, action.micro_batch, *virtual_stage)
 
     executor = Executor(
         model=state.model,

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.training import OptimizerConfig
 from megatron.optim.adam import FlatWeights, TorchAdam
 from megatron.parallel import kernels
-from megatron.parallel.dropout import fold, head_keys, is_kept, layer_key, row_keys
+from megatron.parallel.dropout import fold, head_keys, kept_mask, layer_key, row_keys
 from megatron.parallel.fused_softmax import fused_softmax
 from megatron.parallel.mesh import ALONE, serial_mesh
 from tests.tiny import tiny_state
@@ -162,7 +162,7 @@ def test_masks_of_dropout_are_those_of_a_cpu(device: torch.device) -> None:
         heads = head_keys(rows, key, range(4, 8), 2)
         masks.append(
             [
-                is_kept(keys, first, 9, 0.3, torch.bool).cpu()
+                kept_mask(keys, first, 9, 0.3, torch.bool).cpu()
                 for keys in (fold(key, rows), heads.flatten())
                 for first in (0, 3)
             ]

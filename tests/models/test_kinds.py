@@ -16,7 +16,7 @@ from megatron.models.gpt import GPT2, dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
 from megatron.parallel.factory import layer_factory
 from megatron.parallel.mesh import Mesh, serial_mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
 from megatron.train.state import TrainState
@@ -165,7 +165,9 @@ def test_pipeline_ranks_divide_a_model_under_its_names(name: str) -> None:
         assert of_layer <= (first, last)[number % 2]
 
 
-def names_of(config: ModelConfig, ranks: int, rank: int, plan: PipelinePlan = UNCUT) -> set[str]:
+def names_of(
+    config: ModelConfig, ranks: int, rank: int, plan: PipelinePlan = WHOLE_MODEL
+) -> set[str]:
     mesh = absent_mesh({"pipeline": ranks}, CPU, stage=rank)
     return {name for name, _ in build_on_meta(config, mesh, 101, pipeline=plan).named_parameters()}
 

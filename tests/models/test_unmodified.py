@@ -19,7 +19,7 @@ from megatron.huggingface.replacements import Wide, parameters_on_meta
 from megatron.huggingface.weights import initial_values
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
-from megatron.parallel.dropout import STEPS, fold, head_keys, is_kept, layer_key, row_keys
+from megatron.parallel.dropout import STEPS, fold, head_keys, kept_mask, layer_key, row_keys
 from megatron.parallel.sharding import gather_whole, sharding_specs
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
@@ -148,7 +148,7 @@ def drop_by_coordinates(model: Any, batch: Any) -> None:
     rows = row_keys(torch.from_numpy(batch.numbers), torch.arange(batch.tokens.shape[1]))
 
     def factors(keys: Tensor, columns: int, p: float) -> Tensor:
-        kept = is_kept(keys.flatten(), 0, columns, p, torch.float64)
+        kept = kept_mask(keys.flatten(), 0, columns, p, torch.float64)
         return (kept / (1 - round(p * STEPS) / STEPS)).view(*keys.shape, columns)
 
     def attention(

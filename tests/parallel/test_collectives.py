@@ -153,7 +153,7 @@ CASES = {
     ),
     "start_gather, out": Case(gather_into, lambda terms, _: torch.cat(terms)),
     "start_gather of columns": Case(
-        lambda x, axis: cut(1, axis).start_gather(x)(), lambda terms, _: torch.cat(terms, 1)
+        lambda x, axis: cut(1, axis).start_whole(x)(), lambda terms, _: torch.cat(terms, 1)
     ),
     "gather_from": Case(
         lambda x, axis: gather_from(x, 1, axis), lambda terms, _: torch.cat(terms, 1)
@@ -163,7 +163,7 @@ CASES = {
     ),
     "start_sum, out": Case(sum_into, lambda terms, rank: total(terms).chunk(2)[rank]),
     "start_sum of columns": Case(
-        lambda x, axis: cut(1, axis).start_sum(x)(),
+        lambda x, axis: cut(1, axis).start_part(x)(),
         lambda terms, rank: total(terms).chunk(2, 1)[rank],
     ),
 }

@@ -18,7 +18,7 @@ from megatron.parallel.dropout import (
     dropout,
     fold,
     head_keys,
-    is_kept,
+    kept_mask,
     layer_key,
     row_keys,
 )
@@ -55,7 +55,7 @@ def keeps(key: int, column: int, p: float) -> bool:
 
 
 def mask(keys: Tensor, columns: range, p: float = 0.3) -> Tensor:
-    return is_kept(keys, columns.start, len(columns), p, torch.bool)
+    return kept_mask(keys, columns.start, len(columns), p, torch.bool)
 
 
 NUMBERS, PLACES = torch.tensor([0, 7, 2**40]), torch.tensor([0, 1, 5])

@@ -24,7 +24,7 @@ from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.parallel.offload import SMALLEST, LayerOffload, on_host
 from megatron.parallel.partition import partition
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.zero3 import offload_activations
 from megatron.train.replicas import check_replicas
 from megatron.train.state import TrainState
@@ -76,7 +76,7 @@ def state_of(
     ranks, virtual = mesh.pipeline.size, 2 if schedule == "interleaved" else 1
     layers = ranks * virtual + 1
     section = SECTIONS[model](cpu_offload_activations=offloads, recompute_granularity=granularity)
-    pipeline = UNCUT
+    pipeline = WHOLE_MODEL
     if schedule:
         section = replace(section, num_layers=layers)
         parts = partition(layers, ranks * virtual, head=0.0)

@@ -30,7 +30,7 @@ from megatron.parallel import cross_entropy, fused_softmax, kernels
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
 from megatron.parallel.partition import partition
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.zero3 import GatheredBucket
 from megatron.train import machine
 from megatron.train.compiled import compile_layers, keeps
@@ -94,7 +94,7 @@ def first_steps(
     stages = cut.size("pipeline")
     layers = partition(config.num_layers, stages, head=0.0)
     plan = PipelinePlan(stages, 1, cut.schedule or "1f1b", layers)
-    state = tiny_state(mesh, config, dtype=dtype, pipeline=plan if stages > 1 else UNCUT)
+    state = tiny_state(mesh, config, dtype=dtype, pipeline=plan if stages > 1 else WHOLE_MODEL)
     if backend is not None:
         compile_layers(state.model, backend)
     batches = micro_batches(SAMPLES[kind](8), mesh, size)

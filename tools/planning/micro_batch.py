@@ -34,7 +34,7 @@ from megatron.parallel.bucket import Deferred
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import UNCUT, Action, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, Action, PipelinePlan
 from megatron.parallel.stages import as_tuple
 from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
@@ -72,7 +72,7 @@ class MicroBatch:
     precision: str
     device: str
     is_trimmed: bool = False
-    pipeline: PipelinePlan = UNCUT
+    pipeline: PipelinePlan = WHOLE_MODEL
     rank: int = 0
 
     @property
@@ -159,7 +159,7 @@ def trace_of_depth(asked: MicroBatch) -> Trace:
         sizes = [1] * (ranks * pipeline.virtual)
         sizes[place] = first
         model = config.model.of_depth(sum(sizes))
-        plan = UNCUT
+        plan = WHOLE_MODEL
         if pipeline.stages > 1:
             layers = tuple(range(*each) for each in pairwise(accumulate(sizes, initial=0)))
             kind = "zb-h1" if len(asked.backward) > 1 else "1f1b"

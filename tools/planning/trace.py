@@ -20,7 +20,7 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.parallel.bucket import Bucket
 from megatron.parallel.buckets import BUCKET_BYTES, IN_FLIGHT, GradientBuckets
 from megatron.parallel.mesh import Axis
-from megatron.parallel.schedules import UNCUT, Facts, Lists, PipelinePlan, check
+from megatron.parallel.schedules import WHOLE_MODEL, Facts, Lists, PipelinePlan, check
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.executor import SENDS
 from megatron.train.inputs import vocabulary_of
@@ -137,7 +137,7 @@ class Step:
     @cached_property
     def pipeline(self) -> PipelinePlan:
         if self.config.parallel.sizes.get("pipeline", 1) == 1:
-            return UNCUT
+            return WHOLE_MODEL
         return plan_of_run(self.config, vocabulary_of(self.config))
 
     @cached_property

@@ -31,7 +31,7 @@ from megatron.parallel import collectives
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.kernels import meta_as
 from megatron.parallel.mesh import Axis, Mesh, build_mesh
-from megatron.parallel.schedules import UNCUT, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import count, forward_backward
@@ -122,7 +122,7 @@ class Traffic(TorchDispatchMode):
 
 
 def state_on(
-    mesh: Mesh, config: PretrainConfig, precision: str, pipeline: PipelinePlan = UNCUT
+    mesh: Mesh, config: PretrainConfig, precision: str, pipeline: PipelinePlan = WHOLE_MODEL
 ) -> TrainState:
     """All that a forward and backward pass needs; an optimizer, which holds the weights, under ZeRO
     alone."""
@@ -165,8 +165,8 @@ class Sums:
     def __init__(self) -> None:
         self.now = self.most = 0  # sums that nobody has waited for
 
-    def start(self, x: Tensor, axis: Axis, stream: Axis, **named: Any) -> Callable[[], Tensor]:
-        wait = collectives.start_sum(x, axis, stream, **named)
+    def start(self, x: Tensor, axis: Axis, owners: Axis, **named: Any) -> Callable[[], Tensor]:
+        wait = collectives.start_sum(x, axis, owners, **named)
         self.now += 1
         self.most = max(self.most, self.now)
 
