@@ -62,7 +62,6 @@ EARLY = {  # before torch is imported
     "attention recomputed": Row(
         "--recompute-granularity selective", "--recompute-granularity", "llama"
     ),
-    "a compiler": Row("--compile", "--compile"),
     "a long sequence": Row(f"{LONG} 17", LONG),
     "a long sequence of rotary positions": Row(f"{LONG} 17", LONG, "llama"),
     "a long sequence of positions that begin late": Row(f"{LONG} 17", LONG, "roberta", MASKED),

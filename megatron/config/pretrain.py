@@ -71,13 +71,14 @@ class PretrainConfig:
         if (mode := self.parallel.tensor_parallel_mode) != "1d":
             reason = f"with --tensor-parallel-mode {mode}, which cuts what a norm is of"
             left_out(self.model, "layernorm_impl", reason)
-        uncompiled = "with --model huggingface or apex's norm, whose layers are not compiled"
+        uncompiled = "with apex's norm, whose layers are not compiled"
         if self.training.compile and not self.model.can_compile:
             left_out(self.training, "compile", uncompiled, works=("--no-compile",))
         is_compiled = self.training.compile is not False and self.model.can_compile
+        is_compiled &= not self.model.is_unmodified
         if self.model.attention_dropout_rng == "coordinates-flex" and not is_compiled:
             works = ("--attention-dropout-rng", "coordinates")
-            reason = f"with --no-compile, or {uncompiled}"
+            reason = f"with --no-compile or --model huggingface, or {uncompiled}"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
         self.parallel.check(world_size, self.model.widths, self.data.seq_length)
         self.parallel.check_model(self.model)

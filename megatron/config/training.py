@@ -262,7 +262,8 @@ class TrainingConfig:
 
     compile: bool | None = None
     """Compile the transformer's layers with torch.compile: seconds to a minute at the start, then
-    faster steps. If not given, only on a GPU whose compiler works."""
+    faster steps. If not given, only on a GPU whose compiler works, and not for --model
+    huggingface."""
 
     cuda_graph: bool | None = field(default=None, metadata={"resume": "effect"})
     """Record forward and backward of a step as one CUDA graph, which the GPU replays without

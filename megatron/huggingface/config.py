@@ -77,7 +77,7 @@ class HuggingFaceConfig(KindConfig):
 
     kind: ClassVar[str] = "huggingface"
     is_unmodified: ClassVar[bool] = True
-    can_compile = False
+    can_compile = True
     has_grids: ClassVar[bool] = False
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "full")
 

@@ -71,6 +71,8 @@ class HuggingFace(nn.Module):
         """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
         Raises UsageError for a model that `auto_class` of transformers cannot build, and for a plan
         that does not fit the model."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         super().__init__()
         self.config, self.batch_keys = config, DropoutKeys()
         self.buffers_on: torch.device | None = None
@@ -103,6 +105,9 @@ class HuggingFace(nn.Module):
         with _refused(config, "a model that can be cut"):
             plan = plan_at(model, config.stated_plan, factory.tensor.size)
             self.model = factory.parallelize(model, plan)
+        for layer in self.model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compiles = "in parts"  # type: ignore[assignment]
         head = model.get_output_embeddings()
         self.reads = "input" if isinstance(head, ColumnLinear) else "output"
 

@@ -191,7 +191,7 @@ def use_own_kernels(model: nn.Module) -> None:
         elif KernelRMSNorm.equals(module):
             kind = KernelRMSNorm
         if kind is not None:
-            module.__class__ = _joined(kind, own)
+            module.__class__ = _joined(kind, own)  # type: ignore[arg-type]
 
 
 def run_attention(

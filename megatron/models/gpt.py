@@ -171,6 +171,7 @@ class TransformerLayer(nn.Module):
     """Pre-LN: the residual path has only additions."""
 
     make_attention: ClassVar[type[Attention]] = Attention
+    compiles: ClassVar[str] = "whole"  # see train/compiled.py
 
     def __init__(self, config: ModelConfig, factory: LayerFactory, number: int) -> None:
         super().__init__()

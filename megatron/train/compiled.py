@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from megatron.config.model import KindConfig
 from megatron.data.batch import Batch
 from megatron.errors import UsageError
-from megatron.models.gpt import TransformerLayer
 from megatron.parallel.layers import VocabParallelHead
 from megatron.parallel.mesh import Mesh
 from megatron.train.executor import on_device, to_device
@@ -33,18 +32,20 @@ WARM_UP = 2  # steps of one shape that run before it is recorded: the first comp
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Applies torch.compile to each transformer layer; all layers share one graph.
+    """Applies torch.compile to each transformer layer; all layers of one kind share one graph.
 
     Matmuls, attention and collectives run as written. Elementwise operations between
-    them, dropout by coordinates included, run in a few kernels of the compiler.
+    them, dropout by coordinates included, run in a few kernels of the compiler. A layer is a module
+    with `compiles`: "whole" in our models, where a graph that breaks is an error; "in parts" in
+    unmodified ones, whose code may break it.
     """
     draws = {"fallback_random": True} if backend == "inductor" else {}  # same as uncompiled
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
             module.is_fused = module.mesh.device.type == "cuda"  # in place is faster on a CPU
-        if isinstance(module, TransformerLayer):
-            options = draws | {"guard_filter_fn": keeps}
-            module.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
+        if how := getattr(module, "compiles", ""):
+            options, is_whole = draws | {"guard_filter_fn": keeps}, how == "whole"
+            module.compile(fullgraph=is_whole, dynamic=False, backend=backend, options=options)
 
 
 def keeps(guards: Sequence[Any]) -> list[bool]:
@@ -165,7 +166,8 @@ def choose_graph(asked: bool | None, model: KindConfig, mesh: Mesh, dtype: torch
         "with several processes": mesh.size() > 1,
         "with --fp16, whose loss scale changes": dtype == torch.float16,
         "with --cpu-offload-activations": model.cpu_offload_activations,
-        "with --model huggingface, and with apex's norm": not model.can_compile,
+        "with --model huggingface": model.is_unmodified,
+        "with apex's norm": not model.can_compile,
         "where a kernel draws attention's dropout": model.draws_in_kernel(mesh.device.type),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

@@ -186,7 +186,9 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     # 2. Precision and compiler
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
-    asked = config.training.compile if config.model.can_compile else False
+    asked = config.training.compile
+    if not config.model.can_compile or (asked is None and config.model.is_unmodified):
+        asked = False  # unmodified models are compiled only by --compile: not yet timed on a GPU
     compiled, warnings = choose_compile(asked, mesh)
 
     # 3. The state at step 0

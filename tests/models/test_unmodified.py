@@ -21,6 +21,7 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import unseen
 from megatron.parallel.dropout import STEPS, fold, head_keys, kept_mask, layer_key, row_keys
 from megatron.parallel.sharding import gather_whole, sharding_specs
+from megatron.train.compiled import compile_layers
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.executor import on_device
 from megatron.train.replicas import ReplicaDrift, check_replicas
@@ -447,3 +448,27 @@ def test_a_parameter_that_is_no_constant_has_its_initial_value() -> None:
     with parameters_on_meta():
         model = WithTimes(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=4))
     assert dict(initial_values(model, SEED))["times"].tolist() == [1, 2, 3, 4]
+
+
+def steps(world: int, model: str, is_compiled: bool) -> list[float]:
+    """Losses of steps with dropout. Compiled layers are one graph, which nothing breaks."""
+    mesh, section = mesh_of_ranks(world), Case(model, DROPOUT[model]).section
+    state, counters = tiny_state(mesh, section, dtype=torch.float32), torch._dynamo.utils.counters
+    if is_compiled:
+        torch._dynamo.reset()
+        counters.clear()
+        compile_layers(state.model, "aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = [train_step(state, [samples(2)], 1e-2).loss for _ in range(3)]
+    if is_compiled:
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_layers_are_one_graph_that_computes_the_same(gloo: Pool, world: int) -> None:
+    for model in ("gpt2", "llama"):
+        [losses, *_] = gloo.run(world, steps, world, model, False)
+        [compiled, *_] = gloo.run(world, steps, world, model, True)
+        assert compiled == pytest.approx(losses, rel=1e-6)

@@ -144,7 +144,7 @@ def kept_in_three_steps(
     if backend is not None:
         compile_layers(state.model, backend)
     batches, gathered, alive = micro_batches(samples(8), mesh, 4), list[StorageWeakRef](), []
-    gather, held = GatheredBucket.gather, set[int]()
+    gather, held = GatheredBucket.gather_weights, set[int]()
 
     def watched(bucket: GatheredBucket) -> None:
         gather(bucket)
@@ -156,7 +156,7 @@ def kept_in_three_steps(
         held.add(sum(each.nbytes for each in on_host))
 
     state.model.final_norm.register_forward_pre_hook(count_kept)
-    with patch.object(GatheredBucket, "gather", watched), compiler(backend) as found:
+    with patch.object(GatheredBucket, "gather_weights", watched), compiler(backend) as found:
         losses = [train_step(state, batches, 1e-3).loss for _ in range(3)]
     assert found == (Counter() if backend is None else ONE_GRAPH)
     return losses, alive, held
