@@ -30,9 +30,9 @@ COUNTERS = ("scale", "good_steps", "overflows", "skips")
 class LossScaler:
     """Loss scale: the factor on the loss before the backward, and how overflows change it.
 
-    A dynamic scale is doubled after `window` steps in a row without overflow. From one doubling to
-    the next, the first hysteresis - 1 overflows leave it, and each later one halves it. A static
-    scale has window None. fp32 and bf16 need no scaling and skip no steps: most_skips is 0.
+    A dynamic scale is doubled after `window` steps in a row without overflow. The first
+    hysteresis - 1 overflows since the last doubling leave it, and each later one halves it. A
+    static scale has window None. fp32 and bf16 need no scaling and skip no steps: most_skips is 0.
     """
 
     scale: float = 1.0
@@ -133,7 +133,7 @@ class TorchAdam:
         config = self.config
         for ((decay, dtype), group), updates in zip(self.groups.items(), self.updates, strict=True):
             gradients, divisor = [each.gradient for each in group], None
-            # The kernel divides as it reads: clip and loss scale cost no pass over the gradients.
+            # The kernel divides by grad_scale as it reads: no pass over the gradients is needed.
             if dtype == torch.float64:  # the kernel's divisor is fp32
                 torch._foreach_mul_(gradients, factor)
             elif factor != 1.0:

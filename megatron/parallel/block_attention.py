@@ -25,8 +25,9 @@ class _BlockAttention(torch.autograd.Function):
 
     With is_causal, a block of queries reads only the keys up to its last query, which skips up to
     half of the matmul. The probabilities before dropout are saved for the backward: in a causal
-    layer of GPT-2 a sixth of all that it saves at 256 tokens, a third at 1024. P are these, dO is
-    the gradient of the result, and D are the factors of dropout, recomputed from keys [b a, s]:
+    layer of GPT-2 a sixth of what the layer saves at 256 tokens, a third at 1024. P are these
+    probabilities, dO is the gradient of the result, and D are the factors of dropout, recomputed
+    from keys [b a, s]:
 
         dV = (P D)' dO     dP = (dO V') D     dS = P (dP - rowsum(dP P))     dQ = dS K    dK = dS' Q
     """

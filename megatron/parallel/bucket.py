@@ -76,9 +76,10 @@ class GradientView:
     start: int
     deferral: Deferral
     dtype: torch.dtype  # of the gradient
-    is_filled: bool = False  # whether a gradient came in this step (ZeRO 2, 3: micro-batch)
+    is_filled: bool = False  # whether a gradient came in this step (ZeRO 2, 3: this micro-batch)
     is_reached: bool = False  # whether one came in any step
-    stage: int | None = None  # the lowest of several stages here with one in the previous step
+    # If this rank has several stages: the lowest that gave it a gradient in the previous step.
+    stage: int | None = None
     handle: Tensor | None = None  # stands for it in a compiled backward, see traced.py
 
     @property
@@ -153,7 +154,8 @@ class Bucket:
         self.axes = sorted(axes, key=lambda axis: axis is not self.shared)
         first = next((axis for axis in self.axes if not axis.is_of_stages), None)
         self.early_axis = self.shared if self.sums_each_micro_batch else first
-        """The axis that `reduce` sums over, during the backward; `add_up` sums over the others."""
+        """The axis that `reduce` sums over, during the backward; `add_up` sums over the others.
+        ZeRO stage 0: an all-reduce over the first axis; 1: a reduce-scatter over `shared`."""
 
         def kind(each: Named) -> tuple[bool, list[str]]:
             _, _, spec = each

@@ -55,9 +55,13 @@ STORAGES = (Bucket, Bucket, ShardedBucket, zero3.GatheredBucket)  # by ZeRO stag
 class GradientBuckets:
     """All gradients of a model.
 
-    A step is an accumulate() around forward and backward of each micro-batch, or, after start(),
-    around its backward alone; or start(), a backward() around each backward, and finish(). Then
-    every bucket's `own_gradients`, all of its `gradients` without ZeRO, hold the sum over
+    A step is one of:
+
+        start(), a backward() around each backward, finish()      as the executor does
+        an accumulate() around forward and backward of each micro-batch
+        start(), an accumulate() around the backward alone of each micro-batch
+
+    Then every bucket's `own_gradients`, all of its `gradients` without ZeRO, hold the sum over
     micro-batches and partial axes. For torch's optimizers, `.grad` holds it too, in the parameter's
     dtype: zeros if no micro-batch reached the parameter. Nothing is divided: for a mean over the
     global batch, the loss has to be the sum over this rank's samples / the number of all samples.
@@ -156,7 +160,7 @@ class GradientBuckets:
         self.sets_grad = self.checks_weights = False
         self.checks_reach = True  # in the first step
         self.deferral = Deferral()
-        # Whether the current backward is the last before a reduction; None outside of a backward.
+        # Whether buckets are reduced in this backward, as they fill; None outside of a backward.
         self.completes: bool | None = None
         self.stage: int | None = None  # stage of the current backward, if this rank has several
         self.lowest: dict[str, int] = {}  # per step: lowest stage that gave a parameter a gradient
@@ -266,8 +270,8 @@ class GradientBuckets:
                 self._add_arrived()
         elif view.is_filled:
             self.on_gradient(view)
-        # With several stages a gradient is complete at the last backward of `view.stage`; in the
-        # first step that is None, and `finish` reduces all buckets.
+        # With one stage both are None. With several, the lowest that reaches a parameter adds last.
+        # The first step finds it: there the two are never equal, and `finish` reduces all buckets.
         if self.completes and view.stage == self.stage:
             bucket.missing_gradients -= 1
             # The order is the same on all ranks, whichever layers their samples take.
@@ -364,7 +368,7 @@ class GradientBuckets:
         for view, work in deferred:
             work()
             self.on_gradient(view)
-        # With several stages any may be the last to add to a shared parameter: `finish` reduces it.
+        # With several stages any of them may add last to a shared parameter: `finish` reduces all.
         if is_last and stage is None:
             self._reduce_all()
 

@@ -120,11 +120,14 @@ def start_sum(x: Tensor, axis: Axis, owners: Axis, out: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix of a matmul is divided."""
+    """How a matrix of a matmul is divided: along `dim` over the ranks of `over`, which gather it
+    before use. Each rank of `terms` computes a term of it if it is y, of its gradient if it is x or
+    W: the sum is an all-reduce if `over` has 1 rank, a reduce-scatter if `over` is `terms`. So
+    Cut(0, stream, tensor) is f or g, without and with sequence parallelism."""
 
     dim: int = 0
-    over: Axis = ALONE  # each rank has a part of the matrix along `dim`, gathered before use
-    terms: Axis = ALONE  # each rank has a term of y or of a gradient; their sum is cut over `over`
+    over: Axis = ALONE
+    terms: Axis = ALONE
 
     def start_whole(self, x: Tensor) -> Wait:
         """Start to gather the matrix from each rank's part `x`; see `start_gather`."""

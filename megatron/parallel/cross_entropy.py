@@ -141,7 +141,7 @@ def _loss_and_gradients(
     Arguments: see linear_cross_entropy. has_gradients: if False, only the total is computed."""
     weight, is_gathered = weight_cut.start_whole(weight)(), weight_cut.over.size > 1
     total, dx, dw, db = scales.new_zeros(()), None, None, None
-    if has_gradients:  # dw stays None if chunks add to the view; a gathered dw is added at the end
+    if has_gradients:  # dw is None if chunks add to the view; of a gathered weight it is summed
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=scales.dtype) if view is None or is_gathered else None
         db = None if bias is None else torch.zeros_like(bias, dtype=scales.dtype)
@@ -167,7 +167,7 @@ def _loss_and_gradients(
             continue
         dz = parts.gradient(part_scales).to(x.dtype)
         del parts  # else dz in fp32 would stay in memory during the matmuls of dz in x's dtype
-        # The previous sum of dx has run beside this softmax; the next runs from here on.
+        # The previous chunk's sum of dx has run beside this softmax; this chunk's starts below.
         if finish_previous is not None:
             finish_previous()
         finish_previous = partial(_finish, dx[rows], x_cut.start_part(matmul(dz, weight.T)))

@@ -336,9 +336,11 @@ class Partition:
     inputs: tuple[Axis, ...] = ()  # axes that cut dim `in` of the weight, the major one first
     outputs: Axis = ALONE  # axis that cuts dim `out`, and so the columns of y
     x_columns: Axis = ALONE  # axis that cuts the columns of x
-    y_rows: tuple[Axis, ...] = ()  # axes whose ranks hold y of different tokens
-    x_rows: tuple[Axis, ...] = ()  # axes whose ranks hold x of other tokens; the buckets sum dW
-    after: Cut | None = None  # sums y apart from the matmul: recomputation can omit the last sum
+    y_rows: tuple[Axis, ...] = ()  # axes over which buckets sum db: y is of different tokens
+    x_rows: tuple[Axis, ...] = ()  # axes over which buckets sum dW: x is of different tokens
+    after: Cut | None = (
+        None  # sums y after the matmul, so that a recomputed layer can end before it
+    )
 
 
 def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:
@@ -363,8 +365,8 @@ def row_partition(mesh: Mesh) -> Partition:
     require_mode(mesh, "row", "1d")
     if mesh.tensor.size == 1:
         return Partition()
-    # The bias acts on a rank's own rows of y. Without y_rows, sequence parallelism would lose terms
-    # of its gradient: the loss is off by 1e-3, and all ranks agree on it.
+    # The bias acts on a rank's own rows of y. Without y_rows its gradient would lack the rows of
+    # other ranks under sequence parallelism: the loss is off by 1e-3, and no rank differs.
     inputs, g = (mesh.tensor,), Cut(0, mesh.stream, mesh.tensor)
     return Partition(WHOLE, inputs, x_columns=mesh.tensor, y_rows=(mesh.stream,), after=g)
 

@@ -184,7 +184,7 @@ class Mesh:
         tensor             parts of one layer: as many as --tensor-model-parallel-size counts
         copies             copies of the model that compute independently
         batch              different samples
-        loss               different terms of the loss; the denominators are summed over it
+        loss               different tokens of the loss; the denominators are summed over it
         loss_sums          `loss` and the pipeline stages; the last stage has the sums of the terms
         replicas           the same shard of every parameter
         model_parallel     together one copy of the model: they agree on overflow and gradient norm

@@ -108,7 +108,7 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
                 blocks.append(("backward", block))
                 continue
             blocks.append(("backward_input", block))
-            if number >= rank:  # W is `rank` backwards behind I: every rank keeps p micro-batches
+            if number >= rank:  # W(n) follows I(n + rank): every rank keeps p micro-batches
                 blocks.append(("backward_weight", backwards[number - rank]))
         if kind == "zb-h1":
             rest = backwards[max(0, micro_batches - rank) :]
@@ -214,9 +214,10 @@ def _needed(item: Action | Message, last_stage: int) -> list[Action]:
 def program(lists: Lists, rank: int) -> Program:
     """A rank's actions, and the messages it sends and receives, in the order of the common clock.
 
-    Sender and receiver both place a message at the time its action ends, before any action that
-    starts at or after that time. So all ranks pass messages in one total order (time, direction,
-    stage, micro-batch), and nothing hangs even if each send waits for its receive.
+    Sender and receiver both place a message at the time at which the action that makes it ends,
+    before any action that starts at or after that time. So all ranks pass messages in one total
+    order (time, direction, stage, micro-batch), and nothing hangs even if each send waits for its
+    receive.
     """
     # The naive order, receive before use and send after, hangs in 60 of 64 1F1B schedules.
     last_stage = max((action.stage for action in chain(*lists)), default=0)
@@ -233,7 +234,8 @@ def program(lists: Lists, rank: int) -> Program:
             if 0 <= stage <= last_stage and sender != receiver and rank in (sender, receiver):
                 message = Message(direction, stage, action.micro_batch, sender, receiver)
                 placed.append((start + DURATIONS[action.direction], False, message))
-    return tuple(item for _, _, item in sorted(placed))  # at one time, messages before actions
+    # At one time messages come first, by direction (backward, forward), stage and micro-batch.
+    return tuple(item for _, _, item in sorted(placed))
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class ShardingSpec:
 
     def copied_over(self, *axes: Axis) -> set[Axis]:
         """The parts of these axes whose ranks hold the same shard; and the group of its tie, if
-        several pipeline stages hold copies of the parameter."""
+        several pipeline stages hold copies of the parameter (else stages hold other parameters)."""
         parts = {part for axis in axes for part in axis.parts if not part.is_of_stages}
         ties = {axis for axis in self.partial if axis.is_of_stages}
         return (parts | ties) - self.shard_axes

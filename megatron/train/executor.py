@@ -10,7 +10,8 @@ the backward of a micro-batch through a virtual stage, which is a range of the m
     F    the batch to the device, the embedding (in the first stage), layers, and x to the next
          stage, or the loss
     B    autograd from the stage's outputs to its inputs, whose gradients go to the stage before.
-         Gradients of weights go to buckets, which are reduced during a stage's last backward.
+         Gradients of weights go to buckets, which are reduced, as a rule, during a stage's
+         last backward.
 
 A receive starts at its place, and the action that uses the message waits for it. Every stage reads
 the whole micro-batches of its data-parallel rank, so it knows the shapes of what it receives, and
@@ -78,7 +79,7 @@ class Executor:
         self.messages = Messages(self.mesh.pipeline)
         self.in_flight: dict[tuple[int, int], tuple[Tensors, list[Any]]] = {}
         self.deferred: dict[tuple[int, int], list[Deferred]] = {}
-        last = {each.stage: each for each in program if isinstance(each, Action)}  # a B or W
+        last = {each.stage: each for each in program if isinstance(each, Action)}  # B or W
         with gathered(self.model):
             for item in program:
                 if isinstance(item, Action):

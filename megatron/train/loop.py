@@ -55,8 +55,8 @@ class Loop:
 def train(state: TrainState, loop: Loop) -> str:
     """Train to `train_iters` or to a requested exit; return the reason for the end.
 
-    At the end the state is evaluated and saved. After a signal it is only saved, since the
-    scheduler does not wait for an evaluation or a check: a running one is cut short. After a signal
+    At the end the state is evaluated and saved. After a signal it is only logged and saved, since
+    Slurm does not wait for an evaluation or a check: a running one is cut short. After a signal
     in the last step the reason is still `train_iters`, unless it cuts an evaluation or check short.
     """
     training, saver, clock = loop.training, loop.saver, Clock()

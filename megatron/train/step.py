@@ -2,9 +2,10 @@
 
     count               tokens and denominators of the loss of all ranks: 1 all-reduce
     forward_backward    the executor (executor.py) takes each micro-batch through the model's
-                        stages; gradients add up in buckets (parallel/buckets.py), which are
-                        reduced over ranks while the last backward runs
-    agree               sums of the loss, norm, overflow, stop: 2 all-reduces, 1 copy to the host
+                        stages; gradients add up in buckets (parallel/buckets.py), which as a
+                        rule are reduced over ranks while the last backward runs
+    agree               sums of the loss, norm, overflow, stop: 2 all-reduces (with ZeRO 3),
+                        1 copy to the host
     optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step
 
 The loss is a sum of terms, each a mean over the global batch (objectives.py). Its denominators are
@@ -83,14 +84,15 @@ def train_step(
     if hidden_states is not None:
         outputs = gather_outputs(state.model, mesh, micro_batches, hidden_states)
 
-    # The first sum is over ranks with the same shard of the model, the second over one copy of it:
+    # The first sum is over all data and all pipeline stages, the second over one copy of the model:
     # together they reach every rank, so votes pass both. The host waits only once, for one copy.
     vote = totals.new_full((1,), float(wants_stop()))
     reduced = all_reduce(torch.cat([totals, vote]), mesh.loss_sums)
     is_bad = ~reduced[:k].isfinite().all()
     verdict = torch.stack([state.gradients.squares(), reduced[k], is_bad])
     agreed = all_reduce(verdict, mesh.model_parallel)
-    # [tokens, k denominators, k sums, squares, votes, bad losses]; a vote counts several times.
+    # [tokens, k denominators, k sums, squares, votes, bad losses]; both sums are over the stages,
+    # so a vote counts once for each of them.
     tokens, *numbers = torch.cat([counts, reduced[:k], agreed]).tolist()
     denominators, sums, (squares, votes, bad_losses) = numbers[:k], numbers[k:-3], numbers[-3:]
     means = {}
