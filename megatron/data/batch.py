@@ -49,7 +49,8 @@ class Batch:
     def with_arrays(self, **arrays: Array) -> Self:
         """The batch with these fields changed; dataclasses.replace would derive others again."""
         batch = copy(self)
-        vars(batch).update(arrays)
+        for name, array in arrays.items():
+            object.__setattr__(batch, name, array)
         return batch
 
     def numbered(self, numbers: Array) -> Self:

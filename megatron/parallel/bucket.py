@@ -273,6 +273,7 @@ class Bucket:
     @torch.no_grad()
     def start_gather_weights(self) -> None:
         """Round the masters into the own part of the weights, and start to gather all parts."""
+        self.end_publish()  # of an aborted step: its gather reads these weights
         assert self.local is not None
         assert self.weights is not None
         own_weights = self.weights[self.part]

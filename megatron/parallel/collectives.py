@@ -190,11 +190,15 @@ def _traced(name: str, x: Tensor, *arguments: Any, axis: Axis) -> Wait:
     return lambda: functional.wait_tensor(result)
 
 
+def _goes_through_host(x: Tensor, axis: Axis) -> bool:
+    return (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST
+
+
 def start_send(x: Tensor, axis: Axis, receiver: int, what: str) -> Wait:
     """Start to send `x` to a rank of `axis`. The returned function has to be called: it waits until
     `x` may change. what: name of the message, for the failure watch."""
     block, calls = x.contiguous(), axis.channels[axis.rank, receiver]
-    if (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST:
+    if _goes_through_host(x, axis):
         block = block.to("cpu", copy=True)
     call = calls.start(f"send of {what}", x.shape)
     work = dist.isend(block, group=axis.group, group_dst=receiver)
@@ -205,7 +209,7 @@ def start_receive(x: Tensor, axis: Axis, sender: int, what: str) -> Wait:
     """Start to receive a message with the shape and dtype of `x` into it, from a rank of `axis`.
     The returned function waits and returns `x`."""
     block, calls = _block(x), axis.channels[sender, axis.rank]
-    if (dist.get_backend(axis.group), x.device.type) in THROUGH_HOST:
+    if _goes_through_host(x, axis):
         block = torch.empty_like(block, device="cpu")
     call = calls.start(f"receive of {what}", x.shape)
     work = dist.irecv(block, group=axis.group, group_src=sender)

@@ -338,9 +338,8 @@ class Partition:
     x_columns: Axis = ALONE  # axis that cuts the columns of x
     y_rows: tuple[Axis, ...] = ()  # axes over which buckets sum db: y is of different tokens
     x_rows: tuple[Axis, ...] = ()  # axes over which buckets sum dW: x is of different tokens
-    after: Cut | None = (
-        None  # sums y after the matmul, so that a recomputed layer can end before it
-    )
+    # Sums y after the matmul, so that a recomputed layer can end before it.
+    after: Cut | None = None
 
 
 def require_mode(mesh: Mesh, partition: str, *modes: str) -> None:

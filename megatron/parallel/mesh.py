@@ -181,7 +181,8 @@ class Mesh:
 
     Unions, by what their ranks hold:
 
-        tensor             parts of one layer: as many as --tensor-model-parallel-size counts
+        tensor             parts of one layer: as many as --tensor-model-parallel-size counts; in
+                           2.5D depth is one of its axes, whose ranks hold copies
         copies             copies of the model that compute independently
         batch              different samples
         loss               different tokens of the loss; the denominators are summed over it

@@ -62,14 +62,15 @@ def tie(name: str, *members: str) -> Tie:
 
     name: parameters are called `tied.NAME` in checkpoints, at every layout. members: the number of
     a stage, and the path of the module or parameter in it. All copies start with the values of the
-    tie's first stage, and get the sum of all their gradients. Raises ValueError for other members.
+    tie's first stage, and get the sum of all their gradients. Raises ValueError for fewer than two
+    members, and for one that begins with no number.
     """
     if not name.isidentifier() or hasattr(Tied({}), name):
         raise ValueError(f"tie {name}: must be named by a word of letters, digits and _")
-    stages = [each.partition(".")[0] for each in members]
-    if len(members) < 2 or not all(map(str.isdecimal, stages)):
-        which = ", ".join(members) or "no members"
-        raise ValueError(f'tie {name}: {which}; must be two or more, such as "2.block.weight"')
+    wrong = [each for each in members if not each.partition(".")[0].isdecimal()]
+    if len(members) < 2 or wrong:
+        which = wrong[0] if wrong else f"{len(members)} members"
+        raise ValueError(f'tie {name}: {which}; must be two or more such as "2.block.weight"')
     return Tie(name, tuple(sorted(members, key=lambda each: int(each.partition(".")[0]))))
 
 

@@ -331,10 +331,12 @@ class Units:
         for unit in (self.root, *self.all):
             unit.release()
         order, self.order = self.order, None
-        if order is None or mesh.control.group is None:  # compared before, or nobody to ask
+        if order is None:  # compared before
             return
         for unit in self.all:
             unit.called = nothing
+        if mesh.control.group is None:  # nobody to ask
+            return
         first, *others = mesh.control.gather(order)
         for rank, other in enumerate(others, 1):
             pairs = zip_longest(first, other)
