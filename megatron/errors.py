@@ -29,7 +29,7 @@ class UsageError(ValueError):
 
 
 class CommandLineError(ValueError):
-    """The command line does not fit the flags of a program; the message is tyro's own."""
+    """The command line does not fit the flags of a program; the message is tyro's."""
 
 
 class OutOfMemoryError(RuntimeError):

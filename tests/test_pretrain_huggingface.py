@@ -62,6 +62,9 @@ EARLY = {  # before torch is imported
     "attention recomputed": Row(
         "--recompute-granularity selective", "--recompute-granularity", "llama"
     ),
+    "a compiler, and layers recomputed": Row(
+        "--compile --recompute-granularity full", "--compile", "llama"
+    ),
     "a long sequence": Row(f"{LONG} 17", LONG),
     "a long sequence of rotary positions": Row(f"{LONG} 17", LONG, "llama"),
     "a long sequence of positions that begin late": Row(f"{LONG} 17", LONG, "roberta", MASKED),

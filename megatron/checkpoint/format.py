@@ -20,8 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +139,11 @@ def check_tiling(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> None:
             raise ValueError(f"a slice of {key} is in {min(missing)}, which is not listed")
         corners: Counter[tuple[int, ...]] = Counter()
         for box, weight in (*((each, 1) for each in slices), (whole, -1)):
-            dims = zip(box["offset"], box["shape"], strict=True)
-            ends = [((start, 1), (start + size, -1)) for start, size in dims]
-            for corner in product(*ends):
-                corners[tuple(at for at, _ in corner)] += weight * prod(sign for _, sign in corner)
+            signed: list[tuple[tuple[int, ...], int]] = [((), weight)]
+            for start, size in zip(box["offset"], box["shape"], strict=True):
+                ends = ((start, 1), (start + size, -1))
+                signed = [((*corner, at), sign * s) for corner, sign in signed for at, s in ends]
+            for corner, sign in signed:
+                corners[corner] += sign
         if any(corners.values()) or any(size < 0 for each in slices for size in each["shape"]):
             raise ValueError(f"the slices of {key} do not cover it exactly once")

@@ -31,8 +31,9 @@ def world_size(environ: Mapping[str, str]) -> int:
         return int(size)
     for variable in _SIZES:
         if (size := environ.get(variable, "1")) != "1":
+            works = (*works[:2], size if size.isdecimal() and size != "0" else "2")
             allowed = "1 or unset where RANK is not set: each process would run alone"
-            raise UsageError(variable, size, allowed, works=works)
+            raise UsageError(variable, repr(size), allowed, works=works)
     return 1
 
 

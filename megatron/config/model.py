@@ -114,6 +114,11 @@ class KindConfig:
         """Whether --compile supports its layers: no compiler sees into apex's kernel."""
         return self.layernorm_impl == "torch"
 
+    @property
+    def compiles_by_default(self) -> bool:
+        """Whether layers are compiled on a GPU if no flag says it: unmodified models are not."""
+        return self.can_compile and not self.is_unmodified
+
     def of_depth(self, layers: int) -> Self:
         """The same model with this many layers."""
         changes: Any = {"num_layers": layers}

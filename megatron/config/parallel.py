@@ -44,7 +44,8 @@ class ParallelConfig:
         if mode != "2.5d":
             left_out(self, "tensor_parallel_depth", "without --tensor-parallel-mode 2.5d")
         if size != depth * self.side**dims:
-            shape = "a cube" if mode == "3d" else f"--tensor-parallel-depth {depth} times a square"
+            shapes = {"2d": "a square", "3d": "a cube"}
+            shape = shapes.get(mode, f"--tensor-parallel-depth {depth} times a square")
             works = (TENSOR, str(depth * max(2, self.side) ** dims))
             allowed = f"{shape} with --tensor-parallel-mode {mode}"
             raise UsageError(TENSOR, size, allowed, works=works)

@@ -301,9 +301,11 @@ def _run_tyro(
     box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
     text = textwrap.dedent("\n".join(line for line in box if line.strip("─- ")))
     # The choices of a setting that may be left out are an unordered set with None in it.
-    choices = set(re.findall(r"'(.*?)'", text.partition("Expected one of")[2])) - {"None"}
-    ordered = f"Expected one of {', '.join(sorted(choices))}."
-    raise CommandLineError(re.sub(r"Expected one of\s+\(.*?\)\.", ordered, text, flags=re.DOTALL))
+    choices = set(re.findall(r"'(.*?)'", text.partition("Expected one of")[2]))
+    if "None" in choices:
+        ordered = f"Expected one of {', '.join(sorted(choices - {'None'}))}."
+        text = re.sub(r"Expected one of\s+\(.*?\)\.", ordered, text, flags=re.DOTALL)
+    raise CommandLineError(text)
 
 
 def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -338,10 +340,16 @@ def find_preset(name: str, keys: Collection[str] = ()) -> Path:
         if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
             return file
     names: dict[str, str] = {}
+    folder: Path | None = None  # the presets of a folder are of one kind of program
     for file in (*Path(name).parent.glob("*.toml"), *files):
         with contextlib.suppress(UsageError, OSError):
-            if not keys or _read_toml(file).keys() <= set(keys):
-                names[file.stem] = file.stem if file in files else str(file)
+            if keys and not _read_toml(file).keys() <= set(keys):
+                continue
+            if keys and file in files:
+                folder = folder or file.parent
+                if file.parent != folder:
+                    continue
+            names[file.stem] = file.stem if file in files else str(file)
     near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
     allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
     works = ("--preset", near[0]) if near else ()

@@ -74,8 +74,12 @@ class PretrainConfig:
         uncompiled = "with apex's norm, whose layers are not compiled"
         if self.training.compile and not self.model.can_compile:
             left_out(self.training, "compile", uncompiled, works=("--no-compile",))
-        is_compiled = self.training.compile is not False and self.model.can_compile
-        is_compiled &= not self.model.is_unmodified
+        if self.model.is_unmodified and self.model.recompute_granularity == "full":
+            reason = (
+                "with --model huggingface and --recompute-granularity full: no graph holds both"
+            )
+            left_out(self.training, "compile", reason, works=("--no-compile",))
+        is_compiled = self.training.compile is not False and self.model.compiles_by_default
         if self.model.attention_dropout_rng == "coordinates-flex" and not is_compiled:
             works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"

@@ -4,93 +4,116 @@ other file of a folder for data."""
 import json
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.files import DataError, flush_to_disk, read_whole, temporary
 
+T = TypeVar("T")
+
 Entries = Iterable[tuple[str, Any]]
 """(name, value) in turn: an array, or a part of it, followed by the others of the same name; or a
 value for JSON."""
+
+HEAD = 16  # bytes before the arrays
 
 
 class Cache:
     """Reads such a file; safe in any thread.
 
-    start     uint64   byte at which the footer starts
+    start     uint64  byte at which the footer starts
+    checksum  uint64  CRC-32 of the footer
     arrays    one after another
-    footer    JSON     {"key": str, "values": {name: value}, "arrays": {name: [dtype, byte, n]}}
+    footer    JSON    {"key": str, "values": {name: value}, "arrays": {name: [dtype, byte, n, CRC]}}
     """
 
-    def __init__(self, file: Path, key: str) -> None:
-        """key: what it was computed from. Raises OSError without the file, DataError if it is
-        damaged or has another key."""
-        self._file = file
+    def __init__(self, file: Path, key: str, name: str = "") -> None:
+        """key: what it was computed from. name: the file in messages, after a flag. Raises OSError
+        without the file, DataError if it is damaged or has another key."""
+        self.damage = f"{name or file} is damaged; without this file it is made anew"
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        start = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         size = os.fstat(self._descriptor).st_size
         try:
-            footer = json.loads(os.pread(self._descriptor, size - start, start)) if start else {}
+            head = np.frombuffer(os.pread(self._descriptor, HEAD, 0), np.uint64)
+            start, checksum = head.tolist()
+            content = os.pread(self._descriptor, size - start, start) if start else b""
+            footer = json.loads(content)
             self.arrays, self.values = footer["arrays"], footer["values"]
-            is_current = footer["key"] == key
+            is_current = footer["key"] == key and zlib.crc32(content) == checksum
         except (ValueError, KeyError, TypeError, OverflowError, OSError):
             is_current = False
         if not is_current:
-            raise DataError(f"{file} is damaged, or of other data; it is made anew without it")
+            raise DataError(self.damage)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Elements [start, stop) of an array, in a new array; DataError if the file was cut."""
-        dtype, byte, length = self.arrays[name]
+        """Elements [start, stop) of an array, in a new array.
+
+        Raises DataError if the file was cut, or if the array is read as a whole and is damaged.
+        """
+        dtype, byte, length, checksum = self.arrays[name]
         elements = np.empty((length if stop is None else stop) - start, dtype)
         byte += start * elements.itemsize
-        read_whole(self._descriptor, elements.view(np.uint8).data, byte, self._file)
-        return elements
+        with suppress(DataError):
+            content = elements.view(np.uint8).data
+            read_whole(self._descriptor, content, byte, self.damage)
+            if len(elements) < length or zlib.crc32(content) == checksum:
+                return elements
+        raise DataError(self.damage)
 
 
-def open_or_make(file: Path, key: str, make: Callable[[], Entries]) -> Cache:
-    """The cache in this file, if its key is `key`; else it is made, in bounded memory.
+def write(file: Path, key: str, entries: Entries) -> None:
+    """Writes a cache in bounded memory. The file is in place whole, or not at all; raises OSError
+    if the folder does not take it."""
+    staged = temporary(file)
+    try:
+        with staged.open("wb") as stream:
+            arrays: dict[str, list[Any]] = {}
+            values: dict[str, Any] = {}
+            stream.write(bytes(HEAD))
+            for name, value in entries:
+                if isinstance(value, np.ndarray):
+                    array = arrays.setdefault(name, [value.dtype.str, stream.tell(), 0, 0])
+                    content = value.tobytes()
+                    array[2:] = array[2] + len(value), zlib.crc32(content, array[3])
+                    stream.write(content)
+                else:
+                    values[name] = value
+            start = stream.tell()
+            footer = json.dumps({"key": key, "values": values, "arrays": arrays}).encode()
+            stream.write(footer)
+            stream.seek(0)
+            stream.write(np.array([start, zlib.crc32(footer)], np.uint64).tobytes())
+            flush_to_disk(stream)
+        staged.replace(file)
+    finally:
+        staged.unlink(missing_ok=True)
 
-    One process of a host makes it; the others wait for it, unless the folder allows no locks. The
-    file is in place whole, or not at all. Raises OSError if the folder takes no file.
+
+def find_or_make(file: Path, find: Callable[[], T], make: Callable[[], T]) -> T:
+    """Result of `find`, which reads a cache; where that raises OSError or DataError, of `make`,
+    which writes it.
+
+    One process of a host makes it; the others wait for it, unless the folder allows no locks.
     """
     from filelock import FileLock
 
     with suppress(OSError, DataError):
-        return Cache(file, key)
+        return find()
     lock = FileLock(file.with_name(f"{file.name}.lock"), fallback_to_soft=False)
     with suppress(OSError, NotImplementedError):  # the folder, or its file system, allows none
         lock.acquire()
-    staged = temporary(file)
     try:
         with suppress(OSError, DataError):  # made by another process in the meantime
-            return Cache(file, key)
-        with staged.open("wb") as stream:
-            arrays: dict[str, list[Any]] = {}
-            values: dict[str, Any] = {}
-            stream.write(bytes(8))
-            for name, value in make():
-                if isinstance(value, np.ndarray):
-                    array = arrays.setdefault(name, [value.dtype.str, stream.tell(), 0])
-                    array[2] += len(value)
-                    stream.write(value.tobytes())
-                else:
-                    values[name] = value
-            start = stream.tell()
-            stream.write(json.dumps({"key": key, "values": values, "arrays": arrays}).encode())
-            stream.seek(0)
-            stream.write(start.to_bytes(8, "little"))
-            flush_to_disk(stream)
-        cache = Cache(staged, key)
-        staged.replace(file)
-        return cache
+            return find()
+        return make()
     finally:
-        staged.unlink(missing_ok=True)
         if lock.is_locked:
             with suppress(OSError):
                 Path(lock.lock_file).unlink()
@@ -104,19 +127,21 @@ def scan_once(
     and modification times of the files stay the same.
 
     selection: the part of the files that is read. If no cache can be written, every process makes
-    the pass. Raises DataError if the files change meanwhile.
+    the pass.
     """
+    beside = beside.resolve()
+    file = beside.with_name(f".{beside.name}.scan")
+    facts = [(each.name, (s := each.stat()).st_size, s.st_mtime_ns) for each in files]
+    key = json.dumps([facts, selection])
 
-    def stamp() -> str:
-        facts = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-        return json.dumps([facts, selection])
+    def find() -> dict[str, Any]:
+        cache = Cache(file, key)
+        return cache.values | {name: cache.read(name) for name in cache.arrays}
 
-    beside, before = beside.resolve(), stamp()
-    try:
-        cache = open_or_make(beside.with_name(f".{beside.name}.scan"), before, scan)
-        result = cache.values | {name: cache.read(name) for name in cache.arrays}
-    except OSError:
+    def make() -> dict[str, Any]:
         result = dict(scan())
-    if stamp() != before:
-        raise DataError(f"--data-path: {beside} changes while it is read; finished files work")
-    return result
+        with suppress(OSError):
+            write(file, key, result.items())
+        return result
+
+    return find_or_make(file, find, make)

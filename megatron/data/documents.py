@@ -94,7 +94,11 @@ class JsonLines:
         self.name, self._key = path, key
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
+        opened = os.fstat(self._descriptor)
         lines = scan_once(Path(path), [Path(path)], [key], partial(_scan, path, key))
+        stamps = [(s.st_ino, s.st_size, s.st_mtime_ns) for s in (opened, Path(path).stat())]
+        if stamps[0] != stamps[1]:
+            raise DataError(f"--data-path {path} changes while it is read; a finished file works")
         self._starts, self._sizes = lines["starts"], lines["sizes"]
         self.num_documents = len(self._starts)
         self.num_bytes = int(self._sizes.sum(dtype=np.int64))

@@ -67,9 +67,14 @@ class ColumnDocuments:
         """name: flag and value, for messages. dataset: a map-style `datasets.Dataset`, which may be
         shuffled or selected. scan_cached: scan_once, but for its last argument.
 
-        Warns of rows without text; raises ValueError, naming the flag, if the column does not hold
-        text, and if no row does.
+        Warns of rows without text; raises ValueError, naming the flag, if the dataset is not
+        map-style, if the column does not hold text, and if no row does.
         """
+        if not isinstance(dataset, datasets.Dataset):
+            raise ValueError(
+                f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
+                "JSON lines that `python -m tools.stream_to_jsonl` writes from it works"
+            )
         check_column(column, dataset.features.arrow_schema, name)
         self.name, self._column = name, column
         self._rows = dataset.select_columns([column]).with_format(None)

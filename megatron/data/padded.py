@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.cache import Cache, Entries, open_or_make
+from megatron.data.cache import Cache, Entries, find_or_make, write
 from megatron.data.documents import Documents, JsonLines
-from megatron.data.files import NO_SPACE, disk_space
+from megatron.data.files import NO_SPACE, DataError, disk_space
 from megatron.data.gpt2 import GPT2Batch
 from megatron.data.indexed import token_dtype
 from megatron.data.order import Series, open_series
@@ -31,7 +31,7 @@ from megatron.data.sources import Corpus
 from megatron.data.tokenizer import Tokenizer
 
 CHUNK = 256  # documents that are tokenised together
-FORMAT = "2"  # of a cache of tokens; files of format 1 have other names and are not read
+FORMAT = "3"  # of a cache of tokens; files of another format have other names and are not read
 
 Encode = Callable[[Sequence[int]], list[list[int]]]
 """Maps numbers of documents to the ids of each; safe in any thread."""
@@ -200,8 +200,14 @@ def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
             yield "ids", np.asarray(ids, dtype)
         yield "bounds", bounds
 
+    find = partial(Cache, file, facts, f"--cache-tokens: {file}")
+
+    def make() -> Cache:
+        write(file, facts, tokenise())
+        return find()
+
     try:
-        cache = Cache(file, facts) if file.is_file() else open_or_make(file, facts, tokenise)
+        cache = find() if file.is_file() else find_or_make(file, find, make)
     except OSError as error:
         space = error.errno in NO_SPACE and f"; {disk_space(file, documents.num_bytes)}"
         warnings.warn(
@@ -210,7 +216,10 @@ def _read_cached(documents: Documents, tokenizer: Tokenizer) -> Encode:
             stacklevel=3,
         )
         return encode
-    bounds = cache.read("bounds")
+    bounds, (_, _, num_ids, _) = cache.read("bounds"), cache.arrays["ids"]
+    ends = [len(bounds) - 1, *bounds[:1], *bounds[-1:]]
+    if ends != [documents.num_documents, 0, num_ids] or (bounds[1:] < bounds[:-1]).any():
+        raise DataError(cache.damage)
 
     def read(numbers: Sequence[int]) -> list[list[int]]:
         ranges = [bounds[number : number + 2].tolist() for number in numbers]

@@ -112,12 +112,12 @@ class GPT2BPETokenizer(Tokenizer):
         import tokenizers
 
         flag, vocab_content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
-        vocabulary: dict[str, int] = _parse_object(vocab_content, flag)
+        works = "a vocab.json, or --tokenizer-type HuggingFaceTokenizer for a tokenizer.json,"
+        vocabulary: dict[str, int] = _parse_object(vocab_content, flag, f"; {works} would work")
         ids = list(vocabulary.values())
         if any(type(each) is not int for each in ids) or set(ids) != set(range(len(ids))):
             raise ValueError(
-                f"{flag} is no JSON object of tokens with the ids 0, 1, 2, ...; a vocab.json, or "
-                "--tokenizer-type HuggingFaceTokenizer for a tokenizer.json, would work"
+                f"{flag} is no JSON object of tokens with the ids 0, 1, 2, ...; {works} would work"
             )
         missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing or END_OF_DOCUMENT not in vocabulary:
@@ -161,7 +161,8 @@ class BertTokenizer(Tokenizer):
 
     def __init__(self, vocab_file: str | None) -> None:
         flag, content = f"--vocab-file {vocab_file}", _read("--vocab-file", vocab_file)
-        tokens = _decode(content, flag).removesuffix("\n").split("\n")
+        text = _decode(content, flag, "; BERT's own vocab.txt would work")
+        tokens = text.removesuffix("\n").split("\n")
         if missing := [mark for mark in MARKS if mark not in tokens]:
             raise ValueError(
                 f"{flag} lacks the lines {' '.join(missing)} of a WordPiece's vocabulary; a "
@@ -369,22 +370,23 @@ def _read(flag: str, file: str | None) -> bytes:
     return Path(file).read_bytes()
 
 
-def _parse_object(content: bytes, source: str) -> dict[str, Any]:
-    """source: flag and file, for the ValueError if the content is not a JSON object."""
+def _parse_object(content: bytes, source: str, cure: str = "") -> dict[str, Any]:
+    """source: flag and file, and cure: what works instead, for the ValueError if the content is not
+    a JSON object."""
     try:
         value: Any = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
+        raise ValueError(f"{source} is not JSON: {error}{cure}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{source} should be a JSON object")
+        raise ValueError(f"{source} should be a JSON object{cure}")
     return value
 
 
-def _decode(content: bytes, source: str) -> str:
+def _decode(content: bytes, source: str, cure: str = "") -> str:
     try:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error}{cure}") from error
 
 
 Maker = type[GPT2BPETokenizer] | type[BertTokenizer] | type[HuggingFaceTokenizer]

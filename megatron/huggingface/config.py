@@ -265,7 +265,7 @@ class HuggingFaceConfig(KindConfig):
 
     @property
     def widths(self) -> dict[str, int]:
-        if self.value(NAMES["heads"]) is None:  # a model without attention
+        if self.described.keys().isdisjoint(NAMES["heads"]):  # a model without attention
             return {}
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 

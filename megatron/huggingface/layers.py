@@ -59,6 +59,9 @@ class SharedInput:
     tokens: Tensor | None = None  # this rank's tokens, if a Redistribute gathered x from them
     rows: Tensor | None = None  # x [n, in] after f
 
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedInput:
+        return SharedInput()
+
     def open(self, *_: object) -> None:
         self.is_open = True
 
@@ -73,11 +76,11 @@ class SharedInput:
     def gather(self, x: Tensor, axis: Axis) -> Tensor:
         """Gather this rank's tokens x [b, s/t, ..]. Column layers that read the result
         reduce-scatter its gradient; for other code each rank keeps the gradient of its tokens."""
-        if self.x is not None and self.tokens is x:
+        has_gradient = torch.is_grad_enabled() and x.requires_grad
+        if self.x is not None and self.tokens is x and self.x.requires_grad == has_gradient:
             return self.x
         whole = gather_with_gradient(x, 1, axis)
-        if torch.is_grad_enabled() and x.requires_grad:
-            self.hold(whole, None, x)
+        self.hold(whole, None, x)
         return whole
 
 
@@ -427,12 +430,6 @@ class TiedParameterHolder(ParallelizedModule):
                 _, shard, spec, layout = parameters.by_id[id(parameter)]
                 self.register_parameter(name, shard)
                 self.specs[name], self.layouts[name] = spec, layout
-
-
-def _require_plain(module: Any) -> None:
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, name):
-            raise PlanError(f"{module.full_name} has {name}, which a cut embedding has not")
 
 
 def is_transposed_matmul(module: nn.Module) -> bool:

@@ -71,8 +71,6 @@ class HuggingFace(nn.Module):
         """config: a HuggingFaceConfig. vocab_size: of the tokenizer, at most that of the model.
         Raises UsageError for a model that `auto_class` of transformers cannot build, and for a plan
         that does not fit the model."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
         super().__init__()
         self.config, self.batch_keys = config, DropoutKeys()
         self.buffers_on: torch.device | None = None
@@ -88,11 +86,11 @@ class HuggingFace(nn.Module):
                 f"the tokenizer has {vocab_size} tokens, and --hf-model {self.vocab_size}"
             )
         if config.recompute_granularity == "full":
-            arithmetic = {"context_fn": lambda: (nullcontext(), self.arithmetic())}
+            contexts = {"context_fn": lambda: (nullcontext(), self.recomputing())}
             with _refused(config, "one that recomputes its layers"):
                 recomputes = getattr(model, "activation_checkpointing_enable", None)
                 recomputes = recomputes or model.gradient_checkpointing_enable  # its name in 5.17
-                recomputes({"use_reentrant": False, **arithmetic})
+                recomputes({"use_reentrant": False, **contexts})
         self.has_window = has_window(model.config.get_text_config().to_dict())
         self._replace_dropout(model, factory)
         use_own_kernels(model)
@@ -105,6 +103,10 @@ class HuggingFace(nn.Module):
         with _refused(config, "a model that can be cut"):
             plan = plan_at(model, config.stated_plan, factory.tensor.size)
             self.model = factory.parallelize(model, plan)
+        columns = (each for each in self.model.modules() if isinstance(each, ColumnLinear))
+        self.shared_inputs = {id(each.shared_input): each.shared_input for each in columns}
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         for layer in self.model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.compiles = "in parts"  # type: ignore[assignment]
@@ -178,6 +180,17 @@ class HuggingFace(nn.Module):
         if cache is not None:
             cache.advance(batch.tokens.shape[1])
         return output.flatten(0, 1)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Around the recomputation of a layer. It ends at the layer's last saved tensor, and so may
+        leave a module before this lets its shared input go."""
+        with self.arithmetic():
+            try:
+                yield
+            finally:
+                for each in self.shared_inputs.values():
+                    each.close()
 
     def arithmetic(self) -> AbstractContextManager[object]:
         """Context in which the model's code runs, and in which its layers are recomputed."""

@@ -74,8 +74,8 @@ def parallelize(
 
     inputs: arguments of the model's forward, of a small batch, as a list or by name. A forward on
     their shapes finds the column layers that read one tensor, whose gradient is then summed over
-    the ranks once. Models of transformers have such inputs (`dummy_inputs`). Without inputs, each
-    layer sums its own term, which is as right and sends more.
+    the ranks once; hooks of the model run in it. Models of transformers have such inputs
+    (`dummy_inputs`). Without inputs, each layer sums its own term: as right, but more is sent.
 
     GradientBuckets of the model sum gradients over samples. They also sum those of Summed, and of
     other parameters that ranks hold whole inside a cut region, over the tensor axis.
@@ -114,7 +114,19 @@ def parallelize(
                 f"{entry[0]} is cut, and {where} holds it whole, out of sight of its module"
             )
     inputs = inputs or getattr(model, "dummy_inputs", None)
-    groups = _readers_of_one_tensor(modules, styles, inputs) if inputs and tensor.size > 1 else {}
+    groups: dict[tuple[str, ...], str] = {}
+    if inputs and tensor.size > 1:
+        try:
+            groups, failure = _readers_of_one_tensor(modules, styles, inputs), ""
+        except Exception as error:  # from the model's code, which may read values
+            failure = f"{type(error).__name__}: {error}"
+        if failure := next(filter(None, mesh.control.gather(failure)), ""):
+            groups = {}  # on every rank, as they communicate alike
+            warn(
+                "every column layer sums the gradient of its input by itself, which is slower: the "
+                f"model does not run on shapes alone ({failure})",
+                stacklevel=2,
+            )
     _cut(modules, styles, ShardedParameters(mesh, {}))
     shared_inputs: dict[str, SharedInput] = {}
     for names, caller in groups.items():
@@ -149,8 +161,8 @@ def _stand_ins(
         id(module): object.__new__(type(module)) for module in modules.values()
     }
     for module in modules.values():
-        attributes = {
-            name: value.copy() if isinstance(value, dict) else value
+        attributes: dict[str, Any] = {
+            name: value.copy() if isinstance(value, dict | list | set) else value
             for name, value in vars(module).items()
         }
         for own, replacements in (
@@ -197,34 +209,26 @@ def _readers_of_one_tensor(
     def leave(*_: object) -> None:
         running.pop()
 
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = {
-                id(each): torch.empty(each.shape, dtype=each.dtype)
-                for module in modules.values()
-                for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            }
-            copies = _stand_ins(modules, tensors)
-            for name, module in copies.items():
-                module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-                module.register_forward_hook(leave)
-            is_by_name = isinstance(inputs, Mapping)
-            by_key: dict[Any, Any] = dict(inputs if is_by_name else enumerate(inputs))
-            for key, value in by_key.items():
-                if isinstance(value, Tensor):
-                    by_key[key] = torch.empty(value.shape, dtype=value.dtype)
-            model = copies[""].eval()
-            if is_by_name:
-                model(**by_key)
-            else:
-                model(*by_key.values())
-    except Exception as error:  # from the model's code, which may read values
-        warn(
-            "every column layer sums the gradient of its input by itself, which is slower: the "
-            f"model does not run on shapes alone ({type(error).__name__}: {error})",
-            stacklevel=3,
-        )
-        return {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        tensors = {
+            id(each): torch.empty(each.shape, dtype=each.dtype)
+            for module in modules.values()
+            for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+        copies = _stand_ins(modules, tensors)
+        for name, module in copies.items():
+            module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            module.register_forward_hook(leave)
+        is_by_name = isinstance(inputs, Mapping)
+        by_key: dict[Any, Any] = dict(inputs if is_by_name else enumerate(inputs))
+        for key, value in by_key.items():
+            if isinstance(value, Tensor):
+                by_key[key] = torch.empty(value.shape, dtype=value.dtype)
+        model = copies[""].eval()
+        if is_by_name:
+            model(**by_key)
+        else:
+            model(*by_key.values())
     groups: dict[tuple[str, ...], str] = {}
     for _, names, callers in found.values():
         if len(names) > 1:

@@ -197,10 +197,10 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones((), dtype=dtype, device=device)
 
 
-def one_like(loss: Tensor) -> Tensor:
-    """The gradient with which the backward of a scalar starts. linear_cross_entropy recognises it
-    by its address: to compare values, the host would wait for a GPU's forward."""
-    return _one(loss.dtype, loss.device)
+def one_like(d_loss: Tensor) -> Tensor:
+    """A hook for the scalar loss, whose gradient is 1. linear_cross_entropy recognises this one by
+    its address: to compare values, the host would wait for a GPU's forward."""
+    return _one(d_loss.dtype, d_loss.device)
 
 
 def _is_one(d_total: Tensor) -> bool:

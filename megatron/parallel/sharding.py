@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.parallel.collectives import all_reduce, gather_from
 from megatron.parallel.mesh import Axis, Mesh
-
-if TYPE_CHECKING:
-    from megatron.parallel.bucket import GradientView
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class TensorSlice:
     local: Tensor
 
 
-class GradientViews(dict[str, "GradientView"]):
+class GradientViews(dict[str, Any]):
     """The GradientView (bucket.py) of each matrix of a module, by name of the parameter. A copy of
     the module has none, because its gradients are in no bucket."""
 

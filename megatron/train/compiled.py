@@ -31,14 +31,16 @@ Replay = Callable[[], object]
 WARM_UP = 2  # steps of one shape that run before it is recorded: the first compiles the kernels
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
-    """Applies torch.compile to each transformer layer; all layers of one kind share one graph.
+def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
+    """Applies torch.compile to each transformer layer, and returns their number. All layers of one
+    kind share one graph.
 
     Matmuls, attention and collectives run as written. Elementwise operations between
     them, dropout by coordinates included, run in a few kernels of the compiler. A layer is a module
     with `compiles`: "whole" in our models, where a graph that breaks is an error; "in parts" in
     unmodified ones, whose code may break it.
     """
+    count = 0
     draws = {"fallback_random": True} if backend == "inductor" else {}  # same as uncompiled
     for module in model.modules():
         if isinstance(module, VocabParallelHead):
@@ -46,6 +48,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
         if how := getattr(module, "compiles", ""):
             options, is_whole = draws | {"guard_filter_fn": keeps}, how == "whole"
             module.compile(fullgraph=is_whole, dynamic=False, backend=backend, options=options)
+            count += 1
+    return count
 
 
 def keeps(guards: Sequence[Any]) -> list[bool]:
@@ -166,8 +170,7 @@ def choose_graph(asked: bool | None, model: KindConfig, mesh: Mesh, dtype: torch
         "with several processes": mesh.size() > 1,
         "with --fp16, whose loss scale changes": dtype == torch.float16,
         "with --cpu-offload-activations": model.cpu_offload_activations,
-        "with --model huggingface": model.is_unmodified,
-        "with apex's norm": not model.can_compile,
+        "with --model huggingface, and with apex's norm": not model.compiles_by_default,
         "where a kernel draws attention's dropout": model.draws_in_kernel(mesh.device.type),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

@@ -124,6 +124,8 @@ class Executor:
             sums = self.objective.loss(x, batch, self.loss_scales)
             self.totals += sums.detach() / self.loss_scales.to(sums.dtype)  # without their scales
             roots = [sums.sum()]
+            if sums.requires_grad:
+                roots[0].register_hook(one_like)
         if self.gradients is not None:
             self.in_flight[stage, number] = inputs, roots
 
@@ -137,10 +139,10 @@ class Executor:
             self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
             return
         inputs, roots = self.in_flight.pop((stage, number))
+        # Not the loss's 1: with gradients of roots, torch imports sympy, which takes a second.
+        root_gradients: Sequence[Tensor | None] = (None,)
         if stage < self.pipeline.stages - 1:
-            root_gradients = [*self.messages.take("backward", stage, number)]
-        else:
-            root_gradients = [one_like(roots[0])]
+            root_gradients = self.messages.take("backward", stage, number)
         # A root is None where its output does not require a gradient.
         pairs = [each for each in zip(roots, root_gradients, strict=True) if each[0] is not None]
         is_half = direction == "backward_input"

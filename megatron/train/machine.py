@@ -51,9 +51,9 @@ def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         is_allocation = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        # On a CPU torch has no error class of its own; oneDNN without memory names no reason.
-        texts = "can't allocate memory", "could not create a primitive"
-        if not is_allocation and not any(text in str(error) for text in texts):
+        # On a CPU torch has no error class of its own; oneDNN without memory says only this.
+        is_allocation |= "can't allocate memory" in str(error)
+        if not is_allocation and str(error) != "could not create a primitive":
             raise
         clear_frames(error.__traceback__)  # frees their objects: ending takes memory, too
         parallel, training, more = config.parallel, config.training, "more ranks"

@@ -187,8 +187,8 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     precision = config.precision.name or (None if resumed is None else resumed["precision"])
     precision = choose_precision(precision, mesh, "--bf16", ("--no-bf16",))
     asked = config.training.compile
-    if not config.model.can_compile or (asked is None and config.model.is_unmodified):
-        asked = False  # unmodified models are compiled only by --compile: not yet timed on a GPU
+    if asked is None and not config.model.compiles_by_default:
+        asked = False
     compiled, warnings = choose_compile(asked, mesh)
 
     # 3. The state at step 0

@@ -15,6 +15,7 @@ from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, load_weights
 from megatron.config.model import KindConfig
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.optim.adam import LossScaler, MasterWeights
 from megatron.parallel.buckets import GradientBuckets
@@ -217,8 +218,9 @@ def build_state(
         materialize(model, device=mesh.device, dtype=dtype, seed=drawn_by, values=values)
     else:
         give_memory(model, partial(untrained_memory, device=mesh.device, dtype=dtype))
-    if compiled:
-        compile_layers(model)
+    if compiled and not compile_layers(model) and config.is_unmodified:
+        allowed = "left out: transformers' code of this model marks no layers to compile"
+        raise UsageError("--compile", None, allowed, works=("--no-compile",))
     gradients = GradientBuckets.for_master_weights(
         model,
         wide=not precision.pure_bf16,

@@ -4,7 +4,7 @@
     forward_backward    the executor (executor.py) takes each micro-batch through the model's
                         stages; gradients add up in buckets (parallel/buckets.py), which as a
                         rule are reduced over ranks while the last backward runs
-    agree               sums of the loss, norm, overflow, stop: 2 all-reduces (with ZeRO 3),
+    agree               sums of the loss, norm, overflow, stop: 2 all-reduces, 3 under ZeRO,
                         1 copy to the host
     optimizer.step      clip, update and publish the weights (optim/adam.py), or skip the step
 

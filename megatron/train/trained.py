@@ -95,7 +95,7 @@ def open_trained(
     # The end marks beside its weights: one or several eos_token_id.
     files = beside(path, KEPT, ("generation_config.json", "config.json"))
     of_model = manifest["config"]["model"].get("hf_config") or b"{}"  # of --hf-model
-    marks = [json.loads(each).get("eos_token_id") for each in (*files.values(), of_model)]
+    marks = (json.loads(each).get("eos_token_id") for each in (*files.values(), of_model))
     ends: Any = next((each for each in marks if each is not None), [])
     ends = {*ends} if isinstance(ends, list) else {ends}
     tokenizer.more_ends = tuple(sorted(ends - {tokenizer.eod}))

@@ -169,6 +169,8 @@ class Watch:
         self._progress: tuple[object, ...] = ()
         # Seconds, counted in beats, so that no time passes while all ranks are stopped (Ctrl-Z).
         self._idle = self._unchecked = 0.0
+        # The last report of the rank that keeps the store; the next rank says it if that one ends.
+        self._last_of_keeper: Report | None = None
         self._closed = threading.Event()
         self._ends = threading.Lock()  # is never released
         self._threads = [
@@ -189,7 +191,9 @@ class Watch:
         rank = f"rank {self._rank} of {self._size} ({mesh.describe_rank()})"
         self._who, self._has_mesh = f"{rank} on {socket.gethostname()}", True
         self._publish()
-        mesh.control.gather(None)  # all reports have coordinates
+        reports = mesh.control.gather(self._report())  # all have coordinates
+        if self._info.is_host and self._rank == 1:
+            self._last_of_keeper = reports[0]
 
     def __enter__(self) -> Watch:
         for thread in self._threads:
@@ -349,6 +353,8 @@ class Watch:
                     if self._next is not None and began_at(self._next.pid) != self._next.began:
                         self._name_dead()
                     self._find_stall()
+                if self._last_of_keeper is not None:
+                    self._last_of_keeper = self._read(0)
         except dist.DistError:
             if not self._closed.is_set():
                 self._lose_store("vanished: its process was killed or crashed")
@@ -448,8 +454,11 @@ class Watch:
         self._prepare_exit()
         if self._rank == int(self._info.is_host):
             headline = f"{self._info.keeper}, where the ranks meet, {fate}"
-            last = f"  {self._who} was at {self._report().describe()}"
-            print(f"{headline}\n{last}", file=sys.stderr, flush=True)
+            lines = [f"  {self._who} was at {self._report().describe()}"]
+            if (keeper := self._last_of_keeper) is not None:
+                headline = f"{keeper.who} {fate}"
+                lines.insert(0, f"  it was last at {keeper.describe()}")
+            print("\n".join([headline, *lines]), file=sys.stderr, flush=True)
             write_error_file(self._error_file, headline)
         _exit_now(1)
 

@@ -1,14 +1,18 @@
 """JSON lines as documents: found once, identified by content, bad lines left out."""
 
+import errno
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
 
+import megatron.data.documents as module
+from megatron.data import cache
 from megatron.data.documents import Documents, open_documents
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
@@ -64,7 +68,7 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
         assert texts(open_documents(path)) == ["two", "zwölf\n", "drei"]
     first = open_documents(path)
 
-    (kept,) = (each for each in tmp_path.iterdir() if each.name != "a.jsonl")
+    kept = tmp_path / ".a.jsonl.scan"
     for damage in (b"", b"PK", kept.read_bytes()[:200]):
         kept.write_bytes(damage)
         assert open_documents(path).content == first.content
@@ -73,6 +77,62 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
     other = open_documents(path)
     assert texts(other) == ["other, but as long as"]
     assert other.content != first.content
+
+
+def test_a_scan_with_a_damaged_byte_is_made_anew(tmp_path: Path) -> None:
+    path, kept = write(tmp_path / "a.jsonl", LINES), tmp_path / ".a.jsonl.scan"
+    first, whole = open_documents(path), kept.read_bytes()
+    for place in (*range(0, len(whole), 9), len(whole) - 1):
+        kept.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        again = open_documents(path)
+        assert (texts(again), again.content) == (texts(first), first.content)
+        assert kept.read_bytes() == whole
+
+
+class Passes:
+    """Counts the passes over a file of JSON lines, and stands between each and its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[], object]) -> None:
+        self.count = 0
+        scan = module._scan
+
+        def counted(path: str, key: str) -> cache.Entries:
+            self.count += 1
+            yield from scan(path, key)
+            after()
+
+        monkeypatch.setattr(module, "_scan", counted)
+
+
+@pytest.mark.parametrize("step", ["temporary", "flush_to_disk", "replace"])
+def test_a_scan_that_cannot_be_kept_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    def in_no_folder(file: Path) -> Path:
+        return file.parent / "absent" / file.name
+
+    passes, path = Passes(monkeypatch, lambda: None), write(tmp_path / "a.jsonl", LINES)
+    if step == "replace":
+        monkeypatch.setattr(Path, "replace", fail)
+    else:
+        monkeypatch.setattr(cache, step, in_no_folder if step == "temporary" else fail)
+    assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
+    assert (passes.count, list(tmp_path.iterdir())) == (1, [Path(path)])
+
+
+def test_data_that_cannot_be_read_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    passes, path = Passes(monkeypatch, fail), write(tmp_path / "a.jsonl", LINES)
+    with pytest.raises(OSError, match="input/output error"):
+        open_documents(path)
+    assert passes.count == 1
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
@@ -93,6 +153,40 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", ["", "", *LINES])
     error = refusal(lambda: documents.text(2))
     assert (field_of(error), path in str(error)) == ("--data-path", True)
+
+
+@pytest.mark.parametrize("moment", ["opened", "scanned"])
+@pytest.mark.parametrize("change", ["appended", "replaced"])
+def test_a_file_that_changes_while_it_is_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, change: str
+) -> None:
+    """A replacement has the size and the time of the file."""
+    monkeypatch.chdir(tmp_path)
+    file, other = Path("a.jsonl"), tmp_path / "other.jsonl"
+    write(file, LINES)
+
+    def make_change() -> None:
+        if change == "appended":
+            write(file, [*LINES, *LINES])
+        else:
+            write(other, LINES[::-1])
+            os.utime(other, ns=(0, file.stat().st_mtime_ns))
+            other.replace(file)
+
+    if moment == "scanned":
+        Passes(monkeypatch, make_change)
+    else:
+        scan_once = module.scan_once
+
+        def changed(*arguments: Any) -> dict[str, Any]:
+            make_change()
+            return scan_once(*arguments)
+
+        monkeypatch.setattr(module, "scan_once", changed)
+    error = str(refusal(lambda: open_documents("a.jsonl")))
+    assert error == "--data-path a.jsonl changes while it is read; a finished file works"
+    monkeypatch.undo()
+    open_documents(str(tmp_path / "a.jsonl"))
 
 
 @pytest.mark.parametrize(("name", "content", "named"), [

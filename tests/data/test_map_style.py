@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import megatron.data.map_style as module
+from megatron.data.cache import Entries
 from megatron.data.documents import open_documents
 from megatron.data.map_style import (
     ColumnDocuments,
@@ -250,6 +252,27 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
     lines = json_folder(tmp_path)
     open_documents(str(lines / "train.jsonl"))
     assert texts_of(open_named(str(lines))) == TEXTS
+
+
+def test_an_object_without_access_by_row_is_refused() -> None:
+    error = refusal(lambda: ColumnDocuments("mine", table(["a"]).to_iterable_dataset(), "text"))
+    assert str(error).startswith("mine is a IterableDataset")
+    assert "python -m tools.stream_to_jsonl" in str(error)
+
+
+def test_files_that_change_while_their_copy_is_read_are_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, scan = parquet(tmp_path / "a.parquet", ["a"]), module._scan
+
+    def changed(rows: datasets.Dataset) -> Entries:
+        parquet(path, ["of the", "next start"])
+        return scan(rows)
+
+    monkeypatch.setattr(module, "_scan", changed)
+    assert texts_of(open_map_style(str(path))) == ["a"]
+    monkeypatch.undo()
+    assert texts_of(open_map_style(str(path))) == ["of the", "next start"]
 
 
 @pytest.mark.parametrize("source", ["saved", "parquet", "object"])

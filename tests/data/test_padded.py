@@ -1,6 +1,7 @@
 """A document a sample: what is read, scored and counted, in what order, and what is refused."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron.data.cache import write as write_cache
 from megatron.data.gpt2 import Boundaries, GPT2Batch
 from megatron.data.padded import PaddedDataset, open_padded_splits
 from megatron.data.sources import open_document_corpus
@@ -193,10 +195,50 @@ def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokeniz
     open_training([path], tokenizer, cache_tokens=True)
     (cache,) = tmp_path.glob(".*.tokens")
     content = cache.read_bytes()
-    for length in range(len(content)):
-        cache.write_bytes(content[:length])
-        error = refusal(lambda: open_training([path], tokenizer, cache_tokens=True))
-        assert cache.name in str(error)
+    start = content.index(np.array([0, 1, 3]).tobytes())  # of the bounds, behind the ids
+    flipped = (
+        content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for place in (*range(0, 16, 3), *range(start, len(content), 3))
+    )
+    for damaged in (*(content[:length] for length in range(len(content))), *flipped):
+        cache.write_bytes(damaged)
+        assert damage(path, tokenizer) == f"--cache-tokens: {cache} is damaged"
+    cache.unlink()
+    open_training([path], tokenizer, cache_tokens=True)
+    assert cache.read_bytes() == content
+
+
+def damage(path: str, tokenizer: Tokenizer) -> str:
+    """What --cache-tokens finds damaged."""
+    error = refusal(lambda: open_training([path], tokenizer, cache_tokens=True))
+    found, _, works = str(error).partition("; ")
+    assert works == "without this file it is made anew"
+    return found
+
+
+@pytest.mark.parametrize("bounds", [[], [0, 3], [0, 1, 2], [1, 1, 3], [0, 4, 3], [0, 1, 2, 3]])
+def test_bounds_of_other_documents_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer, bounds: list[int]
+) -> None:
+    path = write(tmp_path / "web.jsonl", ["a", "bc"])
+    open_training([path], tokenizer, cache_tokens=True)
+    (file,) = tmp_path.glob(".*.tokens")
+    content = file.read_bytes()
+    footer = json.loads(content[int.from_bytes(content[:8], "little") :])
+    ids = np.zeros(3, np.uint16)
+    write_cache(file, footer["key"], [("ids", ids), ("bounds", np.array(bounds, np.int64))])
+    assert damage(path, tokenizer) == f"--cache-tokens: {file} is damaged"
+
+
+def test_a_cache_of_tokens_that_is_cut_under_a_run_is_named(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write(tmp_path / "web.jsonl", ["a", "bc"])
+    training = open_training([path], tokenizer, cache_tokens=True)  # which made the file
+    (file,) = tmp_path.glob(".*.tokens")
+    os.truncate(file, 16)
+    error = str(refusal(lambda: training.batch([1])))
+    assert error == f"--cache-tokens: {file} is damaged; without this file it is made anew"
 
 
 def test_without_a_cache_texts_are_tokenised_when_read(

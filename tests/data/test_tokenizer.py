@@ -288,8 +288,9 @@ MARKED = "\n".join(MARKS)
 # The kind, its file, what stands in it (None: it is not given), and what the error names beside it.
 REFUSED: list[tuple[str, str, bytes | None, str]] = [
     (BPE, "merges.txt", None, ""), (BPE, "vocab.json", None, ""), (LOWER, "vocab.txt", None, ""),
-    *((BPE, "vocab.json", content, "vocab.json")
-      for content in (b"{", b"[]", b'{"a": 1}', b'{"a": [1]}', b'{"a": false}', b'{"a": 0}')),
+    *((BPE, "vocab.json", content, "; a vocab.json, or --tokenizer-type HuggingFaceTokenizer for")
+      for content in (b"{", b"[]", b'{"a": 1}', b'{"a": [1]}', b'{"a": false}')),
+    (BPE, "vocab.json", b'{"a": 0}', "vocab.json"),
     (BPE, "merges.txt", b"#version: 0.2\nq q\n", "merges.txt, line 2: 'q q'"),
     (BPE, "merges.txt", b"q\n", "merges.txt, line 1"),
     (BPE, "merges.txt", b"\xff\xfe", "merges.txt"),
@@ -297,7 +298,7 @@ REFUSED: list[tuple[str, str, bytes | None, str]] = [
       for content in (b"the\nin\n", b"[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n", b'{"[PAD]": 0}', b"")),
     (LOWER, "vocab.txt", f"{MARKED}\nthe\nin\nthe\n".encode(), "vocab.txt, line 8: 'the'"),
     (LOWER, "vocab.txt", f"{MARKED}\n\nthe\n".encode(), "vocab.txt, line 6"),
-    (LOWER, "vocab.txt", b"\xff\xfe", "vocab.txt"),
+    (LOWER, "vocab.txt", b"\xff\xfe", "; BERT's own vocab.txt would work"),
     (LOWER, "vocab.txt", f"{MARKED}\nThe\nin\na\n".encode(), CASED),
     (CASED, "vocab.txt", f"{MARKED}\nthe\nin\na\n".encode(), LOWER),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ and what a training does with a model is done with them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 from transformers.masking_utils import eager_mask
 
+from megatron.huggingface.layers import ColumnLinear
 from megatron.huggingface.replacements import Wide, parameters_on_meta
 from megatron.huggingface.weights import initial_values
 from megatron.parallel.collectives import gather_from
@@ -450,9 +452,10 @@ def test_a_parameter_that_is_no_constant_has_its_initial_value() -> None:
     assert dict(initial_values(model, SEED))["times"].tolist() == [1, 2, 3, 4]
 
 
-def steps(world: int, model: str, is_compiled: bool) -> list[float]:
+def steps(world: int, model: str, recompute: str, is_compiled: bool) -> list[float]:
     """Losses of steps with dropout. Compiled layers are one graph, which nothing breaks."""
     mesh, section = mesh_of_ranks(world), Case(model, DROPOUT[model]).section
+    section = replace(section, recompute_granularity=recompute)
     state, counters = tiny_state(mesh, section, dtype=torch.float32), torch._dynamo.utils.counters
     if is_compiled:
         torch._dynamo.reset()
@@ -463,12 +466,17 @@ def steps(world: int, model: str, is_compiled: bool) -> list[float]:
     if is_compiled:
         assert counters["stats"]["unique_graphs"] == 1
         assert not counters["graph_break"]
+    # A tensor that is still held would keep what the layer has recomputed for its backward.
+    columns = [each for each in state.model.modules() if isinstance(each, ColumnLinear)]
+    assert columns or world == 1
+    assert not any(each.shared_input.x is not None for each in columns)
     return losses
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_compiled_layers_are_one_graph_that_computes_the_same(gloo: Pool, world: int) -> None:
     for model in ("gpt2", "llama"):
-        [losses, *_] = gloo.run(world, steps, world, model, False)
-        [compiled, *_] = gloo.run(world, steps, world, model, True)
+        [losses, *_] = gloo.run(world, steps, world, model, "none", False)
+        [compiled, *_] = gloo.run(world, steps, world, model, "none", True)
         assert compiled == pytest.approx(losses, rel=1e-6)
+    gloo.run(world, steps, world, "llama", "full", False)

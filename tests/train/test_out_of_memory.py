@@ -95,6 +95,7 @@ def test_the_program_ends_with_the_message(ranks: int, cure: str, tmp_path: Path
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a matmul"), False),
         (RuntimeError("a shape is wrong"), False),
     ],
 )
