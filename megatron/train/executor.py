@@ -139,7 +139,7 @@ class Executor:
             self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
             return
         inputs, roots = self.in_flight.pop((stage, number))
-        # Not the loss's 1: with gradients of roots, torch imports sympy, which takes a second.
+        # None for the loss: if a root has a gradient, torch imports sympy, which takes 0.4 s.
         root_gradients: Sequence[Tensor | None] = (None,)
         if stage < self.pipeline.stages - 1:
             root_gradients = self.messages.take("backward", stage, number)
