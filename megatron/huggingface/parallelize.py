@@ -120,8 +120,10 @@ def parallelize(
             groups, failure = _readers_of_one_tensor(modules, styles, inputs), ""
         except Exception as error:  # from the model's code, which may read values
             failure = f"{type(error).__name__}: {error}"
-        if failure := next(filter(None, mesh.control.gather(failure)), ""):
-            groups = {}  # on every rank, as they communicate alike
+        # On every rank or on none, as they communicate alike; absent ranks cannot be asked.
+        failures = [failure] if mesh.control.group is None else mesh.control.gather(failure)
+        if failure := next(filter(None, failures), ""):
+            groups = {}
             warn(
                 "every column layer sums the gradient of its input by itself, which is slower: the "
                 f"model does not run on shapes alone ({failure})",
