@@ -100,6 +100,9 @@ EARLY = {  # before torch is imported
 }
 LATE = {  # where the data are opened, and where the model is built
     "a larger vocabulary": Row(DATA, HF, DESCRIBED["gpt2"] | {"vocab_size": 90}),
+    "a compiler, and no layers that it knows": Row(
+        "--compile", "--compile", DESCRIBED["gpt2"] | {"model_type": "openai-gpt"}
+    ),
     "a pattern that fits nothing": Row(PLAN, "--plan", plan='"*.q_proj" = "column"'),
     "an unknown word": Row(PLAN, "--plan", plan='"*.c_attn" = "columns"'),
     "a norm that is cut": Row(PLAN, "--plan", plan='"*.ln_1" = "column"'),

@@ -79,7 +79,9 @@ FAULTS = {
         KILL.format(1) + STEP, (r"^rank 1 of 2 \(data 0, tensor 1\)", "rank 0 of 2 .* 5"), (1, -9)
     ),
     "the rank that keeps the store is killed": Fault(
-        KILL.format(0) + STEP, (r"(?m)^rank 0 ", r"rank 1 of 2 \(data 0, tensor 1\) .* 5"), (-9, 1)
+        KILL.format(0) + STEP,
+        (r"(?m)^rank 0 of 2 \(data 0, tensor 0\)", r"rank 1 of 2 \(data 0, tensor 1\) .* 5"),
+        (-9, 1),
     ),
     "a rank is killed whose store the launcher keeps": Fault(
         KILL.format(0) + STEP, (r"^rank 0 of 2 \(data 0, tensor 0\)", "rank 1 of 2 .* 5"), (-9, 1),
@@ -108,7 +110,8 @@ FAULTS = {
         STOP.format(1) + STEP, (STALLED.format(1, 2), "->  rank 1 "), (1,), limit=HANG, stopped=(1,)
     ),
     "the process that keeps the store is stopped": Fault(
-        STOP.format(0) + STEP, ("^rank 0 ", "rank 1 of 2 .* 5"), (1,), limit=HANG, stopped=(0,)
+        STOP.format(0) + STEP, (r"^rank 0 of 2 \(data 0, tensor 0\)", "rank 1 of 2 .* 5"), (1,),
+        limit=HANG, stopped=(0,),
     ),
     "a rank is killed before it connects": Fault(
         STEP, (r"^rank 1 of 2 on ", r"rank 0 of 2 on .* 0"), (1, -9),
