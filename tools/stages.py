@@ -13,9 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import sha256
+from megatron.data.files import atomic_writer, sha256
 from tools.command import Command, Failure, cause, run_commands
-from tools.corpus.shards import placed
 
 STAMPS = "stages"  # folder of the stamps; its presence marks an output folder of a program
 OWNER = "owner"  # file in it that names the program
@@ -134,7 +133,7 @@ def write_stamp(stage: Stage, seconds: float, out: Path) -> None:
         "commands": [str(command) for command in stage.commands],
         "facts": stage.facts,
     }
-    with placed(stamp_file(out, stage.name)) as file:
+    with atomic_writer(stamp_file(out, stage.name)) as file:
         file.write(json.dumps(stamp, indent=1).encode())
 
 

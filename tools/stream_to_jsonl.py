@@ -34,12 +34,11 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import flush_to_disk
+from megatron.data.files import atomic_writer, flush_to_disk
 from megatron.data.json_lines import LONGEST_LINE
 from megatron.data.map_style import check_column, load_named, one_line
 from megatron.errors import UsageError
 from megatron.libraries import Library
-from tools.corpus.shards import placed
 
 datasets, pa = Library("datasets"), Library("pyarrow")
 orjson = Library("orjson")
@@ -72,7 +71,7 @@ def stream_to_jsonl(
     texts = read_texts(stream, text_column, name)
     bytes_written = without = too_long = 0
     progress = partial(tqdm, unit=" documents", total=documents)
-    with alone(output), placed(output) as file, progress() as bar:
+    with alone(output), atomic_writer(output) as file, progress() as bar:
         for text in texts:
             line = to_line(text)
             if line is None or len(line) > LONGEST_LINE:

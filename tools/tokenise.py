@@ -19,12 +19,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.files import atomic_writer
 from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.records import Count, Counts, Funnel, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, placed
+from tools.corpus.shards import Unit
 from tools.corpus.units import keep_rejected
 from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder
@@ -137,7 +138,7 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
-            stack.enter_context(placed(settings.part(unit.name, suffix))) for suffix in PARTS
+            stack.enter_context(atomic_writer(settings.part(unit.name, suffix))) for suffix in PARTS
         )
         for batch in _batches(_read_passages(unit, settings.json_key, funnel, other_keys)):
             encoded = encode([passage.text for passage in batch], settings)

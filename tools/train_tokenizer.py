@@ -32,6 +32,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
@@ -50,7 +51,7 @@ from megatron.data.tokenizer import (
 )
 from megatron.errors import UsageError
 from tools.corpus.records import Funnel, documents, read_documents
-from tools.corpus.shards import cut, placed
+from tools.corpus.shards import cut
 
 BYTES = 256
 # Usual names of the mark that begins a text; END_MARKS end texts and PAD_MARKS pad them.
@@ -94,7 +95,7 @@ def train_tokenizer(
     if replaced := [name for name, content in files.items() if differs(output_dir / name, content)]:
         print(f"replaced {' and '.join(replaced)} in {output_dir}", file=sys.stderr)
     for name, content in files.items():
-        with placed(output_dir / name) as file:
+        with atomic_writer(output_dir / name) as file:
             file.write(content)
     size = read_tokenizer(tokenizer_type, output_dir).vocab_size
     smaller = "" if size == vocab_size else f" (asked for {vocab_size}: no more pairs)"

@@ -67,6 +67,16 @@ _SYNONYMS = {
     "--warmup-steps": ("--lr-warmup-iters",),
 }
 
+# Earlier spellings of flags. They still work where the program has the flag of today; a warning
+# names it.
+_RENAMED = {
+    "--out": "--output",
+    "--output-dir": "--output",
+    "--report": "--json",
+    "--tensor-parallel": "--tensor-model-parallel-size",
+    "--to": "--output",
+}
+
 
 @contextlib.contextmanager
 def user_errors(
@@ -271,10 +281,16 @@ def _run_tyro(
     import tyro
 
     flags = {flag(field) for field in names}
+    arguments = list(arguments)
     for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
         near = [each for each in _SYNONYMS.get(name, ()) if each in flags]
+        today = _RENAMED.get(name)
+        if today in flags and name not in flags and near in ([], [today]):
+            warnings.warn(f"{name} is now {today}", stacklevel=1)
+            arguments[index] = today + equals + value
+            continue
         if near and name not in flags:
             values = [value] if equals else arguments[index + 1 :]
             values = [*itertools.takewhile(lambda word: not word.startswith("--"), values)]

@@ -1,10 +1,13 @@
 """Files of a data set: names, checksums, and writing that survives a crash."""
 
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,20 +38,31 @@ def temporary(file: Path) -> Path:
     return file.with_name(f"{file.name}.tmp{os.getpid()}")
 
 
+@contextlib.contextmanager
+def atomic_writer(file: Path) -> Iterator[BinaryIO]:
+    """A stream for the content of the file, which appears under its name whole and on disk when
+    the block ends. If the block raises, what was there stays. Makes missing folders."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    staged = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
+    try:
+        with staged.open("wb") as stream:
+            yield stream
+            flush_to_disk(stream)
+        staged.replace(file)
+        flush_directory(file.parent)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
 def write_atomically(file: Path, content: bytes) -> None:
     """Put the file with its whole content on disk, or leave what was there.
 
     If the disk is full, the OSError says how many bytes are needed and how many are free.
     """
-    staged = temporary(file)
     try:
-        with staged.open("wb") as stream:
+        with atomic_writer(file) as stream:
             stream.write(content)
-            flush_to_disk(stream)
-        staged.replace(file)
-        flush_directory(file.parent)
     except OSError as error:
-        staged.unlink(missing_ok=True)
         if error.errno in NO_SPACE:
             raise OSError(f"{file}: {error.strerror}; {disk_space(file, len(content))}") from error
         raise

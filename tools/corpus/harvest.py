@@ -21,9 +21,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from megatron.config.checks import at_least
+from megatron.data.files import atomic_writer
 from tools.corpus.program import program, progress, say
 from tools.corpus.records import Funnel, Record, documents, dump_record, keyed_hash
-from tools.corpus.shards import placed
 
 PROSE_FILE = re.compile(
     r"(README|LICEN[CS]E|COPYING|NOTICE|AUTHORS|NEWS|HISTORY|CHANGE|THIRD).*|METADATA"
@@ -63,7 +63,7 @@ def run(settings: Settings) -> None:
     """Collect English prose from this Python installation."""
     funnel, written = Funnel(), 0
     with (
-        placed(settings.output) as file,
+        atomic_writer(settings.output) as file,
         progress("harvest", settings.max_bytes, 0) as bar,
         contextlib.closing(read_documents(settings.workers, funnel)) as found,
     ):
@@ -80,7 +80,7 @@ def run(settings: Settings) -> None:
     say(f"harvest: {documents(funnel.output)} documents, {written} bytes, in {settings.output}")
     if settings.report is not None:
         facts = {"step": "harvest", "settings": {"max_bytes": settings.max_bytes}}
-        with placed(settings.report) as file:
+        with atomic_writer(settings.report) as file:
             file.write(json.dumps(facts | funnel.to_json(), indent=1).encode() + b"\n")
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.files import atomic_writer
 from tools.corpus.evaluation import Evaluation
 from tools.corpus.program import say
-from tools.corpus.shards import placed
 
 
 class Marks(NamedTuple):
@@ -24,7 +24,7 @@ class Marks(NamedTuple):
         return cls(np.zeros(size, np.bool_), np.zeros(size, np.bool_))
 
     def write(self, file: Path) -> None:
-        with placed(file) as stream:
+        with atomic_writer(file) as stream:
             stream.write(zlib.compress(np.packbits(self).tobytes(), 1))
 
     def add_file(self, file: Path) -> None:

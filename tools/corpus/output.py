@@ -18,7 +18,7 @@ from megatron.errors import UsageError
 from tools.corpus.shards import Unit
 
 RUN = "run.json"
-PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # names of unfinished files, see `placed`
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # names of unfinished files, see `atomic_writer`
 SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
 DATA_SET = r".*_(document|sentence).*\.(bin|idx|json)(\.tmp\d+)?"
 WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")

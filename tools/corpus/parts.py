@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import OPENERS, bare_name, find_shards, warn_not_read
 from megatron.errors import UsageError
 from tools.corpus.program import say
-from tools.corpus.shards import Unit, cut, placed
+from tools.corpus.shards import Unit, cut
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
 LINES = ("jsonl", "wikiextractor")  # formats whose files can be cut
@@ -155,7 +156,7 @@ def write_listing(
     Returns for each range its first byte, its last byte + 1, and the bytes of its files.
     """
     ranges = []
-    with placed(listing) as lines:
+    with atomic_writer(listing) as lines:
         start = stop = size = 0
         for number, each in enumerate(loose):
             for name, status in walk_loose(each.root):

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST
 from tools.corpus.early import check_early
 from tools.corpus.estimate import (
@@ -34,7 +35,6 @@ from tools.corpus.estimate import (
 from tools.corpus.pipeline import Description, Job, check_given, describe_given
 from tools.corpus.program import program, say
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import placed
 
 UNPLANNED = ("report",)  # takes next to nothing
 CGROUP = {  # by type of mount: files of a group's limit and use, name of the cache in memory.stat
@@ -137,7 +137,7 @@ def make_plan(
         "seed": settings.seed,
         "steps": [asdict(each) for each in estimates],
     }
-    with placed(file) as stream:
+    with atomic_writer(file) as stream:
         stream.write(json.dumps(content, indent=1).encode() + b"\n")
     return estimates
 

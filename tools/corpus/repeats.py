@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.corpus.shards import placed
+from megatron.data.files import atomic_writer
 
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<u8")])
 RUN = 1 << 19  # hashes sorted at a time while a unit writes them
@@ -38,8 +38,8 @@ def write_rows(folder: Path, unit: str, parts: int, hashes: Iterable[bytes]) -> 
     """
     hashes, place, bounds = iter(hashes), 0, [np.zeros(parts + 1, np.int64)]
     with (
-        placed(folder / f"{unit}.rows") as rows,
-        placed(folder / f"{unit}.repeats") as repeats,
+        atomic_writer(folder / f"{unit}.rows") as rows,
+        atomic_writer(folder / f"{unit}.repeats") as repeats,
     ):
         while run := list(itertools.islice(hashes, RUN)):
             first, others = sort_run(b"".join(run), place)
@@ -86,7 +86,7 @@ def find_repeats(folder: Path, part: int, units: Sequence[str]) -> None:
     order = np.lexsort((rows["low"], rows["high"]))  # stable: units, runs and places stay in order
     repeated = np.sort(order[~is_first(rows[order])])  # so that the owners are sorted
     places, owners = rows["place"][repeated], owners[repeated]
-    with placed(folder / f"part-{part:05}.repeats") as file:
+    with atomic_writer(folder / f"part-{part:05}.repeats") as file:
         file.write(places[np.lexsort((places, owners))].tobytes())
     bounds = np.searchsorted(owners, np.arange(len(units) + 1))
     save(folder / f"part-{part:05}.bounds.npy", bounds)
@@ -124,5 +124,5 @@ def _read_places(file: Path, start: int, stop: int) -> Iterator[int]:
 
 
 def save(path: Path, array: np.ndarray) -> None:
-    with placed(path) as file:
+    with atomic_writer(path) as file:
         np.save(file, array)

@@ -6,12 +6,12 @@ import hashlib
 import io
 import itertools
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import OPENERS, is_text
 from megatron.libraries import Library
 
@@ -65,19 +65,6 @@ def cut(
             for k, (start, stop) in enumerate(ranges)
         ]
     return units
-
-
-@contextlib.contextmanager
-def placed(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that appears under its name only when it has been written to the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with staged.open("wb") as file:
-            yield file
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 class ShardWriter:
@@ -140,7 +127,7 @@ def write_shard(
 ) -> Iterator[ShardWriter]:
     """A shard folder/name.jsonl (or .jsonl.gz, .jsonl.zst) that appears when it is whole."""
     full = f"{name}{kind}{ENDINGS[compression]}"
-    with placed(folder / full) as file:
+    with atomic_writer(folder / full) as file:
         writer = ShardWriter(file, full, compression)
         yield writer
         writer.close()
@@ -148,7 +135,7 @@ def write_shard(
 
 def concatenate(parts: Iterable[Path], target: Path) -> None:
     """Write files one after another to `target`."""
-    with placed(target) as file:
+    with atomic_writer(target) as file:
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)

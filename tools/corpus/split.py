@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus.program import program, say
 from tools.corpus.records import Funnel, document_id, documents, keyed_hash, read_documents
 from tools.corpus.settings import StepSettings, parse_size
-from tools.corpus.shards import Unit, placed, write_shard
+from tools.corpus.shards import Unit, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
@@ -163,9 +164,9 @@ def write_run(settings: Settings, unit: int, number: int, lines: list[tuple[int,
     lines.sort()
     offsets = itertools.accumulate((len(line) + 1 for _, line in lines), initial=0)
     text, index = run_files(settings, unit, number)
-    with placed(text) as file:
+    with atomic_writer(text) as file:
         file.writelines(line + b"\n" for _, line in lines)
-    with placed(index) as file:
+    with atomic_writer(index) as file:
         file.write(np.array([key for key, _ in lines], np.uint64).tobytes())
         file.write(np.array(list(offsets), np.uint64).tobytes())
 
@@ -274,7 +275,7 @@ def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
         if path.name not in belongs:  # an empty shard, or one of an interrupted run
             path.unlink()
     manifest = {"step": "split", "shuffled": True, "settings": step.parameters, **facts}
-    with placed(folder / MANIFEST) as file:
+    with atomic_writer(folder / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     (folder / WORK).rmdir()
     say(f"split: {facts['output']['documents']} documents to {folder}")

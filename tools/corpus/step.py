@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus.manifest import (
@@ -43,7 +44,7 @@ from tools.corpus.program import Unfinished, progress, say
 from tools.corpus.records import Funnel
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, concatenate, placed
+from tools.corpus.shards import Unit, concatenate
 from tools.corpus.tasks import Task, digest, execute, marker_of, read_marker, telling
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
@@ -112,7 +113,7 @@ class StepRun:
             open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
         )
         self.work.mkdir(exist_ok=True)
-        with placed(self.work / BEGUN) as file:
+        with atomic_writer(self.work / BEGUN) as file:
             begun = {"step": self.name, "settings": self.parameters, "input": self._identity}
             file.write(json.dumps(begun).encode())
         if self.settings.shard is None:
@@ -285,7 +286,7 @@ class StepRun:
             "stages": self._stages,
         }
         for name, content in ((RUN, run), (MANIFEST, manifest)):
-            with placed(self.output / name) as file:
+            with atomic_writer(self.output / name) as file:
                 file.write(json.dumps(content, indent=1).encode() + b"\n")
         shutil.rmtree(self.work)
         summarise(self.name, funnel, self.output, place or str(self.output))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.data.files import atomic_writer
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed
 
 
 class Task(NamedTuple):
@@ -34,7 +34,7 @@ def execute(
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     content = json.dumps(outcome)
-    with placed(marker) as file:
+    with atomic_writer(marker) as file:
         file.write(content.encode())
     return json.loads(content)  # type: ignore[no-any-return]
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import WORK
 from tools.corpus.program import say
 from tools.corpus.records import Funnel
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import ShardWriter, Unit, placed, write_shard
+from tools.corpus.shards import ShardWriter, Unit, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 
@@ -63,6 +64,6 @@ def keep_rejected(
         return
     for bad in itertools.islice(funnel.rejected, shown):
         say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))
-    with placed(target) as file:
+    with atomic_writer(target) as file:
         for bad in funnel.rejected:
             file.write(json.dumps(bad).encode() + b"\n")

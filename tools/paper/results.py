@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.corpus.shards import placed
+from megatron.data.files import atomic_writer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def write_results(output: Path, name: str, runs: Sequence[Facts], text: str, png
     numbers = json.dumps({"machine": machine(), "runs": runs}).encode()
     contents = (numbers + b"\n", f"{text}\n".encode(), png)
     for path, content in zip(result_files(output, name), contents, strict=True):
-        with placed(path) as file:
+        with atomic_writer(path) as file:
             file.write(content)
 
 

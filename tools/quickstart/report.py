@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST
 from megatron.train.metrics import read_metrics
-from tools.corpus.shards import placed
 from tools.page import loss_curve, step_facts, training
 from tools.quickstart.page import page
 from tools.stages import finished_stamps
@@ -27,9 +27,9 @@ def report(out: Path) -> None:
     """
     metrics = read_metrics(out / "metrics.jsonl")
     facts = gather(out, metrics)
-    with placed(out / "report.json") as file:
+    with atomic_writer(out / "report.json") as file:
         file.write(json.dumps(facts, indent=1).encode())
-    with placed(out / "report.html") as file:
+    with atomic_writer(out / "report.html") as file:
         file.write(page(facts, loss_curve(metrics)).encode())
 
 

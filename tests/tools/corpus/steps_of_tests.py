@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.data.files import atomic_writer
 from tests.dist import PATIENCE
 from tests.tools.corpus.lines import write_jsonl
 from tools.corpus.program import program
 from tools.corpus.records import Funnel, dump_record, read_documents
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, placed, write_shard
+from tools.corpus.shards import Unit, write_shard
 from tools.corpus.step import StepRun
 from tools.corpus.tasks import Task
 from tools.corpus.units import keep_rejected, sum_funnels
@@ -85,7 +86,7 @@ def fail(unit: Unit, offset: int) -> None:
     if (folder / "raise").exists():
         raise ValueError(f"{unit.file}, byte {offset}: a fatal document")
     if (folder / "wait").exists():
-        with placed(folder / "waiting") as file:
+        with atomic_writer(folder / "waiting") as file:
             file.write(str(os.getpid()).encode())
         time.sleep(PATIENCE)
     if (folder / "kill-always").exists():

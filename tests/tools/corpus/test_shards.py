@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from backports import zstd
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import LONGEST_LINE, Line, find_shards, open_shard, read_lines
 from tools.corpus.records import Funnel, read_documents
-from tools.corpus.shards import Compression, cut, placed, write_shard
+from tools.corpus.shards import Compression, cut, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -243,7 +244,7 @@ def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path) -> None:
     path.write_text("old")
 
     def interrupted() -> None:
-        with placed(path) as file:
+        with atomic_writer(path) as file:
             file.write(b"half")
             raise KeyboardInterrupt
 
@@ -256,9 +257,9 @@ def test_an_interrupted_file_leaves_the_old_one(tmp_path: Path) -> None:
 def test_two_that_write_one_file_do_not_mix(tmp_path: Path) -> None:
     """As when a worker that was given up is still at work."""
     path = tmp_path / "out"
-    with placed(path) as first:
+    with atomic_writer(path) as first:
         first.write(b"fir")
-        with placed(path) as second:
+        with atomic_writer(path) as second:
             second.write(b"second")
         assert path.read_bytes() == b"second"
         first.write(b"st")

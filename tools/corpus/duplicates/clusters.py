@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.files import atomic_writer
 from megatron.libraries import Library
 from tools.corpus.duplicates.grouping import look_up
 from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.duplicates.sets import Sets
-from tools.corpus.shards import placed
 
 orjson = Library("orjson")
 
@@ -236,7 +236,7 @@ def write_removed(
     where = list(index.places(found.numbers))
     removed = np.empty(len(goes), REMOVED)
     removed["number"], removed["copy"] = found.numbers[goes], copy[goes]
-    with placed(file.with_suffix(".jsonl")) as stream:
+    with atomic_writer(file.with_suffix(".jsonl")) as stream:
         for row, k in enumerate(goes.tolist()):
             removed["line"][row] = stream.tell()
             keeper = found.keepers[k]

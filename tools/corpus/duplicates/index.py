@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
 from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, is_whole, placed
+from tools.corpus.shards import Unit, is_whole
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
 from tools.corpus.units import keep_rejected
 
@@ -129,13 +130,13 @@ class Rows:
         for name, array in sort_keys(np.stack(keys)).items():
             save(folder / f"{name}.npy", array)
         save(folder / "documents.npy", documents)
-        with placed(folder / "names.bin") as file:
+        with atomic_writer(folder / "names.bin") as file:
             file.write(self._names)
         return len(self)
 
 
 def save(path: Path, array: NDArray[Any]) -> None:
-    with placed(path) as file:
+    with atomic_writer(path) as file:
         np.save(file, array, allow_pickle=False)
 
 
@@ -197,7 +198,7 @@ class Index:
         return _digest(repr((self.units, self.blocks)).encode()).hex()
 
     def save(self) -> None:
-        with placed(self.folder / "index.json") as file:
+        with atomic_writer(self.folder / "index.json") as file:
             facts = [
                 [list(vars(unit).values()) for unit in self.units],
                 list(map(list, self.blocks)),

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import read_shard
 from tools.corpus.duplicates.index import Index, mapped
 from tools.corpus.records import Count, Funnel
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import placed, write_shard
+from tools.corpus.shards import write_shard
 
 COPY, NEAR = "same normalised text", "near-duplicate"
 
@@ -51,7 +52,7 @@ def write_lines(
         start, end = np.searchsorted(rows["number"], [first, last])
         found += [(*row, path.with_suffix(".jsonl")) for row in rows[start:end].tolist()]
     found.sort()
-    with placed(target) as file, contextlib.ExitStack() as stack:
+    with atomic_writer(target) as file, contextlib.ExitStack() as stack:
         sources = {path: stack.enter_context(path.open("rb")) for *_, path in found}
         for _, line, _, path in found:
             sources[path].seek(line)

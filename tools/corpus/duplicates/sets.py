@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.files import atomic_writer
 from tools.corpus.compiled import HAVE_NUMBA, compiled
 from tools.corpus.duplicates.index import Index, Numbers, mapped, save
 from tools.corpus.duplicates.pairs import unpack
-from tools.corpus.shards import placed
 from tools.corpus.shingles import Shingler, Words
 
 EDGE = np.dtype([("a", "<i8"), ("b", "<i8"), ("shared", "<i8"), ("union", "<i8")])
@@ -33,7 +33,7 @@ def write_sets(
         wanted.append(numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, last)])
     numbers = np.unique(np.concatenate(wanted))
     ends = np.zeros(len(numbers) + 1, np.int64)
-    with placed(folder / f"{index.units[unit].name}.sets") as file:
+    with atomic_writer(folder / f"{index.units[unit].name}.sets") as file:
         for k, (_, text) in enumerate(index.documents(numbers)):
             hashes = shingler.shingle_set(text)
             file.write(hashes.tobytes())

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.checks import at_least
-from megatron.data.files import sha256
+from megatron.data.files import atomic_writer, sha256
 from megatron.errors import UsageError
 from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps
 from tools.corpus.scheduler import Call, open_scheduler
-from tools.corpus.shards import placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ def run(settings: Settings) -> None:
     faults = list(verify(steps, settings.workers)) if settings.verify else None
     # Invalid Unicode (half of a surrogate pair in a quoted text) becomes "?".
     content = page(steps, faults).encode("utf-8", "replace")
-    with placed(settings.output) as file:
+    with atomic_writer(settings.output) as file:
         file.write(content)
     say(f"report: {settings.output}")
     if faults:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST
 from megatron.train.metrics import read_metrics
-from tools.corpus.shards import placed
 from tools.page import loss_curve, step_facts, training
 from tools.paper.corpus import CORPUS_STEPS, DEV_SHARD
 from tools.paper.miniature import tables
@@ -39,7 +39,7 @@ def report(output: Path) -> None:
         "html": page(facts, curves, SETS),
     }
     for ending, content in contents.items():
-        with placed(output / f"report.{ending}") as file:
+        with atomic_writer(output / f"report.{ending}") as file:
             file.write(content.encode())
 
 

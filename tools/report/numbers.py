@@ -1,0 +1,37 @@
+"""Numbers as a reader wants them: the one formatter of sizes, durations and shares."""
+
+NONE = "\N{EN DASH}"  # stands for a number that does not exist
+SIZES = ("kB", "MB", "GB", "TB", "PB")
+
+
+def size(number: float) -> str:
+    """Bytes with one decimal, in powers of a thousand: 999 B, 1.0 MB, 1.2 PB."""
+    if number < 999.5:
+        return f"{number:,.0f} B"
+    for unit in SIZES:
+        number /= 1000
+        if number < 999.95 or unit == SIZES[-1]:
+            break
+    return f"{number:,.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """8.3 s, 42 s, 7.6 min, 3.5 h: below two of a unit the smaller one is used."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 119.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def decimal(number: float, places: int = 2) -> str:
+    return f"{number:,.{places}f}"
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def percent(share: float | None) -> str:
+    """The share in percent; NONE for a share of nothing, which is None."""
+    return NONE if share is None else f"{100 * share:.1f} %"
