@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import DataError, flush_to_disk, read_whole, temporary
+from megatron.data.files import DataError, atomic_writer, read_whole
 
 T = TypeVar("T")
 
@@ -71,29 +71,23 @@ class Cache:
 def write(file: Path, key: str, entries: Entries) -> None:
     """Writes a cache in bounded memory. The file is in place whole, or not at all; raises OSError
     if the folder does not take it."""
-    staged = temporary(file)
-    try:
-        with staged.open("wb") as stream:
-            arrays: dict[str, list[Any]] = {}
-            values: dict[str, Any] = {}
-            stream.write(bytes(HEAD))
-            for name, value in entries:
-                if isinstance(value, np.ndarray):
-                    array = arrays.setdefault(name, [value.dtype.str, stream.tell(), 0, 0])
-                    content = value.tobytes()
-                    array[2:] = array[2] + len(value), zlib.crc32(content, array[3])
-                    stream.write(content)
-                else:
-                    values[name] = value
-            start = stream.tell()
-            footer = json.dumps({"key": key, "values": values, "arrays": arrays}).encode()
-            stream.write(footer)
-            stream.seek(0)
-            stream.write(np.array([start, zlib.crc32(footer)], np.uint64).tobytes())
-            flush_to_disk(stream)
-        staged.replace(file)
-    finally:
-        staged.unlink(missing_ok=True)
+    with atomic_writer(file) as stream:
+        arrays: dict[str, list[Any]] = {}
+        values: dict[str, Any] = {}
+        stream.write(bytes(HEAD))
+        for name, value in entries:
+            if isinstance(value, np.ndarray):
+                array = arrays.setdefault(name, [value.dtype.str, stream.tell(), 0, 0])
+                content = value.tobytes()
+                array[2:] = array[2] + len(value), zlib.crc32(content, array[3])
+                stream.write(content)
+            else:
+                values[name] = value
+        start = stream.tell()
+        footer = json.dumps({"key": key, "values": values, "arrays": arrays}).encode()
+        stream.write(footer)
+        stream.seek(0)
+        stream.write(np.array([start, zlib.crc32(footer)], np.uint64).tobytes())
 
 
 def find_or_make(file: Path, find: Callable[[], T], make: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
 
     def move(function: Any) -> Any:
         def call(path: Path, target: Path) -> Any:
-            if ".tmp" not in path.name:
+            if path.suffix != ".part":
                 calls.append(("name", Path(target).name))
             return function(path, target)
 
@@ -211,7 +212,9 @@ def test_everything_is_on_disk_before_it_has_its_name(
     state = fresh()
     save_steps(saver_into(tmp_path, state), state, [1])
     done, latest = calls.index(("name", "step_00000001")), calls.index(("name", "latest"))
-    flushed = [name.partition(".tmp")[0] for kind, name in calls[:done] if kind == "flush"]
+    flushed = [
+        re.sub(r"\.[0-9a-f]+\.part$", "", name) for kind, name in calls[:done] if kind == "flush"
+    ]
     assert {"shard_00000.safetensors", "manifest.json", "latest"} <= {*flushed}
     assert flushed[-1] == ".step_00000001.partial"
     folder = ("flush", tmp_path.name)

@@ -52,6 +52,16 @@ def test_spellings_of_one_flag(flag: str, join: str) -> None:
     assert config.parallel.tensor_model_parallel_size == 4
 
 
+@pytest.mark.parametrize("join", [" ", "="])
+def test_an_earlier_spelling_works_with_a_warning(join: str) -> None:
+    def program(output: str, save: str = "") -> str:
+        return output + save
+
+    words = f"--out{join}here --save there".split()
+    with pytest.warns(UserWarning, match="--out is now --output"):
+        assert parse_call(program, words, {})() == "herethere"
+
+
 def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
     file = preset(
         tmp_path,
