@@ -1,7 +1,7 @@
 """Sequence parallelism and recomputation: bytes that a layer saves and sends.
 
 One of t tensor-parallel ranks runs the forward and backward of a micro-batch in bf16 with dropout,
-on tensors without memory (tools/planning/). Counted are the bytes saved between the two, each
+on tensors without memory (tools/plan/). Counted are the bytes saved between the two, each
 storage once and without parameters, and the bytes that collectives send in a ring. A layer is the
 difference between two layers and one, in units of s b h, the elements of the hidden states. The
 formulas are from table 2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198). Like these
@@ -28,7 +28,7 @@ from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from tools.layouts.meters import host_reads
-from tools.planning.trace import Step
+from tools.plan.trace import Step
 
 CUT, RATIO = ", sequence parallel", "kept / formula"
 READING = """--preset miniature_gpt2 --vocab-size 512 --bf16 --hidden-dropout 0.1

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks import steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.processes import peak_memory
-from tools.planning.trace import Step
+from tools.plan.trace import Step
 
 CORES = os.cpu_count() or 1
 TIME, MEMORY = "time / on paper", "memory / on paper"

@@ -44,7 +44,7 @@ from tools.convert.gpt2 import GPT2
 from tools.convert.llama import LLAMA
 from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
-from tools.planning.trace import Step
+from tools.plan.trace import Step
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM

@@ -37,10 +37,10 @@ from megatron.config.launch import world_size
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.launch import default_precision
-from tools.planning.figure5 import COPIES, HEADS, MODELS, ROWS, STRONG
-from tools.planning.software import find_hardware
-from tools.planning.timing import predict
-from tools.planning.trace import Step
+from tools.plan.figure5 import COPIES, HEADS, MODELS, ROWS, STRONG
+from tools.plan.software import find_hardware
+from tools.plan.timing import predict
+from tools.plan.trace import Step
 
 LINEAR, SPEED_UP = "share of linear", "speed-up"
 PRECISIONS = {

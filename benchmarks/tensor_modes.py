@@ -54,7 +54,7 @@ from megatron.parallel.sharding import sharding_specs
 from megatron.train.state import DTYPES
 from tools.layouts.meters import counting
 from tools.layouts.work import Meter, on_meta
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 Q = 2
 RANKS = Q * Q

@@ -30,7 +30,7 @@ from benchmarks import peers, profiles, steps
 from benchmarks.harness import Column, Contender, Flags, Question
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config, PretrainLlamaConfig, PretrainTextConfig
-from tools.planning.trace import Step
+from tools.plan.trace import Step
 
 OURS, FLOOR = "this project", "floor"
 DROPOUT = "this project, dropout 0.1"

@@ -29,7 +29,7 @@ from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_fold
 from tests.programs import Run, refused_before_torch, start_ranks
 from tests.refusals import field_of, refused
 from tests.tiny import VOCABULARY
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 SIZES = "--seq-length 16 --micro-batch-size 2 --train-iters 2 --eval-iters 0 --mock-data --no-bf16"
 

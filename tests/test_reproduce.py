@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
-from tools.planning.hardware import load_hardware
+from tools.plan.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reproduce.md"

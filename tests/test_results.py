@@ -13,8 +13,8 @@ import pytest
 
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
-from tools import plan
 from tools.corpus.program import parse_settings
+from tools.plan import __main__ as plan
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -53,6 +53,8 @@ def parse_words(name: str, words: Sequence[str]) -> None:
         assert not [word for word in words if word.startswith("--") and word not in text]
         return
     module = import_module(path.removesuffix(".py").replace("/", "."))
+    if hasattr(module, "__path__"):  # a package shadows its program of the same name
+        module = import_module(f"{module.__name__}.__main__")
     if module.__name__ in TRAINING:
         parse(TRAINING[module.__name__], words, {})
     elif module is plan:

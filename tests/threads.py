@@ -20,7 +20,7 @@ from megatron.parallel import collectives
 from megatron.parallel.axes import INNER, OUTER, UNIONS
 from megatron.parallel.mesh import Mesh, build_mesh
 from tests.dist import PATIENCE
-from tools.planning.absent import AbsentRanks
+from tools.plan.absent import AbsentRanks
 
 
 @dataclass

@@ -146,7 +146,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     from megatron.huggingface.plan import Local, PlanError, plan_of
     from megatron.huggingface.replacements import unmodified
     from megatron.models.build import build_on_meta
-    from tools.planning.absent import absent_mesh
+    from tools.plan.absent import absent_mesh
 
     mesh = absent_mesh({"tensor": size}, torch.device("meta"))
     try:

@@ -9,9 +9,9 @@ from benchmarks import steps
 from benchmarks.harness import Flags
 from benchmarks.scaling import COLUMNS, LINEAR, SPEED_UP, Point, contenders, studies
 from megatron.train.launch import default_precision
-from tools.planning.hardware import load_hardware
-from tools.planning.timing import predict
-from tools.planning.trace import Step
+from tools.plan.hardware import load_hardware
+from tools.plan.timing import predict
+from tools.plan.trace import Step
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from megatron.errors import UsageError
 from megatron.optim.schedule import learning_rate
 from tests.refusals import field_of, refusal, refused
 from tools.layouts.job import program_of
-from tools.plan import QuestionConfig
+from tools.plan.__main__ import QuestionConfig
 
 SMALL = ["--num-layers=2", "--hidden-size=8", "--num-attention-heads=4", "--train-iters=300"]
 PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {

@@ -12,9 +12,9 @@ from megatron.train.step import count, forward_backward, train_step
 from tests.checkpoint.saving import load
 from tests.gpu.test_steps import CPU, DROPS, compile_for
 from tests.tiny import samples, save_state, tiny_section, tiny_state
-from tests.tools.planning.counted import batches, preset
-from tools.planning.hardware import load_hardware
-from tools.planning.trace import Step
+from tests.tools.plan.counted import batches, preset
+from tools.plan.hardware import load_hardware
+from tools.plan.trace import Step
 
 pytestmark = pytest.mark.gpu
 

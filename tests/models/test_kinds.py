@@ -36,7 +36,7 @@ from tests.tiny import (
     tiny_state,
     whole_weights,
 )
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 CPU = torch.device("cpu")
 LAYOUTS = ((2, 2), (4, 2), (4, 4))  # ranks and those along the tensor axis

@@ -9,7 +9,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config, PretrainLlamaConfig
 from megatron.models.build import build_on_meta
 from megatron.parallel.sharding import sharding_specs
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 GPT2_VOCABULARY, BERT_VOCABULARY = 50_257, 30_522
 # Tables 1, 2 and 4 of the paper: layers, hidden size, heads; GPUs, batch on that many; parameters,

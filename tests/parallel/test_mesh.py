@@ -15,7 +15,7 @@ from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
 from tests.refusals import refusal
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 CPU = torch.device("cpu")
 

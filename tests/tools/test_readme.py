@@ -22,10 +22,10 @@ from megatron.models.build import build_model
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
 from tests.test_reproduce import anchors
-from tools import plan
 from tools.layouts.job import program_of
-from tools.planning.absent import absent_mesh
-from tools.planning.hardware import load_hardware
+from tools.plan import __main__ as plan
+from tools.plan.absent import absent_mesh
+from tools.plan.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {

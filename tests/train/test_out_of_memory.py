@@ -18,7 +18,7 @@ from megatron.train.step import train_step
 from tests.dist import Pool
 from tests.programs import pretrain
 from tests.tiny import mesh_of_ranks, rows, samples, tiny_section, tiny_state
-from tests.tools.planning.counted import preset
+from tests.tools.plan.counted import preset
 
 # 21 million parameters: 380 MB of stage 0, 96 and a few layers of stage 3 on four ranks.
 SECTION = tiny_section(num_layers=12, hidden_size=384)

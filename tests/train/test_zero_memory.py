@@ -25,7 +25,7 @@ from tests.tiny import (
     tiny_section,
     tiny_state,
 )
-from tests.tools.planning.counted import Sums
+from tests.tools.plan.counted import Sums
 from tools.layouts.work import Meter
 
 LAYERS = 6

@@ -87,7 +87,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def write(file: Path, figures: Figures, device: torch.device) -> None:
-    """TOML, as tools/planning/hardware.py reads it."""
+    """TOML, as tools/plan/hardware.py reads it."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config.pretrain import PretrainConfig
 from megatron.errors import UsageError, flag, switch
-from tools.planning.hardware import Hardware
+from tools.plan.hardware import Hardware
 
 GRANULARITIES = ("none", "selective", "full")
 MOST_SAMPLES = 64  # of a micro-batch that is tried
@@ -92,8 +92,8 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
     """The layouts that fit, with and without sequence parallelism and recomputation, sorted by
     tokens a second, most first. Each has the pipeline and the ZeRO stage of the config."""
-    from tools.planning.timing import predict
-    from tools.planning.trace import Step
+    from tools.plan.timing import predict
+    from tools.plan.trace import Step
 
     rows = []
     cuts = (False, True) if config.parallel.tensor_parallel_mode == "1d" else (False,)

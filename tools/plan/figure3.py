@@ -29,9 +29,9 @@ from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.libraries import Library
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Call, Work
-from tools.planning.hardware import Hardware
-from tools.planning.record import table
-from tools.planning.trace import Step
+from tools.plan.hardware import Hardware
+from tools.plan.record import table
+from tools.plan.trace import Step
 
 figures = Library("matplotlib.figure", "a run without --picture")
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tools.layouts.work import Call, Matmul, Work
-from tools.planning.hardware import Hardware
-from tools.planning.trace import Step
+from tools.plan.hardware import Hardware
+from tools.plan.trace import Step
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from megatron.train.executor import Executor, Tensors, has_gradient
 from megatron.train.inputs import vocabulary_of
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Meter, Work, on_meta
-from tools.planning.absent import absent_mesh
+from tools.plan.absent import absent_mesh
 
 META = torch.device("meta")
 PHASES = ("forward", "recomputation", "backward")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron.train.step import count, forward_backward
-from tests.tools.planning.counted import META, Kept, Traffic, batches, fake_ranks, preset, state_on
+from tests.tools.plan.counted import META, Kept, Traffic, batches, fake_ranks, preset, state_on
 from tools.layouts.work import Meter, on_meta
-from tools.planning.hardware import Ring, load_hardware
-from tools.planning.timing import matmul_seconds, predict
-from tools.planning.trace import Step
+from tools.plan.hardware import Ring, load_hardware
+from tools.plan.timing import matmul_seconds, predict
+from tools.plan.trace import Step
 
 WORLD = 512
 GPT3 = "gpt3_175b", "--global-batch-size", "16"  # two micro-batches of one sample on 8 copies

@@ -13,11 +13,11 @@ from megatron.train.state import build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
 from tests.tiny import live_memories
-from tests.tools.planning.counted import batches
-from tools import plan
+from tests.tools.plan.counted import batches
 from tools.layouts.layout import parse_layout
 from tools.layouts.work import Meter
-from tools.planning.figure3 import COUNTED, LAYOUTS, Model, coefficients, hops, sent
+from tools.plan import __main__ as plan
+from tools.plan.figure3 import COUNTED, LAYOUTS, Model, coefficients, hops, sent
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
-from tests.tools.planning.counted import (
+from tests.tools.plan.counted import (
     META,
     Sums,
     batches,
@@ -34,8 +34,8 @@ from tests.tools.planning.counted import (
 from tools.layouts.job import of_pretraining
 from tools.layouts.meters import Counts, counting, saved_bytes
 from tools.layouts.work import Call, Meter, on_meta
-from tools.planning.absent import absent_mesh
-from tools.planning.trace import Step
+from tools.plan.absent import absent_mesh
+from tools.plan.trace import Step
 
 CPU = torch.device("cpu")
 SHORT = ("--num-layers", "2", "--global-batch-size", "128")  # two micro-batches of few layers

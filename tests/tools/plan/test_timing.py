@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.parallel.mesh import serial_mesh
-from tests.tools.planning.counted import preset
+from tests.tools.plan.counted import preset
 from tools.layouts.work import Matmul, Meter
-from tools.planning.hardware import Hardware, Ring, load_hardware
-from tools.planning.software import anchor_step, find_hardware
-from tools.planning.timing import call_seconds, filled, matmul_seconds, predict
-from tools.planning.trace import Step
+from tools.plan.hardware import Hardware, Ring, load_hardware
+from tools.plan.software import anchor_step, find_hardware
+from tools.plan.timing import call_seconds, filled, matmul_seconds, predict
+from tools.plan.trace import Step
 
 V100 = load_hardware("dgx2h")
 

@@ -13,12 +13,12 @@ import pytest
 
 from megatron.config.parse import parse
 from tests.refusals import field_of, refusal, refused
-from tests.tools.planning.counted import preset
-from tools import plan
+from tests.tools.plan.counted import preset
 from tools.layouts.job import program_of
-from tools.planning.hardware import load_hardware
-from tools.planning.search import check, keeping_batch, layouts, search
-from tools.planning.software import find_hardware
+from tools.plan import __main__ as plan
+from tools.plan.hardware import load_hardware
+from tools.plan.search import check, keeping_batch, layouts, search
+from tools.plan.software import find_hardware
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "presets").glob("*.toml"))

@@ -27,8 +27,8 @@ from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from megatron.train.state import DTYPES
 from tools.layouts.work import Call, Matmul, Work
-from tools.planning.hardware import Hardware, Ring
-from tools.planning.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
+from tools.plan.hardware import Hardware, Ring
+from tools.plan.micro_batch import MicroBatch, Trace, rank_on_meta, trace_of_depth
 
 WIDE = 4  # bytes of a gradient, master or moment, except in pure bf16
 # Passes of the optimizer over this rank's parameters. In fp32: norm 1, AdamW 8 with the scaled

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.parallel.schedules import schedule
 from tests.refusals import refused
-from tools import plan
+from tools.plan import __main__ as plan
 
 SIZES = ("--pipeline", "4", "--micro-batches", "8")
 

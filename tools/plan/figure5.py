@@ -17,9 +17,9 @@ from typing import Any
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import flag
-from tools.planning.hardware import Hardware
-from tools.planning.record import bars, table
-from tools.planning.software import (
+from tools.plan.hardware import Hardware
+from tools.plan.record import bars, table
+from tools.plan.software import (
     MEGATRON_2019,
     MEGATRON_2020,
     TORCH_BUCKET,
@@ -27,8 +27,8 @@ from tools.planning.software import (
     Software,
     anchored,
 )
-from tools.planning.timing import predict
-from tools.planning.trace import Step
+from tools.plan.timing import predict
+from tools.plan.trace import Step
 
 PRECISION = "fp16"
 ITERATIONS = 68_507  # of an epoch, table 2

@@ -13,9 +13,9 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.config.training import GPT2DataConfig, TrainingConfig
 from megatron.train.inputs import vocabulary_of
 from tools.layouts.work import Call, Matmul, Work
-from tools.planning.hardware import Anchor, Hardware, load_hardware
-from tools.planning.timing import predict
-from tools.planning.trace import WIDE, Step
+from tools.plan.hardware import Anchor, Hardware, load_hardware
+from tools.plan.timing import predict
+from tools.plan.trace import WIDE, Step
 
 Passes = tuple[float, float, float, int, int]
 """Reads and writes of tensors by one layer in one direction: of [n, h], whole on every rank; of

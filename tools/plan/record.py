@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron.libraries import Library
 from megatron.train.inputs import vocabulary_of
-from tools.planning.hardware import Hardware
-from tools.planning.search import varied
-from tools.planning.timing import predict
-from tools.planning.trace import Step
+from tools.plan.hardware import Hardware
+from tools.plan.search import varied
+from tools.plan.timing import predict
+from tools.plan.trace import Step
 
 figures = Library("matplotlib.figure", "a run without --picture")
 

@@ -16,10 +16,10 @@ from megatron.config.pretrain import (
 )
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from tools.layouts.work import Call, Matmul
-from tools.plan import main
-from tools.planning.hardware import load_hardware
-from tools.planning.record import record
-from tools.planning.trace import Step
+from tools.plan.__main__ import main
+from tools.plan.hardware import load_hardware
+from tools.plan.record import record
+from tools.plan.trace import Step
 
 LAYERS, WIDTH, HEADS, VOCABULARY, SEQUENCE = 5, 96, 4, 16_384, 64
 COMMON = f"--seq-length {SEQUENCE} --micro-batch-size 2 --train-iters 10 --no-bf16"

@@ -1,0 +1,278 @@
+"""Predict memory, communication and time of a training run before it is started. Needs no GPU.
+
+    python tools/plan.py --preset scripts/presets/gpt2_scaling_8.3b.toml --gpus 512 --hardware dgx2h
+    python tools/plan.py --kind huggingface --hf-model DIR --seq-length 1024 --gpus 2
+    python tools/plan.py figure5 --hardware dgx2h    # section 5.1 of the paper, predicted
+    python tools/plan.py figure3 --hardware p100     # memory of each tensor-parallel mode
+    python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
+                                                     # all-reduces too
+    python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
+
+Every flag of pretraining may follow the preset; --kind KIND is pretrain.py's --model. The model
+itself is traced without memory (tools/plan/); constants are in scripts/hardware/. Each stage of
+a pipeline is planned: memory is that of the fullest stage, time that of the slowest one plus the
+schedule's bubble. The word schedule proves and shows a pipeline schedule.
+
+Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.config.checks import positive, writable
+from megatron.config.launch import world_size
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError
+from megatron.libraries import load
+from megatron.parallel.schedules import check, schedule
+from tools.layouts.job import program_of
+from tools.plan import gantt, search
+from tools.plan.hardware import known_hardware, load_hardware
+
+DEFAULT_HARDWARE = "dgx2h"
+MOST_ROWS = 12  # most layouts that --search prints
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesConfig:
+    json: Path | None = None
+    """JSON file for all results."""
+
+    picture: Path | None = None
+    """PNG file: parts of a plan's time and memory; for figure5 and figure3 one like the paper's."""
+
+    def __post_init__(self) -> None:
+        writable(self, "json")
+        writable(self, "picture", ".png")
+        if self.picture is not None:
+            load("matplotlib", "a run without --picture")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionConfig(FilesConfig):
+    gpus: int
+    """Number of devices of the job."""
+
+    hardware: str | None = None
+    """Name of a file in scripts/hardware/, or a similar file; by default dgx2h, the machine of the
+    paper (2018), with a warning."""
+
+    kind: str | None = None
+    """Kind of model, or module:NAME of your own; by default the one in the preset's name, or else
+    gpt2."""
+
+    search: bool = False
+    """List the layouts that fit, best first; the global batch, the pipeline and the ZeRO stage are
+    not varied."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig(FilesConfig):
+    hardware: str = DEFAULT_HARDWARE
+    """Name of a file in scripts/hardware/ that has an anchor, or a similar file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModesConfig(FilesConfig):
+    hardware: str = "p100"
+    """Name of a file in scripts/hardware/, or a similar file; only its memory is used."""
+
+    most_gpus: int = 64
+    """Largest number of devices of the tensor-parallel modes, at least 4."""
+
+    hidden_size: int = 4096
+    """Hidden size of a GPT-2, which has as many layers as the memory allows."""
+
+    num_attention_heads: int = 64
+    """Attention heads per layer."""
+
+    seq_length: int = 1024
+    """Tokens per sample."""
+
+    global_batch_size: int = 16
+    """Samples of all devices together."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = ("hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
+        positive(self, *sizes)
+        if self.most_gpus < 4:
+            works = ("--most-gpus", "4")
+            raise UsageError("--most-gpus", self.most_gpus, "at least 4", works=works)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(FilesConfig):
+    kind: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+    """Kind of schedule; interleaved takes --virtual."""
+
+    pipeline: int
+    """Number of ranks of the pipeline axis."""
+
+    micro_batches: int
+    """Micro-batches per step and data-parallel rank."""
+
+    virtual: int = 1
+    """Virtual stages per rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "pipeline", "micro_batches", "virtual")
+        if self.kind == "interleaved" and self.virtual == 1:
+            allowed = "2 or more with --kind interleaved"
+            raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "2"))
+        if self.kind != "interleaved" and self.virtual > 1 and self.pipeline > 1:
+            allowed = f"1 with --kind {self.kind}"
+            raise UsageError("--virtual", self.virtual, allowed, works=("--virtual", "1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    measure: Path
+    """File to write with a description of this machine, for --hardware."""
+
+    def __post_init__(self) -> None:
+        writable(self, "measure")
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the program; returns the exit status."""
+    given = {word.partition("=")[0] for word in arguments}
+    with user_errors(environ):
+        if "figure5" in arguments[:1]:
+            study(parse(StudyConfig, arguments[1:], environ))
+        elif "figure3" in arguments[:1]:
+            compare_modes(parse(ModesConfig, arguments[1:], environ))
+        elif "schedule" in arguments[:1]:
+            show_schedule(parse(ScheduleConfig, arguments[1:], environ))
+        elif "--measure" in given:
+            measure(parse(MeasureConfig, arguments, environ), environ)
+        else:
+            if {"--help", "-h"} & given:
+                print(__doc__)
+            elif not {"--preset", "--hf-model"} & given:
+                works = ("--preset", "gpt2_scaling_8.3b")
+                allowed = "given: it says what to plan, as --hf-model does of --kind huggingface"
+                raise UsageError("--preset", None, allowed, works=works)
+            program = program_of(arguments, question=QuestionConfig)
+            return 0 if plan(parse(program, arguments, environ)) else 1
+    return 0
+
+
+def plan(config: Any) -> bool:
+    """Print the plan, and with --search the layouts that fit; returns whether the settings fit."""
+    question, gpus = config.question, config.question.gpus
+    for flag, is_given in (
+        ("--optimizer-cpu-offload", config.optimizer.optimizer_cpu_offload),
+        ("--cpu-offload-activations", config.model.cpu_offload_activations),
+    ):
+        if is_given:  # the plan would count on the device what the flag moves to the host
+            raise UsageError(flag, None, "left out: a plan does not know what lives on the host")
+    search.check(config, gpus)
+    load_hardware(question.hardware or DEFAULT_HARDWARE)  # before torch's import, which is slow
+
+    from tools.plan import record
+    from tools.plan.software import find_hardware
+    from tools.plan.trace import Step
+
+    hardware = find_hardware(question.hardware or DEFAULT_HARDWARE)
+    if question.hardware is None:
+        warnings.warn(
+            f"no --hardware: planned for {DEFAULT_HARDWARE}, the paper's machine of 2018; others "
+            f"are {', '.join(known_hardware())}, or a file that --measure wrote",
+            stacklevel=2,
+        )
+    precision = config.precision.name or hardware.default_precision
+    planned = record.record(Step(config, gpus, precision, hardware.device), hardware)
+    print(record.text(planned))
+    if question.search or not planned["fits"]:
+        kept = search.keeping_batch(config, gpus)
+        rows = planned["layouts"] = search.search(kept, gpus, hardware, precision)
+        shown = record.table(rows[:MOST_ROWS]) if rows else "--hardware with more memory may help"
+        print(f"\n{len(rows)} layouts fit\n{shown}")
+    if not planned["fits"]:
+        flags = search.smallest_change(config, gpus, hardware, precision, planned["layouts"])
+        planned["smallest_change"] = flags
+        print(f"\nsmallest change that fits: {flags or 'none, on any number of devices'}")
+    _write(question.json, planned)
+    if question.picture is not None:
+        record.draw(question.picture, planned)
+    return bool(planned["fits"])
+
+
+def study(settings: StudyConfig) -> None:
+    if load_hardware(settings.hardware).anchor is None:
+        works = ("--hardware", DEFAULT_HARDWARE)
+        raise UsageError("--hardware", settings.hardware, "hardware with an anchor", works=works)
+
+    from tools.plan import figure5
+    from tools.plan.software import find_hardware
+
+    found = figure5.study(find_hardware(settings.hardware))
+    print(figure5.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        figure5.draw(settings.picture, found)
+
+
+def compare_modes(settings: ModesConfig) -> None:
+    hardware = load_hardware(settings.hardware)  # before torch's import, which is slow
+
+    from tools.plan import figure3
+
+    model = figure3.Model(
+        hidden=settings.hidden_size,
+        heads=settings.num_attention_heads,
+        sequence=settings.seq_length,
+        batch=settings.global_batch_size,
+        precision=figure3.PRECISION,
+    )
+    found = figure3.study(hardware, model, settings.most_gpus)
+    print(figure3.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        figure3.draw(settings.picture, found)
+
+
+def show_schedule(settings: ScheduleConfig) -> None:
+    sizes = settings.pipeline, settings.micro_batches, settings.virtual
+    lists = schedule(settings.kind, *sizes)
+    facts = check(lists, settings.virtual)
+    if settings.json is None:
+        print(gantt.text(lists, facts))
+    _write(settings.json, gantt.record(lists, facts))
+    if settings.picture is not None:
+        gantt.draw(settings.picture, lists, facts)
+
+
+def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
+    everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
+
+    from megatron.train.launch import launch
+    from tools.probes import description
+
+    with launch(everyone, environ) as mesh:
+        figures = description.measure(mesh)
+        if figures is not None:
+            description.write(settings.measure, figures, mesh.device)
+            print(description.shown(figures))
+
+
+def _write(file: Path | None, found: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
