@@ -5,9 +5,13 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
-import runpy
+import os
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    runpy.run_module("tools.plan", run_name="__main__")
+
+from tools.plan.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -260,7 +260,7 @@ def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
     everyone = ParallelConfig(tensor_model_parallel_size=world_size(environ))
 
     from megatron.train.launch import launch
-    from tools.probes import description
+    from tools.doctor import description
 
     with launch(everyone, environ) as mesh:
         figures = description.measure(mesh)

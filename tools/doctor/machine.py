@@ -1,8 +1,9 @@
-"""The machine that a run would start on: versions, devices, limits, disk, environment, speed."""
+"""The machine that a run would start on: versions, libraries, devices, limits, speed."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
@@ -11,19 +12,23 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron.config.pretrain import require_apex
+from megatron.errors import UsageError
 from megatron.parallel.kernels import matmul
 from megatron.train.launch import default_precision
+from megatron.train.machine import COMPILER_HELP, compiler_failure
 from megatron.train.state import DTYPES
-from tools.probes.findings import Fact, Finding, Problem
+from tools.doctor.findings import Fact, Finding, Problem
 
-NEEDED = ("numpy", "safetensors", "tokenizers", "tyro", "tqdm")
-OPTIONAL = ("numba", "gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
+NEEDED = ("numpy", "numba", "safetensors", "tokenizers", "tyro", "tqdm")
+OPTIONAL = ("gigatoken", "wandb", "tensorboard", "matplotlib", "ftfy", "pycld2", "orjson")
 LINUX = sys.platform == "linux"
 OPEN_FILES = 4096  # for shards of a corpus, slices of a checkpoint, sockets to other ranks
 SMALL_DISK = 10**9
@@ -63,8 +68,76 @@ def _version(package: str) -> str | None:
         return None
 
 
-def devices(device: torch.device, precision: str, processes: int) -> Iterator[Finding]:
-    """precision: name of the one that is probed; processes: of the run on this machine."""
+def libraries(device: torch.device) -> dict[str, Callable[[], Iterator[Finding]]]:
+    """Probes of the libraries that compile or replace code, by name."""
+    compiler = partial(_layer_compiler, device)
+    return {"torch.compile": compiler, "apex": _apex, "numba": _numba, "gigatoken": _encoder}
+
+
+def _layer_compiler(device: torch.device) -> Iterator[Finding]:
+    """torch.compile, which training uses by default on a GPU alone."""
+    if device.type == "cpu":
+        yield Fact("torch.compile", False, "not used on a CPU, unless --compile asks for it")
+        return
+    lack = compiler_failure(device)
+    yield Fact("torch.compile", lack is None, lack or "works; layers are compiled")
+    if lack is not None:
+        yield Problem(f"torch.compile does not work: {lack}; layers run as they are", COMPILER_HELP)
+
+
+def _apex() -> Iterator[Finding]:
+    """NVIDIA's apex is optional, so its absence is no problem; another package of its name is."""
+    if importlib.util.find_spec("apex") is None:
+        text = "not installed; optional, torch's own kernels are the default"
+        yield Fact("apex", {"installed": False, "usable": False}, text)
+        return
+    try:
+        require_apex(optimizer_impl="apex", layernorm_impl="apex")
+    except UsageError as error:
+        yield Fact("apex", {"installed": True, "usable": False}, "not NVIDIA's, or not whole")
+        yield Problem(str(error), "pip uninstall apex, or scripts/setup.sh --with-apex DIR")
+    else:
+        yield Fact("apex", {"installed": True, "usable": True}, "NVIDIA's, with its extensions")
+
+
+def _numba() -> Iterator[Finding]:
+    """numba, which compiles loops of the corpus tools, on one function and its plain Python."""
+    from numba import njit
+
+    def triangle(count: int) -> int:
+        total = 0
+        for number in range(count):
+            total += number
+        return total
+
+    is_right = njit(triangle)(1000) == triangle(1000)
+    yield Fact("numba", is_right, "compiles, and computes what Python computes")
+    if not is_right:
+        cure = "install the version of requirements.txt"
+        yield Problem("numba computes something else than Python", cure, is_needed=True)
+
+
+def _encoder() -> Iterator[Finding]:
+    """The encoder that preprocessing would choose, on a small vocabulary made here."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    from tools.encoders import PROBES, build_encoder
+
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    alphabet = ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(PROBES, trainer)
+    encoder = build_encoder("auto", bpe)
+    record = {"name": encoder.name, "said": encoder.description}
+    yield Fact("tokenizer", record, encoder.description)
+
+
+def devices(device: torch.device, processes: int) -> Iterator[Finding]:
+    """processes: of the run on this machine."""
     yield Fact("host", socket.gethostname())
     yield from _processor(device, processes)
     for number in range(torch.cuda.device_count()):
@@ -76,7 +149,6 @@ def devices(device: torch.device, precision: str, processes: int) -> Iterator[Fi
     yield Fact("backends", backends, ", ".join(backends))
     yield Fact("a run computes on", str(device))
     yield Fact("default precision", default_precision(device))
-    yield Fact("precision of this report", precision)
 
 
 def _processor(device: torch.device, processes: int) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis, Mesh
-from tools.probes.findings import Fact, Finding, Problem
+from tools.doctor.findings import Fact, Finding, Problem
 
 FORMULA = "bus bandwidth = 2 (n - 1) / n x bytes / seconds, n ranks of the axis"
 SIZES = {"cpu": (2**10, 2**20, 2**23), "cuda": (2**10, 2**20, 2**26)}  # bytes

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from megatron.data.files import write_atomically
 from megatron.parallel.mesh import Mesh
-from tools.probes import links, machine
-from tools.probes.findings import Fact
+from tools.doctor import links, machine
+from tools.doctor.findings import Fact
 
 COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes, more than caches hold
 RESERVED = {"cpu": 1e9, "cuda": 2e9}  # bytes
@@ -91,13 +92,13 @@ def write(file: Path, figures: Figures, device: torch.device) -> None:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        facts = (each for each in machine.devices(device, "fp32", 1) if isinstance(each, Fact))
+        facts = (each for each in machine.devices(device, 1) if isinstance(each, Fact))
         name = next(str(each) for each in facts if each.name == "CPU")
     lines = [f"name = {json.dumps(name)}", f"is_cpu = {json.dumps(device.type == 'cpu')}"]
     for figure, (value, source) in figures.items():
         number = f"{value:.6g}" if isinstance(value, float) else value
         lines += ["", f"[{figure}]", f"value = {number}", f"source = {json.dumps(source)}"]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(file, ("\n".join(lines) + "\n").encode())
 
 
 def shown(figures: Figures) -> str:

@@ -1,1 +1,0 @@
-"""Probes of tools/doctor.py; each yields facts and problems."""
