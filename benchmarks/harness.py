@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, wraps
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -204,6 +205,9 @@ class Question:
         @wraps(self.contenders)
         def call(**arguments: Any) -> list[Contender]:
             given.update(arguments)
+            is_cuda = arguments["flags"].device == "cuda"
+            if is_cuda and not import_module("torch").cuda.is_available():
+                raise ValueError("--device cuda: torch finds no GPU here; --device cpu works")
             return list(self.contenders(**arguments))
 
         with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):

@@ -2,6 +2,7 @@
 it imports nothing of megatron."""
 
 import json
+import shlex
 from typing import Any
 
 
@@ -24,7 +25,7 @@ class UsageError(ValueError):
 
     def __str__(self) -> str:
         text = self.flag if self.value is None else f"{self.flag} {self.value}"
-        cure = f"; {' '.join(self.works)} works" if self.works else ""
+        cure = f"; {shlex.join(self.works)} works" if self.works else ""
         return f"{text}: must be {self.allowed}{cure}"
 
 

@@ -42,8 +42,8 @@ caught
 + for end in (0, 1, 1, 3)]
 survives
 # a message of another test
-- leaves no document of {documents} FOR
-+ leaves nothing of {documents} for
+- weights that leave one of {documents} documents FOR
++ weights that leave any of {documents} documents for
 """
 
 

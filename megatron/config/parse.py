@@ -21,7 +21,7 @@ import time
 import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -165,9 +165,12 @@ def parse(
     types: dict[str, Any] = {}  # the type of every setting, by each of its names
     names: dict[str, str] = {}  # its first name, by each of its names
     replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
-    for name, kind, metadata in _fields(program):
-        replaces[name] = metadata.get("replaces", ())
-        for each in (name, metadata.get("alias", name)):
+    required: set[str] = set()
+    for name, kind, setting_of in _fields(program):
+        if setting_of.default is MISSING and setting_of.default_factory is MISSING:
+            required.add(name)
+        replaces[name] = setting_of.metadata.get("replaces", ())
+        for each in (name, setting_of.metadata.get("alias", name)):
             types[each] = kind
             names[each] = name
     presets: list[tuple[Path, str, Any]] = []  # (file, key, value)
@@ -215,7 +218,16 @@ def parse(
     call = functools.partial(tyro.cli, program, description=description)
     try:
         return _run_tyro(call, first + words, environ, [*types, "preset"], prog)
-    except CommandLineError:
+    except CommandLineError as error:
+        missing = {each for each in required if flag(each) not in spelt}
+        if missing and not presets:
+            files = {file.stem: _read_toml(file).keys() for file in PRESETS.glob("*.toml")}
+            whole = sorted(n for n, keys in files.items() if missing <= keys <= types.keys())
+            kind = program.__name__.lower()  # gpt2_30m is a preset of PretrainGPT2Config
+            whole = [each for each in whole if each.partition("_")[0] in kind] or whole
+            if whole:
+                text = f"{error}\n--preset NAME gives them all, such as {', '.join(whole[:3])}."
+                raise CommandLineError(text) from None
         # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
             is_switch = bool in (types[key], *get_args(types[key]))
@@ -324,15 +336,15 @@ def _run_tyro(
     raise CommandLineError(text)
 
 
-def _fields(program: type) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """(name, type, metadata) of every setting, including those of the configs in it."""
+def _fields(program: type) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """(name, type, field) of every setting, including those of the configs in it."""
     hints = get_type_hints(program)
     for field in fields(program):
         annotation = hints[field.name]
         if isinstance(annotation, type) and is_dataclass(annotation):
             yield from _fields(annotation)
         else:
-            yield field.name, annotation, field.metadata
+            yield field.name, annotation, field
 
 
 def _arguments(field: str, value: Any) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.sources import Corpus, Data
+from megatron.errors import UsageError
 
 SPLITS = ("training", "validation", "test")
 LONGEST_PERIOD = 100_000  # most samples after which the order of a blend repeats
@@ -29,26 +30,24 @@ Dataset = TypeVar("Dataset")
 def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     """Ranges of documents, in file order, in proportion to the three weights of --split.
 
-    A weight of 0 gives an empty range. Raises ValueError, naming --split, for malformed weights,
-    and where a split of positive weight would get no document.
+    A weight of 0 gives an empty range. Raises UsageError for malformed weights, and where a split
+    of positive weight would get no document.
     """
     try:
         weights = [Fraction(weight) for weight in split.split(",")]
     except (ValueError, ZeroDivisionError):
         weights = []
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
-        raise ValueError(
-            f"--split {split} is no three weights (training, validation, test) of 0 or more; "
-            "--split 29,1,0 would work"
-        )
+        allowed = "three weights (training, validation, test) of 0 or more"
+        raise UsageError("--split", split, allowed, works=("--split", "1,0,0"))
     bounds = [floor(documents * sum(weights[:end]) / sum(weights)) for end in range(4)]
     training, validation, test = (range(start, stop) for start, stop in pairwise(bounds))
     for name, weight, part in zip(SPLITS, weights, (training, validation, test), strict=True):
         if weight and not part:
-            raise ValueError(
-                f"--split {split} leaves no document of {documents} for {name}; a larger weight, "
-                "or 0, would work"
-            )
+            equal = ",".join("1" if each else "0" for each in weights)
+            works = equal if documents >= sum(map(bool, weights)) else "1,0,0"
+            allowed = f"weights that leave one of {documents} documents for {name}, or 0 for it"
+            raise UsageError("--split", split, allowed, works=("--split", works))
     return training, validation, test
 
 

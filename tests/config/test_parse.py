@@ -36,6 +36,14 @@ def test_the_choices_of_a_setting_are_named_in_order() -> None:
     assert "None" not in str(error)
 
 
+def test_presets_are_named_where_sizes_are_missing() -> None:
+    error = refusal(lambda: parse(PretrainGPT2Config, ["--train-iters=3"], {}))
+    presets = re.findall(r"\bgpt2_\w+(?:\.\w+)?", str(error))
+    assert presets
+    for name in presets:
+        parse(PretrainGPT2Config, ["--train-iters=3", "--preset", name], {})
+
+
 def test_flags_reach_their_sections() -> None:
     assert pretrain().precision.bf16 is None
     config = pretrain("--lr", "1e-3", "--bf16", "--save", "here")

@@ -104,21 +104,15 @@ class Passes:
         monkeypatch.setattr(module, "_scan", counted)
 
 
-@pytest.mark.parametrize("step", ["temporary", "flush_to_disk", "replace"])
+@pytest.mark.parametrize(("owner", "step"), [(os, "fsync"), (Path, "replace")])
 def test_a_scan_that_cannot_be_kept_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, step: str
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    def in_no_folder(file: Path) -> Path:
-        return file.parent / "absent" / file.name
-
     passes, path = Passes(monkeypatch, lambda: None), write(tmp_path / "a.jsonl", LINES)
-    if step == "replace":
-        monkeypatch.setattr(Path, "replace", fail)
-    else:
-        monkeypatch.setattr(cache, step, in_no_folder if step == "temporary" else fail)
+    monkeypatch.setattr(owner, step, fail)
     assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
     assert (passes.count, list(tmp_path.iterdir())) == (1, [Path(path)])
 

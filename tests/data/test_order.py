@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from megatron.data.batch import micro_batch_numbers
 from megatron.data.order import LONGEST_PERIOD, Blend, permute, split_documents
-from tests.refusals import field_of, refusal
+from megatron.errors import UsageError
+from tests.refusals import refusal
 
 
 def test_every_document_is_in_one_split_in_proportion() -> None:
@@ -34,7 +35,11 @@ def test_every_document_is_in_one_split_in_proportion() -> None:
     ],
 )
 def test_splits_that_cannot_be_are_refused(split: str, documents: int) -> None:
-    assert field_of(refusal(lambda: split_documents(split, documents))) == "--split"
+    error = refusal(lambda: split_documents(split, documents))
+    assert isinstance(error, UsageError)
+    flag, works = error.works
+    assert flag == error.flag == "--split"
+    split_documents(works, documents)
 
 
 def epoch(size: int, seed: int, number: int) -> NDArray[np.int64]:
