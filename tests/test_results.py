@@ -14,7 +14,7 @@ import pytest
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tools import plan
-from tools.corpus.program import parse_settings
+from tools.corpus.settings import parse_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
