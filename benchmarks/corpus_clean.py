@@ -27,8 +27,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.corpus_generator import texts_of
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from megatron.libraries import Library
-from tools.corpus.records import Funnel
-from tools.corpus.shards import cut, write_shard
+from tools.corpus.files import Funnel, cut, write_shard
 
 orjson = Library("orjson")
 

@@ -19,9 +19,8 @@ from benchmarks.processes import ROOT
 from megatron.data.json_lines import find_shards
 from megatron.libraries import Library
 from tools.corpus import harvest
-from tools.corpus.records import Funnel, read_documents
+from tools.corpus.files import Funnel, cut, read_documents, write_shard
 from tools.corpus.settings import parse_size
-from tools.corpus.shards import cut, write_shard
 
 orjson = Library("orjson")
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
-from tools.corpus.program import parse_settings
+from tools.corpus.settings import parse_settings
 from tools.plan import __main__ as plan
 
 ROOT = Path(__file__).parents[1]

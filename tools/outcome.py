@@ -12,8 +12,8 @@ from megatron.data.files import with_suffix
 from megatron.data.indexed import Description
 from megatron.data.json_lines import MANIFEST
 from megatron.data.tokenizer import UNKNOWN
-from tools.corpus.program import say
-from tools.corpus.records import BAD_LINE, DAMAGED_FILE
+from tools.corpus.files import BAD_LINE, DAMAGED_FILE
+from tools.corpus.settings import say
 from tools.data_files import move_data_set
 from tools.tokenise import NO_TOKEN
 

@@ -39,13 +39,9 @@ from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer, file_names
 from megatron.errors import UsageError
-from tools.corpus.manifest import read_manifest
-from tools.corpus.program import Unfinished, running, say
-from tools.corpus.settings import parse_size
-from tools.corpus.shards import Unit
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import sum_funnels
+from tools.corpus.engine import StepRun, Task, sum_funnels
+from tools.corpus.files import Unit, read_manifest
+from tools.corpus.settings import Unfinished, parse_size, running, say
 from tools.data_files import join_descriptions, move_data_set, verify
 from tools.outcome import find_data_set, left_out, move_out, shard_facts, summary
 from tools.sentences import splitter

@@ -23,10 +23,9 @@ from megatron.data.files import atomic_writer
 from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from tools.corpus.records import Count, Counts, Funnel, source_of
+from tools.corpus.engine import keep_rejected
+from tools.corpus.files import Count, Counts, Funnel, Unit, source_of
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit
-from tools.corpus.units import keep_rejected
 from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder
 from tools.sentences import split_sentences

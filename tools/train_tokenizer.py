@@ -50,8 +50,7 @@ from megatron.data.tokenizer import (
     read_tokenizer,
 )
 from megatron.errors import UsageError
-from tools.corpus.records import Funnel, documents, read_documents
-from tools.corpus.shards import cut
+from tools.corpus.files import Funnel, cut, documents, read_documents
 
 BYTES = 256
 # Usual names of the mark that begins a text; END_MARKS end texts and PAD_MARKS pad them.

@@ -17,7 +17,7 @@ from tasks.main import find_module, split_task
 from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
 from tools.command import ROOT, Command
-from tools.corpus.program import parse_settings
+from tools.corpus.settings import parse_settings
 from tools.paper.data import FILES, LAMBADA, RACE_DEV, WIKITEXT103
 from tools.paper.figure6 import plan as figure6_plan
 from tools.paper.figure6.__main__ import figure6

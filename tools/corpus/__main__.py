@@ -6,7 +6,7 @@ from importlib import import_module
 
 from megatron.config.parse import user_errors
 from tools.corpus.pipeline import STEPS
-from tools.corpus.program import program
+from tools.corpus.settings import program
 
 OTHERS = ("run", "plan", "urls", "harvest")
 TOKENISE = "python tools/preprocess_data.py"

@@ -18,14 +18,19 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError
+from tools.corpus.engine import StepRun, map_units
+from tools.corpus.files import (
+    Document,
+    Funnel,
+    ShardWriter,
+    Unit,
+    dump_record,
+    read_documents,
+    source_of,
+)
 from tools.corpus.language import UNKNOWN, identify, names
-from tools.corpus.program import program, say
-from tools.corpus.records import Document, Funnel, dump_record, read_documents, source_of
 from tools.corpus.repair import mend_newlines, repair
-from tools.corpus.settings import LengthSettings
-from tools.corpus.shards import ShardWriter, Unit
-from tools.corpus.step import StepRun
-from tools.corpus.units import map_units
+from tools.corpus.settings import LengthSettings, program, say
 from tools.encoders import Encoder, build_encoder
 
 ANY = "any"

@@ -29,23 +29,22 @@ from megatron.config.checks import at_least, share
 from megatron.data.json_lines import WORK
 from megatron.errors import UsageError
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
+from tools.corpus.engine import StepRun, map_units
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
-from tools.corpus.leakage import Marks, leakage_table, show
-from tools.corpus.ngrams import Found, Indices, Words, split_words
-from tools.corpus.program import program, say
-from tools.corpus.records import (
+from tools.corpus.files import (
     Document,
     Funnel,
     Record,
+    ShardWriter,
+    Unit,
     document_id,
     dump_record,
     read_documents,
     source_of,
 )
-from tools.corpus.settings import LengthSettings
-from tools.corpus.shards import ShardWriter, Unit
-from tools.corpus.step import StepRun
-from tools.corpus.units import map_units
+from tools.corpus.leakage import Marks, leakage_table, show
+from tools.corpus.ngrams import Found, Indices, Words, split_words
+from tools.corpus.settings import LengthSettings, program, say
 
 
 @dataclass(frozen=True, kw_only=True)

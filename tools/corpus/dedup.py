@@ -25,11 +25,10 @@ from megatron.libraries import failure
 from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.duplicates.index import Bands, Index
 from tools.corpus.duplicates.stages import Found, Rules, Stages
-from tools.corpus.program import program, say
-from tools.corpus.records import Funnel, documents
-from tools.corpus.settings import StepSettings
+from tools.corpus.engine import StepRun
+from tools.corpus.files import Funnel, documents
+from tools.corpus.settings import StepSettings, program, say
 from tools.corpus.shingles import PERMUTATIONS, Shingle, Shingler
-from tools.corpus.step import StepRun
 
 FEW = 100  # documents; the loss of a smaller source is not checked
 SHOWN_TEXT = 2000  # characters of a duplicate in the report

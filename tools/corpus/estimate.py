@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from megatron.data.json_lines import MANIFEST, WORK
 from tools.corpus.pipeline import Description, Job
-from tools.corpus.program import Unfinished, say
 from tools.corpus.sample import draw, input_files
+from tools.corpus.settings import Unfinished, say
 
 HOLDING = ("dedup", "split")  # steps whose tasks hold up to --memory
 UNIT_BYTES = 32_000_000  # for steps that have no --unit

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UsageError
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.files import Funnel, Record, ShardWriter, document_id, dump_record, write_shard
 from tools.corpus.formats import (
     Fault,
     Item,
@@ -43,13 +45,7 @@ from tools.corpus.parts import (
     listed_parts,
     write_listing,
 )
-from tools.corpus.program import program
-from tools.corpus.records import Funnel, Record, document_id, dump_record
-from tools.corpus.settings import StepSettings
-from tools.corpus.shards import ShardWriter, write_shard
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import keep_rejected, sum_funnels
+from tools.corpus.settings import StepSettings, program
 
 KEYED = (*LINES, "json")
 SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards

@@ -20,8 +20,8 @@ from megatron.data.json_lines import (
     read_lines,
     read_shard,
 )
+from tools.corpus.files import Record
 from tools.corpus.parts import PACKED, TAR_ENDINGS, Part, is_lines, is_packed
-from tools.corpus.records import Record
 
 BUFFER = 1 << 20  # bytes that are decompressed at a time
 

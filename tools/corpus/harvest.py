@@ -22,8 +22,8 @@ from pydoc_data.topics import topics
 
 from megatron.config.checks import at_least
 from megatron.data.files import atomic_writer
-from tools.corpus.program import program, progress, say
-from tools.corpus.records import Funnel, Record, documents, dump_record, keyed_hash
+from tools.corpus.files import Funnel, Record, documents, dump_record, keyed_hash
+from tools.corpus.settings import program, progress, say
 
 PROSE_FILE = re.compile(
     r"(README|LICEN[CS]E|COPYING|NOTICE|AUTHORS|NEWS|HISTORY|CHANGE|THIRD).*|METADATA"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron.data.files import atomic_writer
 from tools.corpus.evaluation import Evaluation
-from tools.corpus.program import say
+from tools.corpus.settings import say
 
 
 class Marks(NamedTuple):

@@ -16,8 +16,8 @@ from typing import IO, Any, Literal, NamedTuple
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import OPENERS, bare_name, find_shards, warn_not_read
 from megatron.errors import UsageError
-from tools.corpus.program import say
-from tools.corpus.shards import Unit, cut
+from tools.corpus.files import Unit, cut
+from tools.corpus.settings import say
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
 LINES = ("jsonl", "wikiextractor")  # formats whose files can be cut

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from megatron.errors import UsageError, setting
-from tools.corpus.program import parse_settings
+from tools.corpus.settings import parse_settings
 
 STEPS = {
     "extract": "tools.corpus.extract",

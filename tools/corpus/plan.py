@@ -33,8 +33,7 @@ from tools.corpus.estimate import (
     total_sizes,
 )
 from tools.corpus.pipeline import Description, Job, check_given, describe_given
-from tools.corpus.program import program, say
-from tools.corpus.settings import parse_size
+from tools.corpus.settings import parse_size, program, say
 
 UNPLANNED = ("report",)  # takes next to nothing
 CGROUP = {  # by type of mount: files of a group's limit and use, name of the cache in memory.stat

@@ -23,9 +23,9 @@ import tyro
 from megatron.errors import UsageError
 from tools.corpus import plan
 from tools.corpus.early import check_early
+from tools.corpus.files import Compression
 from tools.corpus.pipeline import Job, as_keys, check_given, describe_given
-from tools.corpus.program import program, say
-from tools.corpus.shards import Compression
+from tools.corpus.settings import program, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,17 @@ import numpy as np
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
-from tools.corpus.program import program, say
-from tools.corpus.records import Funnel, document_id, documents, keyed_hash, read_documents
-from tools.corpus.settings import StepSettings, parse_size
-from tools.corpus.shards import Unit, write_shard
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import keep_rejected, sum_funnels
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.files import (
+    Funnel,
+    Unit,
+    document_id,
+    documents,
+    keyed_hash,
+    read_documents,
+    write_shard,
+)
+from tools.corpus.settings import StepSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
 KEYS = 1 << 64  # the lower half is train, the upper half valid

@@ -23,14 +23,10 @@ from typing import Any, NamedTuple
 
 from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
 from megatron.errors import UsageError
-from tools.corpus.program import program
-from tools.corpus.records import Funnel, documents
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.files import Funnel, Unit, cut, documents, write_shard
 from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
-from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, cut, write_shard
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import keep_rejected, sum_funnels
+from tools.corpus.settings import StepSettings, program
 
 SHORTEST = 9  # characters
 LONGEST = 1 << 16  # bytes

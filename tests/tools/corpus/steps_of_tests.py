@@ -16,13 +16,9 @@ from typing import Any
 from megatron.data.files import atomic_writer
 from tests.dist import PATIENCE
 from tests.tools.corpus.lines import write_jsonl
-from tools.corpus.program import program
-from tools.corpus.records import Funnel, dump_record, read_documents
-from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, write_shard
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import keep_rejected, sum_funnels
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.files import Funnel, Unit, dump_record, read_documents, write_shard
+from tools.corpus.settings import StepSettings, program
 
 TOY = "tests.tools.corpus.steps_of_tests"
 

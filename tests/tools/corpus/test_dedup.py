@@ -15,7 +15,7 @@ from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run
 from tools.corpus.duplicates.clusters import join_all, roots_of
 from tools.corpus.duplicates.index import Bands
-from tools.corpus.shards import write_shard
+from tools.corpus.files import write_shard
 from tools.corpus.shingles import SHINGLES, Shingle, Shingler
 
 WORDS = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in ("st", "rn", "nd", "ll", "x")]

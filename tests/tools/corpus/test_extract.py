@@ -20,9 +20,9 @@ from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
 from tools.corpus import formats
 from tools.corpus.extract import Settings, run
+from tools.corpus.files import Unit
 from tools.corpus.formats import parse_text, read_packed
 from tools.corpus.parts import Part, find_parts, walk
-from tools.corpus.shards import Unit
 
 
 def extract(output: Path, *inputs: Path, format: str, **more: Any) -> list[dict[str, Any]]:

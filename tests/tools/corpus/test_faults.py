@@ -21,7 +21,7 @@ from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
 from tests.tools.corpus.test_records import BAD, EMPTY
-from tools.corpus.program import program
+from tools.corpus.settings import program
 
 ROOT = Path(__file__).parents[3]
 TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())

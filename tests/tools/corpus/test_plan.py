@@ -15,8 +15,8 @@ from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
 from tools.corpus.estimate import Estimate, removal
 from tools.corpus.pipeline import read_description
 from tools.corpus.plan import Settings, find_faults, free_disk, free_memory, run
-from tools.corpus.program import program
 from tools.corpus.sample import PLACES, File, draw, input_files
+from tools.corpus.settings import program
 
 
 def corpus(folder: Path, count: int = 4000, files: int = 5) -> list[Path]:

@@ -10,15 +10,15 @@ import pytest
 
 from megatron.data.json_lines import DEEPEST, parse_record
 from tests.refusals import refusal
-from tools.corpus.records import (
+from tools.corpus.files import (
     Funnel,
+    cut,
     document_id,
     dump_record,
     keyed_hash,
     read_documents,
     source_of,
 )
-from tools.corpus.shards import cut
 
 EMPTY = [b'{"text": ""}', b'{"text": " \\n\\t\\u2003"}']
 BAD = [

@@ -9,8 +9,7 @@ import pytest
 from megatron.data.json_lines import find_shards
 from tests.refusals import field_of, refusal, refused
 from tests.tools.corpus.lines import write_jsonl
-from tools.corpus.program import parse_settings, program
-from tools.corpus.settings import parse_size
+from tools.corpus.settings import parse_settings, parse_size, program
 
 PATHS = "--input x --output y"
 ALWAYS = {  # what each takes at least

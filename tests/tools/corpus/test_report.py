@@ -10,10 +10,10 @@ from typing import Any
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.test_run import STEPS, description
-from tools.corpus.program import program
-from tools.corpus.records import Count, Funnel
+from tools.corpus.files import Count, Funnel
 from tools.corpus.report import Settings, run, verify
 from tools.corpus.report.steps import Loss, follow, read_steps
+from tools.corpus.settings import program
 
 STAGE = {"stage": "shards", "tasks": 2, "seconds": 4.0, "cpu_seconds": 8.0, "peak_bytes": 5 * 10**7}
 Sources = dict[str, tuple[int, int]]

@@ -20,8 +20,8 @@ from tools.corpus import plan
 from tools.corpus.__main__ import main
 from tools.corpus.early import check_early
 from tools.corpus.pipeline import read_description
-from tools.corpus.program import program
 from tools.corpus.run import Settings, jobs_until, run
+from tools.corpus.settings import program
 from tools.corpus.split import Settings as SplitSettings
 from tools.corpus.split import run as run_split
 

@@ -17,8 +17,8 @@ from tests.dist import PATIENCE
 from tests.refusals import refused
 from tests.tools.corpus.lines import content, wait_until
 from tests.tools.corpus.steps_of_tests import TOY, corpus, run, toy
-from tools.corpus.program import program
 from tools.corpus.scheduler import ATTEMPTS, HEADROOM, Call, LocalPool, open_scheduler
+from tools.corpus.settings import program
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,8 +19,7 @@ from backports import zstd
 
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import LONGEST_LINE, Line, find_shards, open_shard, read_lines
-from tools.corpus.records import Funnel, read_documents
-from tools.corpus.shards import Compression, cut, write_shard
+from tools.corpus.files import Compression, Funnel, cut, read_documents, write_shard
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,

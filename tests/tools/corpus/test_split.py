@@ -15,8 +15,8 @@ from megatron.data.files import sha256
 from megatron.data.json_lines import find_shards
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
-from tools.corpus.manifest import known_checksums
-from tools.corpus.program import Unfinished
+from tools.corpus.files import known_checksums
+from tools.corpus.settings import Unfinished
 from tools.corpus.split import SIDES, Settings, place, run
 
 

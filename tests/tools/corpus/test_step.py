@@ -21,10 +21,9 @@ from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
 from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
 from tools.corpus import extract
-from tools.corpus.program import Unfinished
-from tools.corpus.records import Count, Funnel
-from tools.corpus.shards import cut
-from tools.corpus.step import StepRun
+from tools.corpus.engine import StepRun
+from tools.corpus.files import Count, Funnel, cut
+from tools.corpus.settings import Unfinished
 
 ROOT = Path(__file__).parents[3]
 

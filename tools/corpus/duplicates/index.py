@@ -22,11 +22,18 @@ from numpy.typing import NDArray
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
-from tools.corpus.records import Document, Funnel, document_id, read_documents, source_of
+from tools.corpus.engine import keep_rejected
+from tools.corpus.files import (
+    Document,
+    Funnel,
+    Unit,
+    document_id,
+    is_whole,
+    read_documents,
+    source_of,
+)
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, is_whole
 from tools.corpus.shingles import PERMUTATIONS, Shingler, Signatures, Words
-from tools.corpus.units import keep_rejected
 
 orjson = Library("orjson")
 

@@ -9,9 +9,8 @@ import numpy as np
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import read_shard
 from tools.corpus.duplicates.index import Index, mapped
-from tools.corpus.records import Count, Funnel
+from tools.corpus.files import Count, Funnel, write_shard
 from tools.corpus.settings import StepSettings
-from tools.corpus.shards import write_shard
 
 COPY, NEAR = "same normalised text", "near-duplicate"
 

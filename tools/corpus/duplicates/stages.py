@@ -33,13 +33,10 @@ from tools.corpus.duplicates.kept import write_unit
 from tools.corpus.duplicates.library import find_pairs_by_datasketch
 from tools.corpus.duplicates.pairs import bounds_of, find_pairs, merge_pairs
 from tools.corpus.duplicates.sets import BIN, verify_pairs, write_sets
-from tools.corpus.program import say
-from tools.corpus.records import Funnel, documents
-from tools.corpus.shards import concatenate
+from tools.corpus.engine import StepRun, Task, sum_funnels
+from tools.corpus.files import Funnel, concatenate, documents
+from tools.corpus.settings import say
 from tools.corpus.shingles import Shingler
-from tools.corpus.step import StepRun
-from tools.corpus.tasks import Task
-from tools.corpus.units import sum_funnels
 
 PAIRS_OF_A_TASK = 500_000
 PAIR_BYTES = 100  # memory of a candidate pair while it is merged and verified

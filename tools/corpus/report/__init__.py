@@ -13,10 +13,10 @@ from pathlib import Path
 from megatron.config.checks import at_least
 from megatron.data.files import atomic_writer, sha256
 from megatron.errors import UsageError
-from tools.corpus.program import progress, say
 from tools.corpus.report.page import page
 from tools.corpus.report.steps import Steps, read_steps
 from tools.corpus.scheduler import Call, open_scheduler
+from tools.corpus.settings import progress, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """The command: `python -m tools.corpus.report --help`."""
 
-from tools.corpus.program import program
+from tools.corpus.settings import program
 
 program("tools.corpus.report")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from tools.corpus.records import Count
+from tools.corpus.files import Count
 from tools.corpus.report.charts import Axis, Bar, curve, histogram, portion
 from tools.corpus.report.funnel import share
 from tools.corpus.report.steps import Facts, Step, Steps

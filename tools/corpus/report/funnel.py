@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from tools.corpus.records import Count, Counts, documents
+from tools.corpus.files import Count, Counts, documents
 from tools.corpus.report.charts import Segment, bar_cells, flow, portion
 from tools.corpus.report.steps import Loss, Passage, Step, text_bytes
 from tools.page import NONE, table, whole

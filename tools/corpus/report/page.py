@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tools.corpus.records import documents
+from tools.corpus.files import documents
 from tools.corpus.report import clusters, costs, funnel, texts
 from tools.corpus.report.funnel import Palette, share, size
 from tools.corpus.report.steps import Passage, Steps, follow, text_bytes

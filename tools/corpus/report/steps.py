@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
-from tools.corpus.program import say
-from tools.corpus.records import Count, Counts, Funnel, documents
+from tools.corpus.files import Count, Counts, Funnel, documents
+from tools.corpus.settings import say
 
 Facts = dict[str, Any]
 ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")

@@ -9,43 +9,277 @@ others.
 
 import contextlib
 import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import re
+import resource
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from megatron.data.files import atomic_writer
-from megatron.data.json_lines import MANIFEST, WORK
+from megatron.data.files import atomic_writer, sha256
+from megatron.data.json_lines import DAMAGED, MANIFEST, WORK
 from megatron.errors import UsageError
-from tools.corpus.manifest import (
-    check_output,
-    checksum_of,
+from tools.corpus.files import (
+    BAD_LINE,
+    DAMAGED_FILE,
+    Funnel,
+    ShardWriter,
+    Unit,
+    concatenate,
+    documents,
     known_checksums,
-    same_content,
-    summarise,
-    versions,
+    write_shard,
 )
-from tools.corpus.output import (
-    RUN,
-    check_apart,
-    clear,
-    clear_partial,
-    foreign,
-    found_deep,
-    locked,
-    lost_shard,
-    read_json,
-)
-from tools.corpus.program import Unfinished, progress, say
-from tools.corpus.records import Funnel
 from tools.corpus.scheduler import Call, open_scheduler
-from tools.corpus.settings import StepSettings
-from tools.corpus.shards import Unit, concatenate
-from tools.corpus.tasks import Task, digest, execute, marker_of, read_marker, telling
+from tools.corpus.settings import StepSettings, Unfinished, progress, say
+
+RUN = "run.json"
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # names of unfinished files, see `atomic_writer`
+SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
+DATA_SET = r".*_(document|sentence).*\.(bin|idx|json)(\.tmp\d+)?"
+WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
+SIDES = ("train", "valid")
+TOKENIZER = re.compile(r".*_(document|sentence)\.tokenizer(\.partial)?")  # a folder of these files:
+TOKENIZER_FILES = re.compile(r"(vocab|merges)\.(json|txt)")
+
+
+def locked(folder: Path, *, shared: bool) -> contextlib.AbstractContextManager[None]:
+    """Lock the folder.  Raises ValueError if another run has locked it."""
+    return _locked(folder, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(
+            "--output", folder, "another folder than one that a run is filling"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def check_apart(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> None:
+    """Raises ValueError, naming it, for input given twice, or input and output in one another.
+
+    A folder may hold both if only files directly in it are input.
+    """
+    if output.exists() and not output.is_dir():
+        raise UsageError("--output", output, "a folder, there already or not")
+    place = output.resolve()
+    seen: set[tuple[Path, int]] = set()
+    resolved = {file: Path(file).resolve() for file in {unit.file for unit in units}}
+    for unit in units:
+        file = resolved[unit.file]
+        if file.is_relative_to(place):
+            raise UsageError("--input", unit.file, f"outside of --output {output}")
+        if (file, unit.start) in seen:
+            raise UsageError("--input", unit.file, "given once")
+        seen.add((file, unit.start))
+    deep = found_deep(inputs, resolved.values())
+    around = next((path for path in inputs if _holds(path, [place]) and _holds(path, deep)), None)
+    if around is not None:
+        raise UsageError(
+            "--output", output, f"outside of --input {around}, which is searched at any depth"
+        )
+
+
+def _holds(folder: Path, files: Iterable[Path]) -> bool:
+    place = folder.resolve()
+    return any(file.is_relative_to(place) for file in files)
+
+
+def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
+    """The resolved files that are not directly in a folder of --input, and whole folders."""
+    roots = {path.resolve() for path in inputs}
+    return [
+        file for file in files if (file not in roots and file.parent not in roots) or file.is_dir()
+    ]
+
+
+def foreign(output: Path, written: re.Pattern[str] = WRITTEN) -> Path | None:
+    """A file or folder that no step writes, None if there is none.
+
+    written: pattern of the names that files may have.
+    """
+    for path in sorted(output.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path.name == WORK:
+                continue
+            is_tokenizer = TOKENIZER.fullmatch(path.name)
+            if path.name not in SIDES and not is_tokenizer:
+                return path
+            if below := foreign(path, TOKENIZER_FILES if is_tokenizer else WRITTEN):
+                return below
+        elif not written.fullmatch(PARTIAL.sub("", path.name)):
+            return path
+    return None
+
+
+def clear(output: Path) -> None:
+    """Remove everything in the folder; all of it must be written by steps."""
+    # The manifest first: without it the rest does not count as complete.
+    for path in sorted(output.iterdir(), key=lambda path: path.name != MANIFEST):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def clear_partial(output: Path) -> None:
+    """Remove unfinished files of dead workers; nobody else may be writing here."""
+    for path in output.rglob("*.part"):
+        if PARTIAL.search(path.name):
+            path.unlink(missing_ok=True)
+
+
+def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
+    """A shard that is missing or whose size has changed, None if there is none."""
+    for shard in shards:
+        path = output / shard["name"]
+        if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
+            return path
+    return None
+
+
+def read_json(file: Path) -> Any:
+    """Content of the file, None if there is no file.  Raises ValueError, naming it, if damaged."""
+    try:
+        return json.loads(file.read_bytes()) if file.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); another --output would work") from None
+
+
+class Task(NamedTuple):
+    key: str
+    """Its name among the tasks of its stage, usable as a file name."""
+    arguments: tuple[Any, ...]
+    """Values that differ in their repr; files are described by a Unit."""
+    weight: int = 1
+    """Share of the stage's work, in bytes if possible, for the progress bar."""
+
+
+def execute(
+    marker: Path, fingerprint: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Run a task, in a worker, and write its marker.  Returns its result and what it took."""
+    start = time.process_time()
+    result = function(*arguments)
+    outcome = {
+        "fingerprint": fingerprint,
+        "result": result,
+        "cpu_seconds": time.process_time() - start,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    content = json.dumps(outcome)
+    with atomic_writer(marker) as file:
+        file.write(content.encode())
+    return json.loads(content)  # type: ignore[no-any-return]
+
+
+def marker_of(folder: Path, task: Task) -> Path:
+    return folder / f"{task.key}.done.json"
+
+
+def read_marker(marker: Path, fingerprint: str) -> Any | None:
+    """The outcome of a task that was done before, None if it was not."""
+    try:
+        outcome = json.loads(marker.read_bytes())
+    except FileNotFoundError:
+        return None
+    return outcome if outcome["fingerprint"] == fingerprint else None
+
+
+def digest(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def telling(arguments: tuple[Any, ...]) -> list[Any]:
+    """Arguments that tell a task from others; settings are in the history already."""
+    return [
+        each.__qualname__ if callable(each) else each
+        for each in arguments
+        if not isinstance(each, StepSettings)
+    ]
+
+
+DAMAGES_SHOWN = 5
+PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
+
+
+def same_content(files: Mapping[Path, int], inputs: Sequence[dict[str, Any]]) -> bool:
+    """Whether files of these sizes are the inputs of a manifest, in order; may read them."""
+    named = [(file.name, size) for file, size in files.items()]
+    if named != [(each["name"], each["bytes"]) for each in inputs]:
+        return False
+    known = {folder: known_checksums(folder) for folder in {file.parent for file in files}}
+    return all(
+        (known[file.parent].get(file.name) or sha256(file)) == each["sha256"]
+        for file, each in zip(files, inputs, strict=True)
+    )
+
+
+def checksum_of(file: str, modified: int) -> str:
+    del modified  # tells the task from one on an older file
+    return sha256(Path(file))
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that affect what a step writes."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def check_output(name: str, funnel: Funnel, output: Path) -> None:
+    """Raises ValueError if no document is left: nobody runs a step for that."""
+    if documents(funnel.output):
+        return
+    bad = sum(documents(funnel.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
+    if documents(funnel.input) == bad:
+        first = next(rejected_lines(output), None)
+        place = "; the first of {n} lines that are none: {file}, byte {offset}: {reason}"
+        raise ValueError(
+            f"{name}: --input holds no document{place.format(n=bad, **first) if first else ''}"
+        )
+    raise ValueError(
+        f"{name}: none of {documents(funnel.input)} documents is left; dropped: {_lost(funnel)}"
+    )
+
+
+def _lost(funnel: Funnel) -> str:
+    lost = [f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items())]
+    return ", ".join(lost) or "none"
+
+
+def rejected_lines(output: Path) -> Iterator[dict[str, Any]]:
+    """{file, offset, reason} of all input that was rejected."""
+    with contextlib.suppress(FileNotFoundError), (output / "rejected.jsonl").open("rb") as lines:
+        yield from map(json.loads, lines)
+
+
+def summarise(name: str, funnel: Funnel, output: Path, place: str) -> None:
+    """Print counts and damages.  place: name of the output."""
+    say(
+        f"{name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out to "
+        f"{place}; dropped: {_lost(funnel)}"
+    )
+    if DAMAGED_FILE in funnel.dropped:
+        damages = (bad for bad in rejected_lines(output) if DAMAGED in bad["reason"])
+        for bad in itertools.islice(damages, DAMAGES_SHOWN):
+            say("warning: {file}, byte {offset}: {reason}".format(**bad))
+
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
 
@@ -339,3 +573,57 @@ class StepRun:
 def _resolved(unit: Unit) -> Unit:
     """The unit with its path resolved, so that every path to its file gives the same unit."""
     return dataclasses.replace(unit, file=str(Path(unit.file).resolve()))
+
+
+REJECTED_SHOWN = 3
+
+UnitFunction = Callable[[Unit, Any, Funnel, ShardWriter], dict[str, int] | None]
+
+
+def map_units(run: StepRun, function: UnitFunction) -> tuple[Funnel, list[Any], Counter[str]]:
+    """A stage in which every unit becomes a shard: (funnel, facts of the shards, counters).
+
+    function(unit, settings, funnel, shard) writes the shard, counts in the funnel and may
+    return counters, which are summed.
+    """
+    tasks = [
+        Task(unit.name, (function, unit, run.settings), unit.stop - unit.start)
+        for unit in run.units
+    ]
+    results = run.stage("shards", map_unit, tasks)
+    counters = Counter[str]()
+    for result in results:
+        counters.update(result["counters"])
+    return sum_funnels(results), [result["shard"] for result in results], counters
+
+
+def map_unit(function: UnitFunction, unit: Unit, settings: StepSettings) -> dict[str, Any]:
+    """One task of map_units."""
+    funnel = Funnel()
+    with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
+        counters = function(unit, settings, funnel, shard)
+    keep_rejected(settings, unit, funnel)
+    return {"funnel": funnel.to_json(), "shard": shard.facts, "counters": counters or {}}
+
+
+def sum_funnels(results: Sequence[dict[str, Any]]) -> Funnel:
+    """Sum of the funnels that tasks return under "funnel"."""
+    funnel = Funnel()
+    for result in results:
+        funnel.add(Funnel.from_json(result["funnel"]))
+    return funnel
+
+
+def keep_rejected(
+    settings: StepSettings, unit: Unit, funnel: Funnel, shown: int = REJECTED_SHOWN
+) -> None:
+    """Write the rejected lines to a file that finish() collects, and print a few."""
+    target = settings.output / WORK / "rejected" / f"{unit.name}.jsonl"
+    if not funnel.rejected:
+        target.unlink(missing_ok=True)  # of an earlier run, on the input of that time
+        return
+    for bad in itertools.islice(funnel.rejected, shown):
+        say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))
+    with atomic_writer(target) as file:
+        for bad in funnel.rejected:
+            file.write(json.dumps(bad).encode() + b"\n")
