@@ -28,7 +28,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,7 +46,7 @@ from megatron.checkpoint.resume import arguments_of, find_start
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import LlamaConfig
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer
 from megatron.errors import UsageError, flag
 from megatron.models import registry
 from megatron.parallel.layers_llama import RotaryEmbedding
@@ -186,25 +186,29 @@ def import_checkpoint(
     refuse_existing(output)
     if global_batch_size < 1:
         raise UsageError("--global-batch-size", global_batch_size, "above 0")
+    if no_tokenizer and vocab_file is not None:
+        works = ("--vocab-file", vocab_file)
+        raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
+    if not no_tokenizer and vocab_file is None:
+        raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
     saved = read_tutorial(source, scheduler)
-    config = llama_config(
-        saved,
-        num_attention_heads=num_attention_heads,
+    config = replace(
+        llama_config(saved, num_attention_heads, max_position_embeddings),
         rotary_base=rotary_base,
-        max_position_embeddings=max_position_embeddings,
         layernorm_epsilon=layernorm_epsilon,
     )
-    tokenizer = find_tokenizer(vocab_file, no_tokenizer, saved.vocab_size)
+    tokenizer: HuggingFaceTokenizer | NoTokenizer = NoTokenizer(kind=HuggingFaceTokenizer.kind)
+    if vocab_file is not None:
+        tokenizer = HuggingFaceTokenizer(vocab_file)
+        if (count := tokenizer.vocab_size) > saved.vocab_size:
+            allowed = f"a tokenizer of at most the model's {saved.vocab_size} ids, not {count}"
+            raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
     precision = dtype or precision_of(saved)
-    tensors = read_tensors(saved, config, precision)
-    prefix = "model."
-    weights = {
-        key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)
-    }
+    weights, state = read_tensors(saved, config, precision)
     progress = Progress(
         updates=saved.updates,
         samples=saved.updates * global_batch_size,
-        tensors={key: each for key, each in tensors.items() if not key.startswith(prefix)},
+        tensors=state,
         config={
             "optimizer": saved.settings,
             "precision": {"pure_bf16": precision == "pure-bf16"},
@@ -218,7 +222,7 @@ def import_checkpoint(
         saved.vocab_size,
         tokenizer,
         f"torch.distributed.checkpoint {source}",
-        lambda staged: check_weights(staged, weights, str(source)),
+        lambda folder: check_weights(folder, weights, str(source)),
         progress=progress,
     )
     settings = saved.settings | {
@@ -397,15 +401,12 @@ def read_schedule(file: Path) -> Schedule:
 
 def _state(value: Any) -> Mapping[str, Any]:
     """A state dict, or the attributes of a pickled object."""
-    state = value.state if isinstance(value, Placeholder) else value
-    if not isinstance(state, dict):
-        raise ValueError(f"{state!r:.80} is no state")
-    return state
+    return value.state if isinstance(value, Placeholder) else value
 
 
-def llama_config(saved: Saved, **given: Any) -> LlamaConfig:
-    """The model's config: sizes from the tensors, the rest from `given`, by field of LlamaConfig.
-    Heads and positions that are None come from the rotary buffers, or else from the tutorial.
+def llama_config(saved: Saved, heads: int | None, positions: int | None) -> LlamaConfig:
+    """The model's config, from the shapes of the tensors. Heads and positions that are None come
+    from the rotary buffers, or else from the tutorial.
 
     Raises UsageError if heads do not fit the tensors, or heads or positions the rotary buffers.
     """
@@ -414,12 +415,11 @@ def llama_config(saved: Saved, **given: Any) -> LlamaConfig:
     ffn = saved.weights["layers.0.mlp.gate_proj.weight"].shape[0]
     tables = [item.shape for item in saved.rotary.values() if len(item.shape) == 2]
     lengths, widths = {length for length, _ in tables}, {width for _, width in tables}
-    if (positions := given["max_position_embeddings"]) is None:
+    if positions is None:
         positions = min(lengths, default=2048)
     if lengths - {positions}:
         allowed = f"{min(lengths)}, as the rotary buffers have"
         raise UsageError("--max-position-embeddings", positions, allowed)
-    heads = given["num_attention_heads"]
     if heads is None and widths:
         heads = hidden // max(1, *widths)
     elif heads is None and hidden == 768:  # the tutorial's own model
@@ -435,28 +435,11 @@ def llama_config(saved: Saved, **given: Any) -> LlamaConfig:
         num_layers=count_layers(saved.weights),
         hidden_size=hidden,
         ffn_hidden_size=None if ffn == 4 * hidden else ffn,
+        num_attention_heads=heads,
         num_query_groups=rows // size,
+        max_position_embeddings=positions,
         untie_embeddings_and_output_weights="lm_head.weight" in saved.weights,
-        **{**given, "num_attention_heads": heads, "max_position_embeddings": positions},
     )
-
-
-def find_tokenizer(
-    vocab_file: str | None, no_tokenizer: bool, vocab_size: int
-) -> Tokenizer | NoTokenizer:
-    """The tokenizer of the flags. Raises UsageError if it has more than vocab_size ids."""
-    if no_tokenizer and vocab_file is not None:
-        works = ("--vocab-file", vocab_file)
-        raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
-    if no_tokenizer:
-        return NoTokenizer(kind=HuggingFaceTokenizer.kind)
-    if vocab_file is None:
-        raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
-    tokenizer = HuggingFaceTokenizer(vocab_file)
-    if tokenizer.vocab_size > vocab_size:
-        allowed = f"a tokenizer of at most the model's {vocab_size} ids, not {tokenizer.vocab_size}"
-        raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
-    return tokenizer
 
 
 def precision_of(saved: Saved) -> Precision:
@@ -472,8 +455,10 @@ def precision_of(saved: Saved) -> Precision:
     raise UsageError("--dtype", None, allowed, works=("--dtype", "fp32"))
 
 
-def read_tensors(saved: Saved, config: LlamaConfig, precision: Precision) -> dict[str, Tensor]:
-    """{key in a checkpoint: whole tensor} for weights (model.NAME), moments and masters. Raises
+def read_tensors(
+    saved: Saved, config: LlamaConfig, precision: Precision
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights by name, moments and masters by their keys in a checkpoint), all whole. Raises
     ValueError, naming the entry, if a shape differs from the model's, or a tensor is not finite."""
     entries = resolve(LLAMA, config, saved.vocab_size)
     for entry in entries:
@@ -486,11 +471,12 @@ def read_tensors(saved: Saved, config: LlamaConfig, precision: Precision) -> dic
     check_rotary(saved, config)
     weight_dtype = DTYPES[precision.removeprefix("pure-")]
     moment_dtype = weight_dtype if precision == "pure-bf16" else torch.float32
-    tensors: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for entry in tqdm(entries, "reading", unit=" tensors"):
         for kind in ("weight", *MOMENTS):
-            items = saved.weights if kind == "weight" else saved.moments.get(kind, {})
-            if not items:
+            items = saved.weights if kind == "weight" else saved.moments.get(kind)
+            if items is None:
                 whole = torch.zeros(entry.spec.shape)  # an optimizer before its first step
             else:
                 parts = [items[name].tensor().float() for name in entry.theirs]
@@ -498,12 +484,12 @@ def read_tensors(saved: Saved, config: LlamaConfig, precision: Precision) -> dic
             if not whole.isfinite().all():
                 raise ValueError(f"{saved.folder}: {kind} of {entry.theirs[0]} is not finite")
             if kind != "weight":
-                tensors[f"{kind}.{entry.ours}"] = whole.to(moment_dtype)
+                state[f"{kind}.{entry.ours}"] = whole.to(moment_dtype)
                 continue
-            tensors[f"model.{entry.ours}"] = whole.to(weight_dtype)
+            weights[entry.ours] = whole.to(weight_dtype)
             if weight_dtype != moment_dtype:
-                tensors[f"master.{entry.ours}"] = whole
-    return tensors
+                state[f"master.{entry.ours}"] = whole
+    return weights, state
 
 
 def check_rotary(saved: Saved, config: LlamaConfig) -> None:

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             tokenizer.vocab_size,
             tokenizer,
             f"Megatron-LM, {files[0]} of {len(files)}",
-            lambda staged: check_weights(staged, weights, str(files[0])),
+            lambda folder: check_weights(folder, weights, str(files[0])),
         )
     version = ranks[0].version
     print(
