@@ -46,10 +46,10 @@ def refused(
 
 
 def leaving_nothing(program: Program) -> Program:
-    """The program; where it is refused, nothing may be at the folder of --to, nor half written."""
+    """The program; where it is refused, nothing may be at --output, nor half written."""
 
     def run(words: list[str]) -> None:
-        to = Path(words[words.index("--to") + 1])
+        to = Path(words[words.index("--output") + 1])
         try:
             program(words)
         except SystemExit:

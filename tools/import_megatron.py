@@ -1,5 +1,5 @@
-"""Read a GPT-2 that Megatron-LM of 2019 or 2020 saved: python tools/import_megatron.py --from DIR
---to CKPT --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
+"""Reads a GPT-2 that Megatron-LM of 2019 or 2020 saved: python tools/import_megatron.py --from DIR
+--output CKPT --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
 
 The files are pickles, and are read as data: nothing that they name is imported or run. The
 checkpoint has the weights, in their stored dtype, and the tokenizer. The other program is not
@@ -15,86 +15,13 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.checks import positive
 from megatron.config.launch import interruptible
-from megatron.config.parse import parse, user_errors
-from megatron.data.tokenizer import build_tokenizer
-from tools.convert.megatron import describe, read_weights
-from tools.convert.ranks import find_files, read_ranks
-from tools.convert.staging import refuse_existing
-from tools.convert.stored_args import FLAGS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    source: Annotated[str, tyro.conf.arg(name="from")]
-    """Directory of Megatron-LM's checkpoints, folder of one iteration, or a model_optim_rng.pt."""
-
-    to: str
-    """Directory that the checkpoint is written to; must not exist."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer that encoded the training data."""
-
-    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
-    """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder). Also spelt
-    --tokenizer-model."""
-
-    merge_file: str | None = None
-    """The byte-pair encoding's merges (merges.txt)."""
-
-    num_attention_heads: int | None = None
-    """Attention heads per layer; needed if no args are stored with the weights."""
-
-    layernorm_epsilon: float | None = None
-    """Added to the variance in LayerNorm; 1e-5 if neither the flag nor stored args give it."""
-
-    make_vocab_size_divisible_by: int | None = None
-    """The vocabulary was padded to a multiple of this times the ranks; 128 by default, as above."""
-
-    def __post_init__(self) -> None:
-        positive(self, *FLAGS)
-
-
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
-        settings = parse(Settings, arguments, environ)
-        refuse_existing(Path(settings.to))
-        files = find_files(Path(settings.source))
-        tokenizer = build_tokenizer(
-            settings.tokenizer_type, settings.vocab_file, settings.merge_file
-        )
-        given = {name: getattr(settings, name) for name in FLAGS}
-        model = describe(read_ranks(files), given, tokenizer.vocab_size)
-
-    from tqdm import tqdm
-
-    from tools.convert.writing import check_weights, tell, write_checkpoint
-
-    with user_errors(environ):
-        weights = dict(read_weights(model, tqdm(model.entries, "reading", unit=" tensors")))
-        path = write_checkpoint(
-            Path(settings.to),
-            model.section,
-            weights,
-            tokenizer.vocab_size,
-            tokenizer,
-            f"Megatron-LM, {files[0]} of {len(files)}",
-            lambda staged: check_weights(staged, weights, str(files[0])),
-        )
-    print(model)
-    tell(files[0], path, model.section)
-
+from tools.convert.legacy.megatron_2019 import main
 
 if __name__ == "__main__":
     with interruptible(os.environ):

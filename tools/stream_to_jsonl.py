@@ -1,6 +1,6 @@
 """Write a stream of `datasets`, from the hub or from local files, to JSON lines.
 
-    python -m tools.stream_to_jsonl --dataset-name NAME|FOLDER|FILE [--dataset-config C]
+    python tools/stream_to_jsonl.py --dataset-name NAME|FOLDER|FILE [--dataset-config C]
         [--dataset-split S] [--text-column T] [--documents N] --output FILE.jsonl
 
 Training does not read streams. The order of samples is a function of (seed, sample number), and a
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -34,7 +34,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import atomic_writer, flush_to_disk
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import LONGEST_LINE
 from megatron.data.map_style import check_column, load_named, one_line
 from megatron.errors import UsageError
@@ -42,6 +42,8 @@ from megatron.libraries import Library
 
 datasets, pa = Library("datasets"), Library("pyarrow")
 orjson = Library("orjson")
+
+NEW_FILE = "a new file named *.jsonl that no other run writes"
 
 
 def stream_to_jsonl(
@@ -63,9 +65,9 @@ def stream_to_jsonl(
         documents: write only this many documents, the first of the stream; by default all.
     """
     if documents is not None and documents < 1:
-        raise UsageError("--documents", documents, "above 0", works=("--documents", "1000"))
+        raise UsageError("--documents", documents, "above 0")
     if output.suffix != ".jsonl" or output.exists():
-        refuse(output)
+        raise UsageError("--output", output, NEW_FILE)
     name = f"--dataset-name {dataset_name}"
     stream = load_named(dataset_name, config=dataset_config, split=dataset_split, streaming=True)
     texts = read_texts(stream, text_column, name)
@@ -73,10 +75,12 @@ def stream_to_jsonl(
     progress = partial(tqdm, unit=" documents", total=documents)
     with alone(output), atomic_writer(output) as file, progress() as bar:
         for text in texts:
-            line = to_line(text)
-            if line is None or len(line) > LONGEST_LINE:
-                without += line is None
-                too_long += line is not None
+            if not isinstance(text, str) or not text or text.isspace():
+                without += 1
+                continue
+            line = orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)
+            if len(line) > LONGEST_LINE:  # readers of JSON lines would refuse it
+                too_long += 1
                 continue
             bytes_written += file.write(line)
             bar.update()
@@ -87,21 +91,11 @@ def stream_to_jsonl(
             raise ValueError(
                 f"{name} holds no text in any of its {rows}; another --text-column would work"
             )
-        flush_to_disk(file)
     for number, why in ((without, "hold no text"), (too_long, f"are over {LONGEST_LINE} bytes")):
         if number:
             print(f"warning: {number} rows {why} and are left out", file=sys.stderr)
     print(f"{bar.n} documents, {bytes_written} bytes, in {output}")
     print(f"next: python pretrain_gpt2.py --data-path {shlex.quote(str(output))} --pad")
-
-
-def refuse(output: Path) -> NoReturn:
-    """Raise UsageError, which suggests an unused name."""
-    stem = output.name.partition(".jsonl")[0] if ".jsonl" in output.name else output.stem
-    names = (f"{stem}_{number}.jsonl" if number else f"{stem}.jsonl" for number in count())
-    free = next(each for each in map(output.with_name, names) if not each.exists())
-    allowed = "a new file named *.jsonl that no other run writes"
-    raise UsageError("--output", output, allowed, works=("--output", str(free)))
 
 
 @contextmanager
@@ -115,10 +109,10 @@ def alone(output: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        refuse(output)
+        raise UsageError("--output", output, NEW_FILE) from None
     try:
         if output.exists():
-            refuse(output)
+            raise UsageError("--output", output, NEW_FILE)
         for left in output.parent.glob(f"{glob.escape(output.name)}.*.part"):
             left.unlink()
         yield
@@ -146,13 +140,6 @@ def read_texts(stream: Any, column: str, name: str) -> Iterator[object]:
             schema = known.arrow_schema if known else pa.Table.from_pylist([row]).schema
             check_column(column, schema, name)
         yield row.get(column)
-
-
-def to_line(text: object) -> bytes | None:
-    """A JSON line, as readers of JSON lines accept it; None if there is no text."""
-    if not isinstance(text, str) or not text or text.isspace():
-        return None
-    return orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE)
 
 
 if __name__ == "__main__":

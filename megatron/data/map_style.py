@@ -73,7 +73,7 @@ class ColumnDocuments:
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__}, which has no access by row; a file of "
-                "JSON lines that `python -m tools.stream_to_jsonl` writes from it works"
+                "JSON lines that `python tools/stream_to_jsonl.py` writes from it works"
             )
         check_column(column, dataset.features.arrow_schema, name)
         self.name, self._column = name, column

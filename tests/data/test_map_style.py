@@ -257,7 +257,7 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
 def test_an_object_without_access_by_row_is_refused() -> None:
     error = refusal(lambda: ColumnDocuments("mine", table(["a"]).to_iterable_dataset(), "text"))
     assert str(error).startswith("mine is a IterableDataset")
-    assert "python -m tools.stream_to_jsonl" in str(error)
+    assert "python tools/stream_to_jsonl.py" in str(error)
 
 
 def test_files_that_change_while_their_copy_is_read_are_no_reason_to_stop(

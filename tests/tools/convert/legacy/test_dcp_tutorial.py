@@ -28,11 +28,10 @@ from tests.dist import Pool
 from tests.programs import assert_equal_bits, newest, pretrain
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, micro_batches, samples, whole_weights
-from tests.tools import tutorial
-from tests.tools.tutorial import BATCH, HEADS, POSITIONS, Script
-from tools.convert.tutorial import read_schedule
+from tests.tools.convert.legacy import tutorial
+from tests.tools.convert.legacy.tutorial import BATCH, HEADS, POSITIONS, Script
+from tools.convert.legacy.dcp_tutorial import main, read_schedule
 from tools.convert.writing import check_weights
-from tools.convert_dcp import main
 
 DONE = 3  # steps behind the folders
 IMPORT = f"--global-batch-size {BATCH} --rotary-base {tutorial.BASE} --no-tokenizer"
@@ -87,12 +86,12 @@ def folders(gloo: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, F
 
 
 def import_folder(folder: Path, to: Path, flags: str = IMPORT) -> Path:
-    main(["import", "--from", str(folder), "--to", str(to), *flags.split()], {})
+    main(["import", "--from", str(folder), "--output", str(to), *flags.split()], {})
     return newest(to)
 
 
 def export_folder(checkpoint: Path, to: Path, flags: str = "") -> Path:
-    main(["export", "--from", str(checkpoint), "--to", str(to), *flags.split()], {})
+    main(["export", "--from", str(checkpoint), "--output", str(to), *flags.split()], {})
     return to
 
 

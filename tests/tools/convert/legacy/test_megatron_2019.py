@@ -1,6 +1,5 @@
 """Old checkpoints become ours: the same logits as the old model's, at every order and cut."""
 
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_model, whole_logits
 from tests.data.samples import write_tokenizer
 from tests.refusals import leaving_nothing, refusal
-from tests.tools.megatron_files import (
+from tests.tools.convert.legacy.megatron_files import (
     HIDDEN,
     POSITIONS,
     VOCABULARY,
@@ -31,9 +30,9 @@ from tests.tools.megatron_files import (
     old_weights,
     write_old,
 )
-from tools.import_megatron import main
+from tools.convert.legacy.megatron_2019 import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 NAN = float("nan")
 TOKENS = torch.arange(2 * POSITIONS).mul(37).remainder(VOCABULARY).view(2, POSITIONS)
 FLAGS = "--num-attention-heads 8 --make-vocab-size-divisible-by 8"
@@ -41,7 +40,7 @@ FLAGS = "--num-attention-heads 8 --make-vocab-size-divisible-by 8"
 
 def words_of(source: Path, to: Path, flags: str = "") -> list[str]:
     vocabulary, merges = write_tokenizer(to.parent)
-    words = ["--from", str(source), "--to", str(to), "--vocab-file", vocabulary]
+    words = ["--from", str(source), "--output", str(to), "--vocab-file", vocabulary]
     return [*words, "--merge-file", merges, *flags.split()]
 
 
@@ -262,11 +261,14 @@ def test_files_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
     assert error_of_import(file, to).startswith(str(file))
 
 
-def test_the_program_refuses_before_torch_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [["tools/import_megatron.py"], ["-m", "tools.import_megatron"]])
+def test_the_program_ends_with_a_line_and_knows_the_earlier_flag(
+    tmp_path: Path, program: list[str]
+) -> None:
     source = write_old(tmp_path / "old", old_weights(2), args=old_args(2, num_layers=3))
-    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
-    words = [sys.executable, "tools/import_megatron.py", *words_of(source, tmp_path / "new")]
-    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=ROOT)
+    words = ["--to" if word == "--output" else word for word in words_of(source, tmp_path / "new")]
+    command = [sys.executable, *program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "num_layers 3" in done.stderr
+    assert done.stderr.count("--output") == 1

@@ -22,11 +22,19 @@ from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
 from tests.refusals import leaving_nothing, refusal, refused
 from tests.tiny import mesh_of_ranks, tiny_section
-from tests.tools.test_convert_dcp import DONE, IMPORT, import_folder, save_on_ranks
-from tests.tools.test_unpickler import PAYLOADS, write_zip
-from tests.tools.tutorial import BASE, HEADS, HIDDEN, STEPS, VOCABULARY, Rotary, Script
+from tests.tools.convert.legacy.test_dcp_tutorial import DONE, IMPORT, import_folder, save_on_ranks
+from tests.tools.convert.legacy.test_pickles import PAYLOADS, write_zip
+from tests.tools.convert.legacy.tutorial import (
+    BASE,
+    HEADS,
+    HIDDEN,
+    STEPS,
+    VOCABULARY,
+    Rotary,
+    Script,
+)
 from tools.convert.folder import read_description
-from tools.convert_dcp import main
+from tools.convert.legacy.dcp_tutorial import main
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ program = leaving_nothing(partial(main, environ={}))
 
 def check_import(folder: Path, flags: str, named: str) -> None:
     """Refused by the flag, or by an error that names the file, entry or tensor."""
-    words = ["import", "--from", str(folder), "--to", str(folder.with_name("ours"))]
+    words = ["import", "--from", str(folder), "--output", str(folder.with_name("ours"))]
     words += f"{IMPORT} {flags}".split()
     if named.startswith("--"):
         assert refused(program, words) == named
@@ -300,7 +308,14 @@ def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_schedule_that_torch_has_not_is_not_exported(
     tmp_path: Path, imported: Path, flags: str, field: str
 ) -> None:
-    words = ["export", "--from", str(imported), "--to", str(tmp_path / "theirs"), *flags.split()]
+    words = [
+        "export",
+        "--from",
+        str(imported),
+        "--output",
+        str(tmp_path / "theirs"),
+        *flags.split(),
+    ]
     assert refused(program, words) == field
 
 
@@ -324,7 +339,7 @@ def test_another_kind_or_form_is_not_exported(tmp_path: Path, name: str) -> None
     facts = {"kind": section.kind, "config": {"model": asdict(section)}, "vocab_size": 263}
     facts = state.facts() | (facts if name != "unknown" else {})
     save_checkpoint(checkpoint, 0, state.slices(), facts, state.mesh)
-    words = ["export", "--from", str(checkpoint), "--to", str(tmp_path / "theirs")]
+    words = ["export", "--from", str(checkpoint), "--output", str(tmp_path / "theirs")]
     assert refused(program, [*words, "--train-iters", "9000"]) == "--from"
 
 
