@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.pretrain import require_apex
 from megatron.errors import UsageError
+from megatron.libraries import failure
 from tools.probes.findings import Fact, Finding, Problem
 
 if TYPE_CHECKING:
@@ -55,18 +56,19 @@ def numba() -> Iterator[Finding]:
     """numba, tested by one function against its plain Python version."""
     import numpy as np
 
-    from tools.corpus.compiled import LACK, mix
-
-    if LACK:
-        yield Fact("numba", False, f"{LACK}; without it plain numpy is used, which is slower")
+    if lack := failure("numba"):
+        yield Fact("numba", False, f"{lack}; dedup and decontaminate need it")
         return
+    from tools.corpus.compiled import mix
+
     word = np.uint64(0x0123456789ABCDEF)
     with np.errstate(over="ignore"):
         is_right = int(mix(word)) == int(mix.py_func(word))  # type: ignore[attr-defined]
     yield Fact("numba", is_right, "compiles, and computes what numpy computes")
     if not is_right:
-        cure = "pip uninstall numba: plain numpy is used then"
-        yield Problem("numba computes something else than numpy", cure, is_needed=True)
+        yield Problem(
+            "numba computes something else than numpy", "another release of numba", is_needed=True
+        )
 
 
 def encoder() -> Iterator[Finding]:
