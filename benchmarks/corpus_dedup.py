@@ -29,7 +29,7 @@ from benchmarks.corpus_generator import five_grams, generate, read
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.watched import watched
 from megatron.libraries import Library
-from tools.corpus.shingles import PERMUTATIONS, Shingler
+from tools.corpus.dedup.signatures import PERMUTATIONS, Shingler
 
 datasketch, rensa = Library("datasketch"), Library("rensa")
 
@@ -41,7 +41,8 @@ SPEED, RATIO = "MB per CPU second", "this project's speed / its"
 def sign(name: str, texts: list[str]) -> Any:
     """[texts, PERMUTATIONS]"""
     if name == OURS:
-        return Shingler("char5", seed=1).sign_texts(texts)
+        shingler = Shingler("char5", seed=1)
+        return np.array([shingler.sign(shingler.hashes(shingler.points(each))) for each in texts])
     if name == DATASKETCH:
         encoded = ([gram.encode() for gram in five_grams(text)] for text in texts)
         return np.array(

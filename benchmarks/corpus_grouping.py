@@ -23,9 +23,9 @@ import numpy as np
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from megatron.libraries import Library
-from tools.corpus.duplicates.grouping import group, parts_of, read_part
-from tools.corpus.duplicates.index import BLOCK, Block, Index, save, sort_keys
-from tools.corpus.shingles import Words
+from tools.corpus.dedup.candidates import ROW_BYTES
+from tools.corpus.dedup.index import BLOCK, Block, Index, Part
+from tools.corpus.external import Words, count_parts, group, write_sorted
 
 duckdb, polars = Library("duckdb"), Library("polars")
 
@@ -43,11 +43,11 @@ def ours(files: Sequence[Path]) -> list[Any]:
     for start in range(0, rows, BLOCK):
         keys = read(files, start, BLOCK)
         blocks.append(Block(0, f"{start:09}", keys.shape[1]))
-        for name, array in sort_keys(keys).items():
-            save(files[0].parent / blocks[-1].name / f"{name}.npy", array)
+        write_sorted(files[0].parent / blocks[-1].name, keys)
     index, found = Index(files[0].parent, (), tuple(blocks)), []
-    for part in parts_of(range(len(files)), rows, 100_000_000):
-        members, starts = group(*read_part(index, part))
+    parts = count_parts(rows, 100_000_000, ROW_BYTES)
+    for part in (Part(column, k, parts) for column in range(len(files)) for k in range(parts)):
+        members, starts = group(*index.read_part(part))
         found.append([len(starts) - 1, len(members), members.sum()])
     return found
 

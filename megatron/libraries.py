@@ -24,7 +24,7 @@ PIP = {  # pip's name of a module, or of its package, if not the package's name
 
 
 def load(module: str, works: str = "") -> ModuleType:
-    """The module, imported. works: an alternative without it, such as "--engine numpy". Raises
+    """The module, imported. works: an alternative without it, such as "--compress gzip". Raises
     MissingLibrary."""
     package = module.partition(".")[0]
     name = PIP.get(module, PIP.get(package, package))

@@ -586,18 +586,18 @@ tied-head-exported-as-its-own | tools/convert/test_round_trip
 keys-and-values-exchanged
 - (f"{THEIRS}.self_attn.k_proj.weight", f"{THEIRS}.self_attn.v_proj.weight"),
 + (f"{THEIRS}.self_attn.v_proj.weight", f"{THEIRS}.self_attn.k_proj.weight"),
-@ tools/corpus/shingles.py | tools/corpus/test_shingles
-seed-of-the-signatures-ignored | tools/corpus/test_shingles::test_another
+@ tools/corpus/dedup/signatures.py | tools/corpus/test_signatures
+seed-of-the-signatures-ignored | tools/corpus/test_signatures::test_another
 - random = np.random.default_rng(self.seed)
 + random = np.random.default_rng(0)
-@ tools/corpus/duplicates/sets.py | tools/corpus/test_dedup::test_the_threshold_is
+@ tools/corpus/dedup/verify.py | tools/corpus/test_dedup::test_the_threshold_is
 threshold-exclusive
 - met = shared * threshold.denominator >= union
 + met = shared * threshold.denominator > union
-@ tools/corpus/duplicates/clusters.py | tools/corpus/test_dedup::test_what_stays_is
+@ tools/corpus/dedup/clusters.py | tools/corpus/test_dedup::test_what_stays_is
 two-of-a-cluster-stay
-- goes = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
-+ goes = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))[1:]
+- removed = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
++ removed = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))[1:]
 @ tools/corpus/urls.py | tools/corpus/test_urls::test_a_url_is
 extension-in-capitals-stays
 - if dot and extension.lower() in

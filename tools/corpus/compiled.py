@@ -1,29 +1,18 @@
-"""Loops compiled by numba, where it can be imported; each has a twin in plain numpy.
+"""Loops compiled by numba, which brings its own compiler and caches its output beside the sources,
+and the hash that they share."""
 
-No compiler has to be installed: numba brings its own, and caches its output beside the sources.
-"""
-
-import warnings
 from collections.abc import Callable
-from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron.libraries import failure, load
-
-LACK = failure("numba")
-HAVE_NUMBA = not LACK
-if LACK and parent_process() is None:  # workers do not warn
-    warnings.warn(f"{LACK}; without it plain numpy is used, which is slower", stacklevel=1)
+from megatron.libraries import load
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def compiled(function: F) -> F:
-    """`function`, compiled at its first call; unchanged where there is no numba."""
-    if LACK:
-        return function
+    """`function`, compiled at its first call; `.py_func` is as it was written."""
     return load("numba").njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
 
 
@@ -35,7 +24,7 @@ S27, S30, S31 = (np.uint64(shift) for shift in (27, 30, 31))
 def mix(word: Any) -> Any:
     """A bijection of 64 bits that spreads every bit over all (the finaliser of splitmix64).
 
-    word: uint64, or in the plain twins an array of uint64.
+    word: uint64, or an array of them.
     """
     word = (word ^ (word >> S30)) * MIX_1
     word = (word ^ (word >> S27)) * MIX_2

@@ -17,22 +17,23 @@ WikiText103's test set and 1.4 % of LAMBADA's.  tools/corpus/ngrams.py defines w
 tools/corpus/evaluation.py defines evaluation files.
 """
 
+import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from megatron.config.checks import at_least, share
+from megatron.data.files import atomic_writer
 from megatron.data.json_lines import WORK
 from megatron.errors import UsageError
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
 from tools.corpus.files import (
-    Document,
     Funnel,
     Record,
     ShardWriter,
@@ -42,7 +43,6 @@ from tools.corpus.files import (
     read_documents,
     source_of,
 )
-from tools.corpus.leakage import Marks, leakage_table, show
 from tools.corpus.ngrams import Found, Indices, Words, split_words
 from tools.corpus.settings import LengthSettings, program, say
 
@@ -97,15 +97,17 @@ def check(settings: Settings) -> None:
 def run(settings: Settings) -> None:
     check(settings)
     evaluation = settings.load_evaluation()
-    warn(evaluation, settings)
+    for each in evaluation.sets:
+        if each.not_searched:
+            say(
+                f"warning: {each.name}: {each.not_searched} of {each.passages} passages have no "
+                f"{settings.ngram} words in a row and are not searched for"
+            )
     with StepRun("decontaminate", settings) as step:
         if step.done:
             return
         funnel, shards, counters = map_units(step, decontaminate_unit)
-        marks = Marks.empty(evaluation)
-        for unit in step.units:
-            marks.add_file(marks_file(settings, unit))
-        leakage = leakage_table(evaluation, marks)
+        leakage = leakage_table(evaluation, [marks_file(settings, unit) for unit in step.units])
         show(leakage, settings.leakage_ngram)
         step.finish(
             funnel,
@@ -121,16 +123,6 @@ def run(settings: Settings) -> None:
             warn_of_unknown("--article-sources", settings.article_sources, funnel.input)
 
 
-def warn(evaluation: Evaluation, settings: Settings) -> None:
-    """Warn of passages that cannot be searched for."""
-    for each in evaluation.sets:
-        if each.not_searched:
-            say(
-                f"warning: {each.name}: {each.not_searched} of {each.passages} passages have no "
-                f"{settings.ngram} words in a row and are not searched for"
-            )
-
-
 def marks_file(settings: Settings, unit: Unit) -> Path:
     return settings.output / WORK / "marks" / f"{unit.name}.zlib"
 
@@ -141,27 +133,49 @@ def decontaminate_unit(
     """Write one shard, and the unit's marks.  Returns how much was cut."""
     evaluation = settings.load_evaluation()
     counters = Counter[str]()
-    marks = Marks.empty(evaluation)
+    before, after = marks = np.zeros((2, len(evaluation.leak)), np.bool_)
     count_tokens = token_counter(settings)
     for document in read_documents(unit, funnel):
-        words = split_words(document.text)
+        record, text = document.record, document.text
+        words = split_words(text)
         leaked = evaluation.leak.find(words.hashes).ids
-        marks.before[leaked] = True
+        before[leaked] = True
         found = evaluation.cut.find(words.hashes)
-        reason = reason_to_drop(document.record, words, found, evaluation, settings)
-        if reason is not None:
-            funnel.drop(document.record, reason)
-        elif not len(found.ids):
-            marks.after[leaked] = True
-            funnel.keep(document.record)
+        if reason := reason_to_drop(record, words, found, evaluation, settings):
+            funnel.drop(record, reason)
+            continue
+        if not len(found.ids):
+            after[leaked] = True
+            funnel.keep(record)
             shard.write(document.line)
-        else:
-            cuts = find_cuts(words, found.positions, len(document.text), settings)
-            for record in cut_document(document, cuts, settings, count_tokens, funnel, counters):
-                marks.after[evaluation.leak.find(split_words(record["text"]).hashes).ids] = True
-                funnel.keep(record)
-                shard.write(dump_record(record))
-    marks.write(marks_file(settings, unit))
+            continue
+        cuts = find_cuts(words, found.positions, len(text), settings)
+        if len(cuts) > settings.max_cuts:
+            funnel.drop(record, f"over {settings.max_cuts} cuts")
+            continue
+        counters["documents cut"] += 1
+        counters["cuts"] += len(cuts)
+        counters["characters cut"] += sum(stop - start for start, stop in cuts)
+        ends = [0, *(end for cut in cuts for end in cut), len(text)]
+        pieces = [text[start:stop] for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+        pieces = [piece for piece in pieces if piece and not piece.isspace()]
+        if not pieces:
+            funnel.drop(record, "nothing left beside a cut")
+            continue
+        funnel.pieces += len(pieces) - 1
+        kept = []
+        for piece in pieces:
+            if has_tokens(piece, settings.min_tokens, count_tokens):
+                kept.append(piece)
+            else:
+                reason = f"piece under {settings.min_tokens} {settings.unit_of_length}"
+                funnel.drop({**record, "text": piece}, reason)
+        for piece in name_pieces(record, kept):
+            after[evaluation.leak.find(split_words(piece["text"]).hashes).ids] = True
+            funnel.keep(piece)
+            shard.write(dump_record(piece))
+    with atomic_writer(marks_file(settings, unit)) as file:
+        file.write(zlib.compress(np.packbits(marks).tobytes(), 1))
     return counters
 
 
@@ -170,21 +184,16 @@ def reason_to_drop(
 ) -> str | None:
     """Reason to drop a document as a whole, before anything is cut; None to keep it."""
     if source_of(record) in settings.article_sources:
-        if title_of(record) in evaluation.titles:
+        title = record.get("title")
+        if not isinstance(title, str) or not title:
+            title = record["text"].lstrip().partition("\n")[0]
+        if normalise_title(title) in evaluation.titles:
             return "title of an evaluation article"
         if overlap(words, found, evaluation) > settings.article_overlap:
             return "text of an evaluation article"
     if settings.on_overlap == "drop" and len(found.ids):
         return "evaluation text"
     return None
-
-
-def title_of(record: Record) -> str:
-    """The record's title, or else the first line of its text; normalised."""
-    title = record.get("title")
-    if not isinstance(title, str) or not title:
-        title = record["text"].lstrip().partition("\n")[0]
-    return normalise_title(title)
 
 
 def overlap(words: Words, found: Found, evaluation: Evaluation) -> float:
@@ -210,50 +219,46 @@ def find_cuts(
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def cut_document(
-    document: Document,
-    cuts: Sequence[tuple[int, int]],
-    settings: Settings,
-    count_tokens: Callable[[str], int],
-    funnel: Funnel,
-    counters: Counter[str],
-) -> list[Record]:
-    """The pieces to keep, as records; the others are counted as dropped."""
-    if len(cuts) > settings.max_cuts:
-        funnel.drop(document.record, f"over {settings.max_cuts} cuts")
-        return []
-    counters["documents cut"] += 1
-    counters["cuts"] += len(cuts)
-    counters["characters cut"] += sum(stop - start for start, stop in cuts)
-    pieces = pieces_between(document.text, cuts)
-    if not pieces:
-        funnel.drop(document.record, "nothing left beside a cut")
-        return []
-    funnel.pieces += len(pieces) - 1
-    kept = []
-    for piece in pieces:
-        if has_tokens(piece, settings.min_tokens, count_tokens):
-            kept.append(piece)
-        else:
-            reason = f"piece under {settings.min_tokens} {settings.unit_of_length}"
-            funnel.drop({**document.record, "text": piece}, reason)
-    return name_pieces(document.record, kept)
-
-
-def pieces_between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
-    """The pieces between the cuts; pieces of white space are left out."""
-    starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), None]
-    pieces = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    return [piece for piece in pieces if piece and not piece.isspace()]
-
-
 def name_pieces(record: Record, pieces: Sequence[str]) -> list[Record]:
-    identity: dict[str, Any] = {"id": document_id(record)}
+    name = document_id(record)
     if len(pieces) == 1:  # keeps the record's own id, of any type
-        return [{**identity, **record, "text": pieces[0]}]
-    return [
-        {**record, "id": f"{identity['id']}-{k}", "text": piece} for k, piece in enumerate(pieces)
-    ]
+        return [{"id": name, **record, "text": pieces[0]}]
+    return [{**record, "id": f"{name}-{k}", "text": piece} for k, piece in enumerate(pieces)]
+
+
+def leakage_table(evaluation: Evaluation, files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """By evaluation set: its n-grams, and the shares of them that were found.
+
+    files: of marks, which of the leakage table's n-grams a unit has, bool [2, n]: before and after
+    the step.
+    """
+    shape = (2, len(evaluation.leak))
+    marks = np.zeros(shape, np.bool_)
+    for path in files:
+        bits = np.frombuffer(zlib.decompress(path.read_bytes()), np.uint8)
+        marks |= np.unpackbits(bits, count=marks.size).reshape(shape).astype(np.bool_)
+    table: dict[str, dict[str, float]] = {}
+    for each in evaluation.sets:
+        before, before_distinct = each.leakage(marks[0])
+        after, after_distinct = each.leakage(marks[1])
+        table[each.name] = {
+            "ngrams": int(each.leak_counts.sum()),
+            "distinct_ngrams": len(each.leak_ids),
+            "before": before,
+            "before_distinct": before_distinct,
+            "after": after,
+            "after_distinct": after_distinct,
+        }
+    return table
+
+
+def show(leakage: dict[str, dict[str, float]], n: int) -> None:
+    columns = ("before", "before_distinct", "after", "after_distinct")
+    width = max(map(len, leakage))
+    say(f"share of {n}-grams found in the corpus, of all and of the distinct ones:")
+    say(f"  {'':{width}}" + "".join(f"{column.replace('_', ' '):>17}" for column in columns))
+    for name, facts in leakage.items():
+        say(f"  {name:{width}}" + "".join(f"{facts[column]:>17.3%}" for column in columns))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,16 +115,35 @@ def _load(
     stamps: tuple[tuple[int, int], ...],
 ) -> Evaluation:
     del stamps  # part of the cache's key, so that changed files are read again
-    sets = [_Passages.of(path) for path in files]
-    grams = [[each.ngrams(n) for each in sets] for n in (ngram, leakage_ngram)]
-    cut, leak = (
-        NgramSet(n, np.concatenate([g for each in found for g in each]))
-        for n, found in zip((ngram, leakage_ngram), grams, strict=True)
-    )
+    words = []  # of each file, passage and part between <unk>
+    for path in files:
+        words.append([hash_passage(passage) for passage in read_passages(path)])
+        if not any(len(part) for passage in words[-1] for part in passage):
+            raise UsageError("--evaluation", path, "a file with words in it")
+    to_cut = [_ngrams(passages, ngram) for passages in words]
+    to_count = [_ngrams(passages, leakage_ngram) for passages in words]
+    cut = NgramSet(ngram, np.concatenate([each for found in to_cut for each in found]))
+    leak = NgramSet(leakage_ngram, np.concatenate([each for found in to_count for each in found]))
+    sets = []
+    for path, passages, cuts, counts in zip(files, words, to_cut, to_count, strict=True):
+        leak_ids, leak_counts = np.unique(leak.ids(np.concatenate(counts)), return_counts=True)
+        sets.append(
+            EvaluationSet(
+                path.name,
+                passages=len(passages),
+                not_searched=sum(not len(each) for each in cuts),
+                words=sum(len(part) for passage in passages for part in passage),
+                ids=np.unique(cut.ids(np.concatenate(cuts))),
+                leak_ids=leak_ids,
+                leak_counts=leak_counts,
+            )
+        )
     titles = [title for path in files for title in HEADING.findall(_read("--evaluation", path))]
-    titles += [title for path in title_files for title in _listed_titles(path)]
+    for path in title_files:
+        text = _read("--titles", path)
+        titles += HEADING.findall(text) or [line for line in text.split("\n") if line.strip()]
     return Evaluation(
-        tuple(map(functools.partial(_describe, cut=cut, leak=leak), sets, *grams)),
+        tuple(sets),
         cut,
         leak,
         frozenset(normalise_title(title) for title in titles if UNKNOWN not in title),
@@ -132,41 +151,9 @@ def _load(
     )
 
 
-class _Passages(NamedTuple):
-    """A file: hashes of the words in each part between <unk> of each passage."""
-
-    name: str
-    words: list[list[Hashes]]
-
-    @classmethod
-    def of(cls, path: Path) -> "_Passages":
-        words = [hash_passage(passage) for passage in read_passages(path)]
-        if not any(len(part) for parts in words for part in parts):
-            raise UsageError("--evaluation", path, "a file with words in it")
-        return cls(path.name, words)
-
-    def ngrams(self, n: int) -> list[Hashes]:
-        """Hashes of the n-grams of each passage; equal ones repeat."""
-        return [np.concatenate([hash_ngrams(part, n) for part in parts]) for parts in self.words]
-
-
-def _describe(
-    passages: _Passages,
-    ngrams: list[Hashes],
-    leak_ngrams: list[Hashes],
-    cut: NgramSet,
-    leak: NgramSet,
-) -> EvaluationSet:
-    leak_ids, leak_counts = np.unique(leak.ids(np.concatenate(leak_ngrams)), return_counts=True)
-    return EvaluationSet(
-        passages.name,
-        passages=len(passages.words),
-        not_searched=sum(not len(each) for each in ngrams),
-        words=sum(len(part) for parts in passages.words for part in parts),
-        ids=np.unique(cut.ids(np.concatenate(ngrams))),
-        leak_ids=leak_ids,
-        leak_counts=leak_counts,
-    )
+def _ngrams(passages: Sequence[Sequence[Hashes]], n: int) -> list[Hashes]:
+    """Hashes of the n-grams of each passage; equal ones repeat."""
+    return [np.concatenate([hash_ngrams(part, n) for part in parts]) for parts in passages]
 
 
 def hash_passage(passage: str) -> list[Hashes]:
@@ -220,11 +207,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _strings(each)
-
-
-def _listed_titles(path: Path) -> list[str]:
-    text = _read("--titles", path)
-    return HEADING.findall(text) or [line for line in text.split("\n") if line.strip()]
 
 
 def normalise_title(title: str) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.corpus.compiled import HAVE_NUMBA, compiled, mix
+from tools.corpus.compiled import compiled, mix
 
 Hashes = NDArray[np.uint64]
 Points = NDArray[np.uint32]
@@ -63,12 +63,11 @@ def fold_table() -> Points:
     return table
 
 
-def split_words(text: str, use_numba: bool = HAVE_NUMBA) -> Words:
-    split = _split if use_numba else _split_by_numpy
+def split_words(text: str) -> Words:
     parts = []
     for start, stop in _blocks(text):
         points = np.frombuffer(text[start:stop].encode("utf-32-le"), np.uint32)
-        starts, ends, hashes = split(points, fold_table())
+        starts, ends, hashes = _split(points, fold_table())
         parts.append(Words(starts + start, ends + start, hashes))
     return parts[0] if len(parts) == 1 else Words(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -112,21 +111,6 @@ def _split(points: Points, fold: Points) -> tuple[Indices, Indices, Hashes]:
     return starts[:count], ends[:count], hashes[:count]
 
 
-def _split_by_numpy(points: Points, fold: Points) -> tuple[Indices, Indices, Hashes]:
-    folded = fold[points]
-    edges = np.flatnonzero(np.diff(folded != 0, prepend=False, append=False))
-    starts, ends = edges[::2], edges[1::2]
-    if not len(starts):
-        return starts, ends, np.empty(0, np.uint64)
-    lengths = ends - starts
-    offsets = np.cumsum(lengths) - lengths
-    powers = np.full(lengths.max(), LETTER)
-    powers[0] = ONE
-    powers = np.multiply.accumulate(powers)
-    places = np.arange(lengths.sum()) - np.repeat(offsets, lengths)
-    return starts, ends, mix(np.add.reduceat(folded[folded != 0] * powers[places], offsets))
-
-
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
     """Hash of every run of n words; empty if there are fewer words."""
     count = max(len(words) - n + 1, 0)
@@ -139,11 +123,10 @@ def hash_ngrams(words: Hashes, n: int) -> Hashes:
 class NgramSet:
     """n-grams to look for, numbered in the order of their hashes."""
 
-    def __init__(self, n: int, hashes: Hashes, use_numba: bool = HAVE_NUMBA) -> None:
+    def __init__(self, n: int, hashes: Hashes) -> None:
         """hashes: of n-grams, in any order; duplicates are removed."""
         self.n = n
         self.hashes = np.unique(hashes)
-        self._use_numba = use_numba
         size = (BITS_PER_NGRAM * len(self.hashes)).bit_length()
         bits = min(max(size, FEWEST_BITS), MOST_BITS)
         self._shift = np.uint64(64 - bits)
@@ -161,8 +144,7 @@ class NgramSet:
 
     def find(self, words: Hashes) -> Found:
         """Every occurrence in a text.  words: the hashes of its words."""
-        find = _find if self._use_numba else _find_by_numpy
-        return Found(*find(words, self.n, self.hashes, self._bitmap, self._shift))
+        return Found(*_find(words, self.n, self.hashes, self._bitmap, self._shift))
 
 
 @compiled
@@ -185,16 +167,3 @@ def _find(
                 positions[count], ids[count] = k - n + 1, place
                 count += 1
     return positions[:count].copy(), ids[:count].copy()
-
-
-def _find_by_numpy(
-    words: Hashes, n: int, table: Hashes, bitmap: NDArray[np.uint8], shift: np.uint64
-) -> tuple[Indices, Indices]:
-    ngrams = hash_ngrams(words, n)
-    keys = ngrams >> shift
-    bits = bitmap[(keys >> S3).astype(np.int64)] >> (keys & SEVEN).astype(np.uint8)
-    positions = np.flatnonzero(bits & 1)
-    ngrams = ngrams[positions]
-    ids = np.searchsorted(table, ngrams)
-    same = table[np.minimum(ids, len(table) - 1)] == ngrams
-    return positions[same], ids[same]

@@ -12,24 +12,22 @@ their sizes differ only by chance: by some 1 % with 50,000 documents of web text
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
+from tools.corpus import external
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
 from tools.corpus.files import (
     Funnel,
     Unit,
     document_id,
-    documents,
     keyed_hash,
     read_documents,
     write_shard,
@@ -37,8 +35,7 @@ from tools.corpus.files import (
 from tools.corpus.settings import StepSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
-KEYS = 1 << 64  # the lower half is train, the upper half valid
-HALF = KEYS // 2
+HALF = external.KEYS // 2  # keys below are of train, the others of valid
 OBJECT_BYTES = 200  # Python's overhead for each line
 
 
@@ -84,43 +81,48 @@ def run(settings: Settings) -> None:
     with StepRun("split", settings) as step:
         if step.done:
             return
-        for side in SIDES:
-            open_side(step.output / side)
+        for side in SIDES:  # without a manifest, the folder is not yet whole for readers
+            (step.output / side / WORK).mkdir(parents=True, exist_ok=True)
+            (step.output / side / MANIFEST).unlink(missing_ok=True)
         tasks = [Task(unit.name, (unit, settings), unit.stop - unit.start) for unit in step.units]
         scattered = step.stage("scatter", scatter, tasks)
-        check_sides(settings, scattered)
-        shards = step.stage("gather", gather, gather_tasks(settings, scattered))
-        facts = [side_facts(side, scattered, shards) for side in range(len(SIDES))]
-        if settings.shard is None:
-            for each in facts:
-                finish_side(step, each)
+        counts = [
+            sum_funnels([{"funnel": each["sides"][side]} for each in scattered]).to_json()["output"]
+            for side in range(len(SIDES))
+        ]
+        train, valid = (count["documents"] for count in counts)
+        if not train or not valid:
+            raise UsageError(
+                "--ratio",
+                settings.ratio,
+                f"closer to 1:1, or of more documents: {train} hash to train/, {valid} to valid/",
+            )
+        gathered = step.stage("gather", gather, gather_tasks(settings, scattered))
+        shards: list[dict[str, Any]] = []
+        evenness = {}
+        for side, count in zip(SIDES, counts, strict=True):
+            mine = [each["shard"] for each in gathered if each["side"] == side]
+            mine = [shard for shard in mine if shard["documents"]]
+            if settings.shard is None:
+                finish_side(step, {"side": side, "output": count, "shards": mine})
+            shards += [{**shard, "name": f"{side}/{shard['name']}"} for shard in mine]
+            sizes = [shard["bytes"] for shard in mine]
+            evenness[side] = round(max(sizes) * len(sizes) / sum(sizes), 4)
         step.finish(
             sum_funnels(scattered),
-            [
-                {**s, "name": f"{each['side']}/{s['name']}"}
-                for each in facts
-                for s in each["shards"]
-            ],
+            shards,
             shuffled=True,
-            sides={each["side"]: each["output"] for each in facts},
-            largest_shard_to_mean={each["side"]: evenness(each["shards"]) for each in facts},
+            sides=dict(zip(SIDES, counts, strict=True)),
+            largest_shard_to_mean=evenness,
         )
 
 
-class Place(NamedTuple):
-    side: int
-    """0 is train, 1 valid."""
-    key: int
-    """64 bits: the side, then the place among its documents."""
-    toss: int
-    """64 fair bits; the lowest go to valid."""
-
-
-def place(settings: Settings, identity: str) -> Place:
+def place(settings: Settings, identity: str) -> tuple[int, int]:
+    """(side, key of 64 bits: the side, then the place among its documents)."""
     train, valid = settings.parts
     toss = keyed_hash(f"side {settings.seed}", identity) >> 64
     side = int(toss * (train + valid) < valid << 64)
-    return Place(side, side * HALF + (keyed_hash(f"order {settings.seed}", identity) >> 65), toss)
+    return side, side * HALF + (keyed_hash(f"order {settings.seed}", identity) >> 65)
 
 
 def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
@@ -130,22 +132,20 @@ def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
     """
     funnel, sides = Funnel(), [Funnel() for _ in SIDES]
     line_bytes = [0] * len(SIDES)
-    lowest, highest = KEYS, -1
     lines: list[tuple[int, bytes]] = []
-    runs = held = 0
+    runs = size = 0
     for document in read_documents(unit, funnel):
-        side, key, toss = place(settings, document_id(document.record))
+        side, key = place(settings, document_id(document.record))
         funnel.keep(document.record)
         sides[side].keep(document.record)
         line_bytes[side] += len(document.line) + 1
-        lowest, highest = min(lowest, toss), max(highest, toss)
         lines.append((key, document.line))
-        held += len(document.line) + OBJECT_BYTES
-        if 2 * held > settings.memory_bytes:
-            write_run(settings, unit.number, runs, lines)
-            runs, held, lines = runs + 1, 0, []
+        size += len(document.line) + OBJECT_BYTES
+        if 2 * size > settings.memory_bytes:
+            write_run(run_files(settings, unit.number, runs), lines)
+            runs, size, lines = runs + 1, 0, []
     if lines:
-        write_run(settings, unit.number, runs, lines)
+        write_run(run_files(settings, unit.number, runs), lines)
         runs += 1
     keep_rejected(settings, unit, funnel)
     return {
@@ -153,57 +153,22 @@ def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
         "sides": [each.to_json() for each in sides],
         "line_bytes": line_bytes,
         "runs": runs,
-        "tosses": [lowest, highest],
     }
 
 
 def run_files(settings: Settings, unit: int, number: int) -> tuple[Path, Path]:
-    """(file of the lines, file of the index) of one sorted run."""
+    """A run: the file of its lines, and uint64 [2, n], sorted keys and where each line ends."""
     stem = settings.output / WORK / "runs" / f"{unit:05}-{number}"
     return stem.with_suffix(".lines"), stem.with_suffix(".index")
 
 
-def write_run(settings: Settings, unit: int, number: int, lines: list[tuple[int, bytes]]) -> None:
-    """Write a sorted run.  Index: n keys, then n + 1 offsets, of the lines and of their end."""
+def write_run(files: tuple[Path, Path], lines: list[tuple[int, bytes]]) -> None:
     lines.sort()
-    offsets = itertools.accumulate((len(line) + 1 for _, line in lines), initial=0)
-    text, index = run_files(settings, unit, number)
-    with atomic_writer(text) as file:
-        file.writelines(line + b"\n" for _, line in lines)
-    with atomic_writer(index) as file:
-        file.write(np.array([key for key, _ in lines], np.uint64).tobytes())
-        file.write(np.array(list(offsets), np.uint64).tobytes())
-
-
-def check_sides(settings: Settings, scattered: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError if a side has no document."""
-    counts = [documents(sum_side(scattered, side).output) for side in range(len(SIDES))]
-    if all(counts):
-        return
-    lowest = min(each["tosses"][0] for each in scattered)
-    highest = max(each["tosses"][1] for each in scattered)
-    cure = "at least 2 documents of different ids are needed: more documents would work"
-    if lowest < highest:
-        if counts[1]:
-            valid, train = smallest_share(1 - Fraction(highest, KEYS))
-        else:
-            train, valid = smallest_share(Fraction(lowest, KEYS))
-        cure = f"more documents, or --ratio {train}:{valid}, would work"
-    raise ValueError(
-        f"--ratio {settings.ratio} of {sum(counts)} documents puts {counts[0]} into train/ and "
-        f"{counts[1]} into valid/, which decides a hash of the id; {cure}"
-    )
-
-
-def smallest_share(above: Fraction) -> tuple[int, int]:
-    """(a, b), one of them 1, for which b / (a + b) is just over `above`."""
-    if above < Fraction(1, 2):
-        return math.ceil(1 / above) - 2, 1
-    return 1, math.floor(above / (1 - above)) + 1
-
-
-def sum_side(scattered: Sequence[dict[str, Any]], side: int) -> Funnel:
-    return sum_funnels([{"funnel": each["sides"][side]} for each in scattered])
+    with atomic_writer(files[0]) as stream:
+        stream.writelines(line + b"\n" for _, line in lines)
+    ends = itertools.accumulate(len(line) + 1 for _, line in lines)
+    with atomic_writer(files[1]) as stream:
+        stream.write(np.array([[key for key, _ in lines], list(ends)], np.uint64).tobytes())
 
 
 def gather_tasks(settings: Settings, scattered: Sequence[dict[str, Any]]) -> list[Task]:
@@ -213,12 +178,10 @@ def gather_tasks(settings: Settings, scattered: Sequence[dict[str, Any]]) -> lis
     for side in range(len(SIDES)):
         total = sum(each["line_bytes"][side] for each in scattered)
         shards = -(-total // settings.shard_bytes)
-        bounds = [side * HALF + HALF * k // shards for k in range(shards + 1)]
-        tasks += [
-            Task(f"{side}-{k:05}", (side, k, bounds[k], bounds[k + 1], runs, settings),
-                 total // shards)
-            for k in range(shards)
-        ]  # fmt: skip
+        for k in range(shards):
+            start, stop = (side * HALF + HALF * at // shards for at in (k, k + 1))
+            arguments = (side, k, start, stop, runs, settings)
+            tasks.append(Task(f"{side}-{k:05}", arguments, total // shards))
     return tasks
 
 
@@ -230,7 +193,7 @@ def gather(
         line
         for unit, count in enumerate(runs)
         for run in range(count)
-        for line in read_slice(*run_files(settings, unit, run), start, stop)
+        for line in read_run(run_files(settings, unit, run), start, stop)
     ]
     lines.sort()
     folder = settings.output / SIDES[side]
@@ -240,35 +203,17 @@ def gather(
     return {"side": SIDES[side], "shard": shard.facts}
 
 
-def read_slice(text: Path, index: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """(key, line) of the keys `start` to `stop` - 1 of a sorted run."""
-    table = np.memmap(index, np.uint64, "r")
-    keys, offsets = np.split(table, [len(table) // 2])
-    first = int(np.searchsorted(keys, np.uint64(start)))
-    last = int(np.searchsorted(keys, np.uint64(stop - 1), "right"))
-    with text.open("rb") as file:
-        file.seek(int(offsets[first]))
-        lines = file.read(int(offsets[last] - offsets[first])).split(b"\n")[:-1]
-    yield from zip(keys[first:last].tolist(), lines, strict=True)
-
-
-def side_facts(
-    side: int, scattered: Sequence[dict[str, Any]], shards: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    """Facts of a side's documents for its manifest; shards without documents are left out."""
-    name = SIDES[side]
-    mine = [each["shard"] for each in shards if each["side"] == name]
-    return {
-        "side": name,
-        "output": sum_side(scattered, side).to_json()["output"],
-        "shards": [shard for shard in mine if shard["documents"]],
-    }
-
-
-def open_side(folder: Path) -> None:
-    """Mark the folder as not yet whole, for readers."""
-    (folder / WORK).mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+def read_run(files: tuple[Path, Path], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """(key, line) of the keys `start` to `stop` - 1."""
+    keys, ends = np.memmap(files[1], np.uint64, "r").reshape(2, -1)
+    where = external.span(keys, start, stop)
+    if where.start == where.stop:
+        return
+    begin = int(ends[where.start - 1]) if where.start else 0
+    with files[0].open("rb") as stream:
+        stream.seek(begin)
+        lines = stream.read(int(ends[where.stop - 1]) - begin).split(b"\n")[:-1]
+    yield from zip(keys[where].tolist(), lines, strict=True)
 
 
 def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
@@ -283,12 +228,6 @@ def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     (folder / WORK).rmdir()
     say(f"split: {facts['output']['documents']} documents to {folder}")
-
-
-def evenness(shards: Sequence[dict[str, Any]]) -> float:
-    """Bytes of the largest shard, divided by the mean."""
-    sizes = [shard["bytes"] for shard in shards]
-    return round(max(sizes) * len(sizes) / sum(sizes), 4)
 
 
 if __name__ == "__main__":

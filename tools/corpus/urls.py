@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
 from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.files import Funnel, Unit, cut, documents, write_shard
-from tools.corpus.repeats import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.settings import StepSettings, program
 
 SHORTEST = 9  # characters

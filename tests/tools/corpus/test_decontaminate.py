@@ -1,7 +1,6 @@
 """The decontaminate step: what is cut where, evaluation sets, and the n-grams that are sought."""
 
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -17,7 +16,6 @@ import pytest
 from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus import ngrams as module
-from tools.corpus.compiled import HAVE_NUMBA
 from tools.corpus.decontaminate import Settings, run
 from tools.corpus.evaluation import (
     Evaluation,
@@ -367,9 +365,6 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 
 # Words and n-grams
 
-KERNELS = [False, True] if HAVE_NUMBA else [False]
-kernels = pytest.mark.parametrize("use_numba", KERNELS)
-
 CHARACTERS = "abAB1 ,.'-\n\u00a0éÉßẞİ\u0131Σ\u03c3ςДд中\u0301🙂\U0001d538_"
 
 
@@ -402,12 +397,11 @@ def test_the_table_folds_every_code_point_as_python_does() -> None:
 
 
 def test_words_are_where_a_plain_loop_finds_them() -> None:
-    """Whether compiled or not, with the same hashes."""
     names: dict[str, int] = {}
-    for seed, use_numba in itertools.product(range(300), KERNELS):
+    for seed in range(300):
         rng = random.Random(seed)
         text = random_text(rng, rng.randrange(60))
-        found = split_words(text, use_numba)
+        found = split_words(text)
         expected = words_by_hand(text)
         assert found.starts.tolist() == [start for start, _, _ in expected]
         assert found.ends.tolist() == [stop for _, stop, _ in expected]
@@ -416,27 +410,23 @@ def test_words_are_where_a_plain_loop_finds_them() -> None:
     assert len(set(names.values())) == len(names) > 500
 
 
-@kernels
-def test_a_text_in_blocks_has_the_same_words(
-    use_numba: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_in_blocks_has_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
     texts = [" ".join(random_text(rng, 10) for _ in range(30)), "a " * 50, " " * 100]
-    whole = [as_lists(split_words(text, use_numba)) for text in texts]
+    whole = [as_lists(split_words(text)) for text in texts]
     monkeypatch.setattr(module, "BLOCK", 16)
-    assert [as_lists(split_words(text, use_numba)) for text in texts] == whole
-    assert split_words("x" * 70, use_numba).ends.tolist() == [32, 64, 70]
+    assert [as_lists(split_words(text)) for text in texts] == whole
+    assert split_words("x" * 70).ends.tolist() == [32, 64, 70]
 
 
-@kernels
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_ngrams_are_found_where_a_plain_loop_finds_them(use_numba: bool, n: int) -> None:
+def test_ngrams_are_found_where_a_plain_loop_finds_them(n: int) -> None:
     for seed in range(60):
         rng = random.Random(seed)
         wanted, text = (
             [rng.choice("abc") for _ in range(rng.randrange(size))] for size in (4 * n, 40)
         )
-        gram_set = NgramSet(n, hash_ngrams(split_words(" ".join(wanted)).hashes, n), use_numba)
+        gram_set = NgramSet(n, hash_ngrams(split_words(" ".join(wanted)).hashes, n))
         grams = {tuple(wanted[k : k + n]) for k in range(len(wanted) - n + 1)}
         words = split_words(" ".join(text)).hashes
         found = gram_set.find(words)
@@ -448,9 +438,8 @@ def test_ngrams_are_found_where_a_plain_loop_finds_them(use_numba: bool, n: int)
         assert np.array_equal(gram_set.ids(hashes), found.ids)
 
 
-@kernels
-def test_the_bitmap_turns_nothing_away_that_is_in_a_large_set(use_numba: bool) -> None:
+def test_the_bitmap_turns_nothing_away_that_is_in_a_large_set() -> None:
     words = np.random.default_rng(0).integers(1 << 64, size=200_000, dtype=np.uint64)
     grams = hash_ngrams(words, 13)
-    found = NgramSet(13, grams[::2], use_numba).find(words)
+    found = NgramSet(13, grams[::2]).find(words)
     assert found.positions.tolist() == list(range(0, len(grams), 2))

@@ -1,4 +1,4 @@
-"""De-duplication: recall, precision and the one that stays, against brute force and datasketch."""
+"""De-duplication: recall, precision and the one that stays, against brute force."""
 
 import itertools
 import json
@@ -13,10 +13,9 @@ import pytest
 from tests.refusals import refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tools.corpus.dedup import Settings, run
-from tools.corpus.duplicates.clusters import join_all, roots_of
-from tools.corpus.duplicates.index import Bands
+from tools.corpus.dedup.clusters import join_all, roots_of
+from tools.corpus.dedup.signatures import SHINGLES, Bands, Shingle, Shingler
 from tools.corpus.files import write_shard
-from tools.corpus.shingles import SHINGLES, Shingle, Shingler
 
 WORDS = [f"{a}{b}{c}" for a in "bcdfg" for b in "aeiou" for c in ("st", "rn", "nd", "ll", "x")]
 Records = list[dict[str, Any]]
@@ -160,16 +159,6 @@ def test_the_threshold_is_met_in_integers(tmp_path: Path) -> None:
     assert kept == {"a", "b"}
 
 
-def test_every_engine_keeps_the_same(tmp_path: Path) -> None:
-    records = corpus(4, 40, 0.08)
-    results = {
-        engine: dedup(tmp_path / engine, records, engine=engine)
-        for engine in ("numba", "numpy", "datasketch")
-    }
-    assert results["numba"] == results["numpy"]
-    assert results["numba"][0] == results["datasketch"][0]
-
-
 def test_shards_units_and_memory_change_nothing(tmp_path: Path) -> None:
     records = corpus(5, 25, 0.10)
     records[3] = {**records[7], "n": 3}  # an exact copy under the same id
@@ -273,7 +262,7 @@ def test_a_unit_of_many_documents_is_indexed_in_blocks(
         for record in records:
             shard.write(json.dumps(record).encode())
     [path] = tmp_path.glob("in.jsonl*")
-    monkeypatch.setattr("tools.corpus.duplicates.index.BLOCK", 7)
+    monkeypatch.setattr("tools.corpus.dedup.index.BLOCK", 7)
     run(Settings(input=(path,), output=tmp_path / "out", workers=1, allow_large_removal=True))
     assert {record["id"] for record in read_jsonl(tmp_path / "out")} == whole[0]
     assert duplicates(tmp_path / "out") == whole[1]

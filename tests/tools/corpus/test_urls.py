@@ -12,7 +12,7 @@ import pytest
 from megatron.data.json_lines import open_shard
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl
-from tools.corpus import repeats
+from tools.corpus import external
 from tools.corpus.urls import Settings, judge, load_blacklists, run
 
 
@@ -108,8 +108,8 @@ def test_every_line_is_kept_or_counted_by_its_reason(tmp_path: Path) -> None:
 def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str, run_length: int
 ) -> None:
-    monkeypatch.setattr(repeats, "RUN", run_length)
-    monkeypatch.setattr(repeats, "BLOCK", 7)
+    monkeypatch.setattr(external, "RUN", run_length)
+    monkeypatch.setattr(external, "BLOCK", 7)
     lines = random_list(3000, 900, seed=1)
     write_list(tmp_path / "a.txt", lines[:2000])
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress("\n".join(lines[2000:]).encode()))
@@ -120,25 +120,25 @@ def test_the_first_of_equal_urls_stays_however_the_hashes_are_cut(
 
 
 def test_small_memory_means_more_parts() -> None:
-    assert repeats.count_parts(1000, 80_000) == 1
-    assert repeats.count_parts(1001, 80_000) == 2
-    assert repeats.count_parts(10**9, 10**9) == 128
+    assert external.count_parts(1000, 80_000) == 1
+    assert external.count_parts(1001, 80_000) == 2
+    assert external.count_parts(10**9, 10**9) == 128
 
 
 def test_a_part_does_not_grow_with_what_is_often_repeated(tmp_path: Path) -> None:
     same = [bytes(16)] * 1000
-    repeats.write_rows(tmp_path, "00000", 4, same)
-    assert (tmp_path / "00000.rows").stat().st_size == repeats.ROW.itemsize
+    external.write_rows(tmp_path, "00000", 4, same)
+    assert (tmp_path / "00000.rows").stat().st_size == external.ROW.itemsize
     for part in range(4):
-        repeats.find_repeats(tmp_path, part, ["00000"])
-    assert list(repeats.repeats_of(tmp_path, "00000", 0, 4)) == list(range(1, 1000))
+        external.find_repeats(tmp_path, part, ["00000"])
+    assert list(external.repeats_of(tmp_path, "00000", 0, 4)) == list(range(1, 1000))
 
 
 def test_hashes_are_equal_only_if_all_their_bits_are(tmp_path: Path) -> None:
     pairs = np.array([[1, 2], [1, 3], [2, 2], [1, 2]], "<u8")
-    repeats.write_rows(tmp_path, "00000", 1, [pair.tobytes() for pair in pairs])
-    repeats.find_repeats(tmp_path, 0, ["00000"])
-    assert list(repeats.repeats_of(tmp_path, "00000", 0, 1)) == [3]
+    external.write_rows(tmp_path, "00000", 1, [pair.tobytes() for pair in pairs])
+    external.find_repeats(tmp_path, 0, ["00000"])
+    assert list(external.repeats_of(tmp_path, "00000", 0, 1)) == [3]
 
 
 def test_a_list_of_which_nothing_stays_is_an_error(tmp_path: Path) -> None:

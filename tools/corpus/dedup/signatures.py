@@ -1,4 +1,4 @@
-"""Documents as sets of shingles, and their MinHash signatures.
+"""Documents as sets of shingles, their MinHash signatures, and the keys that find similar ones.
 
 Text is normalised first: lower case, runs of white space as one blank, none at the ends.  A shingle
 is five characters or five words (between blanks) of it; a shorter text is one shingle.  Shingles
@@ -10,15 +10,15 @@ x -> a x + b mod 2^32, a odd.  The probability that two signatures agree in a va
 Jaccard similarity of their sets (Broder 1997).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.corpus.compiled import HAVE_NUMBA, compiled, mix
+from tools.corpus.compiled import compiled, mix
+from tools.corpus.external import Words
 
 Shingle = Literal["char5", "word5"]
 SHINGLES: tuple[Shingle, ...] = ("char5", "word5")
@@ -28,7 +28,6 @@ BLANK = 32
 # Code points for which str.isspace() holds; all of them are below 2^14.
 SPACES = np.array([chr(point).isspace() for point in range(1 << 14)])
 
-Words = NDArray[np.uint64]
 Points = NDArray[np.uint32]
 Signatures = NDArray[np.uint32]
 
@@ -38,12 +37,11 @@ S32 = np.uint64(32)
 
 @dataclass(frozen=True)
 class Shingler:
-    """Turns texts into sets and signatures; compiled and plain numpy give the same."""
+    """Turns texts into sets and signatures."""
 
     shingle: Shingle
     seed: int
     """Seed of the permutations."""
-    use_numba: bool = field(default=HAVE_NUMBA, repr=False)  # the results are the same
 
     @cached_property
     def permutations(self) -> Points:
@@ -55,18 +53,12 @@ class Shingler:
 
     def points(self, text: str) -> Points:
         """The code points of the normalised text."""
-        if not self.use_numba:
-            return _points(" ".join(text.lower().split()))
-        return _collapse(_points(text.lower()), SPACES)
+        encoded = text.lower().encode("utf-32-le", "surrogatepass")
+        return _collapse(np.frombuffer(encoded, np.uint32), SPACES)
 
     def hashes(self, points: Points) -> Words:
         """Hash of every shingle of a normalised text, in its order; equal shingles repeat."""
-        characters = self.shingle == "char5"
-        if self.use_numba:
-            return _character_hashes(points) if characters else _word_hashes(points)
-        if characters:
-            return _gram_hashes(points.astype(np.uint64))
-        return _gram_hashes(_hash_words(points))
+        return _grams(points if self.shingle == "char5" else _word_hashes(points))
 
     def shingle_set(self, text: str) -> Words:
         """The distinct hashes of a text's shingles, sorted."""
@@ -75,19 +67,34 @@ class Shingler:
 
     def sign(self, hashes: Words) -> Signatures:
         """MinHash, [PERMUTATIONS], of the set of these hashes."""
-        fold = _fold if self.use_numba else _fold_by_numpy
-        return fold(hashes, *self.permutations)
-
-    def sign_texts(self, texts: Sequence[str]) -> Signatures:
-        """[texts, PERMUTATIONS]"""
-        signatures = np.empty((len(texts), PERMUTATIONS), np.uint32)
-        for number, text in enumerate(texts):
-            signatures[number] = self.sign(self.hashes(self.points(text)))
-        return signatures
+        return _fold(hashes, *self.permutations)
 
 
-def _points(text: str) -> Points:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+@dataclass(frozen=True)
+class Bands:
+    """Cuts a signature into `count` bands of `rows` values."""
+
+    count: int
+    rows: int
+
+    def keys(self, signatures: Signatures) -> Words:
+        """[n, PERMUTATIONS] to [count, n]: keys are equal where all values of the band are."""
+        cut = signatures[:, : self.count * self.rows].reshape(-1, self.count, self.rows)
+        keys = np.zeros(cut.shape[:2], np.uint64)
+        for row in range(self.rows):
+            keys = (keys ^ cut[:, :, row]) * FACTOR
+            keys ^= keys >> np.uint64(29)
+        return keys.T
+
+    def recall(self, jaccard: float) -> float:
+        """Share of pairs of this similarity that share a bucket in at least one band."""
+        return float(1 - (1 - jaccard**self.rows) ** self.count)
+
+
+def sketch(signatures: Signatures) -> Words:
+    """[n, PERMUTATIONS] to [n, PERMUTATIONS / 64]: one fair bit of each value."""
+    bits = (signatures * np.uint32(0x9E3779B1)) >> np.uint32(31)
+    return np.packbits(bits.astype(bool), axis=1, bitorder="little").view("<u8")
 
 
 @compiled
@@ -113,19 +120,21 @@ def _collapse(points: Points, spaces: NDArray[np.bool_]) -> Points:
 
 
 @compiled
-def _character_hashes(points: Points) -> Words:
-    width = min(LENGTH, len(points))
-    out = np.empty(max(len(points) - LENGTH + 1, 1), np.uint64)
+def _grams(units: Points | Words) -> Words:
+    """Hash of every run of LENGTH units; of all units if they are fewer."""
+    width = min(LENGTH, len(units))
+    out = np.empty(max(len(units) - LENGTH + 1, 1), np.uint64)
     for k in range(len(out)):
         gram = np.uint64(0)
         for m in range(width):
-            gram = gram * FACTOR + np.uint64(points[k + m])
+            gram = gram * FACTOR + np.uint64(units[k + m])
         out[k] = mix(gram)
     return out
 
 
 @compiled
 def _word_hashes(points: Points) -> Words:
+    """Hash of every run without blanks."""
     words = np.empty(len(points) // 2 + 1, np.uint64)
     count = 0
     word = np.uint64(0)
@@ -137,15 +146,7 @@ def _word_hashes(points: Points) -> Words:
         else:
             word = word * FACTOR + np.uint64(points[k])
     words[count] = mix(word)
-    count += 1
-    width = min(LENGTH, count)
-    out = np.empty(max(count - LENGTH + 1, 1), np.uint64)
-    for k in range(len(out)):
-        gram = np.uint64(0)
-        for m in range(width):
-            gram = gram * FACTOR + words[k + m]
-        out[k] = mix(gram)
-    return out
+    return words[: count + 1]
 
 
 @compiled
@@ -157,33 +158,3 @@ def _fold(hashes: Words, factors: Points, offsets: Points) -> Signatures:
             value = np.uint32(factors[m] * x + offsets[m])
             least[m] = min(least[m], value)
     return least
-
-
-def _gram_hashes(units: Words) -> Words:
-    """Hash of every run of LENGTH units; of all units if they are fewer."""
-    count = max(len(units) - LENGTH + 1, 1)
-    grams = np.zeros(count, np.uint64)
-    for k in range(min(LENGTH, len(units))):
-        grams = grams * FACTOR + units[k : k + count]
-    return mix(grams)
-
-
-def _hash_words(points: Points) -> Words:
-    """Hash of every run without blanks: its points are the digits of a number to base FACTOR."""
-    ends = np.append(np.flatnonzero(points == BLANK), len(points))
-    starts = np.append(0, ends[:-1] + 1)
-    words = np.zeros(len(ends), np.uint64)
-    for k in range(int((ends - starts).max())):
-        longer = starts + k < ends
-        words[longer] = words[longer] * FACTOR + points[starts[longer] + k]
-    return mix(words)
-
-
-def _fold_by_numpy(
-    hashes: Words, factors: Points, offsets: Points, block: int = 4096
-) -> Signatures:
-    """Computed in blocks that fit the cache."""
-    x = (hashes >> S32).astype(np.uint32)
-    parts = [x[k : k + block] for k in range(0, len(x), block)]
-    columns = factors[:, None], offsets[:, None]
-    return np.min([(columns[0] * part + columns[1]).min(axis=1) for part in parts], axis=0)

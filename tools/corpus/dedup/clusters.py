@@ -4,8 +4,8 @@ import itertools
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +14,54 @@ from numpy.typing import NDArray
 
 from megatron.data.files import atomic_writer
 from megatron.libraries import Library
-from tools.corpus.duplicates.grouping import look_up
-from tools.corpus.duplicates.index import Index, Numbers, mapped, save
-from tools.corpus.duplicates.sets import Sets
+from tools.corpus import external
+from tools.corpus.dedup.candidates import look_up
+from tools.corpus.dedup.index import Index
+from tools.corpus.dedup.verify import Sets
+from tools.corpus.external import Numbers
 
 orjson = Library("orjson")
 
 CHUNK = 1 << 20  # rows of a file handled at a time
-MEMBER_BYTES = 600  # memory of a document in a cluster, in decide()
+MEMBER_BYTES = 600  # memory of a document in a cluster, in select_kept()
 LARGEST = 10  # clusters that are reported
 SHOWN = 4  # members of each that are reported
 REMOVED = np.dtype([("number", "<i8"), ("line", "<i8"), ("copy", "?")])
 
 
-def connect(
+def connected_components(
     folder: Path, count: int, edges: Sequence[Path], copies: Sequence[Path], memory: int
 ) -> int:
     """Write labels.npy, int64 [count]: the smallest document that each is connected to.
 
     Computed in a file if it exceeds `memory`.  Returns an upper bound of the documents in clusters.
     """
-    path = folder / "labels.npy"
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "labels.npy"
     staged = path.with_name(f"labels-{uuid.uuid4().hex}.part")
+    parent: Numbers
     if 8 * count <= memory:
         parent = np.empty(count, np.int64)
     else:
         parent = np.lib.format.open_memmap(staged, "w+", np.int64, (count,))
-        _fill(staged)
+        with staged.open("r+b") as file:  # a full disk is an OSError now, not a bus error later
+            os.posix_fallocate(file.fileno(), 0, staged.stat().st_size)
     for start in range(0, count, CHUNK):
         parent[start : start + CHUNK] = np.arange(start, min(start + CHUNK, count))
     for a, b in itertools.chain(_chunks(edges, "a", "b"), _chunks(copies, "number", "other")):
         join_all(parent, a, b)
     clustered = 0
     for start in range(0, count, CHUNK):
-        block = parent[start : start + CHUNK]
-        roots = roots_of(parent, block)
+        roots = roots_of(parent, parent[start : start + CHUNK])
         parent[start : start + CHUNK] = roots
         alone = roots == np.arange(start, start + len(roots))
-        clustered += int((~alone).sum()) * 2  # an upper bound: each is counted with its root
+        clustered += int((~alone).sum()) * 2  # each is counted with its root
     if isinstance(parent, np.memmap):
         parent.flush()
         staged.replace(path)
     else:
-        save(path, parent)
+        external.save(path, parent)
     return clustered
-
-
-def _fill(file: Path) -> None:
-    """Allocate the disk space of a sparse file: OSError now, not a bus error later."""
-    with file.open("r+b") as stream:
-        os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
 
 
 def _chunks(files: Sequence[Path], *names: str) -> Iterator[list[Numbers]]:
@@ -93,8 +90,8 @@ def join_all(parent: Numbers, a: Numbers, b: Numbers) -> None:
 
 
 @dataclass(frozen=True)
-class Deciding:
-    """Files of the previous stages, and rules, from which decide() chooses who stays."""
+class ClusterTask:
+    """Files of the previous stages, and rules, by which select_kept() chooses."""
 
     index: Index
     labels: Path
@@ -103,17 +100,18 @@ class Deciding:
     renamed: tuple[Path, ...]
     sets: Path
     priority: tuple[str, ...]
-    most: int | None
-    """Documents in a cluster; with a larger one, which is reported, nothing is decided."""
+    max_cluster: int | None
+    """Documents; with a larger cluster, which is reported, nothing is removed."""
     memory: int
     parts: int
 
     def __repr__(self) -> str:
-        return f"Deciding in {self.parts} parts by {self.priority} up to {self.most}"
+        """Distinguishes one from another when a task is looked up."""
+        return f"{self.parts} parts by {self.priority} up to {self.max_cluster}"
 
     def members(self, part: int) -> tuple[Numbers, Numbers]:
         """(sorted numbers of the documents in the clusters of a part, their clusters)."""
-        labels = mapped(self.labels)
+        labels = external.mapped(self.labels)
         found = [np.empty((2, 0), np.int64)]
         for start in range(0, len(labels), CHUNK):
             block = np.asarray(labels[start : start + CHUNK])
@@ -128,13 +126,13 @@ class Deciding:
 
     def edges_of(self, part: int) -> Iterator[NDArray[Any]]:
         """The verified edges within the clusters of a part, one file at a time."""
-        labels = mapped(self.labels)
+        labels = external.mapped(self.labels)
         for file in self.edges:
             edges = np.load(file)
             yield edges[labels[edges["a"]] % self.parts == part]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Clusters:
     """The documents of some clusters, sorted by number; a place is an index in this order."""
 
@@ -148,111 +146,93 @@ class Clusters:
     """[n]: place of the document that stays."""
     equals: Numbers
     """[n]: place of the document that represents all of the same normalised text."""
-    leads: Numbers = field(init=False)
+    leads: Numbers
     """[n]: place of the first by rank of all of the same normalised text."""
 
-    def __post_init__(self) -> None:
-        best = np.full(len(self.numbers), len(self.numbers), np.int64)
-        np.minimum.at(best, self.equals, self.ranks)
-        by_rank = np.argsort(self.ranks)
-        self.leads = by_rank[best[self.equals]]
 
-
-def read_clusters(deciding: Deciding, part: int) -> Clusters:
-    numbers, clusters = deciding.members(part)
-    names = list(deciding.index.names(numbers))
-    further = look_up(deciding.renamed, numbers, np.zeros_like(numbers)).tolist()
+def read_clusters(task: ClusterTask, part: int) -> Clusters:
+    numbers, clusters = task.members(part)
+    names = list(task.index.names(numbers))
+    further = look_up(task.renamed, numbers, np.zeros_like(numbers)).tolist()
     ids = [f"{name}-{k}" if k else name for (name, _), k in zip(names, further, strict=True)]
     sources = [source for _, source in names]
-    order = {source: k for k, source in enumerate(deciding.priority)}
+    order = {source: k for k, source in enumerate(task.priority)}
     priorities = [order.get(source, len(order)) for source in sources]
-    by_rank = sorted(range(len(numbers)), key=lambda k: (int(clusters[k]), priorities[k], ids[k]))
+    ranked = sorted(range(len(numbers)), key=lambda k: (int(clusters[k]), priorities[k], ids[k]))
+    by_rank = np.array(ranked, np.int64)
     ranks = np.empty(len(numbers), np.int64)
     ranks[by_rank] = np.arange(len(numbers))
-    heads = np.searchsorted(clusters[by_rank], clusters)  # first rank of each one's cluster
-    equals = np.searchsorted(numbers, look_up(deciding.copies, numbers, numbers))
-    return Clusters(
-        numbers, clusters, ids, sources, ranks, np.array(by_rank, np.int64)[heads], equals
-    )
+    keepers = by_rank[np.searchsorted(clusters[by_rank], clusters)]
+    equals = np.searchsorted(numbers, look_up(task.copies, numbers, numbers))
+    best = np.full(len(numbers), len(numbers), np.int64)
+    np.minimum.at(best, equals, ranks)
+    leads = by_rank[best[equals]]
+    return Clusters(numbers, clusters, ids, sources, ranks, keepers, equals, leads)
 
 
-class BestEdges:
+def best_edges(
+    found: Clusters, files: Iterable[NDArray[Any]]
+) -> tuple[Numbers, NDArray[np.float64]]:
     """Each document's edge to the most similar one; of equally similar ones, the first by rank.
 
-    via: [n] place of that document, its own if there is no edge.  similarity: [n].
+    Edges connect representatives of their texts; the other end is the first by rank of a text.
+    Returns (place of the other, its own if there is no edge; similarity), [n] each.
     """
-
-    def __init__(self, found: Clusters) -> None:
-        self._found = found
-        self.via = np.arange(len(found.numbers))
-        self.similarity = np.zeros(len(found.numbers))
-
-    def add(self, edges: NDArray[Any]) -> None:
-        """Edges connect representatives of their texts; `via` is the first by rank of a text."""
-        found = self._found
+    via, best = np.arange(len(found.numbers)), np.zeros(len(found.numbers))
+    for edges in files:
         ends = [np.searchsorted(found.numbers, edges[name]) for name in ("a", "b")]
         here, there = np.concatenate(ends), found.leads[np.concatenate(ends[::-1])]
         similarity = np.tile(edges["shared"] / edges["union"], 2)
         order = np.lexsort((found.ranks[there], -similarity, here))
         order = order[np.diff(here[order], prepend=-1) > 0]  # the best of each
         here, there, similarity = here[order], there[order], similarity[order]
-        better = (similarity > self.similarity[here]) | (
-            (similarity == self.similarity[here])
-            & (found.ranks[there] < found.ranks[self.via[here]])
-        )
-        self.via[here[better]] = there[better]
-        self.similarity[here[better]] = similarity[better]
+        as_good = (similarity == best[here]) & (found.ranks[there] < found.ranks[via[here]])
+        better = (similarity > best[here]) | as_good
+        via[here[better]] = there[better]
+        best[here[better]] = similarity[better]
+    return via, best
 
 
-def decide(folder: Path, deciding: Deciding, part: int) -> dict[str, Any]:
+def select_kept(folder: Path, task: ClusterTask, part: int) -> dict[str, Any]:
     """Write the removed documents (REMOVED, by number) and their lines of duplicates.jsonl.
 
     Returns the number of clusters, removed documents by source, and the largest clusters.
     """
-    found = read_clusters(deciding, part)
-    sets = Sets(deciding.sets, deciding.index, deciding.memory // 8)
+    found = read_clusters(task, part)
+    sets = Sets(task.sets, task.index, task.memory // 8)
     _, sizes = np.unique(found.clusters, return_counts=True)
-    goes = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
-    if deciding.most is None or sizes.max(initial=0) <= deciding.most:
-        best = BestEdges(found)
-        for edges in deciding.edges_of(part):
-            best.add(edges)
-        write_removed(folder / f"{part:04}.npy", deciding.index, found, goes, best, sets)
+    removed = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
+    if task.max_cluster is None or sizes.max(initial=0) <= task.max_cluster:
+        via, similarity = best_edges(found, task.edges_of(part))
+        copy = found.leads != np.arange(len(found.numbers))
+        via = np.where(copy, found.leads, via[found.equals])
+        similarity = np.where(copy, 1.0, similarity[found.equals])
+        jaccard = similarity_with_keepers(found, removed, sets)
+        where = list(task.index.places(found.numbers))
+        rows = np.empty(len(removed), REMOVED)
+        rows["number"], rows["copy"] = found.numbers[removed], copy[removed]
+        with atomic_writer(folder / f"{part:04}.jsonl") as stream:
+            for row, k in enumerate(removed.tolist()):
+                rows["line"][row] = stream.tell()
+                keeper = found.keepers[k]
+                line = {
+                    "id": found.ids[k],
+                    "kept_id": found.ids[keeper],
+                    "jaccard": float(jaccard[row]),
+                    "via": found.ids[via[k]],
+                    "via_jaccard": float(similarity[k]),
+                    "file": where[k][0],
+                    "offset": where[k][1],
+                    "kept_file": where[keeper][0],
+                    "kept_offset": where[keeper][1],
+                }
+                stream.write(orjson.dumps(line) + b"\n")
+        external.save(folder / f"{part:04}.npy", rows)
     return {
         "clusters": len(sizes),
-        "sources": dict(Counter(found.sources[k] for k in goes.tolist())),
+        "sources": dict(Counter(found.sources[k] for k in removed.tolist())),
         "largest": _largest(found, sets),
     }
-
-
-def write_removed(
-    file: Path, index: Index, found: Clusters, goes: Numbers, best: BestEdges, sets: Sets
-) -> None:
-    """Write `file`, and the lines beside it (.jsonl).  goes: places of the removed documents."""
-    copy = found.leads != np.arange(len(found.numbers))
-    via = np.where(copy, found.leads, best.via[found.equals])
-    via_jaccard = np.where(copy, 1.0, best.similarity[found.equals])
-    jaccard = similarity_with_keepers(found, goes, sets)
-    where = list(index.places(found.numbers))
-    removed = np.empty(len(goes), REMOVED)
-    removed["number"], removed["copy"] = found.numbers[goes], copy[goes]
-    with atomic_writer(file.with_suffix(".jsonl")) as stream:
-        for row, k in enumerate(goes.tolist()):
-            removed["line"][row] = stream.tell()
-            keeper = found.keepers[k]
-            line = {
-                "id": found.ids[k],
-                "kept_id": found.ids[keeper],
-                "jaccard": float(jaccard[row]),
-                "via": found.ids[via[k]],
-                "via_jaccard": float(via_jaccard[k]),
-                "file": where[k][0],
-                "offset": where[k][1],
-                "kept_file": where[keeper][0],
-                "kept_offset": where[keeper][1],
-            }
-            stream.write(orjson.dumps(line) + b"\n")
-    save(file, removed)
 
 
 def similarity_with_keepers(found: Clusters, places: Numbers, sets: Sets) -> NDArray[np.float64]:

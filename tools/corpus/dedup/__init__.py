@@ -5,7 +5,7 @@ set of its 5-grams, of characters or of words.  MinHash signatures of 128 permut
 bands, find candidate pairs.  Every candidate is verified by the exact Jaccard similarity of the
 sets: it is an edge where |A n B| / |A u B| is at least --jaccard, compared in integers.  Documents
 connected by edges form a cluster; the one with the smallest (source priority, id) stays, for any
-shards, workers and engine.  An id is the record's own, or else the first 128 bits of the SHA-256
+shards and workers.  An id is the record's own, or else the first 128 bits of the SHA-256
 of the text; the k-th further document of an id gets "-k".
 
 Kept records are written unchanged, as shards.  duplicates.jsonl has a line for each removed one:
@@ -15,20 +15,18 @@ which in a chain may lie below the threshold; `via` is the most similar document
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron.config.checks import at_least, share
 from megatron.errors import UsageError
-from megatron.libraries import failure
-from tools.corpus.compiled import HAVE_NUMBA
-from tools.corpus.duplicates.index import Bands, Index
-from tools.corpus.duplicates.stages import Found, Rules, Stages
+from tools.corpus.dedup.index import Index
+from tools.corpus.dedup.signatures import PERMUTATIONS, Bands, Shingle, Shingler
+from tools.corpus.dedup.stages import DedupConfig, DedupResult, Stages
 from tools.corpus.engine import StepRun
 from tools.corpus.files import Funnel, documents
-from tools.corpus.settings import StepSettings, program, say
-from tools.corpus.shingles import PERMUTATIONS, Shingle, Shingler
+from tools.corpus.settings import StepSettings, say
 
 FEW = 100  # documents; the loss of a smaller source is not checked
 SHOWN_TEXT = 2000  # characters of a duplicate in the report
@@ -71,10 +69,6 @@ class Settings(StepSettings):
     allow_large_removal: bool = False
     """Continue where --max-cluster, --max-source-loss or --expected-removal would stop the run."""
 
-    engine: Literal["auto", "numba", "numpy", "datasketch"] = "auto"
-    """Code that finds candidates: this project's kernels, compiled or not, or the library
-    datasketch, in one process and in memory; the kept documents are the same."""
-
     no_parameters: ClassVar = frozenset(  # they decide whether the run continues
         {"max_cluster", "max_source_loss", "expected_removal", "allow_large_removal"}
     )
@@ -94,30 +88,26 @@ class Settings(StepSettings):
             )
         at_least(self, max_bucket=2, max_cluster=2)
         share(self, "max_source_loss", "expected_removal")
-        if self.engine in ("numba", "datasketch") and (lack := failure(self.engine)):
-            works = ("--engine", "numpy")
-            raise UsageError("--engine", self.engine, f"numpy: {lack}", works=works)
 
     @property
-    def rules(self) -> Rules:
-        return Rules(
-            shingler=Shingler(self.shingle, self.seed, HAVE_NUMBA and self.engine != "numpy"),
+    def config(self) -> DedupConfig:
+        return DedupConfig(
+            shingler=Shingler(self.shingle, self.seed),
             bands=Bands(self.bands, self.rows),
             threshold=Fraction(str(self.jaccard)),  # as it is written: 0.7 is 7/10
             max_bucket=self.max_bucket,
             priority=self.source_priority,
             max_cluster=None if self.allow_large_removal else self.max_cluster,
-            by_datasketch=self.engine == "datasketch",
         )
 
 
 def run(settings: Settings) -> None:
-    rules = settings.rules
+    config = settings.config
     with StepRun("dedup", settings) as step:
         if step.done:
             return
-        say_recall(rules.bands, settings.jaccard)
-        stages = Stages(step, rules)
+        say_recall(config.bands, settings.jaccard)
+        stages = Stages(step, config)
         index, funnel = stages.index()
         if unknown := [name for name in settings.source_priority if name not in funnel.input]:
             say(
@@ -127,19 +117,19 @@ def run(settings: Settings) -> None:
         copies, ids = stages.copies(index), stages.ids(index)
         pairs, buckets = stages.pairs(index, copies)
         edges, histogram = stages.edges(index, pairs)
-        found = stages.choose(index, edges, copies, ids)
-        stop_if_absurd(settings, index, funnel, found)
-        kept, shards = stages.kept(index, found.removed)
+        result = stages.select(index, edges, copies, ids)
+        stop_if_absurd(settings, index, funnel, result)
+        kept, shards = stages.kept(index, result.removed)
         funnel.add(kept)
         step.finish(
             funnel,
             shards,
             permutations=PERMUTATIONS,
-            recall_curve=recall_curve(rules.bands),
+            recall_curve=recall_curve(config.bands),
             buckets=buckets,
             jaccard_histogram=histogram,
-            clusters=found.clusters,
-            largest_clusters=with_texts(index, found.largest),
+            clusters=result.clusters,
+            largest_clusters=with_texts(index, result.largest),
         )
 
 
@@ -160,46 +150,43 @@ def say_recall(bands: Bands, threshold: float) -> None:
         )
 
 
-def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, found: Found) -> None:
+def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, result: DedupResult) -> None:
     """Raises ValueError, and prints the largest clusters, if too much is removed to be right."""
-    complaints = complain(settings, funnel, found)
-    if not complaints:
-        return
-    for cluster in with_texts(index, found.largest[:3]):
-        say(f"cluster of {cluster['size']} documents, {cluster['kept_id']} would stay:")
-        for member in cluster["members"]:
-            say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
-    message = "; ".join(complaints)
-    if not settings.allow_large_removal:
-        raise ValueError(f"dedup: {message}; --allow-large-removal goes on all the same")
-    say(f"warning: dedup: {message}")
-
-
-def complain(settings: Settings, funnel: Funnel, found: Found) -> list[str]:
     complaints = []
-    largest = found.largest[0]["size"] if found.largest else 0
+    largest = result.largest[0]["size"] if result.largest else 0
     if largest > settings.max_cluster:
         complaints.append(
             f"a cluster has {largest} documents, over --max-cluster {settings.max_cluster}"
         )
     for source, count in sorted(funnel.input.items()):
-        lost = found.sources[source] / max(1, count.documents)
+        lost = result.sources[source] / max(1, count.documents)
         if count.documents >= FEW and lost > settings.max_source_loss:
             complaints.append(
                 f"the source {source} would lose {lost:.0%} of its {count.documents} documents, "
                 f"over --max-source-loss {settings.max_source_loss}"
             )
-    rate = found.sources.total() / max(1, documents(funnel.input))
+    rate = result.sources.total() / max(1, documents(funnel.input))
     expected = settings.expected_removal
     if expected is not None and rate > 3 * expected + 0.02:
-        complaints.append(f"{rate:.1%} of the documents would go, and {expected:.1%} were expected")
-    return complaints
+        complaints.append(
+            f"{rate:.1%} of the documents would be removed, and {expected:.1%} were expected"
+        )
+    if not complaints:
+        return
+    for cluster in with_texts(index, result.largest[:3]):
+        say(f"cluster of {cluster['size']} documents, {cluster['kept_id']} would stay:")
+        for member in cluster["members"]:
+            say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
+    message = "; ".join(complaints)
+    if not settings.allow_large_removal:
+        raise ValueError(f"dedup: {message}; --allow-large-removal continues all the same")
+    say(f"warning: dedup: {message}")
 
 
 def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The clusters with the beginnings of their members' texts."""
     numbers = sorted({member["number"] for each in clusters for member in each["members"]})
-    texts = dict(index.documents(np.array(numbers, np.int64)))
+    texts = dict(index.texts(np.array(numbers, np.int64)))
     return [
         {
             **cluster,
@@ -211,7 +198,3 @@ def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, A
         }
         for cluster in clusters
     ]
-
-
-if __name__ == "__main__":
-    program("tools.corpus.dedup")
