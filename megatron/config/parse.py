@@ -230,17 +230,42 @@ def parse(
                 raise CommandLineError(text) from None
         # If a preset's value is not of its setting's type, the error names file and key.
         for file, key, value in presets:
-            is_switch = bool in (types[key], *get_args(types[key]))
-            if isinstance(value, bool) and is_switch:
-                continue  # alone it would be a value, not a flag
-            one = functools.partial(tyro.cli, make_dataclass("one", [(key, types[key])]))
-            try:
-                _run_tyro(one, _arguments(key, value), {}, ())
-            except CommandLineError as error:
-                reason = str(error).partition("\n")[0]
-                allowed = "true or false" if is_switch else f"a value of this setting ({reason})"
-                raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed) from None
+            if fit := _type_of_value(types[key], key, value):
+                raise UsageError("--preset", f"{file}: {setting(key, value)}", fit) from None
         raise
+
+
+def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
+    """The settings of a table of a TOML file, whose keys are all settings of the program. Raises
+    as `parse`; if a value is not of its setting's type, the flag of the UsageError is the line."""
+    import tyro
+
+    words = [word for key, value in table.items() for word in _arguments(key, value)]
+    try:
+        settings: Program = _run_tyro(functools.partial(tyro.cli, program), words, {}, ())
+    except CommandLineError:
+        types = {name: kind for name, kind, _ in _fields(program)}
+        for key, value in table.items():
+            if fit := _type_of_value(types[key], key, value):
+                raise UsageError(setting(key, value), None, fit) from None
+        raise
+    return settings
+
+
+def _type_of_value(kind: Any, key: str, value: Any) -> str | None:
+    """What a setting of this type must be in a TOML file; None if the value is of the type."""
+    import tyro
+
+    is_switch = bool in (kind, *get_args(kind))
+    if isinstance(value, bool) and is_switch:
+        return None  # alone it would be a value, not a flag
+    one = functools.partial(tyro.cli, make_dataclass("one", [(key, kind)]))
+    try:
+        _run_tyro(one, _arguments(key, value), {}, ())
+    except CommandLineError as error:
+        reason = str(error).partition("\n")[0]
+        return "true or false" if is_switch else f"a value of this setting ({reason})"
+    return None
 
 
 def parse_part(part: type[Program], argv: Sequence[str], environ: Mapping[str, str]) -> Program:

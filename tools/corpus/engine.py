@@ -380,7 +380,8 @@ class StepRun:
             raise UsageError(
                 "--output",
                 self.output,
-                f"another folder, or replaced with --overwrite: this {difference}",
+                f"another folder, or replaced: this {difference}",
+                works=("--output", str(self.output), "--overwrite"),
             )
         clear(self.output)
 

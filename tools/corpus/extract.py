@@ -17,39 +17,19 @@ that cannot be read is listed in rejected.jsonl, with file and offset.  Hidden f
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import UsageError
+from tools.corpus import readers
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
 from tools.corpus.files import Funnel, Record, ShardWriter, document_id, dump_record, write_shard
-from tools.corpus.formats import (
-    Fault,
-    Item,
-    json_parser,
-    parse_text,
-    read_json_lines,
-    read_listed,
-    read_packed,
-    read_wet,
-)
-from tools.corpus.parts import (
-    LINES,
-    Format,
-    Loose,
-    Part,
-    find_parts,
-    group,
-    listed_parts,
-    write_listing,
-)
 from tools.corpus.settings import StepSettings, program
 
-KEYED = (*LINES, "json")
 SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards
-PROBED_PARTS = 8
+PROBED_SPLITS = 8
 PROBED_ITEMS = 100
 
 
@@ -59,7 +39,7 @@ class Settings(StepSettings):
     """Files in the --format, or folders that hold them at any depth; for jsonl, *.jsonl, *.json
     and *.txt directly in the folder."""
 
-    format: Format
+    format: readers.Format
     """Format of the input."""
 
     source: str
@@ -72,30 +52,35 @@ class Settings(StepSettings):
         super().__post_init__()
         if not self.source.strip():
             raise UsageError("--source", '""', "a name", works=("--source", "wikipedia"))
-        if self.key != "text" and self.format not in KEYED:
+        if self.key != "text" and self.format not in readers.KEYED:
             raise UsageError(
                 "--key",
                 self.key,
-                f"left out with --format {self.format}: {', '.join(KEYED)} have fields",
+                f"left out with --format {self.format}: {', '.join(readers.KEYED)} have fields",
                 works=("--key", "text"),
             )
 
 
 def run(settings: Settings) -> None:
-    parts, loose = find_parts(settings.input, settings.format, settings.unit_bytes)
-    units = [part.unit for part in parts]
+    splits, loose = readers.find_input(settings.input, settings.format, settings.unit_bytes)
+    units = [split.unit for split in splits]
     with StepRun("extract", settings, units + [each.unit for each in loose]) as step:
         if step.done:
             return
-        listed = list_loose(step, loose) if loose else []
+        listed: list[readers.SourceSplit] = []
+        if loose:
+            listing = step.work / "files.jsonl"
+            task = Task("files", (tuple(loose), settings.unit_bytes, listing))
+            [ranges] = step.stage("listing", readers.write_listing, [task])
+            listed = readers.listed(listing, ranges)
         step.units = [  # the manifest's inputs, numbered so that each group has a number
-            dataclasses.replace(part.unit, number=k) for k, part in enumerate([*parts, *listed])
+            dataclasses.replace(split.unit, number=k) for k, split in enumerate([*splits, *listed])
         ]
         roots = tuple(str(each.root if each.root.is_dir() else each.root.parent) for each in loose)
-        check_fit(parts, listed, roots, settings)
-        groups = [*group(parts, settings.unit_bytes), *([part] for part in listed)]
+        check_format([splits, listed], roots, settings)
+        groups = [*readers.group(splits, settings.unit_bytes), *([split] for split in listed)]
         tasks = [
-            Task(f"{k:05}", (k, tuple(each), roots, settings), sum(part.bytes for part in each))
+            Task(f"{k:05}", (k, tuple(each), roots, settings), sum(split.bytes for split in each))
             for k, each in enumerate(groups)
         ]
         results = step.stage("shards", extract_group, tasks)
@@ -103,36 +88,17 @@ def run(settings: Settings) -> None:
         step.finish(funnel, [shard for result in results for shard in result["shards"]])
 
 
-def list_loose(step: StepRun, loose: Sequence[Loose]) -> list[Part]:
-    """Single files as ranges of a listing."""
-    listing = step.work / "files.jsonl"
-    task = Task("files", (tuple(loose), step.settings.unit_bytes, listing))
-    [ranges] = step.stage("listing", write_listing, [task])
-    return listed_parts(listing, ranges)
-
-
-def read_part(part: Part, roots: tuple[str, ...], settings: Settings) -> Iterator[Item]:
-    """roots: the folders that a listing refers to."""
-    if settings.format in LINES:
-        return read_json_lines(part, settings.key)
-    if settings.format == "wet":
-        return read_wet(part)
-    parse = json_parser(settings.key) if settings.format == "json" else parse_text
-    if part.name:
-        return read_packed(part, parse)
-    return read_listed(part, roots, parse)
-
-
 def extract_group(
-    number: int, parts: Sequence[Part], roots: tuple[str, ...], settings: Settings
+    number: int, splits: Sequence[readers.SourceSplit], roots: tuple[str, ...], settings: Settings
 ) -> dict[str, Any]:
-    """Write parts as shards."""
+    """Write a group as shards, none of which exceeds what the next step reads as one."""
     funnel = Funnel()
-    with open_shards(number, settings) as shards:
+    shards: list[ShardWriter] = []
+    with contextlib.ExitStack() as stack:
         for item in itertools.chain.from_iterable(
-            read_part(part, roots, settings) for part in parts
+            readers.read(split, roots, settings.format, settings.key) for split in splits
         ):
-            if isinstance(item, Fault):
+            if isinstance(item, readers.Fault):
                 funnel.set_aside(item.file, item.offset, item.content, item.reason)
                 continue
             record = shape(item, settings)
@@ -140,11 +106,15 @@ def extract_group(
             if not record["text"] or record["text"].isspace():
                 funnel.drop(record, "empty text")
                 continue
-            line = dump_record(record)
             funnel.keep(record)
-            shards.write(line)
-    keep_rejected(settings, dataclasses.replace(parts[0].unit, number=number), funnel)
-    return {"funnel": funnel.to_json(), "shards": shards.facts}
+            if not shards or shards[-1].bytes >= SHARD_UNITS * settings.unit_bytes:
+                stack.close()
+                name = f"part-{number:05}-{len(shards):03}"
+                shard = write_shard(settings.output, name, settings.compress)
+                shards.append(stack.enter_context(shard))
+            shards[-1].write(dump_record(record))
+    keep_rejected(settings, dataclasses.replace(splits[0].unit, number=number), funnel)
+    return {"funnel": funnel.to_json(), "shards": [shard.facts for shard in shards]}
 
 
 def shape(record: Record, settings: Settings) -> Record:
@@ -161,55 +131,27 @@ def shape(record: Record, settings: Settings) -> Record:
     return {**first, **record, **first}  # fields of `first` come first, with its values
 
 
-class Shards:
-    """Writes one shard after another, so that none exceeds what the next step reads as one."""
-
-    def __init__(self, number: int, settings: Settings, stack: contextlib.ExitStack) -> None:
-        self._number = number
-        self._settings = settings
-        self._stack = stack
-        self._full = SHARD_UNITS * settings.unit_bytes
-        self._written: list[ShardWriter] = []
-
-    def write(self, line: bytes) -> None:
-        if not self._written or self._written[-1].bytes >= self._full:
-            self._stack.close()
-            name = f"part-{self._number:05}-{len(self._written):03}"
-            shard = write_shard(self._settings.output, name, self._settings.compress)
-            self._written.append(self._stack.enter_context(shard))
-        self._written[-1].write(line)
-
-    @property
-    def facts(self) -> list[dict[str, Any]]:
-        return [shard.facts for shard in self._written]
-
-
-@contextlib.contextmanager
-def open_shards(number: int, settings: Settings) -> Iterator[Shards]:
-    with contextlib.ExitStack() as stack:
-        yield Shards(number, settings, stack)
-
-
-def check_fit(
-    parts: Sequence[Part], listed: Sequence[Part], roots: tuple[str, ...], settings: Settings
+def check_format(
+    kinds: Sequence[Sequence[readers.SourceSplit]], roots: tuple[str, ...], settings: Settings
 ) -> None:
-    """Probe some parts.  Raises ValueError if everything in them would be rejected."""
-    first: Fault | None = None
-    for all_parts in (parts, listed):
-        for part in all_parts[:: max(1, len(all_parts) // PROBED_PARTS)]:
-            for item in itertools.islice(read_part(part, roots, settings), PROBED_ITEMS):
-                if not isinstance(item, Fault):
+    """Probe some splits of each kind.  Raises UsageError if everything would be rejected."""
+    first: readers.Fault | None = None
+    for splits in kinds:
+        for split in splits[:: max(1, len(splits) // PROBED_SPLITS)]:
+            items = readers.read(split, roots, settings.format, settings.key)
+            for item in itertools.islice(items, PROBED_ITEMS):
+                if not isinstance(item, readers.Fault):
                     return
                 first = first or item
-    if first is not None:
-        raise ValueError(unfit(settings, first))
-
-
-def unfit(settings: Settings, fault: Fault) -> str:
-    place = f"{fault.file}, byte {fault.offset}: {fault.reason}"
-    key = f" with --key {settings.key}" if settings.format in KEYED else ""
+    if first is None:
+        return
+    key = f" with --key {settings.key}" if settings.format in readers.KEYED else ""
     hint = "; WikiExtractor has to run with --json" if settings.format == "wikiextractor" else ""
-    return f"--format {settings.format}{key} does not fit --input: {place}{hint}"
+    raise UsageError(
+        "--format",
+        f"{settings.format}{key}",
+        f"that of --input; {first.file}, byte {first.offset}: {first.reason}{hint}",
+    )
 
 
 if __name__ == "__main__":

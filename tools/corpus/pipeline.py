@@ -19,15 +19,16 @@ relative to the folder in which it is run.
 import difflib
 import importlib
 import json
-import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Annotated, Any, get_origin
 
-from megatron.errors import UsageError, setting
-from tools.corpus.settings import parse_settings
+import tyro
+
+from megatron.config.parse import parse_table
+from megatron.errors import CommandLineError, UsageError, flag, setting, switch
 
 STEPS = {
     "extract": "tools.corpus.extract",
@@ -40,15 +41,46 @@ STEPS = {
 }
 COMMON = ("workers", "scheduler", "memory", "compress", "unit")
 """Keys before the first table, given to the steps that have them."""
-OF_THE_COMMAND = {"shard", "overwrite"}
-NOT_OF_THE_FILE = {"output", *OF_THE_COMMAND}
+OF_THE_COMMAND = ("shard", "overwrite")
+"""Settings of steps that a file does not hold: a run with them is another command."""
 USUAL = ("clean", "dedup", "split")
 """Steps of a run without a file."""
-SWITCHES = (bool, bool | None)
-"""Types of keys whose flags take no value."""
-FLAG = re.compile(r"--[a-z]+(?:-[a-z]+)*")
 
 Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of the programs that read a description."""
+
+    config: Annotated[Path | None, tyro.conf.Positional] = None
+    """TOML file; scripts/corpus/ has two.  Without it, give --input and --output."""
+
+    input: tuple[Path, ...] = ()
+    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
+
+    output: Path | None = None
+    """Folder that the run fills."""
+
+    workers: int | None = None
+    """Processes of every step; overrides the file."""
+
+    allow_overcommit: bool = False
+    """Only warn if the estimate says that disk or memory do not suffice."""
+
+    def __post_init__(self) -> None:
+        given = bool(self.input), self.output is not None
+        if given != ((False, False) if self.config else (True, True)):
+            raise UsageError(
+                "--input", None, "given with --output, or both left out where a TOML file is given"
+            )
+
+    def description(self) -> "Description":
+        """The content of the file, or without a file the usual steps with their defaults."""
+        if self.config is not None:
+            return read_description(self.config)
+        head = {"input": list(map(str, self.input)), "output": str(self.output)}
+        return Description(origin="the command", head=head, tables={step: {} for step in USUAL})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +108,33 @@ class Description:
     head: Table
     tables: Mapping[str, Table]
 
+    def __post_init__(self) -> None:
+        known = ("output", "input", *COMMON)
+        for key in self.head:
+            check_key(f"{self.origin}: before the first table:", key, known, ", ".join(known))
+        for name in self.tables:
+            check_key(f"{self.origin}: the tables:", name, STEPS, "python -m tools.corpus")
+        inputs, extracts = self.head.get("input", []), self.tables.get("extract", {})
+        if "output" not in self.head:
+            self._refuse('needs output = "FOLDER" before the first table')
+        if not isinstance(inputs, list):
+            self._refuse('input must be a list such as ["raw.jsonl"]')
+        for name, table in extracts.items():
+            if not isinstance(table, Mapping):
+                self._refuse(
+                    f"[extract] {name} must be in a table for its source such as "
+                    "[extract.wikipedia]"
+                )
+        if not inputs and not extracts:
+            self._refuse(
+                'needs input = ["raw.jsonl"] before the first table, or a table [extract.NAME]'
+            )
+        if not self.tables:
+            self._refuse("needs the table of a step such as [dedup]")
+
+    def _refuse(self, reason: str) -> None:
+        raise ValueError(f"{self.origin}: {reason}")
+
     def jobs(self, flags: Table) -> list[Job]:
         """The jobs to run, in order.  flags: flags of steps, which override the file's.
 
@@ -87,34 +146,24 @@ class Description:
         for step in STEPS:
             if step not in self.tables:
                 continue
-            made = self._of_step(step, inputs, output, jobs, flags)
+            table, folder = self.tables[step], output / step
             if step == "extract":
-                inputs += [job.output for job in made]
-            elif step == "split":
-                inputs = [output / step / side for side in ("train", "valid")]
-            elif step not in ("tokenise", "report"):
-                inputs = [job.output for job in made]
-            jobs += made
+                for name, each in table.items():
+                    jobs.append(self._job(f"{step}.{name}", each, None, folder / name, flags))
+                    inputs.append(folder / name)
+            elif step == "report":
+                folders = [job.output for job in jobs]
+                jobs.append(self._job(step, table, folders, output / "report.html", flags))
+            elif step == "tokenise" and "split" in self.tables:
+                for side in inputs:
+                    name = f"{step}.{side.name}"
+                    jobs.append(self._job(name, table, [side], folder / side.name, flags))
+            else:
+                jobs.append(self._job(step, table, inputs, folder, flags))
+                inputs = [folder]
+                if step == "split":
+                    inputs = [folder / side for side in ("train", "valid")]
         return jobs
-
-    def _of_step(
-        self, step: str, inputs: list[Path], output: Path, before: Sequence[Job], flags: Table
-    ) -> list[Job]:
-        table, folder = self.tables[step], output / step
-        if step == "extract":
-            return [
-                self._job(f"{step}.{name}", each, None, folder / name, flags)
-                for name, each in table.items()
-            ]
-        if step == "report":
-            folders = [job.output for job in before]
-            return [self._job(step, table, folders, output / "report.html", flags)]
-        if step == "tokenise" and "split" in self.tables:
-            return [
-                self._job(f"{step}.{side.name}", table, [side], folder / side.name, flags)
-                for side in inputs
-            ]
-        return [self._job(step, table, inputs, folder, flags)]
 
     def _job(
         self, name: str, table: Table, inputs: list[Path] | None, output: Path, flags: Table
@@ -123,32 +172,28 @@ class Description:
         step = name.partition(".")[0]
         where = f"{self.origin}: [{name if inputs is None else step}]"
         kind = importlib.import_module(STEPS[step]).Settings
-        known = {field.name for field in fields(kind)}
-        check_table(table, kind, step, where, reads_raw=inputs is None)
-        common = {key: value for key, value in self.head.items() if key in known & set(COMMON)}
-        last = {key: value for key, value in flags.items() if key in known}
-        given = {"output": output} if inputs is None else {"input": inputs, "output": output}
-        settings = parse(step, arguments({**given, **common, **table, **last}), where)
+        known = {each.name: each for each in fields(kind)}
+        keys = known.keys() - set(OF_THE_COMMAND)
+        paths = {"output": output} if inputs is None else {"input": inputs, "output": output}
+        help_command = f"python -m {STEPS[step]} --help"
+        for key, value in table.items():
+            if key in paths or key in OF_THE_COMMAND:
+                raise ValueError(f"{where} {key}: `run` sets it; take it out")
+            check_key(where, key, keys, help_command)
+            if isinstance(value, Mapping):
+                raise ValueError(f"{where} {key}: a table in a table is no flag")
+        if inputs is None and not table.get("input"):
+            raise ValueError(f'{where} needs input = ["FILE OR FOLDER"]')
+        for key, field in known.items():
+            if field.default is MISSING and key not in paths and key not in table:
+                raise ValueError(f"{where} needs {key}; {help_command} says what it is")
+        common = {key: value for key, value in self.head.items() if key in COMMON}
+        values = {**paths, **common, **table, **flags}
+        try:
+            settings = parse_table(kind, {key: values[key] for key in values if key in known})
+        except ValueError as error:
+            raise ValueError(f"{where} {as_toml(error, kind)}") from None
         return Job(name=name, step=step, settings=settings, output=output, where=where)
-
-
-def check_table(table: Table, kind: type[Any], step: str, where: str, *, reads_raw: bool) -> None:
-    """Raises ValueError for a key that is unknown to the step, set by `run`, or missing."""
-    known = {field.name: field for field in fields(kind)}
-    own = NOT_OF_THE_FILE if reads_raw else NOT_OF_THE_FILE | {"input"}
-    for key, value in table.items():
-        if key in own:
-            raise ValueError(f"{where} {key}: `run` sets it; take it out")
-        check_key(where, key, set(known), f"python -m {STEPS[step]} --help")
-        if isinstance(value, Mapping):
-            raise ValueError(f"{where} {key}: a table in a table is no flag")
-        if known[key].type in SWITCHES and not isinstance(value, bool):
-            raise ValueError(f"{where} {key}: true or false would work, without quotes")
-    if reads_raw and not table.get("input"):
-        raise ValueError(f'{where} needs input = ["FILE OR FOLDER"]')
-    for key, field in known.items():
-        if field.default is MISSING and key not in {"input", "output", *table}:
-            raise ValueError(f"{where} needs {key}; python -m {STEPS[step]} --help says what it is")
 
 
 def read_description(file: Path) -> Description:
@@ -165,57 +210,7 @@ def read_description(file: Path) -> Description:
         raise ValueError(f"{file}: no such file; scripts/corpus/small.toml is one") from None
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     head = {key: value for key, value in content.items() if key not in tables}
-    return describe(str(file), head, tables)
-
-
-def describe_usual(inputs: Sequence[Path], output: Path) -> Description:
-    """Description of the usual steps, with their defaults."""
-    head = {"input": list(map(str, inputs)), "output": str(output)}
-    return describe("the command", head, {step: {} for step in USUAL})
-
-
-def check_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> None:
-    """Raises ValueError if a command gives neither a file nor --input and --output, or both."""
-    given = bool(inputs), output is not None
-    if given != ((False, False) if config else (True, True)):
-        raise UsageError(
-            "--input", None, "given with --output, or both left out where a TOML file is given"
-        )
-
-
-def describe_given(config: Path | None, inputs: Sequence[Path], output: Path | None) -> Description:
-    """Description from a command's arguments, which check_given has checked."""
-    if config is not None:
-        return read_description(config)
-    assert output is not None
-    return describe_usual(inputs, output)
-
-
-def describe(origin: str, head: Table, tables: Mapping[str, Table]) -> Description:
-    known = ("output", "input", *COMMON)
-    for key in head:
-        check_key(f"{origin}: before the first table:", key, known, ", ".join(known))
-    for name in tables:
-        check_key(f"{origin}: the tables:", name, set(STEPS), "python -m tools.corpus")
-    if "output" not in head:
-        raise ValueError(f'{origin}: before the first table it needs output = "FOLDER"')
-    if not isinstance(head.get("input", []), list):
-        raise ValueError(f'{origin}: input: a list such as ["raw.jsonl"] would work')
-    extracts = tables.get("extract", {})
-    for name, table in extracts.items():
-        if not isinstance(table, Mapping):
-            raise ValueError(
-                f"{origin}: [extract] {name}: a table for each source, such as "
-                "[extract.wikipedia], would work"
-            )
-    if not head.get("input") and not extracts:
-        raise ValueError(
-            f'{origin}: nothing to read; input = ["raw.jsonl"] before the first table, or a '
-            "table [extract.NAME], would work"
-        )
-    if not tables:
-        raise ValueError(f"{origin}: no step; a table such as [dedup] would be one")
-    return Description(origin=origin, head=head, tables=tables)
+    return Description(origin=str(file), head=head, tables=tables)
 
 
 def check_key(where: str, key: str, known: Collection[str], listing: str) -> None:
@@ -226,60 +221,74 @@ def check_key(where: str, key: str, known: Collection[str], listing: str) -> Non
     raise ValueError(f"{where} {key} is unknown; {meant}")
 
 
-def arguments(table: Table) -> list[str]:
-    """As typed in a command: workers = 2 becomes --workers 2, overwrite = false --no-overwrite."""
-    words: list[str] = []
-    for key, value in table.items():
-        name = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list):
-            words += [f"--{name}", *map(str, value)]
-        else:
-            words += [f"--{name}", str(value)]
-    return words
+def preflight(description: Description, jobs: Sequence[Job]) -> None:
+    """Raises ValueError, naming the table and the key, for errors that would stop a job later:
+    files that are missing, and what the step's check(settings), which must be quick, finds."""
+    for path in map(Path, description.head.get("input", [])):
+        if not path.exists():
+            raise ValueError(f"{description.origin}: input {path}: no such file or folder")
+    made = {job.output.absolute() for job in jobs}
+    for job in jobs:
+        for field in fields(job.settings):
+            value = getattr(job.settings, field.name)
+            for path in value if isinstance(value, tuple) else (value,):
+                if not isinstance(path, Path) or field.name == "output":
+                    continue
+                place = path.absolute()
+                if field.name == "input" and (place in made or place.parent in made):
+                    continue  # the run writes it, such as OUTPUT/split/train
+                # A vocabulary may be a folder with a tokenizer.json.
+                may_be_folder = field.name in ("input", "vocab_file")
+                if not (path.exists() if may_be_folder else path.is_file()):
+                    raise ValueError(f"{job.where} {field.name} {path}: no such file")
+        check = getattr(importlib.import_module(STEPS[job.step]), "check", None)
+        try:
+            if check is not None:
+                check(job.settings)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{job.where} {as_toml(error, job.settings)}") from error
 
 
-def parse(step: str, argv: Sequence[str], where: str) -> Any:
-    """Settings from flags, by the step's own parser.  Raises ValueError with its reason."""
-    try:
-        return parse_settings(STEPS[step], argv)
-    except ValueError as error:
-        kind = importlib.import_module(STEPS[step]).Settings
-        raise ValueError(f"{where} {as_keys(error, kind)}") from None
-
-
-def as_keys(error: Exception, settings: Any) -> str:
+def as_toml(error: Exception, settings: Any) -> str:
     """The message of a step's error, with lines of a file instead of flags: append_eod = false
     instead of --no-append-eod.  settings: the step's, or their class."""
-    known = {each.name: each for each in fields(settings) if each.name not in OF_THE_COMMAND}
-
-    def line(flag: str, *values: str) -> str:
-        """The line for a flag; a flag that is no key stays unchanged."""
-        key = flag.removeprefix("--").replace("-", "_")
-        key, is_on = (key, True) if key in known else (key.removeprefix("no_"), False)
-        if key not in known:
-            return " ".join([flag, *values])
-        if known[key].type in SWITCHES:
-            return setting(key, is_on)
-        if get_origin(known[key].type) is tuple and values:
-            return setting(key, [*map(as_value, values)])
-        return setting(key, as_value(" ".join(values))) if values else key
+    known = {each.name: each.type for each in fields(settings) if each.name not in OF_THE_COMMAND}
 
     def in_prose(text: str) -> str:
-        return FLAG.sub(lambda flag: line(flag[0]), text)
+        for key in sorted(known, key=len, reverse=True):  # --unit is a part of --unit-of-length
+            text = text.replace(switch(key, False), setting(key, False)).replace(flag(key), key)
+        return text
 
-    if not isinstance(error, UsageError):
+    def line(word: str, values: Sequence[str]) -> str:
+        """The line for a flag and its values; a flag that is no key stays unchanged."""
+        key = word.removeprefix("--").replace("-", "_")
+        is_on = key in known
+        if not is_on:
+            key = key.removeprefix("no_")
+        if key not in known:
+            return " ".join([word, *values])
+        if known[key] in (bool, bool | None):
+            return setting(key, is_on)
+        if not values:
+            return key
+        typed = [*map(as_value, values)]
+        return setting(key, typed if get_origin(known[key]) is tuple else typed[0])
+
+    if isinstance(error, CommandLineError):
         # The first line of tyro's text has the reason; the others are about a command line.
-        return in_prose(str(error).splitlines()[0])
-    given = [] if error.value is None else [str(error.value)]
+        return in_prose(str(error).partition("\n")[0])
+    if not isinstance(error, UsageError):
+        return in_prose(str(error))
+    text = line(error.flag, [] if error.value is None else [str(error.value)])
+    text += f": must be {in_prose(error.allowed)}"
     cures: list[list[str]] = []
     for word in error.works:
         if word.startswith("--"):
             cures.append([])
         cures[-1].append(word)
-    cure = f"; {', '.join(line(*words) for words in cures)} works" if cures else ""
-    return f"{line(error.flag, *given)}: must be {in_prose(error.allowed)}{cure}"
+    if cures:
+        text += f"; {', '.join(line(word, values) for word, *values in cures)} works"
+    return text
 
 
 def as_value(text: str) -> Any:

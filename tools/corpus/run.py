@@ -15,35 +15,19 @@ step continues.  If the file or the input has changed since, the first step affe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import Any
 
 from megatron.errors import UsageError
 from tools.corpus import plan
-from tools.corpus.early import check_early
 from tools.corpus.files import Compression
-from tools.corpus.pipeline import Job, as_keys, check_given, describe_given
+from tools.corpus.pipeline import Job, RunSettings, as_toml, preflight
 from tools.corpus.settings import program, say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    config: Annotated[Path | None, tyro.conf.Positional] = None
-    """TOML file; scripts/corpus/ has two.  Without it, give --input and --output."""
-
-    input: tuple[Path, ...] = ()
-    """Files of JSON lines or text, or folders of them, to clean, de-duplicate and split."""
-
-    output: Path | None = None
-    """Folder to fill."""
-
+class Settings(RunSettings):
     until: str | None = None
     """Last step to run, such as dedup."""
-
-    workers: int | None = None
-    """Processes of every step; overrides the file."""
 
     scheduler: str | None = None
     """local, slurm or an address; overrides the file."""
@@ -60,28 +44,21 @@ class Settings:
     plan: bool = True
     """Estimate the needs of the run from a sample first, and refuse if it cannot fit."""
 
-    allow_overcommit: bool = False
-    """Continue even if the estimate says that it cannot fit."""
-
-    def __post_init__(self) -> None:
-        check_given(self.config, self.input, self.output)
-
-    @property
-    def flags(self) -> dict[str, str | int | bool]:
-        """Flags of the steps, as far as given."""
-        names = ("workers", "scheduler", "memory", "compress")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {**given, "overwrite": True} if self.overwrite else given
-
 
 def run(settings: Settings) -> None:
-    description = describe_given(settings.config, settings.input, settings.output)
-    jobs = jobs_until(description.jobs(settings.flags), settings.until)
-    check_early(description, jobs)
+    description = settings.description()
+    flags: dict[str, Any] = {}
+    for name in ("workers", "scheduler", "memory", "compress"):
+        if (value := getattr(settings, name)) is not None:
+            flags[name] = value
+    if settings.overwrite:
+        flags["overwrite"] = True
+    jobs = jobs_until(description.jobs(flags), settings.until)
+    preflight(description, jobs)
     if settings.plan:
-        removal = plan.check(description, jobs, settings.flags, plan_settings(settings))
+        removal = plan.check(description, jobs, flags, allow_overcommit=settings.allow_overcommit)
         if removal is not None and "expected_removal" not in description.tables.get("dedup", {}):
-            flags = {**settings.flags, "expected_removal": removal}
+            flags["expected_removal"] = removal
             jobs = jobs_until(description.jobs(flags), settings.until)
     for number, job in enumerate(jobs, start=1):
         say(f"[{number}/{len(jobs)}] {job.name}")
@@ -89,17 +66,15 @@ def run(settings: Settings) -> None:
             job.run()
         except (ValueError, OSError) as error:
             kind = OSError if isinstance(error, OSError) else ValueError
-            said = as_keys(error, job.settings) if settings.config else error
-            raise kind(f"[{job.name}] {said}{advice(settings, error)}") from error
-
-
-def plan_settings(settings: Settings) -> plan.Settings:
-    return plan.Settings(
-        config=settings.config,
-        input=settings.input,
-        output=settings.output,
-        allow_overcommit=settings.allow_overcommit,
-    )
+            advice = ""
+            if isinstance(error, UsageError) and "--overwrite" in error.works:
+                error = UsageError(error.flag, error.value, error.allowed)
+                given = f"`python -m tools.corpus run {settings.config} --overwrite`"
+                if settings.config is None:
+                    given = "the same command with --overwrite"
+                advice = f"\n{given} does this step and those after it again"
+            reason = str(error) if settings.config is None else as_toml(error, job.settings)
+            raise kind(f"[{job.name}] {reason}{advice}") from error
 
 
 def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
@@ -115,16 +90,6 @@ def jobs_until(jobs: Sequence[Job], last: str | None) -> list[Job]:
             works=("--until", steps[-1]),
         )
     return list(jobs[: len(steps) - steps[::-1].index(last)])
-
-
-def advice(settings: Settings, error: Exception) -> str:
-    """How to continue if a step refuses to replace existing output."""
-    if "--overwrite" not in str(error):
-        return ""
-    given = f"`python -m tools.corpus run {settings.config} --overwrite`"
-    if settings.config is None:
-        given = "the same command with --overwrite"
-    return f"\n{given} does this step and those after it again"
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ import pytest
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, write_jsonl
 from tools.corpus import extract as module
-from tools.corpus import formats
+from tools.corpus import readers
 from tools.corpus.extract import Settings, run
 from tools.corpus.files import Unit
-from tools.corpus.formats import parse_text, read_packed
-from tools.corpus.parts import Part, find_parts, walk
+from tools.corpus.readers import SourceSplit, find_input, read, walk
 
 
 def extract(output: Path, *inputs: Path, format: str, **more: Any) -> list[dict[str, Any]]:
@@ -111,11 +110,11 @@ def test_the_archive_of_archives_of_openwebtext_is_streamed(tmp_path: Path) -> N
 def test_the_members_of_an_archive_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_of({f"{k}.txt": b"text" for k in range(3000)}))
-    part = Part(Unit(0, str(path), 0, 1, 1, 0), path.name, 1)
-    members = read_packed(part, parse_text)
+    split = SourceSplit(Unit(0, str(path), 0, 1, 1, 0), path.name, 1)
+    members = read(split, (), "text", "text")
     assert len([next(members) for _ in range(3000)]) == 3000
     # They are counted, as memory includes that of threads which other tests have left.
-    assert sum(type(each) is formats.Member for each in gc.get_objects()) < 10
+    assert sum(type(each) is readers.Member for each in gc.get_objects()) < 10
     assert list(members) == []
 
 
@@ -298,7 +297,7 @@ def test_a_wet_file_cut_in_the_middle_keeps_its_beginning(tmp_path: Path) -> Non
 
 
 def test_too_long_a_document_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1000)
     texts = {"a": b"fits", "b": b"x" * 1001}
     (tmp_path / "t.tar").write_bytes(tar_of(texts))
     (tmp_path / "b.gz").write_bytes(gzip.compress(texts["b"]))
@@ -377,5 +376,5 @@ def test_files_that_a_format_does_not_read_are_named(tmp_path: Path, name: str) 
         (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text("x")
     with pytest.warns(UserWarning, match=r"notes\.txt"):
-        (part,), _ = find_parts([tmp_path], "wikiextractor" if "wiki" in name else "wet", 1 << 20)
-    assert part.name == name
+        (split,), _ = find_input([tmp_path], "wikiextractor" if "wiki" in name else "wet", 1 << 20)
+    assert split.name == name

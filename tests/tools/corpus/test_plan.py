@@ -12,10 +12,20 @@ import pytest
 
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import manifest, read_jsonl, write_jsonl
-from tools.corpus.estimate import Estimate, removal
 from tools.corpus.pipeline import read_description
-from tools.corpus.plan import Settings, find_faults, free_disk, free_memory, run
-from tools.corpus.sample import PLACES, File, draw, input_files
+from tools.corpus.plan import (
+    PLACES,
+    Estimate,
+    File,
+    Settings,
+    draw,
+    find_faults,
+    free_disk,
+    free_memory,
+    input_files,
+    removal,
+    run,
+)
 from tools.corpus.settings import program
 
 
@@ -146,7 +156,7 @@ def faults(
     jobs = [job for job in read_description(file).jobs(flags or {}) if job.name in steps]
     told = kept(file.parent)
     estimates = [Estimate(**{**told[name], **need.get(name, {})}) for name in told]
-    return list(find_faults(jobs, estimates, file.parent / "out"))
+    return find_faults(jobs, estimates, file.parent / "out")
 
 
 def test_what_cannot_fit_is_named_by_step(planned: Path) -> None:

@@ -18,8 +18,7 @@ from tests.refusals import refusal, refused
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
 from tools.corpus import plan
 from tools.corpus.__main__ import main
-from tools.corpus.early import check_early
-from tools.corpus.pipeline import read_description
+from tools.corpus.pipeline import preflight, read_description
 from tools.corpus.run import Settings, jobs_until, run
 from tools.corpus.settings import program
 from tools.corpus.split import Settings as SplitSettings
@@ -255,7 +254,7 @@ def test_a_vocabulary_may_be_the_folder_of_a_tokenizer_json(tmp_path: Path) -> N
     folder = write_tokenizer_json(tmp_path / "json")
     steps = f"[tokenise]\ntokenizer_type = 'HuggingFaceTokenizer'\nvocab_file = '{folder}'\n"
     made = read_description(description(tmp_path, STEPS + steps))
-    check_early(made, made.jobs({}))
+    preflight(made, made.jobs({}))
 
 
 def test_what_the_run_itself_makes_need_not_be_there_yet(
@@ -266,7 +265,7 @@ def test_what_the_run_itself_makes_need_not_be_there_yet(
     file.write_text(file.read_text().replace(str(tmp_path / "out"), "out"))
     for scheduler in ("local", "slurm"):  # jobs elsewhere get paths from the root
         made = read_description(file)
-        check_early(made, made.jobs({"scheduler": scheduler}))
+        preflight(made, made.jobs({"scheduler": scheduler}))
     raw = tmp_path / "raw"  # a neighbour of OUTPUT
     error_naming(description(tmp_path, f"{EXTRACT}input = ['{raw}']\n"), str(raw))
 
