@@ -1,7 +1,6 @@
-"""Reports of scripts/paper and pictures of runs, of made-up numbers: tables, facts, files."""
+"""Reports of scripts/paper, of made-up numbers: tables, facts, files."""
 
 import json
-import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.parse import parse_call
 from tasks.paper import compare
-from tests.refusals import refusal, refused
+from tests.refusals import refusal
 from tools.paper.figure6 import report as figure6
 from tools.paper.figure6.findings import broken, reached
 from tools.paper.figure6.plan import parse_name as parse_size
@@ -22,7 +20,6 @@ from tools.paper.figure6.plan import result_file, run_folder
 from tools.paper.figure7 import report as figure7
 from tools.paper.figure7.plan import Run, metrics_file, parse_name
 from tools.paper.miniature.tables import verdict
-from tools.plot import plot
 
 SIZES = ("2x64", "4x128", "6x256")
 PARAMETERS = 1_000_000
@@ -161,25 +158,3 @@ def test_a_run_without_an_evaluation_is_refused(tmp_path: Path) -> None:
     file = metrics_file(tmp_path, run)
     file.write_text("\n".join(file.read_text().splitlines()[:-1]) + "\n")
     refusal(partial(figure7.describe, tmp_path, run))
-
-
-def write_losses(folder: Path, terms: tuple[str, ...]) -> None:
-    lines: list[dict[str, Any]] = [{"step": 0, "device": "cpu"}]
-    lines += [{"step": k, **dict.fromkeys(terms, 9 / k)} for k in (1, 2, 3)]
-    lines += [{"step": 3, **{f"validation_{term}": 3.5 for term in terms}}]
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_runs_of_ones_own_are_drawn_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_losses(Path("gpt2"), ("loss",))
-    write_losses(Path("bert"), ("loss", "mlm_loss"))
-    plot((Path("gpt2"), Path("bert/metrics.jsonl")), Path("new/losses.svg"))
-    labels = re.findall(r"<!-- (\w+, \w+) -->", Path("new/losses.svg").read_text())
-    kinds = ("training", "validation")
-    assert labels == [f"{name}, {kind}" for name in ("gpt2", "bert") for kind in kinds]
-    words = "gpt2 --output loss.png --term mlm_loss"
-    assert refused(lambda given: parse_call(plot, given, {})(), words) == "--term"

@@ -32,6 +32,16 @@ def whole(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def percent(share: float | None) -> str:
-    """The share in percent; NONE for a share of nothing, which is None."""
-    return NONE if share is None else f"{100 * share:.1f} %"
+def percent(share: float | None, places: int = 1) -> str:
+    """The share in percent; NONE for a share of nothing, which is None.
+
+    A share over 0 is not shown as 0 %, and one under 1 not as 100 %.
+    """
+    if share is None:
+        return NONE
+    least = 10**-places
+    if 0 < share < 0.005 * least:
+        return f"< {least:.{places}f} %"
+    if 1 - 0.005 * least <= share < 1:
+        return f"> {100 - least:.{places}f} %"
+    return f"{100 * share:.{places}f} %"

@@ -1,0 +1,90 @@
+"""Pages of tools.report: texts stay texts, in HTML and in Markdown; figures and their curves."""
+
+import math
+
+import pytest
+
+from tests.tools.report.pages import HOSTILE, ParsedPage
+from tools.report import numbers
+from tools.report.figures import PALETTE, draw, picture
+from tools.report.plot import draw_losses, smooth
+from tools.report.sections import (
+    Beside,
+    Commands,
+    Items,
+    Mark,
+    Number,
+    Page,
+    Quote,
+    Section,
+    Share,
+    Table,
+    Text,
+)
+
+
+def everything(text: str) -> Page:
+    """A page with each kind of part, and the text wherever one can stand."""
+    figure = draw(lambda axes: axes.set_title(text), text, legend=[(PALETTE["c0"], text)])
+    table = Table((text, "b"), [(text, Share(0.2, before=0.5)), ("", Share(None))], {0}, note=text)
+    quotes = Beside([Quote([text, Mark(text)], title=text, source=text)])
+    inner = Section(text, [Items([(text, text)])], folded=True)
+    parts = [text, Text(text, "warning"), figure, table, quotes, Commands([text]), inner]
+    return Page(text, text, [Section(text, parts)], [Number(text, text, text)])
+
+
+def test_every_text_of_a_page_is_shown_as_it_is() -> None:
+    page = ParsedPage(everything(HOSTILE).html())
+    assert page.text.count(HOSTILE) == 23
+    assert {"table", "svg", "mark", "details", "pre"} <= page.tags
+
+
+def test_markdown_has_the_same_texts() -> None:
+    content = everything("some words").markdown().decode()
+    assert content.count("some words") == 20  # without <title>, and a figure is its caption
+    hostile = everything(HOSTILE).markdown().decode().splitlines()
+    outside = [line for line in hostile if not line.startswith("    ")]  # of blocks of code
+    assert not any(line.replace(r"\<", "").count("<") for line in outside)
+    rows = [line for line in hostile if line.startswith("|")]
+    assert {line.replace(r"\|", "").count("|") for line in rows} == {3}
+
+
+def test_invalid_unicode_is_shown_as_a_question_mark() -> None:
+    assert "half ? of a pair" in ParsedPage(Page("t", "half \ud800 of a pair", []).html()).text
+
+
+def test_a_figure_has_the_colours_of_the_page() -> None:
+    lines = [{"step": step, "loss": 9 / step, "validation_loss": None} for step in range(1, 9)]
+    lines.append({"step": 8, "validation_loss": 2.0})
+    figure = draw(lambda axes: draw_losses(axes, {"run": lines}))
+    assert "var(--c0)" in figure.svg
+    assert "var(--accent)" in figure.svg
+    assert not any(colour in figure.svg for colour in PALETTE.values())
+    assert figure == draw(lambda axes: draw_losses(axes, {"run": lines}))
+    both = {"a": lines, "b": lines}
+    assert picture(lambda axes: draw_losses(axes, both), "png").startswith(b"\x89PNG")
+
+
+def test_smoothing_keeps_lines_and_averages_noise() -> None:
+    line = [float(step) for step in range(200)]
+    assert smooth(line) == pytest.approx(line)
+    noise = [math.cos(math.pi * step) for step in range(200)]
+    assert max(map(abs, smooth(noise)[20:-20])) < 0.2
+    assert smooth([5.0]) == [5.0]
+
+
+@pytest.mark.parametrize(
+    ("share", "places", "shown"),
+    [
+        (None, 1, numbers.NONE),
+        (0.0, 1, "0.0 %"),
+        (1e-9, 2, "< 0.01 %"),
+        (0.12345, 1, "12.3 %"),
+        (1 - 1e-9, 2, "> 99.99 %"),
+        (1.0, 1, "100.0 %"),
+    ],
+)
+def test_a_share_is_0_or_100_percent_only_if_it_is(
+    share: float | None, places: int, shown: str
+) -> None:
+    assert numbers.percent(share, places) == shown

@@ -1,0 +1,162 @@
+"""A page that shows what the steps did to a corpus: `python -m tools.corpus.report`.
+
+Reads manifest.json and run.json of every step, and no text but what they quote.  Writes one HTML
+file without scripts and network access: documents kept and dropped, losses of each source and
+where, lengths, languages, duplicates with their texts, leakage, time and memory, settings and
+checksums.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.checks import at_least
+from megatron.data.files import sha256, write_atomically
+from megatron.data.json_lines import MANIFEST, WORK
+from megatron.errors import UsageError
+from tools.corpus.scheduler import Call, open_scheduler
+from tools.corpus.settings import program, progress, say
+from tools.report.corpus import Folder, Step, page
+
+ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")
+NEEDED = {"step", "settings", "input", "output", "dropped", "pieces"}  # keys of a manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    input: tuple[Path, ...]
+    """Output folders of the steps, in the order in which they ran; or one folder that holds them
+    all, in which case they are put into the order of the pipeline."""
+
+    output: Path
+    """HTML file to write."""
+
+    verify: bool = False
+    """Read every shard of every step again and compare it with the checksum in its manifest; a
+    shard that differs or is missing is named on the page and ends the command with status 2."""
+
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes that --verify reads with."""
+
+    def __post_init__(self) -> None:
+        at_least(self, workers=1)
+        if self.output.is_dir():
+            works = ("--output", str(self.output / "report.html"))
+            raise UsageError("--output", self.output, "a file, not a folder", works=works)
+
+
+def run(settings: Settings) -> None:
+    steps = read_steps(settings.input)
+    faults = verify(steps, settings.workers) if settings.verify else None
+    write_atomically(settings.output, page(steps, faults).html())
+    say(f"report: {settings.output}")
+    if faults:
+        raise ValueError(f"--verify: {len(faults)} shards are not as written, first {faults[0]}")
+
+
+def verify(steps: Sequence[Step], workers: int) -> list[str]:
+    """The shards that differ from their manifest, and why."""
+    folders = [folder for step in steps for folder in step.folders]
+    shards = [(folder.path / shard["name"], shard["sha256"]) for folder in folders
+              for shard in folder.manifest.get("shards", [])]  # fmt: skip
+    calls = [Call(find_fault, shard) for shard in shards]
+    faults: dict[int, str] = {}
+    with open_scheduler("local", workers, 0) as scheduler, progress("verify", len(calls), 0) as bar:
+        for number, fault in scheduler.run(calls) if calls else ():
+            bar.update()
+            if fault:
+                file, _ = shards[number]
+                faults[number] = f"{file.parent.name}/{file.name}: {fault}"
+    return [faults[number] for number in sorted(faults)]
+
+
+def find_fault(file: Path, expected: str) -> str | None:
+    """The fault of a shard, None if it has the checksum."""
+    if not file.is_file():
+        return "gone"
+    return None if sha256(file) == expected else "another checksum than its manifest gives"
+
+
+def read_steps(paths: Sequence[Path]) -> list[Step]:
+    """Raises UsageError for --input if a path neither is nor contains a step's output."""
+    folders = [folder for path in paths for folder in find_folders(path)]
+    if not folders:
+        raise UsageError("--input", None, "followed by the output folders of the steps")
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.path.resolve() in seen:
+            raise UsageError("--input", folder.path, "given once")
+        seen.add(folder.path.resolve())
+    # Neighbours that ran the same step on parts of the corpus are one step, unless one read the
+    # output of the other.
+    steps: list[Step] = []
+    for folder in folders:
+        parts = steps[-1].folders if steps else ()
+        written = {file["sha256"] for part in parts for file in part.manifest.get("shards", [])}
+        read = {file["sha256"] for file in folder.manifest.get("inputs", [])}
+        name = folder.manifest["step"]
+        if steps and steps[-1].name == name and not read & written:
+            steps[-1] = Step(name, (*parts, folder))
+        else:
+            steps.append(Step(name, (folder,)))
+    return steps
+
+
+def find_folders(path: Path) -> list[Folder]:
+    """The path itself, or the steps in it, in the order of the pipeline."""
+    if not path.is_dir():
+        raise UsageError("--input", path, "a folder that is there, the output of a step")
+    if (path / MANIFEST).exists():
+        manifest = read_object(path / MANIFEST)
+        if missing := sorted(NEEDED - manifest.keys()):
+            allowed = f"the output of a step of tools/corpus, whose {MANIFEST} has {missing[0]!r}"
+            raise UsageError("--input", path, allowed)
+        return [folder_of(path, manifest)]
+    if (path / WORK).exists():
+        allowed = "the output of a step that has finished; its command again finishes it"
+        raise UsageError("--input", path, allowed)
+
+    def place(folder: Folder) -> tuple[int, str]:
+        step = folder.manifest["step"]
+        return ORDER.index(step) if step in ORDER else len(ORDER), str(folder.path)
+
+    found = sorted(steps_in(path, 2), key=place)
+    if not found:
+        allowed = f"the output folder of a step, with a {MANIFEST}, or a folder of several"
+        raise UsageError("--input", path, allowed)
+    return found
+
+
+def steps_in(path: Path, depth: int) -> Iterator[Folder]:
+    """A run has a folder for each step, with subfolders if it ran the step on parts."""
+    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+        manifest = folder / MANIFEST
+        content = read_object(manifest) if manifest.exists() else {}
+        if content.keys() >= NEEDED:
+            yield folder_of(folder, content)
+        elif (folder / WORK).exists() and not content:
+            say(f"warning: {folder} is left out, its step has not finished")
+        elif depth > 1:
+            yield from steps_in(folder, depth - 1)
+
+
+def folder_of(path: Path, manifest: dict[str, Any]) -> Folder:
+    run = path / "run.json"
+    return Folder(path, manifest, read_object(run) if run.exists() else {})
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); the step run again writes it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; the step run again writes it")
+    return content
+
+
+if __name__ == "__main__":
+    program("tools.corpus.report")
