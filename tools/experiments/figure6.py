@@ -19,7 +19,7 @@ from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts, millions, standard_error
-from tools.experiments.runner import ROOT, Machine, Stage, Word
+from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word
 from tools.report import figures
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Page, Section, Table
@@ -37,7 +37,7 @@ NOISE = 2.0  # standard errors by which two shares have to differ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(runner.Settings):
     data: Path
     """Folder laid out as MEGATRON_TEST_DATA."""
     output: Path = ROOT / "runs" / "figure6"
@@ -50,10 +50,6 @@ class Settings:
     """Vocabulary size of the tokenizer that is trained."""
     overlapping_eval: int = 64
     """Stride of WikiText103's window; the paper's is 32."""
-    fresh: bool = False
-    """Start over instead of reusing finished stages."""
-    plan_only: bool = False
-    """Print what would be run, and run nothing."""
 
 
 def main() -> None:
@@ -64,14 +60,7 @@ def run(settings: Settings) -> None:
     stages.check_files(settings.data, stages.FILES)
     stages.check_counts(overlapping_eval=settings.overlapping_eval)
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(
-        list_stages(settings, runner.this_machine()),
-        settings.output,
-        PROGRAM,
-        lambda _: report(settings),
-        fresh=settings.fresh,
-        plan_only=settings.plan_only,
-    )
+    runner.run_experiment(settings, PROGRAM, list_stages, report)
 
 
 def parse_size(name: str) -> tuple[int, int]:
@@ -124,7 +113,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     ]
 
 
-def report(settings: Settings) -> str:
+def report(settings: Settings, _: Stamps | None = None) -> str:
     """Write figure6.md, .html, .png and .json; returns the text."""
     output = settings.output
     runs = [describe(output / "runs" / name) for name in settings.sizes]
@@ -197,29 +186,16 @@ def run_title(run: Facts) -> str:
 
 
 def training_table(runs: Sequence[Facts]) -> Table:
-    rows = [
-        (
-            run["name"],
-            whole(run["parameters"]),
-            whole(run["parameters_without_embeddings"]),
-            whole(run["steps"]),
-            decimal(run["train_loss"], 3),
-            decimal(run["validation_loss"], 3),
-            decimal(run["validation_perplexity"]),
-            duration(run["seconds"]),
+    rows = []
+    for run in runs:
+        sizes = [run[key] for key in ("parameters", "parameters_without_embeddings", "steps")]
+        losses = [decimal(run[key], 3) for key in ("train_loss", "validation_loss")]
+        perplexity = decimal(run["validation_perplexity"])
+        rows.append(
+            [run["name"], *map(whole, sizes), *losses, perplexity, duration(run["seconds"])]
         )
-        for run in runs
-    ]
-    head = (
-        "layers x hidden",
-        "parameters",
-        "without embeddings",
-        "steps",
-        "last training loss",
-        "validation loss",
-        "validation perplexity",
-        "trained in",
-    )
+    head = ("layers x hidden", "parameters", "without embeddings", "steps", "last training loss",
+            "validation loss", "validation perplexity", "trained in")  # fmt: skip
     return Table(head, rows)
 
 

@@ -19,7 +19,7 @@ from megatron.libraries import Library
 from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts
-from tools.experiments.runner import ROOT, Command, Machine, Stage, Word, python
+from tools.experiments.runner import ROOT, Command, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
 from tools.report.sections import Page, Section, Table
 
@@ -43,7 +43,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(runner.Settings):
     data: Path | None = None
     """Folder with the articles of RACE, laid out as MEGATRON_TEST_DATA; without it, the English
     text of this Python installation is used."""
@@ -57,10 +57,6 @@ class Settings:
     """Settings of model and training that all runs share (TOML)."""
     vocab_size: int = 2048
     """Size of the WordPiece vocabulary that is trained."""
-    fresh: bool = False
-    """Start over instead of reusing finished stages."""
-    plan_only: bool = False
-    """Print what would be run, and run nothing."""
 
 
 def main() -> None:
@@ -70,14 +66,7 @@ def main() -> None:
 def run(settings: Settings) -> None:
     if settings.data is not None:
         stages.check_files(settings.data, [stages.RACE_TRAIN])
-    runner.run_experiment(
-        list_stages(settings, runner.this_machine()),
-        settings.output,
-        PROGRAM,
-        lambda _: report(settings),
-        fresh=settings.fresh,
-        plan_only=settings.plan_only,
-    )
+    runner.run_experiment(settings, PROGRAM, list_stages, report)
 
 
 def run_folder(settings: Settings, order: str, depth: int, rate: float) -> Path:
@@ -150,7 +139,7 @@ def is_result(file: Path, status: int) -> bool:
     return diverged_at(metrics) is not None and metrics[-1]["exit_code"] == status
 
 
-def report(settings: Settings) -> str:
+def report(settings: Settings, _: Stamps | None = None) -> str:
     """Write figure7.md, .html, .png and .json; returns the text."""
     output = settings.output
     pairs = []  # the runs of both orders
@@ -241,16 +230,9 @@ def draw_pairs(axes: "Axes", pairs: Sequence[Sequence[Facts]], rates: int, depth
             panel.plot(*columns(run["validation_curve"]), "o", markersize=3.5, color=style["color"])
             if (step := run["diverged_at"]) is not None:
                 panel.axvline(step, color=style["color"], linestyle=":", linewidth=1.2)
-                panel.text(
-                    step,
-                    0.98,
-                    f" {loss_in_words(run, 'train_loss')}",
-                    color=style["color"],
-                    fontsize=8,
-                    rotation=90,
-                    va="top",
-                    transform=panel.get_xaxis_transform(),
-                )
+                text = f" {loss_in_words(run, 'train_loss')}"
+                place = {"va": "top", "transform": panel.get_xaxis_transform()}
+                panel.text(step, 0.98, text, color=style["color"], fontsize=8, rotation=90, **place)
         panel.set_title(f"{pair[0]['depth']} layers, rate {pair[0]['rate']:g}", fontsize=11)
         panel.grid(axis="y")
     for panel in panels[:, 0]:

@@ -14,7 +14,7 @@ from megatron.data.json_lines import MANIFEST
 from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts, millions, standard_error
-from tools.experiments.runner import ROOT, Machine, Stage, Stamp, Word, python
+from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Number, Page, Part, Section, Table
@@ -47,7 +47,7 @@ LEAKAGE_NAMES = {stages.DEV_SHARD: "RACE, development set"}  # of files with oth
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(runner.Settings):
     data: Path
     """Folder laid out as MEGATRON_TEST_DATA."""
     output: Path = ROOT / "runs" / "miniature"
@@ -66,10 +66,6 @@ class Settings:
     """Passages of RACE to fine-tune on."""
     race_dev: int = 400
     """Passages of RACE to evaluate on."""
-    fresh: bool = False
-    """Start over instead of reusing finished stages."""
-    plan_only: bool = False
-    """Print what would be run, with the planned minutes, and run nothing."""
 
 
 def main() -> None:
@@ -84,15 +80,7 @@ def run(settings: Settings) -> None:
         overlapping_eval=settings.overlapping_eval,
     )
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(
-        list_stages(settings, runner.this_machine()),
-        settings.output,
-        PROGRAM,
-        lambda stamps: report(settings.output, stamps),
-        fresh=settings.fresh,
-        plan_only=settings.plan_only,
-        minutes=MINUTES,
-    )
+    runner.run_experiment(settings, PROGRAM, list_stages, report, MINUTES)
 
 
 def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
@@ -148,24 +136,23 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     ]
 
 
-def report(output: Path, stamps: Mapping[str, Stamp]) -> str:
+def report(settings: Settings, stamps: Stamps) -> str:
     """Write report.json, report.md and report.html; returns the text."""
+    output = settings.output
     facts = gather(output, stamps)
-    curves = []
-    for kind, term in TERMS.items():
-        curves.append(draw_curve(output / kind / "metrics.jsonl", kind, term))
+    curves = [draw_curve(output / kind / "metrics.jsonl", kind) for kind in TERMS]
     page = make_page(facts, curves)
     results.write_results(output, "report", page, facts, indent=1)
     return f"{page.markdown().decode()}\nopen {runner.shown(output / 'report.html')}"
 
 
-def draw_curve(metrics: Path, kind: str, term: str) -> figures.Figure:
-    lines = read_metrics(metrics)
+def draw_curve(metrics: Path, kind: str) -> figures.Figure:
+    lines, term = read_metrics(metrics), TERMS[kind]
     title = f"{NAMES[kind]}: {term.replace('_', ' ')} by step"
     return figures.draw(lambda axes: plot.draw_losses(axes, {"": lines}, term), title)
 
 
-def gather(output: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
+def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
     """The numbers of the run, as report.json has them."""
     manifests = {step: output / "corpus" / step / MANIFEST for step in stages.CORPUS_STEPS}
     training = {}
@@ -191,60 +178,44 @@ def gather(output: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
 
 def make_page(facts: Facts, curves: Sequence[Part]) -> Page:
     """facts: see `gather`."""
-    scores = facts["results"]
+    scores, corpus = facts["results"], facts["corpus"]
     wikitext, lambada = scores["wikitext103"], scores["lambada"]
     race, held_out = scores["race"], scores["heldout"]
     parameters = millions(wikitext["model"]["parameters"])
-    corpus = facts["corpus"]
+    of_bert = f"of BERT {millions(race['model']['parameters'])}"
+    perplexity = decimal(wikitext["word_perplexity"])
+    bigram = f"bigram {decimal(held_out['bigram_perplexity'])}"
+    on_articles = decimal(held_out["token_perplexity"])
+    strict = percent(lambada["strict_accuracy"])
+    seconds = sum(facts["seconds"].values())
+    numbers = [
+        Number(perplexity, "WikiText103, per word", "8.3B of the paper: 10.81"),
+        Number(strict, "LAMBADA, strict", "8.3B of the paper: 66.5 %"),
+        Number(percent(race["accuracy"]), "RACE", f"chance: {percent(CHANCE)}"),
+        Number(parameters, "parameters of GPT-2", of_bert),
+        Number(on_articles, "perplexity on held-out articles", bigram),
+        Number(duration(seconds), "in all", race["device"]),
+    ]
+    table_3 = results.table_3([(f"this run, {parameters}", wikitext, lambada)])
+    held_out_table = results.held_out_table(held_out, "held-out articles of RACE")
+    leakage = leakage_table(corpus["decontaminate"]["leakage"])
     return Page(
         "The paper in miniature",
         "Every step of the paper, from raw text to its tables, with models of a few million "
         "parameters that are trained for minutes. The paper's rows show the form of its results; "
         "they are not reached here.",
         [
-            Section(
-                "Zero-shot, table 3 of the paper",
-                [results.table_3([(f"this run, {parameters}", wikitext, lambada)])],
-            ),
-            Section(
-                "Fine-tuned, table 5 of the paper", [race_table(race), compare_with_chance(race)]
-            ),
-            Section(
-                "Held-out text of the same kind",
-                [results.held_out_table(held_out, "held-out articles of RACE")],
-            ),
+            Section("Zero-shot, table 3 of the paper", [table_3]),
+            Section("Fine-tuned, table 5 of the paper", [race_table(race), judge_race(race)]),
+            Section("Held-out text of the same kind", [held_out_table]),
             Section("Conventions", [Items(explain(scores))]),
             Section("Training", [training_table(facts["training"]), *curves]),
             Section("Corpus", results.corpus_parts(corpus)),
-            Section(
-                "Evaluation text in the corpus",
-                [leakage_table(corpus["decontaminate"]["leakage"])],
-            ),
+            Section("Evaluation text in the corpus", [leakage]),
             Section("Time", [time_table(facts["seconds"])]),
             results.command_section(facts["commands"]),
         ],
-        [
-            Number(
-                decimal(wikitext["word_perplexity"]),
-                "WikiText103, per word",
-                "8.3B of the paper: 10.81",
-            ),
-            Number(
-                percent(lambada["strict_accuracy"]), "LAMBADA, strict", "8.3B of the paper: 66.5 %"
-            ),
-            Number(percent(race["accuracy"]), "RACE", f"chance: {percent(CHANCE)}"),
-            Number(
-                parameters,
-                "parameters of GPT-2",
-                f"of BERT {millions(race['model']['parameters'])}",
-            ),
-            Number(
-                decimal(held_out["token_perplexity"]),
-                "perplexity on held-out articles",
-                f"bigram {decimal(held_out['bigram_perplexity'])}",
-            ),
-            Number(duration(sum(facts["seconds"].values())), "in all", race["device"]),
-        ],
+        numbers,
     )
 
 
@@ -266,7 +237,7 @@ def race_table(record: Facts) -> Table:
     return Table(("BERT", "RACE", "middle", "high"), rows, marked)
 
 
-def compare_with_chance(record: Facts) -> str:
+def judge_race(record: Facts) -> str:
     count, accuracy = record["questions"], record["accuracy"]
     error = standard_error(CHANCE, count)
     verdict = "above" if accuracy > CHANCE + 2 * error else "not to be told from"
@@ -302,32 +273,21 @@ def explain(scores: Facts) -> list[tuple[str, str]]:
 
 
 def training_table(runs: Mapping[str, Facts]) -> Table:
-    rows = [
-        (
-            NAMES[name],
-            whole(run["parameters"]),
-            whole(run["steps"]),
-            whole(run["samples"]),
-            decimal(run["validation"], 3),
-            whole(run["tokens_per_second"]),
-        )
-        for name, run in runs.items()
-    ]
+    rows = []
+    for name, run in runs.items():
+        sizes = [whole(run[key]) for key in ("parameters", "steps", "samples")]
+        speed = whole(run["tokens_per_second"])
+        rows.append([NAMES[name], *sizes, decimal(run["validation"], 3), speed])
     loss = "validation loss, nats a token"
     return Table(("model", "parameters", "steps", "samples", loss, "tokens per second"), rows)
 
 
 def leakage_table(leakage: Mapping[str, Facts]) -> Table:
     """leakage: of the corpus step `decontaminate`, by evaluation file."""
-    rows = [
-        (
-            LEAKAGE_NAMES.get(name, name),
-            whole(each["ngrams"]),
-            percent(each["before"], 3),
-            percent(each["after"], 3),
-        )
-        for name, each in leakage.items()
-    ]
+    rows = []
+    for name, each in leakage.items():
+        shares = [percent(each[key], 3) for key in ("before", "after")]
+        rows.append([LEAKAGE_NAMES.get(name, name), whole(each["ngrams"]), *shares])
     return Table(("evaluation set", "8-grams", "found in the corpus", "after the cuts"), rows)
 
 

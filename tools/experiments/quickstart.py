@@ -20,20 +20,10 @@ from megatron.data.order import split_documents
 from megatron.errors import UsageError
 from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
-from tools.experiments.runner import ROOT, Machine, Stage, Stamp, Word, python
+from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
 from tools.report.numbers import decimal, duration, percent, size, whole
-from tools.report.sections import (
-    Beside,
-    Commands,
-    Mark,
-    Number,
-    Page,
-    Quote,
-    Section,
-    Table,
-    Text,
-)
+from tools.report.sections import Beside, Commands, Mark, Number, Page, Quote, Section, Table, Text
 from tools.train_tokenizer import check_vocab_size
 
 PROGRAM = "scripts/quickstart.sh"
@@ -61,7 +51,7 @@ CONVENTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(runner.Settings):
     corpus: Annotated[Path | None, tyro.conf.Positional] = None
     """File of JSON lines, one document per line, or of text, which is one document (*.txt), or a
     folder of such files; without it, the English of this Python installation."""
@@ -71,8 +61,6 @@ class Settings:
     """Processes that share the model."""
     output: Path = ROOT / "runs" / "quickstart"
     """Folder for all output."""
-    fresh: bool = False
-    """Start over instead of reusing finished stages."""
     preset: Path = ROOT / "scripts" / "presets" / "quickstart.toml"
     """Settings of model and training (TOML)."""
     train_iters: int | None = None
@@ -99,13 +87,7 @@ def run(settings: Settings) -> None:
     for flag, file in zip(("--vocab-file", "--merge-file"), files, strict=True):
         if file is not None and not file.is_file():
             raise UsageError(flag, file, "a file that exists")
-    runner.run_experiment(
-        list_stages(settings, runner.this_machine()),
-        settings.output,
-        "the quickstart",
-        lambda stamps: report(settings, stamps),
-        fresh=settings.fresh,
-    )
+    runner.run_experiment(settings, "the quickstart", list_stages, report)
 
 
 def check_corpus(path: Path, key: str) -> None:
@@ -234,7 +216,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     ]
 
 
-def report(settings: Settings, stamps: Mapping[str, Stamp]) -> str:
+def report(settings: Settings, stamps: Stamps) -> str:
     """Write report.json, report.md and report.html; returns the result in a few lines."""
     output = settings.output
     facts = gather(output, stamps)
@@ -246,7 +228,7 @@ def report(settings: Settings, stamps: Mapping[str, Stamp]) -> str:
     return f"{page.lead}\nThe report, with samples of its text: open {html} in a browser"
 
 
-def gather(output: Path, stamps: Mapping[str, Stamp]) -> dict[str, Any]:
+def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
     """The numbers of the run, as report.json has them."""
     corpus = output / "corpus"
     # An earlier run with another --json-key may have left the manifest of an extract.
@@ -272,7 +254,6 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
     """facts: see `gather`."""
     scores, training, layout = facts["evaluation"], facts["training"], facts["layout"]
     ours, bigram = scores["token_perplexity"], scores["bigram_perplexity"]
-    train = facts["corpus"]["split"]["sides"]["train"]
     comparison = "beats" if ours < bigram else "does not beat"
     lead = (
         f"On documents that it has not seen, the trained GPT-2 {comparison} a bigram model of the "
@@ -280,70 +261,58 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
     )
     if ours >= bigram:
         lead += " More text helps, or a --preset that trains longer."
-    sizes = {key: whole(scores[key]) for key in ("tokens", "words", "bytes")}
-    conventions = Text(CONVENTIONS.format(**sizes), "note")
-    samples = []
-    for sample in facts["samples"]:
-        prompt = sample["prompt"]
-        samples.append(Quote([Mark(prompt), sample["text"].removeprefix(prompt)]))
-    rows = [
-        (key.replace("_", " "), as_text(value)) for key, value in {**layout, **training}.items()
-    ]
-    times = [(name, duration(seconds)) for name, seconds in facts["seconds"].items()]
+
+    xz = decimal(scores["xz_bits_per_byte"], 3)
     device = (
         f"{layout['device']}, tensor-parallel {layout['tensor_parallel_size']}, "
         f"data-parallel {layout['data_parallel_size']}"
     )
-    checkpoints = runner.shown(output / "checkpoints")
-    python_words = runner.shown(runner.PYTHON)
-    next_commands = [
-        f"{python_words} tools/generate.py --load {checkpoints} --prompt 'In order to'",
-        "bash scripts/quickstart.sh my.jsonl --output runs/my",
-        f"{python_words} tools/plan.py --preset gpt2_355m --gpus 8 --hardware dgx-a100",
+    train = facts["corpus"]["split"]["sides"]["train"]
+    seconds = sum(facts["seconds"].values())
+    numbers = [
+        Number(decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
+        Number(decimal(scores["bits_per_byte"], 3), "bits per byte", f"xz -9 {xz}"),
+        Number(percent(scores["cloze_accuracy"]), "last-word cloze", "every token the likeliest"),
+        Number(whole(training["tokens_per_second"]), "tokens per second", device),
+        Number(size(train["bytes"]), "training text", f"{whole(train['documents'])} documents"),
+        Number(duration(seconds), "in all", f"{whole(training['steps'])} steps"),
     ]
+
+    sizes = {key: whole(scores[key]) for key in ("tokens", "words", "bytes")}
+    evaluation = [results.held_out_table(scores), Text(CONVENTIONS.format(**sizes), "note")]
+    samples = []
+    for sample in facts["samples"]:
+        prompt = sample["prompt"]
+        samples.append(Quote([Mark(prompt), sample["text"].removeprefix(prompt)]))
+    python_name, checkpoints = runner.shown(runner.PYTHON), runner.shown(output / "checkpoints")
+    what_next = [
+        "Let the model go on with a text of yours; train on a corpus of your own; estimate what a "
+        "larger model needs.",
+        Commands(
+            [
+                f"{python_name} tools/generate.py --load {checkpoints} --prompt 'In order to'",
+                "bash scripts/quickstart.sh my.jsonl --output runs/my",
+                f"{python_name} tools/plan.py --preset gpt2_355m --gpus 8 --hardware dgx-a100",
+            ]
+        ),
+    ]
+    run = {**layout, **training}
+    rows = [(key.replace("_", " "), as_text(value)) for key, value in run.items()]
+    times = [(name, duration(taken)) for name, taken in facts["seconds"].items()]
+    tables = Beside([Table(("run", ""), rows, left=(0, 1)), Table(("stage", "time"), times)])
     return Page(
         "GPT-2 from raw text",
         lead,
         [
             Section("Loss", [losses]),
-            Section(
-                "Evaluation on held-out documents",
-                [results.held_out_table(scores), conventions],
-            ),
+            Section("Evaluation on held-out documents", evaluation),
             Section("Samples", samples),
-            Section(
-                "What next",
-                [
-                    "Let the model go on with a text of yours; train on a corpus of your own; "
-                    "estimate what a larger model needs.",
-                    Commands(next_commands),
-                ],
-            ),
+            Section("What next", what_next),
             Section("Corpus", results.corpus_parts(facts["corpus"])),
-            Section(
-                "Layout and throughput",
-                [Beside([Table(("run", ""), rows, left=(0, 1)), Table(("stage", "time"), times)])],
-            ),
+            Section("Layout and throughput", [tables]),
             results.command_section(facts["commands"]),
         ],
-        [
-            Number(decimal(ours), "perplexity per token", f"bigram {decimal(bigram)}"),
-            Number(
-                decimal(scores["bits_per_byte"], 3),
-                "bits per byte",
-                f"xz -9 {decimal(scores['xz_bits_per_byte'], 3)}",
-            ),
-            Number(
-                percent(scores["cloze_accuracy"]), "last-word cloze", "every token the likeliest"
-            ),
-            Number(whole(training["tokens_per_second"]), "tokens per second", device),
-            Number(size(train["bytes"]), "training text", f"{whole(train['documents'])} documents"),
-            Number(
-                duration(sum(facts["seconds"].values())),
-                "in all",
-                f"{whole(training['steps'])} steps",
-            ),
-        ],
+        numbers,
     )
 
 

@@ -96,14 +96,10 @@ def millions(parameters: float) -> str:
 
 def held_out_table(scores: Facts, title: str = "") -> Table:
     """Perplexities of HELDOUT, beside those of the baselines; with the cloze if it was asked."""
+    token, word = decimal(scores["token_perplexity"]), whole(scores["word_perplexity"])
+    bits, cloze = decimal(scores["bits_per_byte"], 3), percent(scores["cloze_accuracy"])
     rows = [
-        (
-            "GPT-2, this run",
-            decimal(scores["token_perplexity"]),
-            whole(scores["word_perplexity"]),
-            decimal(scores["bits_per_byte"], 3),
-            percent(scores["cloze_accuracy"]),
-        ),
+        ("GPT-2, this run", token, word, bits, cloze),
         ("bigram", decimal(scores["bigram_perplexity"]), "", "", ""),
         ("unigram", decimal(scores["unigram_perplexity"]), "", "", ""),
         ("xz -9", "", "", decimal(scores["xz_bits_per_byte"], 3), ""),

@@ -41,8 +41,19 @@ HELD_BACK = re.compile(rb"^.*Traceback \(most recent call last\)|" + LAUNCHER, r
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*(?P<said>\w*(Error|Exception)\b.*)")
 
 Word = str | int | float | Path
-Stamp = dict[str, Any]
-Settings = TypeVar("Settings")
+Stamps = dict[str, dict[str, Any]]  # by name of the stage: seconds, commands, sizes of outputs
+S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of every experiment; its class adds its own."""
+
+    output: Path
+    fresh: bool = False
+    """Start over instead of reusing finished stages."""
+    plan_only: bool = False
+    """Print what would be run, and run nothing."""
 
 
 class StageError(ChildProcessError):
@@ -87,9 +98,10 @@ class Stage:
 
     def output_sizes(self, folder: Path) -> dict[str, int]:
         """{path relative to the folder: bytes} of every file among the outputs."""
-        files: list[Path] = []
-        for path in self.outputs:
-            files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        paths: list[Path] = []
+        for output in self.outputs:
+            paths += [output, *sorted(output.rglob("*"))]
+        files = [path for path in paths if path.is_file()]
         return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
@@ -103,8 +115,7 @@ class Machine:
 class Processes:
     """The processes of one training."""
 
-    tensor_parallel: int
-    data_parallel: int
+    count: int
     micro_batch_size: int
     threads: int
     """CPU threads of each process; set for GPUs, too, as a GPU may not work."""
@@ -134,9 +145,8 @@ def python(
 
 
 def torchrun(processes: Processes, *words: Word) -> Command:
-    world = processes.tensor_parallel * processes.data_parallel
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world)
-    return python(*launcher, *words, threads=processes.threads)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    return python(*launcher, processes.count, *words, threads=processes.threads)
 
 
 def parse_training(config: type[PretrainConfig], flags: Iterable[Word]) -> PretrainConfig:
@@ -154,16 +164,11 @@ def fit_processes(config: PretrainConfig, machine: Machine) -> Processes:
     batch = config.global_batch_size(tensor)
     data = max((d for d in range(1, machine.gpus // tensor + 1) if batch % d == 0), default=1)
     micro_batch = gcd(config.training.micro_batch_size, batch // data)
-    return Processes(tensor, data, micro_batch, max(1, machine.cores // (tensor * data)))
+    count = tensor * data
+    return Processes(count, micro_batch, max(1, machine.cores // count))
 
 
-def this_machine() -> Machine:
-    return Machine(count_gpus(), len(os.sched_getaffinity(0)))
-
-
-def main(
-    settings: type[Settings], run: Callable[[Settings], None], program: str, doc: str | None
-) -> None:
+def main(settings: type[S], run: Callable[[S], None], program: str, doc: str | None) -> None:
     """An experiment as a program: its settings are the flags, and an error is one message.
 
     program: as its user types it. doc: for --help.
@@ -173,25 +178,23 @@ def main(
 
 
 def run_experiment(
-    stages: Sequence[Stage],
-    output: Path,
+    settings: S,
     program: str,
-    report: Callable[[dict[str, Stamp]], str],
-    *,
-    fresh: bool,
-    plan_only: bool = False,
+    list_stages: Callable[[S, Machine], list[Stage]],
+    report: Callable[[S, Stamps], str],
     minutes: Mapping[str, float] | None = None,
 ) -> None:
     """Run the stages and report; with plan_only, only print the commands.
 
-    report: writes the results, from the stamps of the stages; returns the text to end with.
-    minutes: see `show_commands`.
+    report: writes the results and returns the text to end with. minutes: see `show_commands`.
     """
-    if plan_only:
+    machine = Machine(count_gpus(), len(os.sched_getaffinity(0)))
+    stages = list_stages(settings, machine)
+    if settings.plan_only:
         show_commands(stages, minutes)
         return
     start = time.monotonic()
-    text = report(run_stages(stages, output, program, fresh=fresh))
+    text = report(settings, run_stages(stages, settings.output, program, fresh=settings.fresh))
     print(f"\n{text}\ndone in {duration(time.monotonic() - start)}")
 
 
@@ -209,8 +212,8 @@ def show_commands(stages: Sequence[Stage], minutes: Mapping[str, float] | None =
 
 def run_stages(
     stages: Sequence[Stage], output: Path, program: str, *, fresh: bool = False
-) -> dict[str, Stamp]:
-    """Run the stages in order, or reuse them; returns {name: stamp}, with seconds and commands.
+) -> Stamps:
+    """Run the stages in order, or reuse them.
 
     fresh: first remove what an earlier run of the program left in the folder.
     Raises UsageError for a folder with other files, StageError if a command fails.
@@ -220,8 +223,9 @@ def run_stages(
     stamps = {}
     for number, (stage, file) in enumerate(zip(stages, stamp_files, strict=True), start=1):
         title = f"[{number}/{len(stages)}] {stage.name}"
-        stamp = json.loads(file.read_bytes()) if file.exists() else None
-        if stamp is not None and is_finished(stage, stamp, output):
+        stamp = json.loads(file.read_bytes()) if file.exists() else {}
+        same_outputs = stamp.get("outputs") == stage.output_sizes(output)
+        if same_outputs and stamp["fingerprint"] == stage.fingerprint():
             print(f"{title}: reused, finished before in {duration(stamp['seconds'])}", flush=True)
             stamps[stage.name] = stamp
             continue
@@ -270,13 +274,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def is_finished(stage: Stage, stamp: Mapping[str, Any], output: Path) -> bool:
-    if not all(path.exists() for path in stage.outputs):
-        return False
-    same_outputs = stamp["outputs"] == stage.output_sizes(output)
-    return bool(same_outputs and stamp["fingerprint"] == stage.fingerprint())
 
 
 def run_commands(name: str, commands: Sequence[Command], output: Path) -> None:

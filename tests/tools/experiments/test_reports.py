@@ -15,7 +15,7 @@ from tasks.paper import compare
 from tests.refusals import refusal
 from tests.tools.experiments.test_commands import SIZES
 from tools.experiments import figure6, figure7
-from tools.experiments.miniature import compare_with_chance
+from tools.experiments.miniature import judge_race
 
 PARAMETERS = 1_000_000
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -29,7 +29,7 @@ CHECK = {"step": 1000, "validation_mlm_loss": 3.5, "validation_sop_loss": 0.6}
 def test_chance_is_told_from_more_than_two_standard_errors(
     accuracy: float, questions: int, is_chance: bool
 ) -> None:
-    text = compare_with_chance({"accuracy": accuracy, "questions": questions})
+    text = judge_race({"accuracy": accuracy, "questions": questions})
     assert (": above chance" in text) != is_chance
 
 

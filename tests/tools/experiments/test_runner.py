@@ -204,11 +204,11 @@ def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
 @pytest.mark.parametrize(
     ("gpus", "cores", "expected"),
     [
-        (0, 8, Processes(2, 1, 4, 4)),
-        (1, 1, Processes(2, 1, 4, 1)),
-        (5, 8, Processes(2, 2, 2, 2)),
-        (7, 8, Processes(2, 2, 2, 2)),
-        (8, 8, Processes(2, 4, 1, 1)),
+        (0, 8, Processes(2, 4, 4)),
+        (1, 1, Processes(2, 4, 1)),
+        (5, 8, Processes(4, 2, 2)),
+        (7, 8, Processes(4, 2, 2)),
+        (8, 8, Processes(8, 1, 1)),
     ],
 )
 def test_gpus_are_used_if_one_model_fits(gpus: int, cores: int, expected: Processes) -> None:
