@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # From raw text to an evaluated GPT-2: bash scripts/quickstart.sh [CORPUS] [options]
-# (--help lists them).  Sets up .venv first where it is missing.
+# Sets up .venv first where it is missing; then --help lists the options.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=scripts/paper/start.sh
+source "$root/scripts/paper/start.sh"
 
 # A corpus that is not there is said at once, before anything is installed.
 if [[ $# -gt 0 && $1 != -* && ! -s $1 ]]; then
@@ -10,6 +12,4 @@ if [[ $# -gt 0 && $1 != -* && ! -s $1 ]]; then
     exit 2
 fi
 
-bash "$root/scripts/setup.sh"
-# -P: the folder that the command is given in may have a "tools" of its own.
-PYTHONPATH="$root" exec "$root/.venv/bin/python" -P -m tools.quickstart "$@"
+start tools.quickstart "$@"

@@ -9,6 +9,10 @@
 # on 16 cores. They need no .venv: python3 (3.12, torch 2.11, transformers 5.17 and pytest are enough)
 # with what is in wheels/. `gpu --device cpu` runs them without a GPU, in small sizes.
 set -euo pipefail
+if [[ ${1:-} = --help || ${1:-} = -h ]]; then
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 groups="lint fast slow slurm sweep gpu matrix slowest all"
 export OMP_NUM_THREADS=1 # each worker, and each process that a test starts, has one core

@@ -72,10 +72,10 @@ def quickstart(folder: Path) -> Path:
         assert count == 1, key
     (folder / "short.toml").write_text(preset)
     out = folder / "runs" / "quickstart"
-    command = f"bash scripts/quickstart.sh {folder}/mine.jsonl --out {out}"
+    command = f"bash scripts/quickstart.sh {folder}/mine.jsonl --output {out}"
     command += f" --preset {folder}/short.toml"
     shell(command)
-    assert shell(command).count("reused") == 8
+    assert shell(command).count("reused") == 7
     (out / "corpus" / "raw.jsonl").symlink_to(folder / "mine.jsonl")
     with (out / "corpus" / "split" / "train" / "part-00000.jsonl").open() as documents:
         (folder / "few.jsonl").write_text("".join(islice(documents, FEW)))

@@ -1,4 +1,5 @@
-# What the scripts here have in common; sourced, with their arguments, after $root is set.
+# Common to scripts/quickstart.sh and the scripts here; sourced, with their arguments, after $root
+# is set.
 # Leaves $data, the folder that --data names, or nothing.
 
 data=
@@ -28,8 +29,13 @@ require_all() {
 }
 
 # The program, in the project's own environment.  -P: the folder that the command is given in may
-# have a "tools" of its own.
+# have a "tools" of its own.  --help installs nothing: without .venv it is the head of the script.
 start() {
-    bash "$root/scripts/setup.sh"
+    if [[ " $* " != *" --help "* && " $* " != *" -h "* ]]; then
+        bash "$root/scripts/setup.sh"
+    elif [[ ! -x "$root/.venv/bin/python" ]]; then
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit
+    fi
     PYTHONPATH="$root" exec "$root/.venv/bin/python" -P -m "$@"
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from tools.paper.data import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
+from tools.experiments.stages import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
 
 WIKITEXT = """
  = Statements =

@@ -27,4 +27,4 @@ def test_figure_6_goes_from_archives_to_curves_and_table_3(tmp_path: Path) -> No
         assert run["wikitext103"]["word_perplexity"] > 1
         assert run["lambada"]["num_examples"] == 2
     assert (output / "figure6.png").stat().st_size > 10_000
-    assert shell(*command).count("reused") == 8
+    assert shell(*command).count("reused") == 7

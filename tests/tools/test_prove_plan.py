@@ -27,7 +27,7 @@ from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools import prove_plan
-from tools.command import ROOT
+from tools.experiments.runner import ROOT
 
 GPT2 = {
     "*.attn": {"style": "local", "attributes": ["num_heads", "split_size"]},

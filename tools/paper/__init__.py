@@ -1,1 +1,1 @@
-"""Results of the paper at a size that two CPU cores can train: figure6/, figure7/, miniature/."""
+"""Results of the paper at a size that two CPU cores can train; the code is in tools/experiments."""

@@ -1,4 +1,4 @@
-"""Unpack some of RACE's passages from its archive: `python -m tools.paper.miniature.passages`."""
+"""Unpack some of RACE's passages from its archive: `python -m tools.experiments.passages`."""
 
 import sys
 import tarfile
@@ -21,8 +21,8 @@ def passages(archive: Path, count: int, output: Path) -> None:
         output: the folder to fill.
     """
     if count < 1:
-        raise UsageError("--count", count, "1 or more", works=("--count", "1"))
-    chosen = set(sorted(names_in(archive), key=place)[:count])
+        raise UsageError("--count", count, "1 or more")
+    chosen = set(sorted(names_in(archive), key=hashed_name)[:count])
     with tarfile.open(archive, "r|*") as members:
         for member in members:
             name = PurePosixPath(member.name)
@@ -49,8 +49,8 @@ def names_in(archive: Path) -> list[PurePosixPath]:
     return found
 
 
-def place(name: PurePosixPath) -> bytes:
-    """Sort key that does not depend on the text of the passage."""
+def hashed_name(name: PurePosixPath) -> bytes:
+    """A sort key that does not depend on the text of the passage."""
     return sha256(f"{name.parent.name}/{name.name}".encode()).digest()
 
 

@@ -1,0 +1,225 @@
+"""Stages: run, reused, run again, in parallel, failed; the commands are small fakes. Processes."""
+
+import errno
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.train.diagnose import NonFiniteError
+from tests.refusals import field_of, refusal
+from tests.tools.experiments.test_commands import FIGURE7
+from tools.experiments import figure7
+from tools.experiments.runner import (
+    ROOT,
+    Command,
+    Machine,
+    Processes,
+    Stage,
+    StageError,
+    cause,
+    fit_processes,
+    parse_training,
+    run_stages,
+)
+from tools.processes import count_gpus
+
+PROGRAM = "this test"
+
+
+def script(text: str, *words: object, label: str = "") -> Command:
+    return Command(argv=(sys.executable, "-c", text, *map(str, words)), label=label)
+
+
+def fake(output: Path, name: str, text: str, inputs: tuple[Path, ...] = ()) -> Stage:
+    """A stage that writes `text` to a file and its own name to a diary."""
+    program = (
+        "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]);"
+        "open(sys.argv[3], 'a').write(sys.argv[4] + ' ')"
+    )
+    command = script(program, output / name, text, output / "diary", name)
+    return Stage(name=name, commands=(command,), inputs=inputs, outputs=(output / name,))
+
+
+def ran(stages: list[Stage], output: Path) -> list[str]:
+    """The stages that a call runs; it reuses the others."""
+    stamps = run_stages(stages, output, PROGRAM)
+    assert list(stamps) == [stage.name for stage in stages]
+    file = output / "diary"
+    names = file.read_text().split() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return names
+
+
+def failure(stage: Stage, output: Path) -> str:
+    with pytest.raises(StageError) as caught:
+        run_stages([stage], output, PROGRAM)
+    return str(caught.value)
+
+
+def test_a_stage_runs_again_if_it_changed_and_with_it_all_later_ones(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.write_text("1")
+    stages = [fake(out, "a", "x", inputs=(source,)), fake(out, "b", "x"), fake(out, "c", "x")]
+    assert ran(stages, out) == ["a", "b", "c"]
+    assert ran(stages, out) == []
+    changed = [stages[0], fake(out, "b", "y"), stages[2]]
+    assert ran(changed, out) == ["b", "c"]
+    (out / "b").write_text("cut off")
+    assert ran(changed, out) == ["b", "c"]
+    source.write_text("2")
+    assert ran(changed, out) == ["a", "b", "c"]
+
+
+def test_a_failure_names_stage_cause_and_command_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "import sys; print('warm', file=sys.stderr); 1 / 0"
+    fails = replace(script(program), environ={"OMP_NUM_THREADS": "1"})
+    ran([fake(tmp_path, "a", "x")], tmp_path)
+    message = failure(Stage(name="b", commands=(fails,)), tmp_path)
+    first, second = message.splitlines()
+    assert all(text in first for text in ("b", "ZeroDivisionError: ", "stages/b.log"))
+    assert f"cd {ROOT} && OMP_NUM_THREADS=1 {sys.executable} -c 'import sys;" in second
+    assert "Traceback" in (tmp_path / "stages" / "b.log").read_text()
+    assert capfd.readouterr().err == "warm\n"
+    assert sorted(path.stem for path in tmp_path.glob("stages/*.json")) == ["a"]
+
+
+def test_a_failure_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    program = f"raise OSError({errno.ENOSPC}, 'No space left on device')"
+    message = failure(Stage(name="a", commands=(script(program),)), tmp_path / "out")
+    assert all(text in message for text in ("stage a", "No space left", "4.1 kB", str(tmp_path)))
+
+
+def test_a_stage_that_leaves_nothing_or_cannot_succeed_has_failed(tmp_path: Path) -> None:
+    stage = Stage(name="a", commands=(script(""),), outputs=(tmp_path / "a",))
+    assert str(tmp_path / "a") in failure(stage, tmp_path)
+
+    def check() -> None:
+        raise ValueError("too small")
+
+    with pytest.raises(ValueError, match="too small"):
+        run_stages([replace(fake(tmp_path, "a", "x"), check=check)], tmp_path, PROGRAM)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        ("warm\nerror: --lr -1: must be above 0\nE1 more\n", "--lr -1: must be above 0"),
+        (
+            "pretrain:  10%|#\rpretrain:  20%|##\nTraceback (most recent call last):\n"
+            "a.b.HotError: too hot\n"
+            "E1121 04:00:00 1 torch/distributed/elastic/multiprocessing/api.py:984] failed\n"
+            "Traceback (most recent call last):\n  ChildFailedError\n",
+            "HotError: too hot",
+        ),
+        ("pretrain:  10%|#\rpretrain:  20%|##\n", "pretrain:  20%|##"),
+    ],
+)
+def test_the_cause_is_the_first_error_and_not_the_launchers_summary(
+    tail: str, expected: str
+) -> None:
+    assert cause(tail.encode(), 3).endswith(expected)
+
+
+def test_fresh_deletes_only_what_the_stages_wrote(tmp_path: Path) -> None:
+    out, foreign = tmp_path / "run", tmp_path / "foreign"
+    ran([fake(out, "a", "x"), fake(out, "b", "x")], out)
+    (out / "mine").write_text("kept")
+    run_stages([], out, PROGRAM, fresh=True)
+    assert {path.name for path in out.iterdir()} == {"mine", "stages"}
+    foreign.mkdir()
+    (foreign / "a").write_text("kept")
+    mine = [fake(foreign, "a", "x")]
+    for fresh in (False, True):
+        error = refusal(lambda fresh=fresh: run_stages(mine, foreign, PROGRAM, fresh=fresh))
+        assert field_of(error) == "--output"
+    assert (foreign / "a").read_text() == "kept"
+    assert field_of(refusal(lambda: run_stages([], out, "another", fresh=True))) == "--output"
+
+
+def test_parallel_commands_run_at_the_same_time_and_are_labelled(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Each waits for the other's file, which one after the other would never come.
+    text = (
+        "import pathlib, sys, time; mine, other = map(pathlib.Path, sys.argv[1:]); mine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+        "print('first', flush=True); print('last', end='')"
+    )
+    files = [tmp_path / name for name in ("a", "b")]
+    pair = (script(text, *files, label="one"), script(text, *files[::-1], label="two"))
+    run_stages([Stage(name="pair", commands=pair, is_parallel=True)], tmp_path / "out", PROGRAM)
+    shown = capfd.readouterr().out.splitlines()
+    for label in ("one", "two"):
+        lines = [line for line in shown if line.startswith(label)]
+        assert lines == [f"{label} | first", f"{label} | last"]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_the_first_failure_ends_the_commands_beside_it_unless_it_is_accepted(
+    tmp_path: Path, accepted: bool
+) -> None:
+    fails = replace(script("import sys; sys.exit(3)"), accepts=lambda s: s == 3 and accepted)
+    out = tmp_path / "out"
+    wait = "" if accepted else "import time; time.sleep(6000)\n"
+    other = script(f"{wait}import pathlib, sys; pathlib.Path(sys.argv[1]).touch()", out / "a")
+    pair = (fails, other)
+    stage = Stage(name="pair", commands=pair, is_parallel=True, outputs=(out / "a",))
+    with nullcontext() if accepted else pytest.raises(StageError):
+        run_stages([stage], out, PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "expected"),
+    [
+        ("train_iters", 0, True),
+        (NonFiniteError.__name__, 1, True),
+        (NonFiniteError.__name__, -9, False),
+        ("ValueError", 1, False),
+        ("", 2, False),
+    ],
+)
+def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
+    tmp_path: Path, word: str, status: int, expected: bool
+) -> None:
+    settings = replace(FIGURE7, output=tmp_path)
+    pair = next(s for s in figure7.list_stages(settings, Machine(0, 2)) if s.is_parallel)
+    folder = pair.outputs[1]
+    folder.mkdir(parents=True)
+    line = json.dumps({"step": 7, "ended": word, "exit_code": 1}) if word else ""
+    (folder / "metrics.jsonl").write_text(line)
+    assert pair.commands[1].accepts(status) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "expected"),
+    [
+        (0, 8, Processes(2, 4, 4)),
+        (1, 1, Processes(2, 4, 1)),
+        (5, 8, Processes(4, 2, 2)),
+        (7, 8, Processes(4, 2, 2)),
+        (8, 8, Processes(8, 1, 1)),
+    ],
+)
+def test_gpus_are_used_if_one_model_fits(gpus: int, cores: int, expected: Processes) -> None:
+    flags = ["--preset", "quickstart", "--tensor-model-parallel-size", 2]
+    config = parse_training(PretrainGPT2Config, flags)
+    assert fit_processes(config, Machine(gpus, cores)) == expected
+
+
+def test_hidden_gpus_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus() == 0  # without nvidia-smi
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert count_gpus() == 0

@@ -1,0 +1,167 @@
+"""Stages that several experiments have: articles of RACE, a clean corpus, tokens, a training,
+evaluations."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.errors import UsageError, flag
+from tools.experiments import runner
+from tools.experiments.runner import Command, Machine, Stage, Word, python
+
+# Files of a folder laid out as MEGATRON_TEST_DATA.
+RACE_TRAIN = "race/RACE_train.tar.xz"
+RACE_DEV = "race/RACE_dev.tar.xz"
+WIKITEXT103 = "wikitext103/wiki.valid.tokens"
+LAMBADA = "lambada/lambada_test_first500.jsonl"
+FILES = (RACE_TRAIN, RACE_DEV, WIKITEXT103, LAMBADA)  # for a run from articles to table 3
+EVALUATION_FILES = {"wikitext103": WIKITEXT103, "lambada": LAMBADA}  # by the task that reads them
+
+CORPUS_STEPS = ("extract", "clean", "decontaminate", "dedup", "split")
+DEV_SHARD = "part-00000-000.jsonl"  # the only shard of an archive as small as this
+
+PROGRAMS = {
+    "gpt2": ("pretrain_gpt2.py", PretrainGPT2Config, "train_text_document"),
+    "bert": ("pretrain_bert.py", PretrainBertConfig, "train_text_sentence"),
+}
+TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Raises UsageError, naming every file of the folder --data that is missing or empty."""
+    paths = [folder / name for name in names]
+    missing = [str(path) for path in paths if not path.is_file() or not path.stat().st_size]
+    if missing:
+        raise UsageError("--data", folder, f"a folder with files that are not empty as {missing}")
+
+
+def check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise UsageError(flag(name), count, "1 or more")
+
+
+def extract_race(archive: Path, output: Path) -> Command:
+    flags = ("--format", "json", "--key", "article", "--source", "race", "--output", output)
+    return python("-m", "tools.corpus.extract", "--input", archive, *flags)
+
+
+def clean_stage(
+    raw: Path,
+    corpus: Path,
+    steps: Mapping[str, Iterable[Word]],
+    cores: int,
+    inputs: Sequence[Path] = (),
+) -> Stage:
+    """Steps of tools.corpus, each of which reads the previous one's output.
+
+    steps: {name: further flags}. corpus: folder with a folder for each step.
+    """
+    commands, source = [], raw
+    for step, flags in steps.items():
+        output = corpus / step
+        words = ("-m", f"tools.corpus.{step}", "--input", source, "--output", output, *flags)
+        commands.append(python(*words, workers=cores))
+        source = output
+    outputs = [corpus / step for step in steps]
+    return Stage(name="clean", commands=commands, inputs=inputs, outputs=outputs)
+
+
+def article_stages(data: Path, corpus: Path, cores: int) -> list[Stage]:
+    """corpus, clean: RACE's articles without what the evaluations ask; leaves split/train and
+    split/valid."""
+    archives = {"extract": data / RACE_TRAIN, "race-dev": data / RACE_DEV}
+    evaluations = [data / file for file in EVALUATION_FILES.values()]
+    steps: dict[str, list[Word]] = {step: [] for step in CORPUS_STEPS[1:]}
+    steps["decontaminate"] = ["--evaluation", *evaluations, corpus / "race-dev" / DEV_SHARD]
+    extract = Stage(
+        name="corpus",
+        commands=[extract_race(archive, corpus / name) for name, archive in archives.items()],
+        inputs=list(archives.values()),
+        outputs=[corpus / name for name in archives],
+    )
+    return [extract, clean_stage(corpus / "extract", corpus, steps, cores, inputs=evaluations)]
+
+
+def train_tokenizer(text: Path, kind: str, vocab_size: int, vocabulary: Path) -> Command:
+    """kind: gpt2 or bert. vocabulary: the folder that it writes."""
+    return python(
+        "tools/train_tokenizer.py", "--input", text, "--tokenizer-type", TOKENIZERS[kind],
+        "--vocab-size", vocab_size, "--output-dir", vocabulary,
+    )  # fmt: skip
+
+
+def preprocess(
+    text: Path, kind: str, vocabulary: Iterable[Path], data: Path, cores: int
+) -> Command:
+    """vocabulary: vocab.json and merges.txt of GPT-2, or vocab.txt of BERT. data: the folder that
+    it writes."""
+    flags: list[Word] = ["--tokenizer-type", TOKENIZERS[kind]]
+    for name, file in zip(("--vocab-file", "--merge-file"), vocabulary, strict=False):
+        flags += [name, file]
+    if kind == "bert":
+        flags.append("--split-sentences")
+    prefix = data / "train"
+    words = ("tools/preprocess_data.py", "--input", text, "--output-prefix", prefix, *flags)
+    return python(*words, workers=cores)
+
+
+def data_prefix(folder: Path, kind: str) -> Path:
+    """The data set of `preprocess` in a folder that `data_stage` fills."""
+    return folder / "data" / PROGRAMS[kind][2]
+
+
+def data_stage(folder: Path, text: Path, kind: str, vocab_size: int, cores: int) -> Stage:
+    """A vocabulary of the text, and the text as its tokens."""
+    vocabulary, data = folder / "vocabulary", folder / "data"
+    names = ("vocab.json", "merges.txt") if kind == "gpt2" else ("vocab.txt",)
+    files = [vocabulary / name for name in names]
+    train = train_tokenizer(text, kind, vocab_size, vocabulary)
+    encode = preprocess(text, kind, files, data, cores)
+    return Stage(name=f"{kind}-data", commands=[train, encode], outputs=[vocabulary, data])
+
+
+def pretrain_stage(
+    name: str,
+    kind: str,
+    preset: Path,
+    flags: Iterable[Word],
+    data: Path,
+    folder: Path,
+    machine: Machine,
+    check: Callable[[], None] = lambda: None,
+) -> Stage:
+    """One training, which leaves checkpoints, metrics.jsonl and run.json in the folder.
+
+    flags: those that the preset does not have. data: prefix of the data set. check: see `Stage`.
+    Raises UsageError if preset and flags do not fit together.
+    """
+    program, config, _ = PROGRAMS[kind]
+    words: list[Word] = ["--preset", preset, *flags]
+    processes = runner.fit_processes(runner.parse_training(config, words), machine)
+    words += ["--micro-batch-size", processes.micro_batch_size, "--data-path", data]
+    checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
+    words += ["--save", checkpoints, "--metrics-file", metrics]
+    return Stage(
+        name=name,
+        commands=[runner.torchrun(processes, program, *words)],
+        inputs=[preset],
+        outputs=[checkpoints, metrics, folder / "run.json"],
+        check=check,
+    )
+
+
+def evaluate(
+    task: str, checkpoints: Path, flags: Iterable[Word], result: Path, cores: int
+) -> Command:
+    """result: the record that it writes (JSON)."""
+    words = ("tasks/main.py", "--task", task.upper(), "--load", checkpoints, *flags)
+    return python(*words, "--output", result, threads=cores, is_quiet=True)
+
+
+def zero_shot_flags(task: str, data: Path, overlapping_eval: int) -> list[Word]:
+    """Flags of an evaluation of table 3. overlapping_eval: stride of WikiText103's window."""
+    flags: list[Word] = ["--valid-data", data / EVALUATION_FILES[task]]
+    if task == "wikitext103":
+        flags += ["--overlapping-eval", overlapping_eval]
+    return [*flags, "--compare-paper"]
