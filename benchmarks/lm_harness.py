@@ -51,6 +51,7 @@ def figures(records: Mapping[str, Any], place: int) -> Figures:
 
 def by_tasks(rank: Rank, load: str, files: Mapping[str, str]) -> Turn:
     words = {task: ["--task", OURS[task], "--valid-data", files[task]] for task in TASKS}
+    words[WIKITEXT].append("--per-document")
     return lambda: figures(
         {x: record_of(rank, "tasks/main.py", "--load", load, *words[x]) for x in TASKS}, 1
     )

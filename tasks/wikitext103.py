@@ -1,10 +1,10 @@
 """WikiText103: perplexities as in the paper (section 5.3, appendix E) and as others count.
 
 One total log-probability gives many perplexities: per sub-word token or per word, for different
-ways to count words, over the whole file as one stream or over articles read separately. Each is in
-the record, under its own name and with its convention. The figures per document need a second pass
-over the file. It has as many windows as the first one has without overlap: twice the time then,
-and a thirtieth more with the paper's --overlapping-eval 32 and a window of 1024.
+ways to count words. Each is in the record, under its own name and with its convention. The file is
+one stream of tokens and is read once. --per-document adds the figures of lm-evaluation-harness,
+which reads each article alone, in a second pass without overlap: twice the time without
+--overlapping-eval, and a thirtieth more with the paper's 32 and a window of 1024.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
-from tasks.common import Scores, Sliding, Task, TaskSettings, Window
+from tasks.common import Scores, Sliding, Task, TaskSettings, WindowSequence
 from tasks.reading import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
@@ -74,6 +74,10 @@ class Settings(TaskSettings):
     window: int | None = None
     """Largest number of tokens that the model reads at once; all its positions if not given."""
 
+    per_document: bool = False
+    """Add the figures of lm-evaluation-harness, which reads each article alone: a second pass over
+    the file, in windows that do not overlap."""
+
     def __post_init__(self) -> None:
         positive(self, "window")
         if self.overlapping_eval is not None and self.overlapping_eval < 1:
@@ -88,50 +92,56 @@ class Settings(TaskSettings):
 
 @dataclass(frozen=True)
 class WikiText103(Task):
-    """The windows of the whole file, then those of the articles."""
+    """The windows of the whole file and, with --per-document, those of the articles after them."""
 
     text: str
     detokenised: str
     articles: Sequence[str]
     stream: Sliding
-    windows: Sequence[Window]
+    windows: WindowSequence
 
     def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> dict[str, Any]:
         stream, alone = scores[: len(self.stream)], scores[len(self.stream) :]
         num_scored = int(stream.tokens.sum())
         assert num_scored == len(self.stream.tokens) - 1
-        original = len(self.text.strip().split(" "))
-        words, size = len(self.text.split()), len(self.text.encode())
-        size_detokenised = len(self.detokenised.encode())
-        pieces = sum(len(re.split(r"\s+", article)) for article in self.articles)
-        return {
+        original, words = len(self.text.strip().split(" ")), len(self.text.split())
+        size, size_detokenised = len(self.text.encode()), len(self.detokenised.encode())
+        per_document: dict[str, float] = {}
+        if len(alone):
+            pieces = sum(len(re.split(r"\s+", article)) for article in self.articles)
+            size_of_articles = sum(len(article.encode()) for article in self.articles)
+            per_document = {
+                "num_words_per_document": pieces,
+                "bits_per_byte_per_document": bits(alone) / size_of_articles,
+                "word_perplexity_per_document": alone.perplexity(pieces),
+            }
+        figures = {
             "num_tokens": len(self.stream.tokens),
             "num_scored_tokens": num_scored,
             "num_original_tokens": original,
             "num_words": words,
-            "num_words_per_document": pieces,
             "num_bytes": size,
             "num_bytes_detokenised": size_detokenised,
             "num_documents": len(self.articles),
             "window": self.stream.length,
             "stride": self.stream.stride,
             "nll": -float(stream.log_probability.sum()),
+            **per_document,
             "bits_per_byte": bits(stream) / size,
             "bits_per_byte_detokenised": bits(stream) / size_detokenised,
-            "bits_per_byte_per_document": bits(alone) / sum(len(a.encode()) for a in self.articles),
             "token_perplexity": stream.perplexity(num_scored),
-            "word_perplexity_per_document": alone.perplexity(pieces),
             "word_perplexity_authors_code": stream.perplexity(original - 1),
             "word_perplexity_plain_words": stream.perplexity(words),
             "word_perplexity": stream.perplexity(original),
-            "protocol": {
-                "detokenisation": "the rules of the paper's authors, on the whole file",
-                "window": f"window k starts at token k x {self.stream.stride} and has up to "
-                f"{self.stream.length} inputs; the first scores all it predicts, each later one "
-                f"its last {self.stream.stride}; the last one is shorter",
-            },
-            "conventions": CONVENTIONS,
         }
+        protocol = {
+            "detokenisation": "the rules of the paper's authors, on the whole file",
+            "window": f"window k starts at token k x {self.stream.stride} and has up to "
+            f"{self.stream.length} inputs; the first scores all it predicts, each later one "
+            f"its last {self.stream.stride}; the last one is shorter",
+        }
+        conventions = {name: text for name, text in CONVENTIONS.items() if name in figures}
+        return {**figures, "protocol": protocol, "conventions": conventions}
 
 
 def bits(scores: Scores) -> float:
@@ -146,13 +156,15 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     stream = Sliding(np.array(tokenizer.encode(detokenised), np.int32), length, stride)
     if not len(stream):
         raise ValueError(f"--valid-data {settings.valid_data} has no second token; {CURE}")
-    encoded = tokenizer.encode_batch([detokenise(article) for article in articles])
-    first = begin_of(manifest, tokenizer) or [tokenizer.eod]
-    alone = [
-        Sliding(np.array([*first, *tokens], np.int32), length, length, reach_back=True)
-        for tokens in encoded
-    ]
-    windows = [window for each in (stream, *alone) for window in each]
+    windows: WindowSequence = stream
+    if settings.per_document:
+        first = begin_of(manifest, tokenizer) or [tokenizer.eod]
+        encoded = tokenizer.encode_batch([detokenise(article) for article in articles])
+        alone = [
+            Sliding(np.array([*first, *tokens], np.int32), length, length, reach_back=True)
+            for tokens in encoded
+        ]
+        windows = [window for each in (stream, *alone) for window in each]
     return WikiText103(text, detokenised, articles, stream, windows)
 
 

@@ -246,6 +246,15 @@ def test_sources_of_data_are_read_and_trained_on(tmp_path: Path) -> None:
         assert step.get("cut") == (steps_of_run * batch if is_padded else None)
 
 
+def test_a_text_is_evaluated_once_and_again_by_article(tmp_path: Path, test_data: Path) -> None:
+    files = ["--wikitext-data", test_data / "wikitext103" / "wiki.valid.tokens"]
+    files += ["--tokenizer", test_data / "gpt2"]
+    record = run(tmp_path, "evaluation", "--characters", 2000, *files)
+    found = [each["rounds"][0] for each in record["contenders"]]
+    assert len(found) == 3  # and equal sums, which the question itself compares
+    assert len({each["tokens"] for each in found}) == 1
+
+
 def test_the_sparse_data_set_opens_as_a_whole_one(tmp_path: Path) -> None:
     write_sparse(tmp_path / "p", 909_090_909)
     data = IndexedDataset(str(tmp_path / "p"))

@@ -113,7 +113,7 @@ def all_figures(rows: list[list[str]], tensor_size: int | str, micro_batch_size:
 def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
     peer: Peer, test_data: Path, tmp_path: Path, gloo: Pool
 ) -> None:
-    load, texts = ["--load", str(peer.checkpoint)], passages(test_data)
+    load, texts, both = ["--load", str(peer.checkpoint)], passages(test_data), "--per-document"
     wiki, lambada, heldout = (tmp_path / name for name in ("wiki", "lambada", "heldout.jsonl"))
     wiki.write_text(some_articles(test_data), encoding="utf-8")
     lambada.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
@@ -124,7 +124,7 @@ def test_every_task_gives_the_same_figures_at_every_layout_and_batch_size(
     (tmp_path / "train.json").unlink()  # of another tokenizer, it says
     own = ["--train-data", str(tmp_path / "train"), "--cloze-words", "5"]
     rows = [
-        ["WIKITEXT103", *load, "--valid-data", str(wiki), "--overlapping-eval", "96"],
+        ["WIKITEXT103", *load, "--valid-data", str(wiki), "--overlapping-eval", "96", both],
         ["LAMBADA", *load, "--valid-data", str(lambada)],
         ["HELDOUT", *load, "--input", str(heldout), *own],
     ]

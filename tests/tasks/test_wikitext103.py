@@ -83,7 +83,7 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
         "bits_per_byte_per_document": alone / log(2) / sum(len(a.encode()) for a in articles),
         "nll": nll,
     }
-    more = ["--window", str(length), "--overlapping-eval", str(stride)]
+    more = ["--window", str(length), "--overlapping-eval", str(stride), "--per-document"]
     figures = figures_of("WIKITEXT103", 1, *flags(file, peer, *more))
     assert {key: figures[key] for key in expected} == pytest.approx(expected, rel=1e-6)
     assert (figures["num_tokens"], figures["num_scored_tokens"]) == (len(ids), len(ids) - 1)
@@ -91,6 +91,12 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert figures["num_documents"] == len(articles) == 3
     assert len(without_words(figures)) == 19
     json.dumps(figures)
+    once = figures_of("WIKITEXT103", 1, *flags(file, peer, *more[:-1]))  # the stream alone
+    kept = {key: figures[key] for key in without_words(once)}
+    assert without_words(once) == pytest.approx(kept, rel=1e-12)
+    assert {key for key in without_words(figures) if "per_document" in key} == {
+        *figures.keys() - once.keys()
+    }
 
 
 def test_reading_more_than_the_model_was_trained_on_is_told(tmp_path: Path) -> None:
@@ -134,7 +140,8 @@ def test_perplexities_are_of_the_words_that_they_name(tmp_path: Path) -> None:
     which single blanks part."""
     text = " \n = Title = \n \n one  two three , four \n"
     (tmp_path / "wiki").write_text(text)
-    settings = Settings(trained=TrainedConfig(load=""), valid_data=tmp_path / "wiki")
+    trained, file = TrainedConfig(load=""), tmp_path / "wiki"
+    settings = Settings(trained=trained, valid_data=file, per_document=True)
     tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
     config = {"model": {"max_position_embeddings": 8}, "data": {"seq_length": 8}}
     task = prepare(settings, {"config": config}, tokenizer)

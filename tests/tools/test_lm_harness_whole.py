@@ -60,7 +60,8 @@ def our_records(peer: Peer, files: dict[str, Path]) -> dict[str, Any]:
     _, model = load_newest(folders, mesh)
     records = {}
     for name, module in zip(TASKS, (lambada, wikitext103), strict=True):
-        settings = module.Settings(trained=trained, valid_data=files[name])
+        more = {"per_document": True} if module is wikitext103 else {}
+        settings = module.Settings(trained=trained, valid_data=files[name], **more)
         task = module.prepare(settings, manifest, tokenizer)
         records[name] = evaluate(task, model, mesh, 8, name)
     return records

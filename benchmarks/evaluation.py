@@ -1,0 +1,115 @@
+"""WikiText103's perplexity compared with a plain loop over transformers.
+
+One GPT-2 of 4 layers, hidden size 256, 4 heads, 1,024 positions and GPT-2's 50,257 tokens, with the
+same weights on both sides, in fp32. A turn reads the file, detokenises it, makes tokens and sums
+the negative log-likelihood over windows of 1,024 tokens that do not overlap. The peer has
+transformers' tokenizer, `GPT2LMHeadModel` and `cross_entropy`, one window at a time. Sums that
+differ by more than a relative 1e-6 report nothing.
+"""
+
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from benchmarks.peers import TRANSFORMERS, transformers_gpt2
+from benchmarks.program import DATA
+from benchmarks.steps import SEED
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.model import GPT2Config
+from megatron.data.tokenizer import build_tokenizer
+from megatron.models.build import build_model
+from tasks.main import evaluate
+from tasks.wikitext103 import Settings, detokenise, prepare
+
+VOCABULARY, WINDOW = 50257, 1024
+CONFIG = GPT2Config(
+    num_layers=4, hidden_size=256, num_attention_heads=4, max_position_embeddings=WINDOW
+)
+OURS, RATIO = "WIKITEXT103", "its CPU seconds / transformers'"
+
+
+def ours(rank: Rank, file: Path, tokenizer: Path, per_document: bool = False) -> Turn:
+    mesh = rank.mesh()
+    model = build_model(CONFIG, mesh, VOCABULARY, seed=SEED, dtype=torch.float32).eval()
+    files = str(tokenizer / "vocab.json"), str(tokenizer / "merges.txt")
+    byte_pairs = build_tokenizer("GPT2BPETokenizer", *files)
+    trained = TrainedConfig(load="")
+    settings = Settings(trained=trained, valid_data=file, per_document=per_document)
+    positions = {"max_position_embeddings": WINDOW}
+    manifest = {"config": {"model": positions, "data": {"seq_length": WINDOW}}}
+
+    def turn() -> Figures:
+        task = prepare(settings, manifest, byte_pairs)
+        figures = evaluate(task, model, mesh, 8, "WIKITEXT103")
+        return {"nll": figures["nll"], "tokens": figures["num_tokens"]}
+
+    return turn
+
+
+def transformers(rank: Rank, file: Path, tokenizer: Path) -> Turn:
+    from transformers import GPT2Tokenizer
+
+    model: Any = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
+    files = {"vocab": str(tokenizer / "vocab.json"), "merges": str(tokenizer / "merges.txt")}
+    byte_pairs = GPT2Tokenizer(**files)
+
+    @torch.no_grad()
+    def turn() -> Figures:
+        text = detokenise(file.read_text(encoding="utf-8"))
+        ids = torch.tensor(byte_pairs(text)["input_ids"], device=rank.device)
+        nll = 0.0
+        for start in range(0, len(ids) - 1, WINDOW):
+            window = ids[start : start + WINDOW + 1]
+            logits = model(window[None, :-1]).logits[0]
+            nll += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+        return {"nll": nll, "tokens": len(ids)}
+
+    return turn
+
+
+def contenders(
+    flags: Flags,
+    wikitext_data: Path = DATA / "wikitext103/wiki.valid.tokens",
+    characters: int = 100_000,
+    tokenizer: Path = DATA / "gpt2",
+) -> Iterator[Contender]:
+    """Compare the two; by default, files are in the folder MEGATRON_TEST_DATA.
+
+    characters: of the file, from its start. tokenizer: folder with vocab.json and merges.txt.
+    """
+    file = scratch() / "wiki.tokens"
+    file.write_text(wikitext_data.read_text(encoding="utf-8")[:characters], encoding="utf-8")
+    given: dict[str, Any] = {"file": file, "tokenizer": tokenizer.resolve()}
+    yield Contender("transformers", transformers, given, needs=[TRANSFORMERS])
+    for name, more in ((OURS, {}), (f"{OURS} --per-document", {"per_document": True})):
+        yield Contender(name, ours, given | more, same={"nll": 1e-6})
+
+
+QUESTION = Question(
+    contenders,
+    (
+        Column("tokens/s", "tokens", "{:.1f}", per="wall"),
+        Column(RATIO, "cpu", "{:.2f}", "its / first"),
+        Column("CPU seconds", "cpu"),
+        Column("seconds", "wall"),
+    ),
+    lambda found: (
+        f"{found.range(RATIO, '{:.2f}')} times the CPU seconds of a plain loop "
+        "over transformers: the file read once, and read again by article."
+    ),
+    warm_up=0,
+)
+
+if __name__ == "__main__":
+    QUESTION.run()
