@@ -47,13 +47,14 @@ ALL = [pytest.param(line, id=f"{page.stem}: {line}") for page in PAGES for line 
 def parse_words(name: str, words: Sequence[str]) -> None:
     """As the program of this file or module does."""
     path = name if name.endswith((".py", ".sh")) else f"{name.replace('.', '/')}.py"
-    assert (ROOT / path).is_file()
+    folder = ROOT / path.removesuffix(".py")
+    assert (ROOT / path).is_file() or (folder / "__main__.py").is_file()
     if path.endswith(".sh"):
         text = (ROOT / path).read_text()
         assert not [word for word in words if word.startswith("--") and word not in text]
         return
     module = import_module(path.removesuffix(".py").replace("/", "."))
-    if hasattr(module, "__path__"):  # a package shadows its program of the same name
+    if hasattr(module, "__path__") and not hasattr(module, "Settings"):  # it shadows tools/NAME.py
         module = import_module(f"{module.__name__}.__main__")
     if module.__name__ in TRAINING:
         parse(TRAINING[module.__name__], words, {})
