@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.corpus.settings import parse_settings
 
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from tasks.main import find_module, split_task
 from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
+from tools.corpus.settings import parse_settings
 from tools.experiments import figure6, figure7, miniature, quickstart
 from tools.experiments.passages import passages
 from tools.experiments.runner import ROOT, Command, Machine, Stage
