@@ -1,10 +1,11 @@
 """Time and memory of a training step, compared with another commit.
 
-Each tree runs its own `pretrain_gpt2.py` under torchrun, on the same random tokens. Seconds are
-measured between two logged steps of one run, which excludes its start. CPU seconds are those of all
-ranks; memory is the sum of their peaks, imports included. The losses of all steps are compared:
-without dropout they have to be equal bit for bit, or within --tolerance. Dropout by coordinates
-drops other elements than dropout before commit 681c802.
+Each tree runs its own `pretrain_gpt2.py` on the same random tokens. Both programs exist at the same
+time and make one step in turn; between its turns a program is stopped. So a machine that is busy
+for a while slows both. CPU seconds are those of all ranks; memory is the sum of their peaks,
+imports included. The losses of the first steps, which are not timed, are compared: without dropout
+they have to be equal bit for bit, or within --tolerance. Dropout by coordinates drops other
+elements than dropout before commit 681c802.
 """
 
 import sys
@@ -14,14 +15,16 @@ if sys.hexversion < 0x30B0000:
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
+from multiprocessing.util import Finalize
 from pathlib import Path
 from shutil import unpack_archive
 from subprocess import PIPE, Popen
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +40,7 @@ from tools.data_files import IndexedDatasetWriter
 PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # preset: vocabulary size
 LAYOUTS = {"t = 1": (1, 1), "t = 2": (2, 2), "d = 2": (2, 1)}  # (ranks, tensor-parallel ranks)
 GROUPS = tuple(map(", ".join, product(PRESETS, ("fp32", "bf16"), LAYOUTS)))
-BEFORE, BEHIND = 5, 2  # untimed steps at the start and the end of a run
+WARM_UP = 10  # untimed steps at the start of a run
 RATIO = "this tree's / its CPU time"
 
 
@@ -64,35 +67,47 @@ def random_text(vocab_size: int) -> str:
     return prefix
 
 
-def run(rank: Rank, tree: str, flags: list[str], ranks: int, steps: int) -> Turn:
-    """A turn is a run of BEFORE + steps + BEHIND steps; figures are per timed step."""
+def run(rank: Rank, tree: str, flags: list[str], ranks: int, folder: str) -> Turn:
+    """A turn is one step of the tree's program, which is stopped (SIGSTOP) between its turns."""
+    record = Path(mkdtemp(dir=folder), "record.jsonl")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *torchrun, "pretrain_gpt2.py", *flags, "--metrics-file"]
-    environ = {**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"}
-    ends = re.compile(rf"step ({BEFORE}|{BEFORE + steps}) \| loss ")
+    command = [sys.executable, *(torchrun if ranks > 1 else ()), "pretrain_gpt2.py", *flags]
+    program = Popen(
+        [*command, "--metrics-file", str(record)],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"},
+        stdout=PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    Finalize(program, os.killpg, (program.pid, signal.SIGKILL), exitpriority=0)
+    steps = filter(re.compile(r"step \d+ \| loss ").match, program.stdout or ())
+    spent, turns = 0.0, count()
 
     def turn() -> Figures:
-        with TemporaryDirectory() as folder:
-            record, used = Path(folder, "record.jsonl"), []
-            whole = [*command, str(record)]
-            with Popen(whole, cwd=tree, env=environ, stdout=PIPE, text=True) as program:
-                for _ in filter(ends.match, program.stdout):
-                    processes = below(str(program.pid))
-                    used.append((time.perf_counter(), sum(map(cpu_seconds_of, processes))))
-                    peak = sum(status_bytes("VmHWM", each) for each in processes)
-            if program.returncode:
-                raise RuntimeError(f"{' '.join(command)}: status {program.returncode}")
-            losses = [line["loss"] for line in read_metrics(record) if "loss" in line]
-        before, after = used
-        wall, cpu = ((end - start) / steps for start, end in zip(before, after, strict=True))
-        return {"wall": wall, "cpu": cpu, "peak_bytes": peak, "losses": losses}
+        nonlocal spent
+        start = time.perf_counter()
+        os.killpg(program.pid, signal.SIGCONT)
+        number = next(turns)
+        # The first turn makes two steps, so that the record holds the loss that a turn returns.
+        for _ in range(2 if number == 0 else 1):
+            if next(steps, None) is None:
+                raise RuntimeError(f"{' '.join(command)}: status {program.wait()}")
+        wall = time.perf_counter() - start
+        os.killpg(program.pid, signal.SIGSTOP)
+        processes = {str(program.pid), *below(str(program.pid))}
+        before, spent = spent, sum(map(cpu_seconds_of, processes))
+        peak = sum(status_bytes("VmHWM", each) for each in processes)
+        losses = [line["loss"] for line in read_metrics(record) if "loss" in line]
+        return {"wall": wall, "cpu": spent - before, "peak_bytes": peak, "losses": losses[number]}
 
     return turn
 
 
 def cpu_seconds_of(process: str) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of all its threads, to the nanosecond; /proc/PID/stat counts hundredths of a second."""
+    files = Path(f"/proc/{process}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def contenders(
@@ -100,7 +115,6 @@ def contenders(
     against: str = "HEAD~1",
     groups: tuple[str, ...] = GROUPS,
     dropout: float = 0.0,
-    steps: int = 30,
     tolerance: float = 0.0,
 ) -> Iterator[Contender]:
     """Compare the trees.
@@ -109,7 +123,6 @@ def contenders(
         against: a commit, or a folder that holds another tree.
         groups: groups to run, such as "quickstart, fp32, d = 2".
         dropout: dropout of attention probabilities, embeddings and residuals.
-        steps: timed steps per run.
         tolerance: relative difference allowed in losses, for commits that change the last bits.
     """
     if unknown := {*groups} - {*GROUPS}:
@@ -122,13 +135,13 @@ def contenders(
         words = f"--data-path {texts[preset]} "
         words += f"--attention-dropout {dropout} --hidden-dropout {dropout} --split 9,1,0 "
         words += f"--micro-batch-size {2 * tensor // ranks} --tensor-model-parallel-size {tensor} "
-        words += f"--train-iters {BEFORE + steps + BEHIND} --lr-decay-iters 1000 "
+        words += "--train-iters 1000000 --lr-decay-iters 1000 "
         words += "--lr-warmup-iters 100 --eval-iters 0 "
         words += f"--log-interval 1 {'--bf16' if dtype == 'bf16' else '--no-bf16'}"
         for name, tree in trees.items():
             # Each tree reads its own preset, as older trees lack newer settings.
             own_words = ["--preset", f"{tree}/scripts/presets/{preset}.toml", *words.split()]
-            own = {"tree": str(tree), "flags": own_words, "ranks": ranks, "steps": steps}
+            own = {"tree": str(tree), "flags": own_words, "ranks": ranks, "folder": str(scratch())}
             same = {} if dropout else {"losses": tolerance}
             yield Contender(name, run, own, group=group, threads=2 // ranks, same=same)
 
@@ -143,8 +156,8 @@ QUESTION = Question(
         Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
     ),
     lambda found: f"A step takes {found.range(RATIO)} of the CPU time of {found.rows[-1][1]}.",
-    warm_up=0,
-    together=False,
+    turns=30,
+    warm_up=WARM_UP,
 )
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ QUESTIONS: dict[str, tuple[Sequence[object], Sequence[str], Callable[..., None] 
         [OURS, "plain torch", "DTensor", "floor"], of_train_step,
     ),
     "growth": (["--preset", "{preset}", "--axes", "ranks"], ["1", "2"], of_growth),
-    "commits": (["--against", ROOT, "--groups", ONE_RANK, "--steps", 2], [], None),
+    "commits": (["--against", ROOT, "--groups", ONE_RANK, "--turns", 2], [], None),
     "scaling": (
         [], [f"{size}, t x d = {t} x 1" for size, t in
              (("1.2B, 8 heads", 1), ("2.5B, 10 heads", 2), ("4.2B, 12 heads", 4))], of_scaling,
