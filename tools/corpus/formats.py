@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from megatron.data.json_lines import (
     LONGEST_LINE,
+    Damage,
     damage,
     open_shard,
     parse_json,
@@ -74,7 +75,8 @@ def read_json_lines(part: Part, key: str) -> Iterator[Item]:
                 raise ValueError(line.fault)
             yield parse_fields(line.content, key)
         except ValueError as error:
-            yield Fault(part.unit.file, line.offset, line.content, str(error))
+            reason = line.fault or str(error)
+            yield Fault(part.unit.file, line.offset, line.content, reason)
 
 
 def parse_text(content: bytes, name: str) -> Record:
@@ -134,7 +136,7 @@ def _unpack(raw: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item
         content = stream.read(LONGEST_LINE + 1)
         yield from _read_document(io.BytesIO(content), len(content), bare, parse)
     except damage() as error:
-        yield Fault(file, 0, b"", f"{name}: damaged or cut short ({error})")
+        yield Fault(file, 0, b"", Damage(f"{name}: damaged or cut short ({error})"))
     except ValueError as error:
         yield Fault(file, 0, b"", f"{name}: {error}")
 
@@ -175,7 +177,7 @@ def _read_tar(stream: IO[bytes], file: str, name: str, parse: Parse) -> Iterator
                 yield Fault(file, archive.offset, b"", f"{name}: more follows the archive's end")
     except (*damage(), tarfile.TarError) as error:
         reason = f"{name}: archive damaged or cut short, the rest is lost ({error})"
-        yield Fault(file, offset, b"", reason)
+        yield Fault(file, offset, b"", Damage(reason))
 
 
 def _has_content(stream: Any) -> bool:
@@ -218,7 +220,8 @@ def read_wet(part: Part) -> Iterator[Item]:
                     yield item
                 offset = stream.tell()
         except damage() as error:
-            yield Fault(file, offset, b"", f"damaged or cut short, the rest is lost ({error})")
+            reason = f"damaged or cut short, the rest is lost ({error})"
+            yield Fault(file, offset, b"", Damage(reason))
 
 
 def _read_record(stream: io.BufferedReader, file: str, offset: int) -> Item | None:
