@@ -80,9 +80,9 @@ class StepRun:
     ) -> None:
         """units: the step's input, if it is not --input cut by --unit.
 
-        by_unit: whether an unfinished run can continue after some of the input has changed, because
-        all that a task needs is there until the end.  files: patterns of all that the step writes
-        into the folder beside its manifest and the lists of lines and duplicates.
+        by_unit: whether an unfinished run continues after part of the input has changed; False for
+        a step that removes files of earlier stages.  files: patterns of the files that the step
+        writes, beside those in NOT_SHARDS.
 
         Raises ValueError, naming the flag, for input that is missing or in the output folder, and
         for an output folder that another run is filling or that other settings have filled.
@@ -368,7 +368,8 @@ def execute(
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     content = json.dumps(outcome)
-    with atomic_writer(marker) as file:
+    # Not flushed: the task's files are, and a power cut that takes the marker costs one task.
+    with atomic_writer(marker, flush_content=False, flush_name=False) as file:
         file.write(content.encode())
     return json.loads(content)  # type: ignore[no-any-return]
 

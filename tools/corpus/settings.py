@@ -79,7 +79,7 @@ def say(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
 
 
-SIZE = re.compile(r"(\d{1,15}\.?\d*|\.\d+)([KMGT]B?|B)", re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,15}\.?\d*|\.\d+)([KMGT]B?|B|)", re.IGNORECASE)
 FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 LEAST_UNIT, LEAST_MEMORY = 100, 1000  # bytes
 # Settings of all steps that do not affect what is written.
@@ -214,8 +214,10 @@ def _as_parameter(value: Any) -> Any:
 def parse_size(flag: str, text: str, least: int = 1) -> int:
     """Bytes: 32MB is 32,000,000.  Raises ValueError, naming the flag, below `least` bytes."""
     match = SIZE.fullmatch(text)
-    size = int(float(match[1]) * FACTORS[match[2].upper().rstrip("B")]) if match else 0
+    number, unit = match.groups() if match else ("0", "")
+    size = int(float(number) * FACTORS[unit.upper().rstrip("B")]) if unit else 0
     if size < least:
+        works = (flag, f"{text}MB") if float(number) and not unit else ()
         allowed = f"a size with its unit such as 32MB or 1.5GB, at least {least}B"
-        raise UsageError(flag, text, allowed)
+        raise UsageError(flag, text, allowed, works=works)
     return size
