@@ -39,17 +39,25 @@ def temporary(file: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_writer(file: Path) -> Iterator[BinaryIO]:
+def atomic_writer(
+    file: Path, *, flush_content: bool = True, flush_name: bool = True
+) -> Iterator[BinaryIO]:
     """A stream for the content of the file, which appears under its name whole and on disk when
-    the block ends. If the block raises, what was there stays. Makes missing folders."""
+    the block ends. If the block raises, what was there stays. Makes missing folders.
+
+    flush_content, flush_name: whether to wait for the disk; without them the file may be empty, or
+    not there, after a power cut.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
     try:
         with staged.open("wb") as stream:
             yield stream
-            flush_to_disk(stream)
+            if flush_content:
+                flush_to_disk(stream)
         staged.replace(file)
-        flush_directory(file.parent)
+        if flush_name:
+            flush_directory(file.parent)
     finally:
         staged.unlink(missing_ok=True)
 
