@@ -8,6 +8,7 @@ sketches.npy    uint64 [n, 2]: one bit of each value of the signature
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,19 +21,10 @@ from numpy.typing import NDArray
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
-from tools.corpus import external
+from tools.corpus import external, files
 from tools.corpus.dedup.signatures import Bands, Shingler, Signatures, sketch
 from tools.corpus.engine import keep_rejected
 from tools.corpus.external import Numbers, Words
-from tools.corpus.files import (
-    Document,
-    Funnel,
-    Unit,
-    document_id,
-    is_whole,
-    read_documents,
-    source_of,
-)
 from tools.corpus.settings import StepSettings
 
 orjson = Library("orjson")
@@ -46,27 +38,25 @@ ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 
 
 def index_unit(
-    unit: Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands
+    unit: files.Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands
 ) -> dict[str, Any]:
     """Write the index of a unit.
 
-    Returns the number of documents of each block (folder/UNIT-NUMBER), and the unit's counts.
+    Returns (name, number of documents) of each block, a folder in `folder`, and the unit's counts.
     """
-    funnel, counts = Funnel(), []
-    rows = Rows(shingler, bands)
-    for document in read_documents(unit, funnel):
-        rows.add(document)
-        if len(rows) == BLOCK:
-            counts.append(rows.write(folder / block_name(unit, len(counts))))
-            rows = Rows(shingler, bands)
-    if len(rows):
-        counts.append(rows.write(folder / block_name(unit, len(counts))))
+    funnel, blocks = files.Funnel(), []
+    documents = files.read_documents(unit, funnel)
+    while True:
+        rows = Rows(shingler, bands)
+        for document in itertools.islice(documents, BLOCK):
+            rows.add(document)
+        if not len(rows):
+            break
+        name = f"{unit.name}-{len(blocks):04}"
+        rows.write(folder / name)
+        blocks.append((name, len(rows)))
     keep_rejected(settings, unit, funnel)
-    return {"blocks": counts, "funnel": funnel.to_json()}
-
-
-def block_name(unit: Unit, number: int) -> str:
-    return f"{unit.name}-{number:04}"
+    return {"blocks": blocks, "funnel": funnel.to_json()}
 
 
 class Rows:
@@ -83,17 +73,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, document: Document) -> None:
+    def add(self, document: files.Document) -> None:
         points = self._shingler.points(document.text)
-        identity = document_id(document.record)
+        identity = files.document_id(document.record)
         self._digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
         size = len(document.text.encode())
         self._places.append((document.offset, len(document.line), size, len(self._names)))
-        self._names += orjson.dumps([identity, source_of(document.record)]) + b"\n"
+        self._names += orjson.dumps([identity, files.source_of(document.record)]) + b"\n"
         self._signatures.append(self._shingler.sign(self._shingler.hashes(points)))
 
-    def write(self, folder: Path) -> int:
-        """Write the block.  Returns how many documents it has."""
+    def write(self, folder: Path) -> None:
         digests = np.frombuffer(self._digests, "<u8").reshape(-1, 3)
         documents = np.empty(len(self), ROW)
         documents[PLACE] = np.array(self._places, documents[PLACE].dtype)
@@ -105,7 +94,6 @@ class Rows:
         external.save(folder / "documents.npy", documents)
         with atomic_writer(folder / "names.bin") as file:
             file.write(self._names)
-        return len(self)
 
 
 def _digest(content: bytes) -> bytes:
@@ -145,7 +133,7 @@ class Index:
     """
 
     folder: Path
-    units: tuple[Unit, ...]
+    units: tuple[files.Unit, ...]
     blocks: tuple[Block, ...]
 
     def __repr__(self) -> str:
@@ -254,7 +242,7 @@ def open_index(folder: Path, digest: str) -> Index:
     """The index that was saved in this folder."""
     units, blocks = orjson.loads((folder / "index.json").read_bytes())
     index = Index(
-        folder, tuple(Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
+        folder, tuple(files.Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
     )
     assert index.digest == digest
     return index
@@ -267,9 +255,9 @@ def ranges(numbers: Numbers, firsts: Numbers) -> Iterator[tuple[int, slice]]:
         yield k, slice(int(cuts[k]), int(cuts[k + 1]))
 
 
-def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
+def _lines_at(unit: files.Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
     """The lines at these offsets, in order; read directly if the file is plain."""
-    if is_whole(unit.file):
+    if files.is_whole(unit.file):
         wanted = set(offsets.tolist())
         for line in read_shard(unit.file, unit.start, unit.stop):
             if line.offset in wanted:
