@@ -173,36 +173,32 @@ def say_recall(bands: Bands, threshold: float) -> None:
 
 
 def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, result: DedupResult) -> None:
-    """Raises ValueError, and prints the largest clusters, if too much is removed to be right."""
-    complaints = []
+    """Raises UsageError, and prints the largest clusters, if too much is removed to be right."""
+    faults: list[tuple[str, float, str]] = []  # flag, its value, what it has to be
     largest = result.largest[0]["size"] if result.largest else 0
     if largest > settings.max_cluster:
-        complaints.append(
-            f"a cluster has {largest} documents, over --max-cluster {settings.max_cluster}"
-        )
+        text = f"at least {largest}, the documents of the largest cluster"
+        faults.append(("--max-cluster", settings.max_cluster, text))
     for source, count in sorted(funnel.input.items()):
-        lost = result.sources[source] / max(1, count.documents)
-        if count.documents >= FEW and lost > settings.max_source_loss:
-            complaints.append(
-                f"the source {source} would lose {lost:.0%} of its {count.documents} documents, "
-                f"over --max-source-loss {settings.max_source_loss}"
-            )
+        lost = result.sources[source]
+        if count.documents >= FEW and lost / count.documents > settings.max_source_loss:
+            text = f"larger: of the source {source} {lost} of {count.documents} would be removed"
+            faults.append(("--max-source-loss", settings.max_source_loss, text))
     rate = result.sources.total() / max(1, documents(funnel.input))
     expected = settings.expected_removal
     if expected is not None and rate > 3 * expected + 0.02:
-        complaints.append(
-            f"{rate:.1%} of the documents would be removed, and {expected:.1%} were expected"
-        )
-    if not complaints:
+        text = f"larger: {rate:.1%} of the documents would be removed"
+        faults.append(("--expected-removal", expected, text))
+    if not faults:
         return
     for cluster in with_texts(index, result.largest[:3]):
         say(f"cluster of {cluster['size']} documents, {cluster['kept_id']} would stay:")
         for member in cluster["members"]:
             say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
-    message = "; ".join(complaints)
     if not settings.allow_large_removal:
-        raise ValueError(f"dedup: {message}; --allow-large-removal continues all the same")
-    say(f"warning: dedup: {message}")
+        raise UsageError(*faults[0], works=("--allow-large-removal",))
+    for flag, value, text in faults:
+        say(f"warning: dedup: {flag} {value} should be {text}")
 
 
 def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, Any]]:

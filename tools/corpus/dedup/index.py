@@ -9,7 +9,7 @@ sketches.npy    uint64 [n, 2]: one bit of each value of the signature
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -32,7 +32,7 @@ orjson = Library("orjson")
 ROW = np.dtype(
     [("offset", "<i8"), ("length", "<i8"), ("bytes", "<i8"), ("name", "<i8"), ("digest", "<u8", 2)]
 )  # in bytes: offset and length of the line, size of the text, offset in names.bin
-PLACE = ["offset", "length", "bytes", "name"]
+LOCATION = ["offset", "length", "bytes", "name"]
 BLOCK = 1 << 15  # documents; a unit that is one large compressed file may have any number
 ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 
@@ -47,53 +47,43 @@ def index_unit(
     funnel, blocks = files.Funnel(), []
     documents = files.read_documents(unit, funnel)
     while True:
-        rows = Rows(shingler, bands)
-        for document in itertools.islice(documents, BLOCK):
-            rows.add(document)
-        if not len(rows):
-            break
         name = f"{unit.name}-{len(blocks):04}"
-        rows.write(folder / name)
-        blocks.append((name, len(rows)))
+        count = write_block(folder / name, itertools.islice(documents, BLOCK), shingler, bands)
+        if not count:
+            break
+        blocks.append((name, count))
     keep_rejected(settings, unit, funnel)
     return {"blocks": blocks, "funnel": funnel.to_json()}
 
 
-class Rows:
-    """The documents of a block, until it is written."""
-
-    def __init__(self, shingler: Shingler, bands: Bands) -> None:
-        self._shingler = shingler
-        self._bands = bands
-        self._places: list[tuple[int, int, int, int]] = []
-        self._names = bytearray()
-        self._digests = bytearray()
-        self._signatures: list[Signatures] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, document: files.Document) -> None:
-        points = self._shingler.points(document.text)
+def write_block(
+    folder: Path, documents: Iterable[files.Document], shingler: Shingler, bands: Bands
+) -> int:
+    """Write a block, unless it is empty.  Returns how many documents it has."""
+    locations: list[tuple[int, int, int, int]] = []
+    names, digests = bytearray(), bytearray()
+    signatures: list[Signatures] = []
+    for document in documents:
+        points = shingler.points(document.text)
         identity = files.document_id(document.record)
-        self._digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
+        digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
         size = len(document.text.encode())
-        self._places.append((document.offset, len(document.line), size, len(self._names)))
-        self._names += orjson.dumps([identity, files.source_of(document.record)]) + b"\n"
-        self._signatures.append(self._shingler.sign(self._shingler.hashes(points)))
-
-    def write(self, folder: Path) -> None:
-        digests = np.frombuffer(self._digests, "<u8").reshape(-1, 3)
-        documents = np.empty(len(self), ROW)
-        documents[PLACE] = np.array(self._places, documents[PLACE].dtype)
-        documents["digest"] = digests[:, 1:]
-        signatures = np.array(self._signatures)
-        keys = [digests[:, ID], digests[:, TEXT], *self._bands.keys(signatures)]
-        external.write_sorted(folder, np.stack(keys))
-        external.save(folder / "sketches.npy", sketch(signatures))
-        external.save(folder / "documents.npy", documents)
-        with atomic_writer(folder / "names.bin") as file:
-            file.write(self._names)
+        locations.append((document.offset, len(document.line), size, len(names)))
+        names += orjson.dumps([identity, files.source_of(document.record)]) + b"\n"
+        signatures.append(shingler.sign(shingler.hashes(points)))
+    if not locations:
+        return 0
+    columns = np.frombuffer(digests, "<u8").reshape(-1, 3)
+    rows = np.empty(len(locations), ROW)
+    rows[LOCATION] = np.array(locations, rows[LOCATION].dtype)
+    rows["digest"] = columns[:, 1:]
+    signed = np.array(signatures)
+    external.write_sorted(folder, np.stack([columns[:, ID], columns[:, TEXT], *bands.keys(signed)]))
+    external.save(folder / "sketches.npy", sketch(signed))
+    external.save(folder / "documents.npy", rows)
+    with atomic_writer(folder / "names.bin") as file:
+        file.write(names)
+    return len(rows)
 
 
 def _digest(content: bytes) -> bytes:
