@@ -30,19 +30,10 @@ from megatron.config.checks import at_least, share
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import WORK
 from megatron.errors import UsageError
+from tools.corpus import files
 from tools.corpus.clean import has_tokens, token_counter, warn_of_unknown
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.evaluation import Evaluation, load_evaluation, normalise_title
-from tools.corpus.files import (
-    Funnel,
-    Record,
-    ShardWriter,
-    Unit,
-    document_id,
-    dump_record,
-    read_documents,
-    source_of,
-)
 from tools.corpus.ngrams import Found, Indices, Words, split_words
 from tools.corpus.settings import LengthSettings, program, say
 
@@ -123,19 +114,19 @@ def run(settings: Settings) -> None:
             warn_of_unknown("--article-sources", settings.article_sources, funnel.input)
 
 
-def marks_file(settings: Settings, unit: Unit) -> Path:
+def marks_file(settings: Settings, unit: files.Unit) -> Path:
     return settings.output / WORK / "marks" / f"{unit.name}.zlib"
 
 
 def decontaminate_unit(
-    unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
+    unit: files.Unit, settings: Settings, funnel: files.Funnel, shard: files.ShardWriter
 ) -> dict[str, int]:
     """Write one shard, and the unit's marks.  Returns how much was cut."""
     evaluation = settings.load_evaluation()
     counters = Counter[str]()
     before, after = marks = np.zeros((2, len(evaluation.leak)), np.bool_)
     count_tokens = token_counter(settings)
-    for document in read_documents(unit, funnel):
+    for document in files.read_documents(unit, funnel):
         record, text = document.record, document.text
         words = split_words(text)
         leaked = evaluation.leak.find(words.hashes).ids
@@ -173,17 +164,17 @@ def decontaminate_unit(
         for piece in name_pieces(record, kept):
             after[evaluation.leak.find(split_words(piece["text"]).hashes).ids] = True
             funnel.keep(piece)
-            shard.write(dump_record(piece))
+            shard.write(files.dump_record(piece))
     with atomic_writer(marks_file(settings, unit)) as file:
         file.write(zlib.compress(np.packbits(marks).tobytes(), 1))
     return counters
 
 
 def reason_to_drop(
-    record: Record, words: Words, found: Found, evaluation: Evaluation, settings: Settings
+    record: files.Record, words: Words, found: Found, evaluation: Evaluation, settings: Settings
 ) -> str | None:
     """Reason to drop a document as a whole, before anything is cut; None to keep it."""
-    if source_of(record) in settings.article_sources:
+    if files.source_of(record) in settings.article_sources:
         title = record.get("title")
         if not isinstance(title, str) or not title:
             title = record["text"].lstrip().partition("\n")[0]
@@ -219,22 +210,24 @@ def find_cuts(
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-def name_pieces(record: Record, pieces: Sequence[str]) -> list[Record]:
-    name = document_id(record)
+def name_pieces(record: files.Record, pieces: Sequence[str]) -> list[files.Record]:
+    name = files.document_id(record)
     if len(pieces) == 1:  # keeps the record's own id, of any type
         return [{"id": name, **record, "text": pieces[0]}]
     return [{**record, "id": f"{name}-{k}", "text": piece} for k, piece in enumerate(pieces)]
 
 
-def leakage_table(evaluation: Evaluation, files: Sequence[Path]) -> dict[str, dict[str, float]]:
+def leakage_table(
+    evaluation: Evaluation, mark_files: Sequence[Path]
+) -> dict[str, dict[str, float]]:
     """By evaluation set: its n-grams, and the shares of them that were found.
 
-    files: of marks, which of the leakage table's n-grams a unit has, bool [2, n]: before and after
+    mark_files: which of the leakage table's n-grams each unit has, bool [2, n]: before and after
     the step.
     """
     shape = (2, len(evaluation.leak))
     marks = np.zeros(shape, np.bool_)
-    for path in files:
+    for path in mark_files:
         bits = np.frombuffer(zlib.decompress(path.read_bytes()), np.uint8)
         marks |= np.unpackbits(bits, count=marks.size).reshape(shape).astype(np.bool_)
     table: dict[str, dict[str, float]] = {}

@@ -89,7 +89,7 @@ class Evaluation:
 def load_evaluation(
     files: Sequence[Path], titles: Sequence[Path], ngram: int, leakage_ngram: int
 ) -> Evaluation:
-    """Read these files, once per worker.  Raises ValueError or OSError, naming flag and file.
+    """Read these files, once per worker.  Raises UsageError.
 
     titles: further files from which titles are taken, WikiText or one title per line.
     """
@@ -100,7 +100,7 @@ def load_evaluation(
     given = [("--evaluation", path) for path in files] + [("--titles", path) for path in titles]
     for flag, path in given:
         if not path.is_file():
-            raise FileNotFoundError(f"{flag} {path}: no such file")
+            raise UsageError(flag, path, "a file")
     states = [path.stat() for _, path in given]
     stamps = tuple((state.st_size, state.st_mtime_ns) for state in states)
     return _load(tuple(files), tuple(titles), ngram, leakage_ngram, stamps)
@@ -179,7 +179,7 @@ def _read(flag: str, path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path}: byte {error.start} is not UTF-8") from None
+        raise UsageError(flag, path, f"UTF-8, and byte {error.start} is not") from None
 
 
 def _parse(path: Path, text: str) -> Iterator[Any]:
@@ -194,7 +194,8 @@ def _parse(path: Path, text: str) -> Iterator[Any]:
             if line.strip():
                 yield orjson.loads(line)
         except ValueError as error:
-            raise ValueError(f"--evaluation {path}, line {number}: {error}") from None
+            allowed = f"JSON, or lines of JSON, and line {number} is not: {error}"
+            raise UsageError("--evaluation", path, allowed) from None
 
 
 def _strings(value: Any) -> Iterator[str]:

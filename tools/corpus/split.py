@@ -22,16 +22,8 @@ import numpy as np
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
-from tools.corpus import external
+from tools.corpus import external, files
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
-from tools.corpus.files import (
-    Funnel,
-    Unit,
-    document_id,
-    keyed_hash,
-    read_documents,
-    write_shard,
-)
 from tools.corpus.settings import StepSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
@@ -86,7 +78,7 @@ def run(settings: Settings) -> None:
             (step.output / side / WORK).mkdir(parents=True, exist_ok=True)
             (step.output / side / MANIFEST).unlink(missing_ok=True)
         tasks = [Task(unit.name, (unit, settings), unit.stop - unit.start) for unit in step.units]
-        scattered = step.stage("scatter", scatter, tasks)
+        scattered = step.stage("scatter", scatter_unit, tasks)
         counts = [
             sum_funnels([{"funnel": each["sides"][side]} for each in scattered]).to_json()["output"]
             for side in range(len(SIDES))
@@ -98,7 +90,7 @@ def run(settings: Settings) -> None:
                 settings.ratio,
                 f"closer to 1:1, or of more documents: {train} hash to train/, {valid} to valid/",
             )
-        gathered = step.stage("gather", gather, gather_tasks(settings, scattered))
+        gathered = step.stage("gather", gather_shard, gather_tasks(settings, scattered))
         shards: list[dict[str, Any]] = []
         evenness = {}
         for side, count in zip(SIDES, counts, strict=True):
@@ -121,22 +113,22 @@ def run(settings: Settings) -> None:
 def place(settings: Settings, identity: str) -> tuple[int, int]:
     """(side, key of 64 bits: the side, then the place among its documents)."""
     train, valid = settings.parts
-    toss = keyed_hash(f"side {settings.seed}", identity) >> 64
+    toss = files.keyed_hash(f"side {settings.seed}", identity) >> 64
     side = int(toss * (train + valid) < valid << 64)
-    return side, side * HALF + (keyed_hash(f"order {settings.seed}", identity) >> 65)
+    return side, side * HALF + (files.keyed_hash(f"order {settings.seed}", identity) >> 65)
 
 
-def scatter(unit: Unit, settings: Settings) -> dict[str, Any]:
+def scatter_unit(unit: files.Unit, settings: Settings) -> dict[str, Any]:
     """Write the unit's lines in the order of their keys.  Returns the facts for stage 2.
 
     A unit of more than half of --memory, as a compressed file may be, becomes several runs.
     """
-    funnel, sides = Funnel(), [Funnel() for _ in SIDES]
+    funnel, sides = files.Funnel(), [files.Funnel() for _ in SIDES]
     line_bytes = [0] * len(SIDES)
     lines: list[tuple[int, bytes]] = []
     runs = size = 0
-    for document in read_documents(unit, funnel):
-        side, key = place(settings, document_id(document.record))
+    for document in files.read_documents(unit, funnel):
+        side, key = place(settings, files.document_id(document.record))
         funnel.keep(document.record)
         sides[side].keep(document.record)
         line_bytes[side] += len(document.line) + 1
@@ -163,12 +155,12 @@ def run_files(settings: Settings, unit: int, number: int) -> tuple[Path, Path]:
     return stem.with_suffix(".lines"), stem.with_suffix(".index")
 
 
-def write_run(files: tuple[Path, Path], lines: list[tuple[int, bytes]]) -> None:
+def write_run(run: tuple[Path, Path], lines: list[tuple[int, bytes]]) -> None:
     lines.sort()
-    with atomic_writer(files[0]) as stream:
+    with atomic_writer(run[0]) as stream:
         stream.writelines(line + b"\n" for _, line in lines)
     ends = itertools.accumulate(len(line) + 1 for _, line in lines)
-    with atomic_writer(files[1]) as stream:
+    with atomic_writer(run[1]) as stream:
         stream.write(np.array([[key for key, _ in lines], list(ends)], np.uint64).tobytes())
 
 
@@ -186,7 +178,7 @@ def gather_tasks(settings: Settings, scattered: Sequence[dict[str, Any]]) -> lis
     return tasks
 
 
-def gather(
+def gather_shard(
     side: int, number: int, start: int, stop: int, runs: list[int], settings: Settings
 ) -> dict[str, Any]:
     """Write the shard of the keys `start` to `stop` - 1, from the sorted runs of every unit."""
@@ -198,20 +190,20 @@ def gather(
     ]
     lines.sort()
     folder = settings.output / SIDES[side]
-    with write_shard(folder, f"part-{number:05}", settings.compress) as shard:
+    with files.write_shard(folder, f"part-{number:05}", settings.compress) as shard:
         for _, line in lines:
             shard.write(line)
     return {"side": SIDES[side], "shard": shard.facts}
 
 
-def read_run(files: tuple[Path, Path], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+def read_run(run: tuple[Path, Path], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """(key, line) of the keys `start` to `stop` - 1."""
-    keys, ends = np.memmap(files[1], np.uint64, "r").reshape(2, -1)
+    keys, ends = np.memmap(run[1], np.uint64, "r").reshape(2, -1)
     where = external.span(keys, start, stop)
     if where.start == where.stop:
         return
     begin = int(ends[where.start - 1]) if where.start else 0
-    with files[0].open("rb") as stream:
+    with run[0].open("rb") as stream:
         stream.seek(begin)
         lines = stream.read(int(ends[where.stop - 1]) - begin).split(b"\n")[:-1]
     yield from zip(keys[where].tolist(), lines, strict=True)

@@ -13,23 +13,37 @@ Kept records are written unchanged, as shards.  duplicates.jsonl has a line for 
 which in a chain may lie below the threshold; `via` is the most similar document of an edge.
 """
 
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron.config.checks import at_least, share
+from megatron.data.files import atomic_writer
+from megatron.data.json_lines import WORK, read_shard
 from megatron.errors import UsageError
-from tools.corpus.dedup.index import Index
+from tools.corpus import external
+from tools.corpus.dedup import candidates, clusters, verify
+from tools.corpus.dedup.index import FIRST_BAND, ID, TEXT, Block, Index, Part, index_unit
 from tools.corpus.dedup.signatures import PERMUTATIONS, Bands, Shingle, Shingler
-from tools.corpus.dedup.stages import DedupConfig, DedupResult, Stages
-from tools.corpus.engine import StepRun
-from tools.corpus.files import Funnel, documents
+from tools.corpus.engine import StepRun, Task, sum_funnels
+from tools.corpus.files import Count, Funnel, concatenate, documents, write_shard
 from tools.corpus.settings import StepSettings, say
 
+PAIRS_OF_A_TASK = 500_000
+PAIR_BYTES = 100  # memory of a candidate pair while it is merged and verified
+MOST_DOCUMENTS = 1 << 32  # a pair of numbers is one uint64
+COPY, NEAR = "same normalised text", "near-duplicate"  # reasons to drop a document
 FEW = 100  # documents; the loss of a smaller source is not checked
 SHOWN_TEXT = 2000  # characters of a duplicate in the report
+
+Files = tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +67,8 @@ class Settings(StepSettings):
     """Sources whose documents are kept in preference to others, the most preferred first."""
 
     max_bucket: int = 500
-    """A bucket of more documents is split into pieces of neighbours, in several orders; a pair that
-    no other band finds may be lost."""
+    """A bucket of more documents is compared in pieces of similar ones, in several orders; this can
+    miss pairs that share no other band."""
 
     max_cluster: int = 10_000
     """A larger cluster stops the run."""
@@ -63,8 +77,8 @@ class Settings(StepSettings):
     """A source of 100 documents or more that loses a larger share stops the run."""
 
     expected_removal: float | None = None
-    """Share of the documents expected to be removed, as tools.corpus.plan estimates it from a
-    sample; a share above three times that plus 0.02 stops the run."""
+    """Share of the documents expected to be removed, as tools.corpus.plan estimates it; the run
+    stops if more than 3 x this + 0.02 would be removed."""
 
     allow_large_removal: bool = False
     """Continue where --max-cluster, --max-source-loss or --expected-removal would stop the run."""
@@ -90,24 +104,32 @@ class Settings(StepSettings):
         share(self, "max_source_loss", "expected_removal")
 
     @property
-    def config(self) -> DedupConfig:
-        return DedupConfig(
-            shingler=Shingler(self.shingle, self.seed),
-            bands=Bands(self.bands, self.rows),
-            threshold=Fraction(str(self.jaccard)),  # as it is written: 0.7 is 7/10
-            max_bucket=self.max_bucket,
-            priority=self.source_priority,
-            max_cluster=None if self.allow_large_removal else self.max_cluster,
-        )
+    def shingler(self) -> Shingler:
+        return Shingler(self.shingle, self.seed)
+
+    @property
+    def threshold(self) -> Fraction:
+        return Fraction(str(self.jaccard))  # as it is written: 0.7 is 7/10
+
+
+@dataclass(frozen=True)
+class DedupResult:
+    """The documents to remove."""
+
+    removed: Files
+    clusters: int
+    sources: Counter[str]
+    """Number of removed documents, by source."""
+    largest: list[dict[str, Any]]
 
 
 def run(settings: Settings) -> None:
-    config = settings.config
+    bands = Bands(settings.bands, settings.rows)
     with StepRun("dedup", settings) as step:
         if step.done:
             return
-        say_recall(config.bands, settings.jaccard)
-        stages = Stages(step, config)
+        say_recall(bands, settings.jaccard)
+        stages = Stages(step, settings)
         index, funnel = stages.index()
         if unknown := [name for name in settings.source_priority if name not in funnel.input]:
             say(
@@ -125,7 +147,7 @@ def run(settings: Settings) -> None:
             funnel,
             shards,
             permutations=PERMUTATIONS,
-            recall_curve=recall_curve(config.bands),
+            recall_curve=recall_curve(bands),
             buckets=buckets,
             jaccard_histogram=histogram,
             clusters=result.clusters,
@@ -142,7 +164,7 @@ def say_recall(bands: Bands, threshold: float) -> None:
     """Print the share of pairs that the bands find, by similarity; warn if it is too small."""
     points = [threshold + (1 - threshold) * k / 4 for k in range(4)]
     said = ", ".join(f"{bands.recall(each):.2%} at {each:.3g}" for each in points)
-    say(f"dedup: of the pairs of a Jaccard similarity the bands find {said}")
+    say(f"dedup: share of similar pairs that the bands find, by Jaccard similarity: {said}")
     if bands.recall(threshold) < 0.95:
         say(
             f"warning: dedup: --bands {bands.count} --rows {bands.rows} find few pairs at "
@@ -151,36 +173,32 @@ def say_recall(bands: Bands, threshold: float) -> None:
 
 
 def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, result: DedupResult) -> None:
-    """Raises ValueError, and prints the largest clusters, if too much is removed to be right."""
-    complaints = []
+    """Raises UsageError, and prints the largest clusters, if too much is removed to be right."""
+    faults: list[tuple[str, float, str]] = []  # flag, its value, what it has to be
     largest = result.largest[0]["size"] if result.largest else 0
     if largest > settings.max_cluster:
-        complaints.append(
-            f"a cluster has {largest} documents, over --max-cluster {settings.max_cluster}"
-        )
+        text = f"at least {largest}, the documents of the largest cluster"
+        faults.append(("--max-cluster", settings.max_cluster, text))
     for source, count in sorted(funnel.input.items()):
-        lost = result.sources[source] / max(1, count.documents)
-        if count.documents >= FEW and lost > settings.max_source_loss:
-            complaints.append(
-                f"the source {source} would lose {lost:.0%} of its {count.documents} documents, "
-                f"over --max-source-loss {settings.max_source_loss}"
-            )
+        lost = result.sources[source]
+        if count.documents >= FEW and lost / count.documents > settings.max_source_loss:
+            text = f"larger: of the source {source} {lost} of {count.documents} would be removed"
+            faults.append(("--max-source-loss", settings.max_source_loss, text))
     rate = result.sources.total() / max(1, documents(funnel.input))
     expected = settings.expected_removal
     if expected is not None and rate > 3 * expected + 0.02:
-        complaints.append(
-            f"{rate:.1%} of the documents would be removed, and {expected:.1%} were expected"
-        )
-    if not complaints:
+        text = f"larger: {rate:.1%} of the documents would be removed"
+        faults.append(("--expected-removal", expected, text))
+    if not faults:
         return
     for cluster in with_texts(index, result.largest[:3]):
         say(f"cluster of {cluster['size']} documents, {cluster['kept_id']} would stay:")
         for member in cluster["members"]:
             say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
-    message = "; ".join(complaints)
     if not settings.allow_large_removal:
-        raise ValueError(f"dedup: {message}; --allow-large-removal continues all the same")
-    say(f"warning: dedup: {message}")
+        raise UsageError(*faults[0], works=("--allow-large-removal",))
+    for flag, value, text in faults:
+        say(f"warning: dedup: {flag} {value} should be {text}")
 
 
 def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,3 +216,200 @@ def with_texts(index: Index, clusters: list[dict[str, Any]]) -> list[dict[str, A
         }
         for cluster in clusters
     ]
+
+
+class Stages:
+    """Each method runs a stage, or a few that belong together; called in this order."""
+
+    def __init__(self, step: StepRun, settings: Settings) -> None:
+        self._step = step
+        self._settings = settings
+        self._memory = settings.memory_bytes
+
+    def _folder(self, name: str) -> Path:
+        return self._step.output / WORK / f"arrays-{name}"
+
+    def _files(self, name: str, tasks: Sequence[Task]) -> Files:
+        return tuple(self._folder(name) / f"{task.key}.npy" for task in tasks)
+
+    def index(self) -> tuple[Index, Funnel]:
+        """The index of the corpus, and input counts.  Raises ValueError if there is no document."""
+        step, settings, folder = self._step, self._settings, self._folder("index")
+        bands = Bands(settings.bands, settings.rows)
+        tasks = []
+        for unit in step.units:
+            arguments = (unit, settings, folder, settings.shingler, bands)
+            tasks.append(Task(unit.name, arguments, unit.stop - unit.start))
+        results = step.stage("signatures", index_unit, tasks)
+        funnel = sum_funnels(results)
+        blocks = tuple(
+            Block(unit, name, count)
+            for unit, result in enumerate(results)
+            for name, count in result["blocks"]
+        )
+        if not blocks:
+            raise ValueError(
+                f"--input holds no document in {documents(funnel.input)} lines; each has to "
+                'be {"text": "..."}'
+            )
+        index = Index(folder, tuple(step.units), blocks)
+        if len(index) >= MOST_DOCUMENTS:
+            raise ValueError(f"--input holds {len(index)} documents; under 2^32 would work")
+        index.save()
+        return index, funnel
+
+    def _parts(self, index: Index, column: int, row_bytes: int) -> list[Part]:
+        parts = external.count_parts(len(index), self._memory, row_bytes)
+        return [Part(column, number, parts) for number in range(parts)]
+
+    def copies(self, index: Index) -> Files:
+        """Documents that another of the same normalised text represents."""
+        return self._by_column("copies", candidates.find_copies, index, TEXT, candidates.ROW_BYTES)
+
+    def ids(self, index: Index) -> Files:
+        """Documents whose id a previous one has too."""
+        return self._by_column("ids", candidates.find_equal_ids, index, ID, candidates.NAME_BYTES)
+
+    def _by_column(
+        self, name: str, function: Callable[..., int], index: Index, column: int, row_bytes: int
+    ) -> Files:
+        parts = self._parts(index, column, row_bytes)
+        tasks = [Task(part.name, (self._folder(name), index, part)) for part in parts]
+        self._step.stage(name, function, tasks)
+        return self._files(name, tasks)
+
+    def pairs(self, index: Index, copies: Files) -> tuple[Files, dict[str, int]]:
+        """Candidate pairs, each once, and facts of the buckets."""
+        settings, folder = self._settings, self._folder("pairs")
+        limits = float(settings.threshold), settings.max_bucket, self._memory
+        tasks = [
+            Task(part.name, (folder, index, part, copies, *limits))
+            for band in range(settings.bands)
+            for part in self._parts(index, FIRST_BAND + band, candidates.ROW_BYTES)
+        ]
+        results = self._step.stage("pairs", candidates.find_pairs, tasks)
+        split = sum(result["split"] for result in results)
+        if split:
+            say(f"warning: {split} buckets of more than {settings.max_bucket} documents were split")
+        buckets = {
+            "split": split,
+            "largest": max(result["largest"] for result in results),
+            "bound": settings.max_bucket,
+        }
+        found = tuple(folder / name for result in results for name in result["files"])
+        count = sum(result["pairs"] for result in results)
+        most = min(PAIRS_OF_A_TASK, self._memory // PAIR_BYTES)
+        bounds = itertools.pairwise(candidates.bounds_of(found, count, most))
+        tasks = [
+            Task(f"{k:06}", (self._folder("candidates"), f"{k:06}", found, first, last))
+            for k, (first, last) in enumerate(bounds)
+        ]
+        self._step.stage("candidates", candidates.merge_pairs, tasks)
+        return self._files("candidates", tasks), buckets
+
+    def edges(self, index: Index, pairs: Files) -> tuple[Files, list[dict[str, float]]]:
+        """Pairs whose exact similarity meets the threshold, and the histogram of similarities."""
+        settings, sets, folder = self._settings, self._folder("sets"), self._folder("edges")
+        needed = tuple(file.with_name(f"{file.stem}.needed.npy") for file in pairs)
+        tasks = [
+            Task(unit.name, (sets, index, k, needed, settings.shingler))
+            for k, unit in enumerate(index.units)
+        ]
+        self._step.stage("sets", verify.write_sets, tasks)
+        share = self._memory // 8
+        tasks = [
+            Task(file.stem, (folder, file, sets, index, settings.threshold, share))
+            for file in pairs
+        ]
+        results = self._step.stage("edges", verify.verify_pairs, tasks)
+        bins = verify.BIN
+        histogram = [
+            {"from": k / bins, "to": (k + 1) / bins, "pairs": n}
+            for k, n in enumerate(np.sum(results, axis=0).tolist())
+            if n
+        ]
+        return self._files("edges", tasks), histogram
+
+    def select(self, index: Index, edges: Files, copies: Files, ids: Files) -> DedupResult:
+        """Choose the documents to remove."""
+        settings = self._settings
+        labels, folder = self._folder("clusters"), self._folder("removed")
+        tasks = [Task("all", (labels, len(index), edges, copies, self._memory))]
+        (clustered,) = self._step.stage("clusters", clusters.connected_components, tasks)
+        parts = max(1, -(-clustered * clusters.MEMBER_BYTES // self._memory))
+        task = clusters.ClusterTask(
+            index=index,
+            labels=labels / "labels.npy",
+            edges=edges,
+            copies=copies,
+            renamed=ids,
+            sets=self._folder("sets"),
+            priority=settings.source_priority,
+            max_cluster=None if settings.allow_large_removal else settings.max_cluster,
+            memory=self._memory,
+            parts=parts,
+        )
+        tasks = [Task(f"{part:04}", (folder, task, part)) for part in range(parts)]
+        results = self._step.stage("removed", clusters.select_kept, tasks)
+        sources = Counter[str]()
+        for result in results:
+            sources.update(result["sources"])
+        largest = [cluster for result in results for cluster in result["largest"]]
+        largest.sort(key=lambda cluster: (-cluster["size"], cluster["kept_id"]))
+        return DedupResult(
+            removed=self._files("removed", tasks),
+            clusters=sum(result["clusters"] for result in results),
+            sources=sources,
+            largest=largest[: clusters.LARGEST],
+        )
+
+    def kept(self, index: Index, removed: Files) -> tuple[Funnel, list[dict[str, Any]]]:
+        """Write the shards and duplicates.jsonl.  Returns document counts, facts of the shards."""
+        settings, folder = self._settings, self._folder("lines")
+        tasks = [
+            Task(unit.name, (k, settings, folder, index, removed), unit.stop - unit.start)
+            for k, unit in enumerate(index.units)
+        ]
+        results = self._step.stage("shards", write_unit, tasks)
+        lines = [folder / f"{unit.name}.jsonl" for unit in index.units]
+        concatenate(lines, self._step.output / "duplicates.jsonl")
+        return sum_funnels(results), [result["shard"] for result in results]
+
+
+def write_unit(
+    number: int, settings: StepSettings, folder: Path, index: Index, files: Files
+) -> dict[str, Any]:
+    """Write the shard of a unit's documents that stay, and its lines of duplicates.jsonl.
+
+    files: of the removed documents, each with its lines beside it.
+    """
+    unit, removed = index.units[number], []
+    first, last = index.unit_firsts[number : number + 2]
+    for path in files:
+        rows = external.mapped(path)
+        start, end = np.searchsorted(rows["number"], [first, last])
+        removed += [(*row, path.with_suffix(".jsonl")) for row in rows[start:end].tolist()]
+    removed.sort()
+    with atomic_writer(folder / f"{unit.name}.jsonl") as target, contextlib.ExitStack() as stack:
+        sources = {path: stack.enter_context(path.open("rb")) for *_, path in removed}
+        for _, line, _, path in removed:
+            sources[path].seek(line)
+            target.write(sources[path].readline())
+    is_copy = {document: copy for document, _, copy, _ in removed}
+    funnel = Funnel()
+    rows = index.rows(number)
+    row = next(rows, None)
+    with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
+        for line in read_shard(unit.file, unit.start, unit.stop):
+            if row is None or line.offset != row[1]:
+                continue  # holds no document; the index has counted it
+            document, _, size, source = row
+            if document in is_copy:
+                counts = funnel.dropped.setdefault(COPY if is_copy[document] else NEAR, {})
+            else:
+                counts = funnel.output
+                shard.write(line.content)
+            counts.setdefault(source, Count()).add(size)
+            row = next(rows, None)
+    assert row is None
+    return {"funnel": funnel.to_json(), "shard": shard.facts}

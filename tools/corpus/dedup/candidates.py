@@ -7,7 +7,7 @@ smaller number in its upper half.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,53 +129,34 @@ def find_pairs(
     members, starts = external.group(keys[distinct], numbers[distinct])
     sizes = np.diff(starts)
     buckets = Buckets(index, members, jaccard)
-    runs = Runs(folder, part.name, memory // 8)
-    split = 0
-    for size in np.unique(sizes).tolist():
-        same_size = starts[:-1][sizes == size][:, None] + np.arange(size)
-        if size <= limit:
-            runs.add(buckets.pairs(same_size))
-            continue
-        split += len(same_size)
-        for bucket in same_size:
-            for piece in buckets.split(bucket, part.column, min(PIECE, limit)):
-                runs.add(buckets.pairs(piece[None]))
-    runs.write()
+    found = buckets.all_pairs(starts, limit, part.column)
+    files, pairs = write_runs(folder, part.name, found, memory // 8)
     return {
-        "pairs": runs.pairs,
-        "files": runs.files,
-        "split": split,
+        "pairs": pairs,
+        "files": files,
+        "split": int((sizes > limit).sum()),
         "largest": int(sizes.max(initial=0)),
     }
 
 
-class Runs:
-    """Collects pairs, and writes them in sorted runs of up to `most` bytes."""
-
-    def __init__(self, folder: Path, name: str, most: int) -> None:
-        self.files: list[str] = []
-        self.pairs = 0
-        self._folder = folder
-        self._name = name
-        self._most = most
-        self._unwritten: list[Words] = []
-        self._bytes = 0
-
-    def add(self, found: Iterable[Words]) -> None:
-        for pairs in found:
-            self._unwritten.append(pairs)
-            self._bytes += pairs.nbytes
-            if self._bytes > self._most:
-                self.write()
-
-    def write(self) -> None:
-        if not self._bytes:
-            return
-        pairs = np.unique(np.concatenate(self._unwritten))
-        self.files.append(f"{self._name}-{len(self.files):04}.npy")
-        external.save(self._folder / self.files[-1], pairs)
-        self.pairs += len(pairs)
-        self._unwritten, self._bytes = [], 0
+def write_runs(folder: Path, name: str, found: Iterator[Words], most: int) -> tuple[list[str], int]:
+    """Write pairs in sorted runs of about `most` bytes.  Returns (names of the files, pairs)."""
+    files: list[str] = []
+    count = 0
+    while True:
+        parts: list[Words] = []
+        size = 0
+        for part in found:
+            parts.append(part)
+            size += part.nbytes
+            if size > most:
+                break
+        if not size:
+            return files, count
+        pairs = np.unique(np.concatenate(parts))
+        files.append(f"{name}-{len(files):04}.npy")
+        external.save(folder / files[-1], pairs)
+        count += len(pairs)
 
 
 class Buckets:
@@ -192,6 +173,18 @@ class Buckets:
         p = (1 + jaccard) / 2
         deviation = float(np.sqrt(PERMUTATIONS * p * (1 - p)))
         self._most_different = PERMUTATIONS - int(PERMUTATIONS * p - LEEWAY * deviation)
+
+    def all_pairs(self, starts: Numbers, limit: int, salt: int) -> Iterator[Words]:
+        """The pairs of all buckets; a bucket of more than `limit` documents is split."""
+        sizes = np.diff(starts)
+        for size in np.unique(sizes).tolist():
+            same_size = starts[:-1][sizes == size][:, None] + np.arange(size)
+            if size <= limit:
+                yield from self.pairs(same_size)
+                continue
+            for bucket in same_size:
+                for piece in self.split(bucket, salt, min(PIECE, limit)):
+                    yield from self.pairs(piece[None])
 
     def pairs(self, places: Numbers) -> Iterator[Words]:
         """All pairs within the groups [n, size] whose sketches are similar."""

@@ -8,7 +8,8 @@ sketches.npy    uint64 [n, 2]: one bit of each value of the signature
 """
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,19 +21,10 @@ from numpy.typing import NDArray
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
-from tools.corpus import external
+from tools.corpus import external, files
 from tools.corpus.dedup.signatures import Bands, Shingler, Signatures, sketch
 from tools.corpus.engine import keep_rejected
 from tools.corpus.external import Numbers, Words
-from tools.corpus.files import (
-    Document,
-    Funnel,
-    Unit,
-    document_id,
-    is_whole,
-    read_documents,
-    source_of,
-)
 from tools.corpus.settings import StepSettings
 
 orjson = Library("orjson")
@@ -40,72 +32,58 @@ orjson = Library("orjson")
 ROW = np.dtype(
     [("offset", "<i8"), ("length", "<i8"), ("bytes", "<i8"), ("name", "<i8"), ("digest", "<u8", 2)]
 )  # in bytes: offset and length of the line, size of the text, offset in names.bin
-PLACE = ["offset", "length", "bytes", "name"]
+LOCATION = ["offset", "length", "bytes", "name"]
 BLOCK = 1 << 15  # documents; a unit that is one large compressed file may have any number
 ID, TEXT, FIRST_BAND = 0, 1, 2  # columns of keys.npy
 
 
 def index_unit(
-    unit: Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands
+    unit: files.Unit, settings: StepSettings, folder: Path, shingler: Shingler, bands: Bands
 ) -> dict[str, Any]:
     """Write the index of a unit.
 
-    Returns the number of documents of each block (folder/UNIT-NUMBER), and the unit's counts.
+    Returns (name, number of documents) of each block, a folder in `folder`, and the unit's counts.
     """
-    funnel, counts = Funnel(), []
-    rows = Rows(shingler, bands)
-    for document in read_documents(unit, funnel):
-        rows.add(document)
-        if len(rows) == BLOCK:
-            counts.append(rows.write(folder / block_name(unit, len(counts))))
-            rows = Rows(shingler, bands)
-    if len(rows):
-        counts.append(rows.write(folder / block_name(unit, len(counts))))
+    funnel, blocks = files.Funnel(), []
+    documents = files.read_documents(unit, funnel)
+    while True:
+        name = f"{unit.name}-{len(blocks):04}"
+        count = write_block(folder / name, itertools.islice(documents, BLOCK), shingler, bands)
+        if not count:
+            break
+        blocks.append((name, count))
     keep_rejected(settings, unit, funnel)
-    return {"blocks": counts, "funnel": funnel.to_json()}
+    return {"blocks": blocks, "funnel": funnel.to_json()}
 
 
-def block_name(unit: Unit, number: int) -> str:
-    return f"{unit.name}-{number:04}"
-
-
-class Rows:
-    """The documents of a block, until it is written."""
-
-    def __init__(self, shingler: Shingler, bands: Bands) -> None:
-        self._shingler = shingler
-        self._bands = bands
-        self._places: list[tuple[int, int, int, int]] = []
-        self._names = bytearray()
-        self._digests = bytearray()
-        self._signatures: list[Signatures] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, document: Document) -> None:
-        points = self._shingler.points(document.text)
-        identity = document_id(document.record)
-        self._digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
+def write_block(
+    folder: Path, documents: Iterable[files.Document], shingler: Shingler, bands: Bands
+) -> int:
+    """Write a block, unless it is empty.  Returns how many documents it has."""
+    locations: list[tuple[int, int, int, int]] = []
+    names, digests = bytearray(), bytearray()
+    signatures: list[Signatures] = []
+    for document in documents:
+        points = shingler.points(document.text)
+        identity = files.document_id(document.record)
+        digests += id_key(identity).to_bytes(8, "little") + _digest(points.tobytes())
         size = len(document.text.encode())
-        self._places.append((document.offset, len(document.line), size, len(self._names)))
-        self._names += orjson.dumps([identity, source_of(document.record)]) + b"\n"
-        self._signatures.append(self._shingler.sign(self._shingler.hashes(points)))
-
-    def write(self, folder: Path) -> int:
-        """Write the block.  Returns how many documents it has."""
-        digests = np.frombuffer(self._digests, "<u8").reshape(-1, 3)
-        documents = np.empty(len(self), ROW)
-        documents[PLACE] = np.array(self._places, documents[PLACE].dtype)
-        documents["digest"] = digests[:, 1:]
-        signatures = np.array(self._signatures)
-        keys = [digests[:, ID], digests[:, TEXT], *self._bands.keys(signatures)]
-        external.write_sorted(folder, np.stack(keys))
-        external.save(folder / "sketches.npy", sketch(signatures))
-        external.save(folder / "documents.npy", documents)
-        with atomic_writer(folder / "names.bin") as file:
-            file.write(self._names)
-        return len(self)
+        locations.append((document.offset, len(document.line), size, len(names)))
+        names += orjson.dumps([identity, files.source_of(document.record)]) + b"\n"
+        signatures.append(shingler.sign(shingler.hashes(points)))
+    if not locations:
+        return 0
+    columns = np.frombuffer(digests, "<u8").reshape(-1, 3)
+    rows = np.empty(len(locations), ROW)
+    rows[LOCATION] = np.array(locations, rows[LOCATION].dtype)
+    rows["digest"] = columns[:, 1:]
+    signed = np.array(signatures)
+    external.write_sorted(folder, np.stack([columns[:, ID], columns[:, TEXT], *bands.keys(signed)]))
+    external.save(folder / "sketches.npy", sketch(signed))
+    external.save(folder / "documents.npy", rows)
+    with atomic_writer(folder / "names.bin") as file:
+        file.write(names)
+    return len(rows)
 
 
 def _digest(content: bytes) -> bytes:
@@ -145,7 +123,7 @@ class Index:
     """
 
     folder: Path
-    units: tuple[Unit, ...]
+    units: tuple[files.Unit, ...]
     blocks: tuple[Block, ...]
 
     def __repr__(self) -> str:
@@ -254,7 +232,7 @@ def open_index(folder: Path, digest: str) -> Index:
     """The index that was saved in this folder."""
     units, blocks = orjson.loads((folder / "index.json").read_bytes())
     index = Index(
-        folder, tuple(Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
+        folder, tuple(files.Unit(*unit) for unit in units), tuple(Block(*block) for block in blocks)
     )
     assert index.digest == digest
     return index
@@ -267,9 +245,9 @@ def ranges(numbers: Numbers, firsts: Numbers) -> Iterator[tuple[int, slice]]:
         yield k, slice(int(cuts[k]), int(cuts[k + 1]))
 
 
-def _lines_at(unit: Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
+def _lines_at(unit: files.Unit, offsets: Numbers, lengths: Numbers) -> Iterator[bytes]:
     """The lines at these offsets, in order; read directly if the file is plain."""
-    if is_whole(unit.file):
+    if files.is_whole(unit.file):
         wanted = set(offsets.tolist())
         for line in read_shard(unit.file, unit.start, unit.stop):
             if line.offset in wanted:
