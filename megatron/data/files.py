@@ -41,7 +41,10 @@ def temporary(file: Path) -> Path:
 @contextlib.contextmanager
 def atomic_writer(file: Path) -> Iterator[BinaryIO]:
     """A stream for the content of the file, which appears under its name whole and on disk when
-    the block ends. If the block raises, what was there stays. Makes missing folders."""
+    the block ends. If the block raises, what was there stays. Makes missing folders.
+
+    If the disk is full, the OSError names the file and says how many bytes are free.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
     try:
@@ -50,6 +53,14 @@ def atomic_writer(file: Path) -> Iterator[BinaryIO]:
             flush_to_disk(stream)
         staged.replace(file)
         flush_directory(file.parent)
+    except OSError as error:
+        if error.errno not in NO_SPACE or error.filename is not None:
+            raise
+        # A failed write names neither its file nor the room there.
+        free = shutil.disk_usage(file.parent).free
+        so_far = staged.stat().st_size
+        reason = f"{error.strerror} ({so_far:,} bytes are written, {free:,} are free there)"
+        raise OSError(error.errno, reason, str(file)) from error
     finally:
         staged.unlink(missing_ok=True)
 
@@ -64,7 +75,8 @@ def write_atomically(file: Path, content: bytes) -> None:
             stream.write(content)
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise OSError(f"{file}: {error.strerror}; {disk_space(file, len(content))}") from error
+            reason = os.strerror(error.errno)
+            raise OSError(f"{file}: {reason}; {disk_space(file, len(content))}") from error
         raise
 
 
