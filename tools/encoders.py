@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.tokenizer import EncodedTexts, encode_arrays
+from megatron.errors import UsageError
 from megatron.libraries import MissingLibrary, load
 
 CHOICES = ("auto", "gigatoken", "words", "tokenizers")
@@ -117,17 +118,15 @@ FASTER: tuple[type[Gigatoken | Words], ...] = (Gigatoken, Words)
 def build_encoder(choice: str, library: Any) -> Encoder:
     """The encoder of this name, or with "auto" the fastest whose ids are the reference's.
 
-    library: a tokenizers.Tokenizer.  Raises ValueError, naming --encoder, for an impossible choice.
+    library: a tokenizers.Tokenizer.  Raises UsageError for an impossible choice.
     """
     if choice not in CHOICES:
-        raise ValueError(f"--encoder {choice} is unknown; known: {', '.join(CHOICES)}")
+        raise UsageError("--encoder", choice, f"one of {', '.join(CHOICES)}")
     makers = [maker for maker in FASTER if choice in ("auto", maker.name)]
     # Only a HuggingFaceTokenizer sets this. Its other settings may not show in the probes.
     if library.encode_special_tokens and makers:
         if choice != "auto":
-            raise ValueError(
-                f"--encoder {choice} is not for a tokenizer.json; --encoder tokenizers would work"
-            )
+            raise UsageError("--encoder", choice, "auto or tokenizers for a tokenizer.json")
         makers = []
     faults = []
     for maker in makers:
@@ -140,7 +139,8 @@ def build_encoder(choice: str, library: Any) -> Encoder:
             return fast
         faults.append(fault)
     if choice not in ("auto", Encoder.name):
-        raise ValueError(f"--encoder {choice}: {faults[0]}; --encoder tokenizers would work")
+        allowed = f"one that gives the tokenizer's ids; {faults[0]}"
+        raise UsageError("--encoder", choice, allowed, works=("--encoder", "tokenizers"))
     return Encoder(library, "; ".join(faults))
 
 

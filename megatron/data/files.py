@@ -46,7 +46,8 @@ def atomic_writer(
     the block ends. If the block raises, what was there stays. Makes missing folders.
 
     flush_content, flush_name: whether to wait for the disk; without them the file may be empty, or
-    not there, after a power cut.
+    not there, after a power cut. If the disk is full, the OSError names the file and says how many
+    bytes are free.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     staged = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
@@ -58,6 +59,14 @@ def atomic_writer(
         staged.replace(file)
         if flush_name:
             flush_directory(file.parent)
+    except OSError as error:
+        if error.errno not in NO_SPACE or error.filename is not None:
+            raise
+        # A failed write names neither its file nor the room there.
+        free = shutil.disk_usage(file.parent).free
+        so_far = staged.stat().st_size
+        reason = f"{error.strerror} ({so_far:,} bytes are written, {free:,} are free there)"
+        raise OSError(error.errno, reason, str(file)) from error
     finally:
         staged.unlink(missing_ok=True)
 
@@ -72,7 +81,8 @@ def write_atomically(file: Path, content: bytes) -> None:
             stream.write(content)
     except OSError as error:
         if error.errno in NO_SPACE:
-            raise OSError(f"{file}: {error.strerror}; {disk_space(file, len(content))}") from error
+            reason = os.strerror(error.errno)
+            raise OSError(f"{file}: {reason}; {disk_space(file, len(content))}") from error
         raise
 
 

@@ -3,13 +3,20 @@
 import json
 import re
 import warnings
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.config.parse import PRESETS, find_preset, parse, parse_call, user_errors
+from megatron.config.parse import (
+    PRESETS,
+    find_preset,
+    parse,
+    parse_call,
+    parse_table,
+    user_errors,
+)
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from tests.refusals import field_of, refusal
@@ -223,6 +230,25 @@ def test_functions_and_subcommands() -> None:
         (both, ["convert", *words, "--cont", "2"], "--cont"),
     ):
         assert field_of(refusal(lambda f=functions, a=arguments: parse_call(f, a, {}))) == flag
+
+
+@dataclass
+class Settings:
+    count: int
+    name: str = "a"
+    files: tuple[Path, ...] = ()
+    quiet: bool = False
+    shown: bool | None = None
+
+
+def test_a_table_of_a_file_becomes_settings() -> None:
+    table = {"count": 2, "name": 7, "files": ["x", "y"], "quiet": True, "shown": False}
+    assert parse_table(Settings, {"count": 2}) == Settings(2)
+    assert parse_table(Settings, table) == Settings(2, "7", (Path("x"), Path("y")), True, False)
+    for key, value in (("count", "x"), ("count", True), ("quiet", "true"), ("shown", 1)):
+        wrong = {**table, key: value}
+        error = refusal(lambda given=wrong: parse_table(Settings, given))
+        assert field_of(error).partition(" ")[0] == key
 
 
 @pytest.mark.parametrize(

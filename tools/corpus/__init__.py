@@ -6,7 +6,10 @@ near-duplicates are removed (dedup), and the remaining documents are split and s
 A step reads shards of JSON lines and writes a folder of new shards, with a manifest that accounts
 for every document.  `python -m tools.corpus run FILE` runs all steps.
 
-    shards, records, settings, program     files, documents and their counts, flags, messages
-    step, tasks, units, manifest           an output folder that is filled once, whole, resumable
-    scheduler                              processes of this machine, or a Dask cluster
+    engine       an output folder that is filled once, whole, resumable; its manifest
+    files        shards, documents and their counts
+    scheduler    processes of this machine, or a Dask cluster
+    settings     flags of all steps, messages
+    readers      published formats, for extract
+    pipeline     the TOML file of a run; plan and run read it
 """

@@ -7,11 +7,11 @@ repair: in tokens with --vocab-file and --merge-file, otherwise in pieces of GPT
 each of which is one or more tokens.
 """
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
@@ -20,7 +20,6 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.files import (
-    Document,
     Funnel,
     ShardWriter,
     Unit,
@@ -101,43 +100,32 @@ def clean_unit(
     counters = Counter[str]()
     count_tokens = token_counter(settings)
     for document in read_documents(unit, funnel):
-        before = document.text
+        record, before = document.record, document.text
         counters[f"characters before:{octave(before)}"] += 1
-        text, reason = examine(document, settings, count_tokens, counters)
-        if reason is not None:
-            funnel.drop(document.record, reason)
+        if settings.language != ANY:
+            language = identify(before)
+            counters[f"language:{language}"] += 1
+            if language != settings.language:
+                is_unknown = language == UNKNOWN
+                funnel.drop(record, "language unknown" if is_unknown else "another language")
+                continue
+        text = repair(before)
+        counters["repaired"] += text != before
+        if source_of(record) in settings.newlines:
+            mended = mend_newlines(text)
+            counters["newlines removed"] += mended != text
+            text = mended
+        if not text or text.isspace():
+            funnel.drop(record, "empty once repaired")
+            continue
+        if not has_tokens(text, settings.min_tokens, count_tokens):
+            funnel.drop(record, f"under {settings.min_tokens} {settings.unit_of_length}")
             continue
         counters[f"characters after:{octave(text)}"] += 1
-        document.record["text"] = text
-        funnel.keep(document.record)
-        shard.write(document.line if text == before else dump_record(document.record))
+        record["text"] = text
+        funnel.keep(record)
+        shard.write(document.line if text == before else dump_record(record))
     return counters
-
-
-def examine(
-    document: Document,
-    settings: Settings,
-    count_tokens: Callable[[str], int],
-    counters: Counter[str],
-) -> tuple[str, str | None]:
-    """The clean text, and the reason to drop the document or None."""
-    before = document.text
-    if settings.language != ANY:
-        language = identify(before)
-        counters[f"language:{language}"] += 1
-        if language != settings.language:
-            return "", "language unknown" if language == UNKNOWN else "another language"
-    text = repair(before)
-    counters["repaired"] += text != before
-    if source_of(document.record) in settings.newlines:
-        mended = mend_newlines(text)
-        counters["newlines removed"] += mended != text
-        text = mended
-    if not text or text.isspace():
-        return "", "empty once repaired"
-    if not has_tokens(text, settings.min_tokens, count_tokens):
-        return "", f"under {settings.min_tokens} {settings.unit_of_length}"
-    return text, None
 
 
 def has_tokens(text: str, least: int, count_tokens: Callable[[str], int]) -> bool:
@@ -165,7 +153,7 @@ def token_counter(settings: LengthSettings) -> Callable[[str], int]:
     return lambda text: int(encoder.arrays([text])[1][0])
 
 
-@functools.cache
+@cache
 def _encoder(vocab_file: Path | None, merge_file: Path | None) -> Encoder:
     """Built once per worker."""
     vocabulary, merges = (None if file is None else str(file) for file in (vocab_file, merge_file))
@@ -185,13 +173,9 @@ def octave(text: str) -> int:
 
 def _histogram(counters: Counter[str], name: str) -> dict[str, int]:
     """{bucket: documents} of the counters named "name:bucket"; numbers in ascending order."""
-    found = {
-        bucket: count
-        for key, count in counters.items()
-        for kind, _, bucket in [key.partition(":")]
-        if kind == name
-    }
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+    keys = [key for key in counters if key.startswith(f"{name}:")]
+    keys.sort(key=lambda key: (len(key), key))
+    return {key.partition(":")[2]: counters[key] for key in keys}
 
 
 if __name__ == "__main__":

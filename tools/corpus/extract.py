@@ -1,4 +1,4 @@
-"""Step 1: turns published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
+"""Turns published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
 
     jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4; and *.txt
     wikiextractor  output of WikiExtractor with --json: files wiki_00 in folders AA, AB, ...

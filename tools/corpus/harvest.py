@@ -21,9 +21,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from megatron.config.checks import at_least
-from megatron.data.files import atomic_writer
+from megatron.data.files import atomic_writer, write_atomically
 from tools.corpus.files import Funnel, Record, documents, dump_record, keyed_hash
 from tools.corpus.settings import program, progress, say
+from tools.report import numbers
 
 PROSE_FILE = re.compile(
     r"(README|LICEN[CS]E|COPYING|NOTICE|AUTHORS|NEWS|HISTORY|CHANGE|THIRD).*|METADATA"
@@ -45,8 +46,8 @@ class Settings:
     output: Path
     """The file of JSON lines to write."""
 
-    report: Path | None = None
-    """A JSON file for the counts, in the form of a step's manifest."""
+    json: Path | None = None
+    """File for the counts, in the form of a step's manifest."""
 
     max_bytes: int = 8_000_000
     """Stop at this many bytes of text; pydoc topics and prose files come first, then modules in
@@ -77,11 +78,14 @@ def run(settings: Settings) -> None:
             if written >= settings.max_bytes:
                 break
     funnel.check("harvest")
-    say(f"harvest: {documents(funnel.output)} documents, {written} bytes, in {settings.output}")
-    if settings.report is not None:
+    say(
+        f"harvest: {documents(funnel.output)} documents, {numbers.size(written)}, in "
+        f"{settings.output}"
+    )
+    if settings.json is not None:
         facts = {"step": "harvest", "settings": {"max_bytes": settings.max_bytes}}
-        with atomic_writer(settings.report) as file:
-            file.write(json.dumps(facts | funnel.to_json(), indent=1).encode() + b"\n")
+        content = json.dumps(facts | funnel.to_json(), indent=1)
+        write_atomically(settings.json, content.encode() + b"\n")
 
 
 def read_documents(workers: int, funnel: Funnel) -> Iterator[Record]:
@@ -95,7 +99,11 @@ def read_documents(workers: int, funnel: Funnel) -> Iterator[Record]:
     library = Path(sysconfig.get_path("stdlib"))
     packages = Path(sysconfig.get_path("purelib"))
     files = [(root, path) for root in (library, packages) for path in walk(root)]
-    texts = [("prose files", root, path) for root, path in files if is_prose_file(path.name)]
+    texts = [
+        ("prose files", root, path)
+        for root, path in files
+        if PROSE_FILE.fullmatch(path.name) and not NOT_PROSE_FILE.fullmatch(path.name)
+    ]
     modules = [("modules", root, path) for root, path in files if path.suffix == ".py"]
     modules.sort(key=lambda source: keyed_hash("harvest", name_of(*source[1:])))
     with multiprocessing.Pool(workers) as pool:
@@ -116,10 +124,6 @@ def walk(root: Path) -> Iterator[Path]:
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         for name in sorted(files):
             yield Path(folder, name)
-
-
-def is_prose_file(name: str) -> bool:
-    return bool(PROSE_FILE.fullmatch(name)) and not NOT_PROSE_FILE.fullmatch(name)
 
 
 def name_of(root: Path, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Step 2: removes blacklisted, malformed and repeated URLs from lists, as for OpenWebText.
+"""Removes blacklisted, malformed and repeated URLs from lists, as for OpenWebText.
 
 Input and output are text files of one URL per line (*.txt, plain, .gz or .zst); URLs keep their
 order, and the first of equal ones stays.  Reasons to drop a URL are tried in this order: too short
@@ -25,7 +25,7 @@ from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_line
 from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
 from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
-from tools.corpus.files import Funnel, Unit, cut, documents, write_shard
+from tools.corpus.files import Funnel, Unit, cut, write_shard
 from tools.corpus.settings import StepSettings, program
 
 SHORTEST = 9  # characters
@@ -99,42 +99,40 @@ def run(settings: Settings) -> None:
     with StepRun("urls", settings, units) as step:
         if step.done:
             return
-        parts = count_parts(guess_urls(units), settings.memory_bytes)
+        size = 0  # of the lists once they are decompressed, roughly
+        for unit in units:
+            packed = Path(unit.file).suffix in OPENERS
+            size += (unit.stop - unit.start) * (EXPANSION if packed else 1)
+        parts = count_parts(size // LINE_BYTES, settings.memory_bytes)
         tasks = [Task(unit.name, (unit, parts, settings), unit.stop - unit.start) for unit in units]
         step.stage("hashes", hash_unit, tasks)
         names = tuple(unit.name for unit in units)
         judging = [Task(f"{part:05}", (part, names, settings)) for part in range(parts)]
         step.stage("repeats", judge_part, judging)
         results = step.stage("shards", write_unit, tasks)
-        funnel = sum_funnels(results)
-        check_output(funnel)
-        step.finish(funnel, [result["shard"] for result in results])
-
-
-def check_output(funnel: Funnel) -> None:
-    if not documents(funnel.output):
-        lost = ", ".join(f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items()))
-        raise ValueError(f"--input holds no URL that can stay: {lost or 'all lines are blank'}")
+        step.finish(sum_funnels(results), [result["shard"] for result in results])
 
 
 def load_blacklists(settings: Settings) -> Blacklists:
-    """Raises ValueError, naming the flag, file and line, for an invalid entry."""
-    domains = _entries("--domain-blacklist", settings.domain_blacklist, DOMAIN)
-    extensions = _entries("--extension-blacklist", settings.extension_blacklist, EXTENSION)
+    """The built-in entries and those of the files.  Raises UsageError for an invalid one."""
+    domains = _entries("--domain-blacklist", settings.domain_blacklist, DOMAIN, "imgur.com")
+    extensions = _entries("--extension-blacklist", settings.extension_blacklist, EXTENSION, "jpg")
     return Blacklists(
         frozenset([*DOMAINS.split(), *domains]), frozenset([*EXTENSIONS.split(), *extensions])
     )
 
 
-def _entries(flag: str, files: Sequence[Path], form: re.Pattern[str]) -> Iterator[str]:
+def _entries(
+    flag: str, files: Sequence[Path], form: re.Pattern[str], example: str
+) -> Iterator[str]:
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{flag} {file}: no such file")
+            raise UsageError(flag, file, "a file that is there")
         for number, line in enumerate(file.read_text().splitlines(), start=1):
             entry = line.partition("#")[0].strip().lower().removeprefix(".")
             if entry and not form.fullmatch(entry):
-                example = "imgur.com or imgur" if form is DOMAIN else "jpg"
-                raise ValueError(f"{flag} {file}:{number}: {entry}; {example} would work")
+                allowed = f"lines such as {example}, and line {number} is {entry}"
+                raise UsageError(flag, file, allowed)
             if entry:
                 yield entry
 
@@ -172,15 +170,6 @@ def is_covered(host: str, domains: frozenset[str]) -> bool:
     return labels[-1 - ending] in domains or any(
         ".".join(labels[k:]) in domains for k in range(len(labels) - 1)
     )
-
-
-def guess_urls(units: Sequence[Unit]) -> int:
-    """How many URLs there may be; never far too few."""
-    sizes = [
-        (unit.stop - unit.start) * (EXPANSION if Path(unit.file).suffix in OPENERS else 1)
-        for unit in units
-    ]
-    return sum(sizes) // LINE_BYTES
 
 
 def rows_folder(settings: Settings) -> Path:

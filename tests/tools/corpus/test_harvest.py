@@ -12,7 +12,7 @@ from tools.corpus.harvest import Settings, read_module, read_prose_file, run
 
 def test_harvest_is_english_bounded_and_the_same_twice(tmp_path: Path) -> None:
     for name, workers in (("a", 1), ("b", 2)):
-        more = {"report": tmp_path / "report.json", "workers": workers}
+        more = {"json": tmp_path / "report.json", "workers": workers}
         run(Settings(output=tmp_path / name, max_bytes=600_000, **more))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     documents = read_jsonl(tmp_path / "a")
@@ -33,7 +33,7 @@ def test_an_unreadable_file_is_counted_and_loses_no_run(
     packages.mkdir()
     (packages / "bad.md").symlink_to("/proc/self/mem")  # root too gets an error
     (packages / "good.md").write_text("This file can be read like any other.")
-    run(Settings(output=tmp_path / "out.jsonl", report=tmp_path / "report.json", workers=1))
+    run(Settings(output=tmp_path / "out.jsonl", json=tmp_path / "report.json", workers=1))
     documents = read_jsonl(tmp_path / "out.jsonl")
     assert documents[-1]["id"] == "purelib/good.md"
     report = json.loads((tmp_path / "report.json").read_text())

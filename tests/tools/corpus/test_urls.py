@@ -143,4 +143,5 @@ def test_hashes_are_equal_only_if_all_their_bits_are(tmp_path: Path) -> None:
 
 def test_a_list_of_which_nothing_stays_is_an_error(tmp_path: Path) -> None:
     path = write_list(tmp_path / "in.txt", ['{"url": "http://example.com"}'] * 3)
-    assert field_of(refusal(partial(urls, tmp_path / "out", path))) == "--input"
+    assert field_of(refusal(partial(urls, tmp_path / "out", path))) == "urls"
+    assert not (tmp_path / "out" / "manifest.json").exists()
