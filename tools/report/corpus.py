@@ -317,7 +317,8 @@ def by_source(accounts: Sequence[Accounting]) -> Section:
         for source in sources_of(accounts):
             if source not in counts.input and source not in counts.output:
                 continue
-            into, out = (each.get(source, Count()) for each in (counts.input, counts.output))
+            into = counts.input.get(source, Count())
+            out = counts.output.get(source, Count())
             lost = [counts.dropped[reason].get(source, Count()).documents for reason in reasons]
             dropped = [whole(count) if count else NONE for count in lost]
             row = (whole(into.documents), whole(out.documents), *dropped)
@@ -595,29 +596,30 @@ def provenance(steps: Sequence[Step], faults: Sequence[str] | None) -> list[Part
         note = "The shards were not read again for this page; --verify does it."
         parts: list[Part] = [Text(note, "note")]
     elif faults:
-        parts = [Text(f"{len(faults)} shards are not as they were written: ", "warning")]
+        parts = [Text(f"{len(faults)} shards are not as they were written:", "warning")]
         parts += [Text(fault, "warning") for fault in faults]
     else:
         parts = ["Every shard of every step is there and has the checksum in its manifest."]
-    for folder in (folder for step in steps for folder in step.folders):
-        manifest, run = folder.manifest, folder.run
-        settings = manifest["settings"] | run.get("settings", {}) | run.get("machine", {})
-        tables: list[Part] = []
-        for title, facts in (("setting", settings), ("version of", manifest.get("versions", {}))):
-            rows = [(name, shown(value)) for name, value in facts.items()]
-            tables.append(Table((title, ""), rows, left=(0, 1)))
-        inside: list[Part] = [Beside([*tables, counted_by(folder)])]
-        for key, title in (("inputs", "Read"), ("shards", "Written")):
-            files = manifest.get(key, [])
-            rows = [
-                (str(each["name"]), f"{each['bytes']:,}", str(each["sha256"]))
-                for each in files[:FILES]
-            ]
-            more = len(files) - FILES
-            note = f"and {whole(more)} more, in manifest.json" if more > 0 else ""
-            if files:
-                table = Table(("file", "bytes", "SHA-256"), rows, left=(0, 2), note=note)
-                inside.append(Section(title, [table]))
-        title = f"{manifest['step'].capitalize()}, {folder.path.name}"
-        parts.append(Section(title, inside, folded=True))
+    for step in steps:
+        parts += [origin_of(folder, step.title) for folder in step.folders]
     return parts
+
+
+def origin_of(folder: Folder, title: str) -> Section:
+    """Settings, versions, counters and files of a folder."""
+    manifest, run = folder.manifest, folder.run
+    settings = manifest["settings"] | run.get("settings", {}) | run.get("machine", {})
+    tables: list[Part] = []
+    for name, facts in (("setting", settings), ("version of", manifest.get("versions", {}))):
+        rows = [(key, shown(value)) for key, value in facts.items()]
+        tables.append(Table((name, ""), rows, left=(0, 1)))
+    parts: list[Part] = [Beside([*tables, counted_by(folder)])]
+    for key, name in (("inputs", "read"), ("shards", "written")):
+        files = manifest.get(key, [])
+        rows = [
+            (str(each["name"]), f"{each['bytes']:,}", str(each["sha256"])) for each in files[:FILES]
+        ]
+        more = len(files) - FILES
+        note = f"and {whole(more)} more, in manifest.json" if more > 0 else ""
+        parts.append(Table((f"file {name}", "bytes", "SHA-256"), rows, left=(0, 2), note=note))
+    return Section(f"{title}, {folder.path.name}", parts, folded=True)
