@@ -8,7 +8,7 @@ checksums.
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,10 @@ def run(settings: Settings) -> None:
 
 def verify(steps: Sequence[Step], workers: int) -> list[str]:
     """The shards that differ from their manifest, and why."""
-    folders = [folder for step in steps for folder in step.folders]
-    shards = [(folder.path / shard["name"], shard["sha256"]) for folder in folders
-              for shard in folder.manifest.get("shards", [])]  # fmt: skip
+    shards = []
+    for folder in (folder for step in steps for folder in step.folders):
+        for shard in folder.manifest.get("shards", []):
+            shards.append((folder.path / shard["name"], shard["sha256"]))
     calls = [Call(find_fault, shard) for shard in shards]
     faults: dict[int, str] = {}
     with open_scheduler("local", workers, 0) as scheduler, progress("verify", len(calls), 0) as bar:
@@ -82,14 +83,17 @@ def find_fault(file: Path, expected: str) -> str | None:
 
 def read_steps(paths: Sequence[Path]) -> list[Step]:
     """Raises UsageError for --input if a path neither is nor contains a step's output."""
-    folders = [folder for path in paths for folder in find_folders(path)]
+    folders: list[Folder] = []
+    for path in paths:
+        found = find_folders(path, 2)
+        if not found:
+            allowed = f"the output of a finished step, with a {MANIFEST}, or a folder of several"
+            raise UsageError("--input", path, allowed)
+        folders += sorted(found, key=lambda folder: place_of(folder.manifest["step"]))
     if not folders:
         raise UsageError("--input", None, "followed by the output folders of the steps")
-    seen: set[Path] = set()
-    for folder in folders:
-        if folder.path.resolve() in seen:
-            raise UsageError("--input", folder.path, "given once")
-        seen.add(folder.path.resolve())
+    if len({folder.path.resolve() for folder in folders}) < len(folders):
+        raise UsageError("--input", paths, "folders without repetition")
     # Neighbours that ran the same step on parts of the corpus are one step, unless one read the
     # output of the other.
     steps: list[Step] = []
@@ -105,57 +109,31 @@ def read_steps(paths: Sequence[Path]) -> list[Step]:
     return steps
 
 
-def find_folders(path: Path) -> list[Folder]:
-    """The path itself, or the steps in it, in the order of the pipeline."""
-    if not path.is_dir():
-        raise UsageError("--input", path, "a folder that is there, the output of a step")
-    if (path / MANIFEST).exists():
-        manifest = read_object(path / MANIFEST)
-        if missing := sorted(NEEDED - manifest.keys()):
-            allowed = f"the output of a step of tools/corpus, whose {MANIFEST} has {missing[0]!r}"
-            raise UsageError("--input", path, allowed)
-        return [folder_of(path, manifest)]
-    if (path / WORK).exists():
-        allowed = "the output of a step that has finished; its command again finishes it"
-        raise UsageError("--input", path, allowed)
-
-    def place(folder: Folder) -> tuple[int, str]:
-        step = folder.manifest["step"]
-        return ORDER.index(step) if step in ORDER else len(ORDER), str(folder.path)
-
-    found = sorted(steps_in(path, 2), key=place)
-    if not found:
-        allowed = f"the output folder of a step, with a {MANIFEST}, or a folder of several"
-        raise UsageError("--input", path, allowed)
-    return found
+def place_of(step: str) -> int:
+    return ORDER.index(step) if step in ORDER else len(ORDER)
 
 
-def steps_in(path: Path, depth: int) -> Iterator[Folder]:
-    """A run has a folder for each step, with subfolders if it ran the step on parts."""
-    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
-        manifest = folder / MANIFEST
-        content = read_object(manifest) if manifest.exists() else {}
-        if content.keys() >= NEEDED:
-            yield folder_of(folder, content)
-        elif (folder / WORK).exists() and not content:
-            say(f"warning: {folder} is left out, its step has not finished")
-        elif depth > 1:
-            yield from steps_in(folder, depth - 1)
+def find_folders(path: Path, depth: int) -> list[Folder]:
+    """The path if it is the output of a step; else the steps in it.
+
+    A run has a folder for each step, with subfolders if it ran the step on parts.
+    """
+    manifest = read_json(path / MANIFEST)
+    if manifest.keys() >= NEEDED:
+        return [Folder(path, manifest, read_json(path / "run.json"))]
+    if not manifest and (path / WORK).exists():
+        say(f"warning: {path} is left out, its step has not finished")
+        return []
+    inside = sorted(each for each in path.glob("*") if each.is_dir()) if depth else []
+    return [folder for each in inside for folder in find_folders(each, depth - 1)]
 
 
-def folder_of(path: Path, manifest: dict[str, Any]) -> Folder:
-    run = path / "run.json"
-    return Folder(path, manifest, read_object(run) if run.exists() else {})
-
-
-def read_object(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Empty if the file is missing."""
     try:
-        content = json.loads(file.read_bytes())
+        return json.loads(file.read_bytes()) if file.exists() else {}
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}); the step run again writes it") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; the step run again writes it")
-    return content
 
 
 if __name__ == "__main__":

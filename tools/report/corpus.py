@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,10 +47,6 @@ class Folder:
     manifest: Facts
     run: Facts
     """run.json, with what the run took; empty if it is missing."""
-
-    @property
-    def shards(self) -> list[Facts]:
-        return list(self.manifest.get("shards", []))
 
 
 @dataclass(frozen=True)
@@ -217,9 +213,8 @@ def page(steps: Sequence[Step], faults: Sequence[str] | None) -> Page:
     start, end = accounts[0].before, accounts[-1].after
     sources = sum(count.documents > 0 for count in start.values())
     lead = (
-        f"{len(accounts)} steps read {whole(documents(start))} documents from {sources} sources, "
-        f"{size(text_bytes(start))} of text, and left {whole(documents(end))} documents, "
-        f"{size(text_bytes(end))}."
+        f"The steps kept {whole(documents(end))} of {whole(documents(start))} documents from "
+        f"{sources} sources."
     )
     # Lists of URLs are no texts: they are accounted for on their own.
     of_urls = []
@@ -322,7 +317,8 @@ def by_source(accounts: Sequence[Accounting]) -> Section:
         for source in sources_of(accounts):
             if source not in counts.input and source not in counts.output:
                 continue
-            into, out = (each.get(source, Count()) for each in (counts.input, counts.output))
+            into = counts.input.get(source, Count())
+            out = counts.output.get(source, Count())
             lost = [counts.dropped[reason].get(source, Count()).documents for reason in reasons]
             dropped = [whole(count) if count else NONE for count in lost]
             row = (whole(into.documents), whole(out.documents), *dropped)
@@ -358,56 +354,41 @@ def retention(accounts: Sequence[Accounting]) -> list[Part]:
     return [*tables, Text(note, "note")]
 
 
-def shown_or_why_not(
-    steps: Iterable[Step], key: str, nothing: str, show: Callable[[Any], Part]
-) -> Part:
-    """The part of a page for a key of the manifests, or a sentence that says why there is none."""
-    value = find(steps, key)
-    if value is None:
-        return Text(f"No manifest has {key!r}.", "note")
-    has_any = any(value.values()) if isinstance(value, dict) else value
-    return show(value) if has_any else Text(nothing, "note")
-
-
 def lengths(steps: Sequence[Step]) -> Part:
-    def show(octaves: Mapping[str, Mapping[str, int]]) -> Figure:
-        """octaves: {"before", "after"}, each {lower end in characters: documents}."""
+    """Histogram of {"before" and "after" clean: {lower end of an octave: documents}}."""
+    octaves = find(steps, "lengths") or {}
+    if not any(octaves.values()):
+        return Text("No length was counted.", "note")
 
-        def paint(axes: "Axes") -> None:
-            for when, colour in (("before", PALETTE["rest"]), ("after", SERIES[0])):
-                lows = [int(low) for low in octaves.get(when, {})]
-                heights = list(octaves.get(when, {}).values())
-                axes.bar(lows, heights, [0.94 * low for low in lows], align="edge", color=colour)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(
-                lambda low, _: f"{low / 1024:,.0f}k" if low >= 1024 else f"{low:.0f}"
-            )
-            axes.set(xlabel="characters of a document", ylabel="documents")
-            axes.grid(axis="y")
+    def paint(axes: "Axes") -> None:
+        for when, colour in (("before", PALETTE["rest"]), ("after", SERIES[0])):
+            lows = [int(low) for low in octaves.get(when, {})]
+            heights = list(octaves.get(when, {}).values())
+            axes.bar(lows, heights, [0.94 * low for low in lows], align="edge", color=colour)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(
+            lambda low, _: f"{low / 1024:,.0f}k" if low >= 1024 else f"{low:.0f}"
+        )
+        axes.set(xlabel="characters of a document", ylabel="documents")
+        axes.grid(axis="y")
 
-        return draw(paint, "Documents by length, after clean; grey, those that clean dropped")
-
-    return shown_or_why_not(steps, "lengths", "No length was counted.", show)
+    return draw(paint, "Documents by length, after clean; grey, those that clean dropped")
 
 
 def languages(steps: Sequence[Step]) -> Part:
-    def show(counts: Mapping[str, int]) -> Table:
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        named = [(language_name(code), count) for code, count in ranked[:LANGUAGES]]
-        rest = ranked[LANGUAGES:]
-        if rest:
-            named.append((f"{len(rest)} more", sum(count for _, count in rest)))
-        total = sum(counts.values())
-        rows = [(name, whole(count), Share(count / total)) for name, count in named]
-        return Table(("likeliest language", "documents", "share"), rows)
-
-    return shown_or_why_not(steps, "languages", "No language was identified.", show)
-
-
-def language_name(code: str) -> str:
-    if code == UNKNOWN:
-        return "none found"
-    return names().get(code, code).replace("_", " ").capitalize()
+    counts = find(steps, "languages")
+    if not counts:
+        return Text("No language was identified.", "note")
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown_counts = dict(ranked[:LANGUAGES])
+    if rest := ranked[LANGUAGES:]:
+        shown_counts[f"{len(rest)} more"] = sum(count for _, count in rest)
+    total, titles = sum(counts.values()), names() | {UNKNOWN: "none found"}
+    rows = []
+    for code, count in shown_counts.items():
+        title = titles.get(code, code).replace("_", " ").capitalize()
+        rows.append((title, whole(count), Share(count / total)))
+    return Table(("likeliest language", "documents", "share"), rows)
 
 
 def duplicates(steps: Sequence[Step]) -> list[Part]:
@@ -416,58 +397,48 @@ def duplicates(steps: Sequence[Step]) -> list[Part]:
     for step in steps:
         if step.name != "dedup":
             continue
-        threshold = step.folders[0].manifest["settings"].get("jaccard")
-        nothing = "No two documents were similar enough."
-        pairs = shown_or_why_not(
-            [step],
-            "jaccard_histogram",
-            nothing,
-            functools.partial(similarities, threshold=threshold),
-        )
-        recall = shown_or_why_not(
-            [step], "recall_curve", nothing, functools.partial(expected_recall, threshold=threshold)
-        )
         rows = []
         for source, read in sorted(step.counts.input.items()):
             gone = read.documents - step.counts.output.get(source, Count()).documents
             part = Share(share(gone, read.documents))
             rows.append((source, whole(read.documents), whole(gone), part))
         removed = Table(("source", "documents", "removed", "share"), rows)
-        clusters = shown_or_why_not([step], "largest_clusters", nothing, largest_clusters)
-        counters = [counted_by(folder) for folder in step.folders]
-        parts += [Beside([pairs, recall]), Beside([removed, *counters]), clusters]
+        parts.append(Beside(similarity(step)))
+        parts.append(Beside([removed, *(counted_by(folder) for folder in step.folders)]))
+        if clusters := find([step], "largest_clusters"):
+            parts.append(largest_clusters(clusters))
+        else:
+            parts.append(Text("No two documents were similar enough.", "note"))
     return parts or [Text("No step is dedup.", "note")]
 
 
-def similarities(bins: Sequence[Facts], threshold: float | None) -> Figure:
-    """Histogram of the exact Jaccard similarity of verified pairs."""
+def similarity(step: Step) -> list[Part]:
+    """Verified pairs, and the share that the bands are expected to find, by Jaccard similarity."""
+    threshold = step.folders[0].manifest["settings"].get("jaccard")
 
-    def paint(axes: "Axes") -> None:
+    def finish(axes: "Axes", what: str) -> None:
+        if threshold is not None:
+            axes.axvline(threshold, color=PALETTE["accent"], linestyle="--", linewidth=1)
+        axes.set(xlabel="Jaccard similarity", ylabel=what)
+        axes.grid(axis="y")
+
+    def paint_pairs(axes: "Axes") -> None:
         for each in bins:
-            width = each["to"] - each["from"]
-            axes.bar(each["from"], each["pairs"], 0.94 * width, align="edge", color=SERIES[0])
-        mark_threshold(axes, threshold)
-        axes.set(xlabel="Jaccard similarity", ylabel="pairs")
+            width = 0.94 * (each["to"] - each["from"])
+            axes.bar(each["from"], each["pairs"], width, align="edge", color=SERIES[0])
+        finish(axes, "pairs")
 
-    return draw(paint, "Verified pairs by exact similarity")
+    def paint_recall(axes: "Axes") -> None:
+        places = [point["jaccard"] for point in points]
+        axes.plot(places, [point["recall"] for point in points], color=SERIES[0])
+        finish(axes, "recall")
 
-
-def expected_recall(points: Sequence[Facts], threshold: float | None) -> Figure:
-    """The share of pairs that the bands are expected to find."""
-
-    def paint(axes: "Axes") -> None:
-        similarity = [point["jaccard"] for point in points]
-        axes.plot(similarity, [point["recall"] for point in points], color=SERIES[0])
-        mark_threshold(axes, threshold)
-        axes.set(xlabel="Jaccard similarity", ylabel="recall", ylim=(0, 1.02))
-
-    return draw(paint, "Expected recall of the bands")
-
-
-def mark_threshold(axes: "Axes", threshold: float | None) -> None:
-    if threshold is not None:
-        axes.axvline(threshold, color=PALETTE["accent"], linestyle="--", linewidth=1)
-    axes.grid(axis="y")
+    parts: list[Part] = []
+    if bins := find([step], "jaccard_histogram"):
+        parts.append(draw(paint_pairs, "Verified pairs by exact similarity"))
+    if points := find([step], "recall_curve"):
+        parts.append(draw(paint_recall, "Expected recall of the bands"))
+    return parts
 
 
 def largest_clusters(clusters: Sequence[Facts]) -> Section:
@@ -501,11 +472,15 @@ def side_by_side(cluster: Facts) -> Beside:
     quotes = []
     for member, words, marked in zip(members, texts, marks, strict=True):
         jaccard = member.get("jaccard")
-        similarity = "Jaccard not given" if jaccard is None else f"Jaccard {decimal(jaccard, 3)}"
-        title = "kept" if member["id"] == cluster["kept_id"] else similarity
-        quotes.append(
-            sections.Quote(with_marks(words, marked), title, f"{member['id']}, {member['source']}")
-        )
+        title = "Jaccard not given" if jaccard is None else f"Jaccard {decimal(jaccard, 3)}"
+        if member["id"] == cluster["kept_id"]:
+            title = "kept"
+        parts: list[str | sections.Mark] = []
+        pairs = zip(words, marked, strict=True)
+        for is_marked, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            text = "".join(word for word, _ in run)
+            parts.append(sections.Mark(text) if is_marked else text)
+        quotes.append(sections.Quote(parts, title, f"{member['id']}, {member['source']}"))
     return Beside(quotes)
 
 
@@ -520,19 +495,10 @@ def differences(first: Sequence[str], other: Sequence[str]) -> tuple[list[bool],
     return only_first, only_other
 
 
-def with_marks(words: Sequence[str], marked: Sequence[bool]) -> list[str | sections.Mark]:
-    """The text, with each run of marked words as one mark."""
-    parts: list[str | sections.Mark] = []
-    pairs = zip(words, marked, strict=True)
-    for is_marked, run in itertools.groupby(pairs, key=lambda pair: pair[1]):
-        text = "".join(word for word, _ in run)
-        parts.append(sections.Mark(text) if is_marked else text)
-    return parts
-
-
 def leakage(steps: Sequence[Step]) -> list[Part]:
     """Shares of the n-grams of evaluation sets in the corpus, and counts of the cuts."""
-    parts = [shown_or_why_not(steps, "leakage", "No evaluation set was given.", leaked)]
+    found = find(steps, "leakage")
+    parts: list[Part] = [leaked(found) if found else Text("No evaluation set was given.", "note")]
     for folder in (folder for step in steps for folder in step.folders):
         if "leakage" not in folder.manifest:
             continue
@@ -540,10 +506,8 @@ def leakage(steps: Sequence[Step]) -> list[Part]:
         for each in folder.manifest.get("evaluation", []):
             counts = [shown(each[key]) for key in ("passages", "not_searched", "words")]
             rows.append((str(each["name"]), *counts))
-        if rows:
-            head = ("evaluation set", "passages", "too short to be searched for", "words")
-            parts.append(Table(head, rows))
-        parts.append(counted_by(folder))
+        head = ("evaluation set", "passages", "too short to be searched for", "words")
+        parts += [Table(head, rows), counted_by(folder)]
     return parts
 
 
@@ -632,29 +596,30 @@ def provenance(steps: Sequence[Step], faults: Sequence[str] | None) -> list[Part
         note = "The shards were not read again for this page; --verify does it."
         parts: list[Part] = [Text(note, "note")]
     elif faults:
-        parts = [Text(f"{len(faults)} shards are not as they were written: ", "warning")]
+        parts = [Text(f"{len(faults)} shards are not as they were written:", "warning")]
         parts += [Text(fault, "warning") for fault in faults]
     else:
         parts = ["Every shard of every step is there and has the checksum in its manifest."]
-    for folder in (folder for step in steps for folder in step.folders):
-        manifest, run = folder.manifest, folder.run
-        settings = manifest["settings"] | run.get("settings", {}) | run.get("machine", {})
-        tables: list[Part] = []
-        for title, facts in (("setting", settings), ("version of", manifest.get("versions", {}))):
-            rows = [(name, shown(value)) for name, value in facts.items()]
-            tables.append(Table((title, ""), rows, left=(0, 1)))
-        inside: list[Part] = [Beside([*tables, counted_by(folder)])]
-        for key, title in (("inputs", "Read"), ("shards", "Written")):
-            files = manifest.get(key, [])
-            rows = [
-                (str(each["name"]), f"{each['bytes']:,}", str(each["sha256"]))
-                for each in files[:FILES]
-            ]
-            more = len(files) - FILES
-            note = f"and {whole(more)} more, in manifest.json" if more > 0 else ""
-            if files:
-                table = Table(("file", "bytes", "SHA-256"), rows, left=(0, 2), note=note)
-                inside.append(Section(title, [table]))
-        title = f"{manifest['step'].capitalize()}, {folder.path.name}"
-        parts.append(Section(title, inside, folded=True))
+    for step in steps:
+        parts += [origin_of(folder, step.title) for folder in step.folders]
     return parts
+
+
+def origin_of(folder: Folder, title: str) -> Section:
+    """Settings, versions, counters and files of a folder."""
+    manifest, run = folder.manifest, folder.run
+    settings = manifest["settings"] | run.get("settings", {}) | run.get("machine", {})
+    tables: list[Part] = []
+    for name, facts in (("setting", settings), ("version of", manifest.get("versions", {}))):
+        rows = [(key, shown(value)) for key, value in facts.items()]
+        tables.append(Table((name, ""), rows, left=(0, 1)))
+    parts: list[Part] = [Beside([*tables, counted_by(folder)])]
+    for key, name in (("inputs", "read"), ("shards", "written")):
+        files = manifest.get(key, [])
+        rows = [
+            (str(each["name"]), f"{each['bytes']:,}", str(each["sha256"])) for each in files[:FILES]
+        ]
+        more = len(files) - FILES
+        note = f"and {whole(more)} more, in manifest.json" if more > 0 else ""
+        parts.append(Table((f"file {name}", "bytes", "SHA-256"), rows, left=(0, 2), note=note))
+    return Section(f"{title}, {folder.path.name}", parts, folded=True)

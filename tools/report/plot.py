@@ -81,8 +81,8 @@ def last_figures(metrics: Sequence[Facts]) -> Facts:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Means over up to 2 % of the values before and after each; a straight line stays as it is."""
-    last, reach = len(values) - 1, len(values) // 50
+    """Means over up to 4 % of the values before and after each; a straight line stays as it is."""
+    last, reach = len(values) - 1, len(values) // 25
     # Near an end the window narrows on both sides, to show the first fall of a loss.
     reaches = [min(reach, place, last - place) for place in range(len(values))]
     return [

@@ -77,7 +77,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts and shares.
+    """Rows of texts and shares; without a row it is not shown.
 
     marked: numbers of rows that stand out, such as this run's. left: numbers of columns of words,
     which start at the left and wrap; the others are numbers.

@@ -13,7 +13,8 @@ from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.corpus.files import Count, Funnel
 from tools.corpus.report import Settings, read_steps, run, verify
 from tools.corpus.settings import program
-from tools.report.corpus import Loss, find, follow
+from tools.report.corpus import Loss, accounting, accounting_of, find, follow, step_facts
+from tools.report.numbers import NONE
 
 STAGE = {"stage": "shards", "tasks": 2, "seconds": 4.0, "cpu_seconds": 8.0, "peak_bytes": 5 * 10**7}
 Sources = dict[str, tuple[int, int]]
@@ -36,15 +37,14 @@ def write_step(
     shard = f"what {folder.name} wrote".encode()
     (folder / "part-00000.jsonl").write_bytes(shard)
     funnel = Funnel(counts(into), counts(out), {k: counts(v) for k, v in (dropped or {}).items()})
-    facts = {"name": "part-00000.jsonl", "documents": 1, "bytes": len(shard)}
+    sha256 = hashlib.sha256(shard).hexdigest()
     content = {
         "step": step,
         "settings": {"unit": "32MB"},
-        "versions": {"python": "3.11"},
         "inputs": [],
         **funnel.to_json(),
         **more,
-        "shards": [{**facts, "sha256": hashlib.sha256(shard).hexdigest()}],
+        "shards": [{"name": "part-00000.jsonl", "bytes": len(shard), "sha256": sha256}],
     }
     (folder / "manifest.json").write_text(json.dumps(content))
     (folder / "run.json").write_text(json.dumps({"stages": [STAGE], "settings": {"workers": 2}}))
@@ -58,10 +58,11 @@ def write_pipeline(root: Path) -> Path:
     for source in raw:
         one = {source: raw[source]}
         write_step(root / "extract" / source, "extract", one, one)
-    write_step(
-        root / "clean", "clean", raw, left,
-        {"under 128 tokens": {"news": (300, 3_000_000)}, "another language": {"wiki": (1, 60_000)}},
-    )  # fmt: skip
+    losses: dict[str, Sources] = {
+        "under 128 tokens": {"news": (300, 3_000_000)},
+        "another language": {"wiki": (1, 60_000)},
+    }
+    write_step(root / "clean", "clean", raw, left, losses, repaired=7)
     write_step(root / "dedup", "dedup", left, kept, {"near-duplicate": {"news": (300, 3_000_000)}})
     return root
 
@@ -105,6 +106,23 @@ def test_a_source_that_a_step_does_not_read_passes_it_by(tmp_path: Path) -> None
     first, last = follow(read_steps([wiki, write_step(tmp_path / "b", "dedup", both, both)]))
     assert first.before == counts({**both, "wiki": (5, 500)})
     assert first.after == last.after == counts(both)
+
+
+def test_each_step_accounts_for_what_it_kept_and_dropped(tmp_path: Path) -> None:
+    table = accounting(follow(read_steps([write_pipeline(tmp_path)])))
+    rows = [tuple(map(str, row)) for row in table.rows]
+    assert rows[2:7] == [
+        ("Clean", "699", "8.9 MB", "74.17 %"),
+        ("under 128 tokens", "\N{MINUS SIGN}300", "\N{MINUS SIGN}3.0 MB", "25.00 %"),
+        ("another language", "\N{MINUS SIGN}1", "\N{MINUS SIGN}60.0 kB", "0.50 %"),
+        (rows[5][0], NONE, "\N{MINUS SIGN}40.0 kB", "0.33 %"),
+        (rows[6][0], "", "", ""),
+    ]
+    assert [rows[number][0] for number in table.marked] == [
+        "Raw", "Extract", "Clean", "De-duplicate",
+    ]  # fmt: skip
+    facts = {name: step_facts(tmp_path / name / "manifest.json") for name in ("clean", "dedup")}
+    assert accounting_of(facts).rows[1:] == table.rows[2:]
 
 
 def test_documents_that_a_step_was_not_given_are_no_silent_loss(tmp_path: Path) -> None:
