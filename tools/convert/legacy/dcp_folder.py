@@ -11,7 +11,7 @@ chunks that an extension has compressed, and safetensors in place of torch.save.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ def _item(
     dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
     if name not in dtypes:
         raise ValueError(f"{key} has a dtype that is not supported: {name}")
-    dtype, found = dtypes[name], []
+    dtype = dtypes[name]
+    parts = []
     for each in facts["chunks"]:
         box = _attributes(each, "ChunkStorageMetadata")
         offset, shape = sizes(box["offsets"]), sizes(box["sizes"])
@@ -140,8 +141,8 @@ def _item(
         # Before memory for it is allocated.
         if prod(shape) * dtype.itemsize > chunk.nbytes:
             raise ValueError(f"a chunk of {key} is larger than its bytes in the file")
-        found.append(Chunk(chunk.file, chunk.start, chunk.nbytes, offset, shape))
+        parts.append(replace(chunk, shape=shape))
     whole = sizes(facts["size"])
-    slices = [{"file": "", "offset": each.offset, "shape": each.shape} for each in found]
+    slices = [{"file": "", "offset": each.offset, "shape": each.shape} for each in parts]
     check_tiling({key: {"shape": whole, "slices": slices}}, {"": None})
-    return Item(key, dtype, whole, tuple(found), in_order)
+    return Item(key, dtype, whole, tuple(parts), in_order)

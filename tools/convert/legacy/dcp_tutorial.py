@@ -246,8 +246,8 @@ def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
     settings = _read_group(folder, items)
     if (file := find_scheduler(folder, scheduler)) is None:
         warnings.warn(
-            f"{folder} has no scheduler's file: the learning rate and its schedule are not known "
-            "and have to be given to the run that goes on; --scheduler names a file elsewhere",
+            f"{folder} has no scheduler's file, so the learning rate and its schedule are unknown; "
+            "give them to the run that resumes, or name a file elsewhere with --scheduler",
             stacklevel=2,
         )
         return Saved(folder, weights, moments, rotary, settings, steps)
@@ -311,7 +311,7 @@ def _read_state(
     state: dict[str, dict[str, Item]] = {kind: {} for kind in (*MOMENTS, "step")}
     for number, (name, weight) in enumerate(weights.items()):
         parameter = weight.key.removeprefix("model.") if by_name else number
-        for kind, found in state.items():
+        for kind, by_weight in state.items():
             key = f"{prefix}{parameter}.{kind}"
             if key not in items:
                 raise ValueError(f"{folder} has an optimizer without {key}, of {name}")
@@ -320,7 +320,7 @@ def _read_state(
                     f"{folder}: {key} is {list(items[key].shape)}, and its weight {name} is "
                     f"{list(weight.shape)}"
                 )
-            found[name] = items[key]
+            by_weight[name] = items[key]
             unused.remove(key)
     if unused:
         raise ValueError(f"{folder} has {min(unused)}, which AdamW does not have for this model")

@@ -5,9 +5,10 @@ calls what they refer to, and builds and fills objects. Here every name but that
 gives a `Placeholder`, which records what the pickle does to it. `SavedFile.tensor` makes a tensor
 of one that stands for a tensor.
 
-torch.load is not used, not even with weights_only or this unpickler: it passes archives that look
-like TorchScript to torch.jit.load, unpacks tar files, looks for the source of classes that a file
-names, and refuses argparse.Namespace and Megatron-LM's classes. The two formats are short:
+torch.load is not used. With weights_only it refuses argparse.Namespace and Megatron-LM's classes.
+With this module's unpickler it would still pass archives that look like TorchScript to
+torch.jit.load, unpack tar files, and look for the source of classes that a file names. The two
+formats are short:
 
     old   pickles of a magic number, a version, facts about the machine, the object, and the keys
           of the storages; then each storage's number of elements (int64) and its elements
@@ -127,7 +128,7 @@ class SavedFile:
             try:
                 # A private mapping: torch wants memory that it could write to.
                 whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
-                self.buffer = whole[start:] if nbytes is None else whole[start : start + nbytes]
+                self.buffer = whole[start:][:nbytes]
                 if nbytes is not None:
                     self.content = self._read_zip(io.BytesIO(self.buffer))
                 elif self.buffer[:4] == b"PK\x03\x04":
