@@ -156,9 +156,13 @@ def describe(folder: Path) -> dict[str, Any]:
             f"{folder / 'metrics.jsonl'}: no step, or no evaluation; a preset with log_interval "
             "and eval_interval within train_iters works"
         )
-    records = {
-        task: results.without_paths(results.read_json(folder / f"{task}.json")) for task in TASKS
-    }
+    records = {}
+    for task in TASKS:
+        record = results.read_json(folder / f"{task}.json")
+        # Paths of the machine are no part of the result.
+        data = [{**each, "file": Path(each["file"]).name} for each in record["data"]]
+        kept = {key: record[key] for key in record if key not in ("command", "checkpoint")}
+        records[task] = {**kept, "data": data}
     model = records["lambada"]["model"]
     embeddings = model["hidden_size"] * (model["vocab_size"] + model["max_position_embeddings"])
     logged = [line for line in lines if "loss" in line]

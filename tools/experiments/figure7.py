@@ -250,7 +250,8 @@ def draw_pairs(axes: "Axes", pairs: Sequence[Sequence[Facts]], rates: int, depth
     dots = lines.Line2D(
         [], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation"
     )
-    figure.legend(handles=[*curves, dots], loc="outside upper center", ncols=3)
+    columns_of_legend = 3 if depths > 2 else 1
+    figure.legend(handles=[*curves, dots], loc="outside upper center", ncols=columns_of_legend)
 
 
 def columns(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

@@ -5,6 +5,7 @@ Finished stages are reused.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +141,14 @@ def report(settings: Settings, stamps: Stamps) -> str:
     """Write report.json, report.md and report.html; returns the text."""
     output = settings.output
     facts = gather(output, stamps)
-    curves = [draw_curve(output / kind / "metrics.jsonl", kind) for kind in TERMS]
+    curves = []
+    for kind, term in TERMS.items():
+        runs = {NAMES[kind]: read_metrics(output / kind / "metrics.jsonl")}
+        paint = partial(plot.draw_losses, runs=runs, term=term)
+        curves.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
     page = make_page(facts, curves)
     results.write_results(output, "report", page, facts, indent=1)
     return f"{page.markdown().decode()}\nopen {runner.shown(output / 'report.html')}"
-
-
-def draw_curve(metrics: Path, kind: str) -> figures.Figure:
-    lines, term = read_metrics(metrics), TERMS[kind]
-    title = f"{NAMES[kind]}: {term.replace('_', ' ')} by step"
-    return figures.draw(lambda axes: plot.draw_losses(axes, {"": lines}, term), title)
 
 
 def gather(output: Path, stamps: Stamps) -> dict[str, Any]:

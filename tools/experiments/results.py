@@ -11,7 +11,7 @@ from typing import Any
 from megatron.data.files import write_atomically
 from tools.report import plot
 from tools.report.numbers import decimal, percent, size, whole
-from tools.report.sections import Commands, Page, Part, Section, Share, Table, Text
+from tools.report.sections import Commands, Page, Part, Section, Table, Text
 
 Facts = Mapping[str, Any]
 
@@ -53,21 +53,18 @@ def corpus_parts(corpus: Mapping[str, Facts]) -> list[Part]:
 
     corpus: {name of the step: result of `step_facts`}, in order.
     """
-    largest = max(step["input"]["bytes"] for step in corpus.values())
-    rows: list[Sequence[str | Share]] = []
-    steps = []
+    rows = []
+    steps = []  # numbers of their rows
     notes: list[Part] = []
     for name, step in corpus.items():
         steps.append(len(rows))
         left = step["output"]
-        share = Share(left["bytes"] / largest if largest else None)
-        rows.append((STEPS[name], whole(left["documents"]), size(left["bytes"]), share))
+        rows.append((STEPS[name], whole(left["documents"]), size(left["bytes"])))
         for reason, dropped in step["dropped"].items():
-            lost = f"-{whole(dropped['documents'])}", f"-{size(dropped['bytes'])}"
-            rows.append((reason, *lost, ""))
+            rows.append((reason, f"-{whole(dropped['documents'])}", f"-{size(dropped['bytes'])}"))
         parts = left["sources"] if name == "harvest" else step.get("sides", {})
-        for part, kept in parts.items():
-            rows.append((part, whole(kept["documents"]), size(kept["bytes"]), ""))
+        for part, count in parts.items():
+            rows.append((part, whole(count["documents"]), size(count["bytes"])))
         if name == "clean":
             notes.append(Text(f"ftfy repaired {whole(step['repaired'])} documents.", "note"))
         if name == "decontaminate":
@@ -81,7 +78,7 @@ def corpus_parts(corpus: Mapping[str, Facts]) -> list[Part]:
         f"Lengths are counted in {unit} of GPT-2's pre-tokenizer, as there is no tokenizer yet. "
         "Text is counted in UTF-8 bytes without the JSON around it."
     )
-    table = Table(("left after each step", "documents", "text", "share"), rows, marked=steps)
+    table = Table(("left after each step", "documents", "text"), rows, marked=steps)
     return [table, Text(lengths, "note"), *notes]
 
 
@@ -151,12 +148,6 @@ def command_section(commands: Mapping[str, Sequence[str]]) -> Section:
     parts: list[Part] = [Text("From the root of the repository, in this order.", "note")]
     parts += [Section(name, [Commands(lines)]) for name, lines in commands.items() if lines]
     return Section("Commands", parts)
-
-
-def without_paths(record: Facts) -> dict[str, Any]:
-    """The record of an evaluation without the paths of this machine."""
-    kept = {key: value for key, value in record.items() if key not in ("command", "checkpoint")}
-    return {**kept, "data": [{**each, "file": Path(each["file"]).name} for each in record["data"]]}
 
 
 def machine_facts() -> Facts:

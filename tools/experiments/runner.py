@@ -56,7 +56,7 @@ class Settings:
     """Print what would be run, and run nothing."""
 
 
-class StageError(ChildProcessError):
+class StageError(Exception):
     """A command failed; the message names the stage, the cause and what helps."""
 
 
@@ -174,7 +174,11 @@ def main(settings: type[S], run: Callable[[S], None], program: str, doc: str | N
     program: as its user types it. doc: for --help.
     """
     with user_errors({}):
-        run(parse(settings, sys.argv[1:], {}, prog=program, description=doc or ""))
+        try:
+            run(parse(settings, sys.argv[1:], {}, prog=program, description=doc or ""))
+        except StageError as error:  # user_errors would add settings of presets to its command
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
 
 
 def run_experiment(

@@ -32,7 +32,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
     paths = [folder / name for name in names]
     missing = [str(path) for path in paths if not path.is_file() or not path.stat().st_size]
     if missing:
-        raise UsageError("--data", folder, f"a folder with files that are not empty as {missing}")
+        raise UsageError("--data", folder, f"a folder that has, not empty, {', '.join(missing)}")
 
 
 def check_counts(**counts: int) -> None:
