@@ -32,7 +32,7 @@ from typing import Any
 from megatron.config.model import LlamaConfig
 from megatron.errors import UsageError
 from tools.convert.dcp import METADATA, Item, read_folder
-from tools.convert.tokenizing import any_of
+from tools.convert.table import any_of
 from tools.convert.torch_file import Placeholder, read_pickle, read_saved
 
 # The script's model.parameters() have this order, layer by layer.

@@ -26,7 +26,7 @@ from tests.tools.convert.models import (
     write_model,
 )
 from tools.convert.compare import compare_logits
-from tools.convert.families import family_of
+from tools.convert.folder import family_of
 from tools.convert_hf import import_model
 
 KINDS = ("gpt2", "llama", "post-ln", "pre-ln")
