@@ -84,7 +84,7 @@ def import_model(
 
     weights = read_weights(folder, model.family, model.config, model.vocab_size)
     has_tokenizer = not isinstance(tokenizer, vocabulary.NoTokenizer)
-    if has_tokenizer and vocabulary.has_tokenizer(folder):
+    if has_tokenizer:
         vocabulary.compare_ids(tokenizer, folder, kinds)
     kept, others = split_folder(folder, has_tokenizer)
     path = write_checkpoint(

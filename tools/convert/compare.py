@@ -142,14 +142,6 @@ class Head:
     largest: float
     spread: float
 
-    @property
-    def agrees(self) -> bool:
-        return self.difference <= TOLERANCE * self.largest  # False for NaN, too
-
-    @property
-    def says_something(self) -> bool:
-        return self.spread > SEEN * self.largest
-
     def __str__(self) -> str:
         return (
             f"the logits of {self.name} differ by {self.difference:.2g} where they reach "
@@ -177,7 +169,7 @@ def compare_logits(checkpoint: Path, folder: Path, family: Family | None) -> Agr
 
     family: None for an unmodified model of transformers. The models run one after the other: memory
     holds one model, and the logits of both. Raises ValueError with the figures if logits differ by
-    more than TOLERANCE of the head's largest.
+    more than TOLERANCE of the head's largest, or if a head has the same logits at every token.
     """
     manifest = read_manifest(checkpoint)
     config = config_of(manifest)
@@ -192,37 +184,24 @@ def compare_logits(checkpoint: Path, folder: Path, family: Family | None) -> Agr
     prompts = make_prompts(vocab_size, positions, padded=outputs.padded)
     theirs = _their_logits(folder, auto_class, outputs, prompts)
     ours = _our_logits(checkpoint, outputs, prompts)
-    lengths = tuple(prompt.tokens.shape[1] for prompt in prompts)
-    pairs = {name: (ours[name], theirs[name]) for name in theirs}
-    return agreement(f"{checkpoint} and {folder}", pairs, lengths)
-
-
-def agreement(
-    both: str,
-    logits: Mapping[str, tuple[Sequence[Tensor], Sequence[Tensor]]],
-    lengths: tuple[int, ...],
-) -> Agreement:
-    """logits: ours and theirs for each prompt, by head. both: names of the models for the message.
-    Raises ValueError with the figures if they differ by more than TOLERANCE of the largest, or if
-    a head has the same logits at every token."""
-    heads = (_compare(name, *pair) for name, pair in logits.items())
-    found = Agreement(tuple(heads), lengths)
-    if not all(head.agrees for head in found.heads):
-        raise ValueError(f"{both} are not the same model: {found}")
-    if constant := [head.name for head in found.heads if not head.says_something]:
+    heads = tuple(_compare(name, ours[name], theirs[name]) for name in theirs)
+    found = Agreement(heads, tuple(prompt.tokens.shape[1] for prompt in prompts))
+    # Not `difference > ...`: that is false for NaN, too.
+    if not all(head.difference <= TOLERANCE * head.largest for head in heads):
+        raise ValueError(f"{checkpoint} and {folder} are not the same model: {found}")
+    if constant := [head.name for head in heads if not head.spread > SEEN * head.largest]:
         what = f"the logits of {' and '.join(constant)} are the same at every token"
-        raise ValueError(f"{both} cannot be compared: {what}")
+        raise ValueError(f"{checkpoint} and {folder} cannot be compared: {what}")
     return found
 
 
 def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Head:
-    pairs = zip(ours, theirs, strict=True)
-    highest, lowest = (
-        torch.stack([getattr(each.flatten(0, -2), bound)(0) for each in theirs])
-        for bound in ("amax", "amin")
-    )
-    spread = float((highest.amax(0) - lowest.amin(0)).max())
-    return Head(name, _largest([one - other for one, other in pairs]), _largest(theirs), spread)
+    """One head: its logits for each prompt."""
+    highest = torch.stack([each.flatten(0, -2).amax(0) for each in theirs]).amax(0)
+    lowest = torch.stack([each.flatten(0, -2).amin(0) for each in theirs]).amin(0)
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    spread = float((highest - lowest).max())
+    return Head(name, _largest(differences), _largest(theirs), spread)
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
@@ -241,14 +220,14 @@ def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Promp
     count = rows * sum(lengths)
     ids = torch.linspace(0, vocab_size - 1, count, dtype=torch.float64).long()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1234))
-    parts = ids[order].split([rows * length for length in lengths])
-    return [_prompt(part.view(rows, -1)) for part in parts]
-
-
-def _prompt(tokens: Tensor) -> Prompt:
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    ends = torch.tensor([[tokens.shape[1]], [-(-tokens.shape[1] // 2)]])[: len(tokens)]
-    return Prompt(tokens, (places >= -(-ends // 2)).long(), places < ends)
+    prompts = []
+    for part in ids[order].split([rows * length for length in lengths]):
+        tokens = part.view(rows, -1)
+        length = tokens.shape[1]
+        index = torch.arange(length).expand_as(tokens)
+        ends = torch.tensor([[length], [-(-length // 2)]])[:rows]
+        prompts.append(Prompt(tokens, (index >= -(-ends // 2)).long(), index < ends))
+    return prompts
 
 
 @torch.no_grad()

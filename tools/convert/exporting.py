@@ -73,35 +73,34 @@ def write_model(
     if "config.json" in kept:
         options = json.loads(kept.pop("config.json"))
         imported = describe(options, checkpoint.path / f"{KEPT}config.json").config
-        _write_json(folder / "config.json", _changed(options, family, imported, config, values))
+        _write_json(folder / "config.json", _updated(options, imported, config, values, family))
     else:
         special = {name: getattr(tokenizer, each) for name, each in family.special.items()}
         described = transformers.AutoConfig.for_model(family.model_type, **values, **special)
         described.save_pretrained(folder)
         if KINDS[config.kind].writes_text:
             transformers.GenerationConfig(**special).save_pretrained(folder)
-    write_tokenizer(folder, tokenizer, manifest["config"]["model"]["max_position_embeddings"])
+    write_tokenizer(folder, tokenizer, config.max_position_embeddings)
     for name, content in kept.items():
         (folder / name).write_bytes(content)
 
 
-def _changed(
-    options: Mapping[str, Any],
-    family: Family,
+def _updated(
+    options: dict[str, Any],
     imported: ModelConfig,
     config: ModelConfig,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
+    family: Family,
 ) -> dict[str, Any]:
-    """The options of the imported model, updated with those of `values`, our model's, that they do
-    not already state."""
-    before = family.options_of(imported)
-    names = {"dtype": "torch_dtype"} if "dtype" not in options and "torch_dtype" in options else {}
-    stated = {names.get(name, name): value for name, value in values.items()}
-    changes = {
-        name: value
-        for name, value in stated.items()
-        if before.get(name, options.get(name)) != value
-    }
+    """The options of an imported config.json, with those of `values` that they do not state.
+
+    imported: the model that they describe. config, values: the model that is exported.
+    """
+    if "dtype" not in options and "torch_dtype" in options:
+        values = {**values, "torch_dtype": values["dtype"]}
+        del values["dtype"]
+    before = options | family.options_of(imported)
+    changes = {name: value for name, value in values.items() if before.get(name) != value}
     replaced = set[str]()
     for key in family.keys:
         allowed = key.allowed(asdict(config))

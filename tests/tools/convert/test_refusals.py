@@ -18,20 +18,7 @@ from torch import Tensor
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
-from tests.tools.convert.models import (
-    FACTORS,
-    change_json,
-    change_tensors,
-    imported,
-    json_of,
-    load_and_save,
-    split_tokenizer,
-    weights_of,
-    write_bert,
-    write_llama,
-    write_model,
-    write_vocabulary,
-)
+from tests.tools.convert import models
 from tools.convert_hf import export_model, import_model
 
 ROOT = Path(__file__).parents[3]
@@ -43,13 +30,13 @@ COMMANDS: Any = {"import": import_model, "export": export_model}
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        "gpt2": write_model(folder / "gpt2", n_layer=1, n_embd=8, n_head=2),
-        "bert": write_bert(folder / "bert"),
-        "llama": write_llama(folder / "llama"),
-        "classifier": write_bert(folder / "classifier", task="SequenceClassification"),
-        "post-ln": write_bert(folder / "post", "post-ln", "MaskedLM"),
-        "pre-ln": write_bert(folder / "pre", "pre-ln", "MaskedLM"),
-        "parts": write_model(folder / "parts", shard_size="20KB"),
+        "gpt2": models.write_model(folder / "gpt2", n_layer=1, n_embd=8, n_head=2),
+        "bert": models.write_bert(folder / "bert"),
+        "llama": models.write_llama(folder / "llama"),
+        "classifier": models.write_bert(folder / "classifier", task="SequenceClassification"),
+        "post-ln": models.write_bert(folder / "post", "post-ln", "MaskedLM"),
+        "pre-ln": models.write_bert(folder / "pre", "pre-ln", "MaskedLM"),
+        "parts": models.write_model(folder / "parts", shard_size="20KB"),
     }
 
 
@@ -112,7 +99,7 @@ OPTIONS: dict[str, list[tuple[Any, ...]]] = {
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_scaling.rope_type"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ("rope_scaling", {"attention_factor": 2.0}, "attention_factor"),
-        ("rope_parameters", {"rope_type": "llama3", **FACTORS, "factor": 0.5}),
+        ("rope_parameters", {"rope_type": "llama3", **models.FACTORS, "factor": 0.5}),
         ("rope_parameters", {"rope_theta": "10000"}, "rope_theta"),
         ("rope_parameters", {"rope_theta": -1.0}, "rope_theta"),
     ],
@@ -131,7 +118,7 @@ def test_configurations_of_other_models_are_refused(make: Make, kind: str) -> No
     folder = make(kind)
     content = (folder / CONFIG).read_bytes()
     for option, value, *named in OPTIONS[kind]:
-        change_json(folder / CONFIG, **{option: value})
+        models.change_json(folder / CONFIG, **{option: value})
         assert (named or [option])[0] in said(folder), (option, value)
         (folder / CONFIG).write_bytes(content)
 
@@ -156,8 +143,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
     for place in ("elsewhere.safetensors", "missing.safetensors"):
-        listed = json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
-        change_json(index, weight_map=listed)
+        listed = models.json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
+        models.change_json(index, weight_map=listed)
         said(folder)
 
 
@@ -196,7 +183,7 @@ def test_weights_that_are_not_the_model_are_refused(
     make: Make, kind: str, named: str, change: Callable[[Tensors], dict[str, Tensor | None]]
 ) -> None:
     folder = make(kind)
-    change_tensors(folder, change(weights_of(folder)))
+    models.change_tensors(folder, change(models.weights_of(folder)))
     assert named in said(folder)
 
 
@@ -240,17 +227,17 @@ def test_tokenizers_that_give_other_ids_are_refused(make: Make, kind: str) -> No
         for part, change in changes.items():
             is_merged = isinstance(change, dict) and isinstance(parts.get(part), dict)
             parts[part] = {**parts[part], **change} if is_merged else change
-        change_json(file, **parts)
+        models.change_json(file, **parts)
         assert said(folder), (name, changes)
         file.write_bytes(before)
 
 
 def test_a_tokenizer_that_leaves_out_the_marks_is_refused(make: Make) -> None:
     folder = make("bert")
-    processor = json_of(folder / TOKENIZER)["post_processor"]
+    processor = models.json_of(folder / TOKENIZER)["post_processor"]
     processor["single"] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    change_json(folder / TOKENIZER, post_processor=processor)
-    change_json(folder / SETTINGS, tokenizer_class="PreTrainedTokenizerFast")
+    models.change_json(folder / TOKENIZER, post_processor=processor)
+    models.change_json(folder / SETTINGS, tokenizer_class="PreTrainedTokenizerFast")
     said(folder)
 
 
@@ -265,19 +252,19 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Those of the folders without a tokenizer and of files of tokenizers."""
     place = tmp_path_factory.mktemp("paths")
     vocabulary, merges = write_tokenizer(place)
-    capitals = write_vocabulary(place, do_lower_case=False).rename(place / "capitals.txt")
-    words = write_vocabulary(place)
+    capitals = models.write_vocabulary(place, do_lower_case=False).rename(place / "capitals.txt")
+    words = models.write_vocabulary(place)
     others = place / "others.txt"
     others.write_text(words.read_text("utf-8").replace("\nthe\n", "\nthey\n"), "utf-8")
     split = Path(shutil.copytree(written["gpt2"], place / "split"))
-    split_tokenizer(split)
+    models.split_tokenizer(split)
     found = {
         "bare": without_tokenizer(Path(shutil.copytree(written["gpt2"], place / "bare"))),
-        "cased": without_tokenizer(write_bert(place / "cased", do_lower_case=False)),
-        "small": without_tokenizer(write_model(place / "small", vocab_size=90)),
+        "cased": without_tokenizer(models.write_bert(place / "cased", do_lower_case=False)),
+        "small": without_tokenizer(models.write_model(place / "small", vocab_size=90)),
     }
     listed = without_tokenizer(Path(shutil.copytree(written["bert"], place / "listed")))
-    write_vocabulary(listed)
+    models.write_vocabulary(listed)
     (place / "file").touch()
     found |= {"split": split, "listed": listed, "here": place}
     found |= {"capitals": capitals, "words": words, "others": others}
@@ -340,15 +327,15 @@ def test_the_files_of_a_tokenizer_work_in_the_folder_or_as_flags(
 
 def test_values_that_mean_the_same_are_accepted(make: Make) -> None:
     folder = make("gpt2")
-    change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
-    imported(folder)
+    models.change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
+    models.imported(folder)
 
 
 def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make: Make) -> None:
     """The latter is not the same model in both programs, as nothing is."""
     folder = make("gpt2")
-    step = imported(folder)
-    load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))
+    step = models.imported(folder)
+    models.load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))
     to = ["--output", str(folder.with_name("back"))]
     diverged = folder.with_name("diverged")
     error = refusal(lambda: convert(["export", "--from", str(diverged), *to]))
