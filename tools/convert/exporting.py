@@ -47,8 +47,8 @@ def write_model(
 ) -> None:
     """Write configuration, weights in the checkpoint's dtype, and tokenizer.
 
-    checkpoint: already verified to be whole. Raises UsageError for a model that transformers has
-    not, OSError if a file cannot be written.
+    checkpoint: already verified to be whole. Raises UsageError for a model that transformers
+    does not have, OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
     config = config_of(manifest)

@@ -102,8 +102,8 @@ class Key:
         return self.values(fields) if callable(self.values) else self.values
 
     def to_ours(self, options: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Our field, from a whole configuration of theirs. fields: those of the rows before this.
-        Raises UsageError, naming the option, for a value that this project has not."""
+        """Our field, from a whole configuration of theirs. fields: those of the previous rows.
+        Raises UsageError, naming the option, for a value that this project does not support."""
         values = self.allowed(fields)
         if values is None:
             value = options.get(self.theirs, self.default)
@@ -115,8 +115,8 @@ class Key:
         raise UsageError(self.theirs, json.dumps(value), f"{any_of(values)} for this project")
 
     def to_theirs(self, config: ModelConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Their option, from our config. options: those of the rows before this. Raises UsageError,
-        naming our flag, for a value that transformers has not."""
+        """Their option, from our config. options: those of the previous rows. Raises UsageError,
+        naming our flag, for a value that transformers does not support."""
         value = getattr(config, self.implied or self.ours) if self.ours else None
         values = self.allowed(asdict(config))
         if values is None:

@@ -168,8 +168,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, positions: int) -> None:
                 config[f"{name}_token"] = tokenizer.library.id_to_token(number)
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     elif isinstance(tokenizer, BertTokenizer):
-        lines = tokenizer.files[WORD_PIECES].decode().replace("\r\n", "\n").removesuffix("\n")
-        vocabulary = {token: number for number, token in enumerate(lines.split("\n"))}
+        text = tokenizer.files[WORD_PIECES].decode().replace("\r\n", "\n").removesuffix("\n")
+        vocabulary = {token: number for number, token in enumerate(text.split("\n"))}
         transformers.BertTokenizer(
             vocab=vocabulary, do_lower_case=tokenizer.is_lower_case, model_max_length=positions
         ).save_pretrained(folder)

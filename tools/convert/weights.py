@@ -19,6 +19,7 @@ from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, sharding_specs
 from megatron.train.state import DTYPES
+from tools.convert.folder import read_object
 from tools.convert.table import Family, Transform
 
 Weights = dict[str, Tensor]
@@ -121,12 +122,16 @@ def _read_tensors(
 ) -> Weights:
     """The tensors of a folder by their names in the table: all of `needed`, possibly some of
     `spare`, and no others."""
-    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        raise FileNotFoundError(
-            f"{folder} has neither {SINGLE} nor {INDEX}, and pickled weights (pytorch_model.bin) "
-            f"are not read here; in Python, transformers.{family.auto_class}"
-            f".from_pretrained({str(folder)!r}).save_pretrained(NEW) makes them safetensors"
-        )
+    if not (folder / SINGLE).is_file():
+        if not (folder / INDEX).is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {SINGLE} nor {INDEX}, and pickled weights "
+                "(pytorch_model.bin) are not read here; in Python, transformers."
+                f"{family.auto_class}.from_pretrained({str(folder)!r}).save_pretrained(NEW) makes "
+                "them safetensors"
+            )
+        if not isinstance(read_object(folder / INDEX).get("weight_map"), dict):
+            raise ValueError(f"{folder / INDEX} has no weight_map")
     cure = f"a folder of transformers' {family.architectures[0]}.save_pretrained would work"
     with ExitStack() as stack:
         files = open_files(folder, stack)
