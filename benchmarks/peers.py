@@ -220,8 +220,8 @@ def transformers_gpt2(
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 
-    settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in GPT2.settings}
-    theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **settings)
+    options = GPT2.options_of(config)
+    theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **options)
     weights = initial_weights(config, vocab_size, device)
     with device or nullcontext():
         model = GPT2LMHeadModel(theirs)
@@ -236,9 +236,7 @@ def transformers_llama(
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
 
-    settings = {each.theirs: getattr(config, each.meaning or each.ours) for each in LLAMA.settings}
-    rotary = {"rope_type": "default", "rope_theta": config.rotary_base}
-    theirs = TheirConfig(vocab_size=vocab_size, rope_parameters=rotary, **settings)
+    theirs = TheirConfig(vocab_size=vocab_size, **LLAMA.options_of(config))
     weights = initial_weights(config, vocab_size, device)
     with device or nullcontext():
         model = LlamaForCausalLM(theirs)

@@ -580,8 +580,8 @@ conv1d-not-transposed
 - theirs[0].t().reshape(shape)
 + theirs[0].reshape(shape)
 tied-head-exported-as-its-own | tools/convert/test_round_trip
-- "tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}
-+ "tie_word_embeddings", "untie_embeddings_and_output_weights", {True: True, False: False}
+- Key("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}),
++ Key("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: True, False: False}),
 @ tools/convert/llama.py | tools/convert/test_round_trip::test_the_round_trip
 keys-and-values-exchanged
 - (f"{THEIRS}.self_attn.k_proj.weight", f"{THEIRS}.self_attn.v_proj.weight"),

@@ -1,7 +1,7 @@
 """Converts models in HuggingFace's format to checkpoints of this project, and back.
 
-    python tools/convert_hf.py import --from gpt2 --to checkpoints/gpt2
-    python tools/convert_hf.py export --from checkpoints/gpt2 --to exported
+    python tools/convert_hf.py import --from gpt2 --output checkpoints/gpt2
+    python tools/convert_hf.py export --from checkpoints/gpt2 --output exported
 
 Supports GPT-2, Llama, BERT (post-LN and pre-LN), and BERT with the head of a task. Any model that
 was trained with --model huggingface can be exported, and needs no import. Values are copied bit for
@@ -18,7 +18,6 @@ if sys.hexversion < 0x30B0000:
 
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,16 +29,14 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.launch import interruptible
-from megatron.config.model import KEPT, beside
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
 from megatron.errors import UsageError
 from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
-from tools.convert.families import FAMILIES, family_of
-from tools.convert.folder import find_folder, read_description, split_folder
+from tools.convert import vocabulary
+from tools.convert.folder import FAMILIES, family_of, find_folder, read_description, split_folder
 from tools.convert.staging import refuse_existing, staged
-from tools.convert.vocabulary import Given, NoTokenizer, find_tokenizer, has_tokenizer
 
 Source = Annotated[str, tyro.conf.arg(name="from")]
 Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
@@ -47,7 +44,7 @@ Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 
 def import_model(
     source: Source,
-    to: Path,
+    output: Path,
     vocab_file: Vocabulary = None,
     merge_file: str | None = None,
     tokenizer_type: str | None = None,
@@ -57,45 +54,42 @@ def import_model(
 
     Args:
         source: folder with config.json, safetensors and tokenizer, or the name of one on the hub.
-        to: directory of the checkpoint; must not exist.
+        output: directory of the checkpoint; must not exist.
         vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
             folder without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a folder without a tokenizer.
-        tokenizer_type: kind of the vocabulary, if no tokenizer_config.json gives its casing;
-            HuggingFaceTokenizer for a GPT-2 with a tokenizer.json other than GPT-2's own. A Llama
-            has this kind or GPT2BPETokenizer.
+        tokenizer_type: kind of the tokenizer. By default GPT2BPETokenizer for a GPT-2,
+            HuggingFaceTokenizer for a Llama (each takes the other, too), and for a BERT the casing
+            that the folder's files state.
         no_tokenizer: import only the weights. Programs that read text then need the files of the
             tokenizer, and can check only its size.
     """
-    refuse_existing(to)
+    refuse_existing(output)
     folder = find_folder(source)
     model = read_description(folder)
-    tokenizing = model.family.tokenizing
-    given = Given(
+    kinds = model.family.tokenizers
+    tokenizer = vocabulary.find_tokenizer(
+        folder,
+        kinds,
+        model.vocab_size,
         vocab_file=vocab_file,
         merge_file=merge_file,
         tokenizer_type=tokenizer_type,
         no_tokenizer=no_tokenizer,
     )
-    tokenizer = find_tokenizer(folder, tokenizing, given, model.vocab_size)
 
-    from tools.convert.compare import compare_ids, compare_logits
+    from tools.convert.compare import compare_logits
     from tools.convert.weights import read_weights
     from tools.convert.writing import tell, write_checkpoint
 
-    try:
-        weights = read_weights(folder, model.family, model.section, model.vocab_size)
-    except ValueError as error:
-        best = model.family.architectures[0]
-        raise ValueError(
-            f"{error}; a folder of transformers' {best}.save_pretrained would work"
-        ) from error
-    if not isinstance(tokenizer, NoTokenizer) and has_tokenizer(folder, tokenizing):
-        compare_ids(tokenizer, folder, tokenizing)
-    kept, others = split_folder(folder, not isinstance(tokenizer, NoTokenizer))
+    weights = read_weights(folder, model.family, model.config, model.vocab_size)
+    has_tokenizer = not isinstance(tokenizer, vocabulary.NoTokenizer)
+    if has_tokenizer:
+        vocabulary.compare_ids(tokenizer, folder, kinds)
+    kept, others = split_folder(folder, has_tokenizer)
     path = write_checkpoint(
-        to,
-        model.section,
+        output,
+        model.config,
         weights,
         model.vocab_size,
         tokenizer,
@@ -105,12 +99,12 @@ def import_model(
     )
     if others:
         print(f"not kept, and missing in an export: {' '.join(others)}")
-    tell(source, path, model.section)
+    tell(source, path, model.config)
 
 
 def export_model(
     source: Source,
-    to: Path,
+    output: Path,
     vocab_file: Vocabulary = None,
     merge_file: str | None = None,
     tokenizer_type: str | None = None,
@@ -121,61 +115,45 @@ def export_model(
 
     Args:
         source: directory of checkpoints (the newest is used), or one of them.
-        to: folder to make; must not exist.
+        output: folder to make; must not exist.
         vocab_file: vocabulary (vocab.json, vocab.txt, or tokenizer.json or its folder), for a
             checkpoint without a tokenizer.
         merge_file: merges (merges.txt) of a GPT-2, for a checkpoint without a tokenizer.
-        tokenizer_type: kind of the vocabulary, if it differs from the one the checkpoint names.
+        tokenizer_type: kind of the tokenizer, if it differs from the one the checkpoint names.
     """
-    refuse_existing(to)
+    refuse_existing(output)
     start = find_start(CheckpointConfig(load=source), "--from")
-    if is_unmodified(newest_readable(start.folders, "--from")[0].manifest["kind"]):
+    folders, tokenizer = start.folders, None
+    if is_unmodified(newest_readable(folders, "--from")[0].manifest["kind"]):
         flags = {"--vocab-file": vocab_file, "--merge-file": merge_file}
         for name, value in (flags | {"--tokenizer-type": tokenizer_type}).items():
             if value is not None:
                 allowed = "left out: the checkpoint has the files beside the model"
                 raise UsageError(name, value, allowed)
-        export_unmodified(start.folders, to)
-        return
-    trained = TrainedConfig(
-        load=source, tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file
-    )
-    kinds = sorted({family.section.kind for family in FAMILIES})
-    folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds, "--from")
+    else:
+        trained = TrainedConfig(
+            load=source, tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file
+        )
+        kinds = sorted({family.config.kind for family in FAMILIES})
+        folders, tokenizer, _ = open_trained(trained, ParallelConfig(), 1, kinds, "--from")
 
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.mesh import serial_mesh
-    from tools.convert.compare import compare_ids, compare_logits
-    from tools.convert.exporting import write_model
+    from tools.convert.compare import compare_logits
+    from tools.convert.exporting import write_model, write_unmodified
 
     checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    family = family_of(checkpoint.manifest)
-    with staged(to) as staging:
-        write_model(staging, checkpoint, family, tokenizer)
-        positions = checkpoint.manifest["config"]["model"]["max_position_embeddings"]
-        family.tokenizing.write(staging, tokenizer, positions)
-        for name, content in beside(checkpoint.path, KEPT).items():
-            (staging / name).write_bytes(content)
-        compare_ids(tokenizer, staging, family.tokenizing)
+    family = None if tokenizer is None else family_of(checkpoint.manifest)
+    with staged(output) as staging:
+        if family is None:
+            write_unmodified(staging, checkpoint)
+        else:
+            write_model(staging, checkpoint, family, tokenizer)
+            vocabulary.compare_ids(tokenizer, staging, family.tokenizers)
         print(compare_logits(checkpoint.path, staging, family))
-    print(f"exported {checkpoint.path} as {to}")
-
-
-def export_unmodified(folders: Sequence[Path], to: Path) -> None:
-    """Export an unmodified model of transformers from the newest complete checkpoint."""
-    from megatron.checkpoint.load import newest_whole
-    from megatron.parallel.mesh import serial_mesh
-    from tools.convert.unmodified import compare_model, write_model
-
-    checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
-    for reason in passed_over:
-        warnings.warn(f"passed over: {reason}", stacklevel=2)
-    with staged(to) as staging:
-        write_model(staging, checkpoint)
-        print(compare_model(checkpoint.path, staging))
-    print(f"exported {checkpoint.path} as {to}")
+    print(f"exported {checkpoint.path} as {output}")
 
 
 if __name__ == "__main__":

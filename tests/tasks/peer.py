@@ -48,8 +48,8 @@ def make_peer(folder: Path, gpt2: Path, lessons: Sequence[Sequence[str]]) -> Pee
     described = read_description(folder / "theirs")
     write_checkpoint(
         folder / "ours",
-        described.section,
-        read_weights(folder / "theirs", described.family, described.section, described.vocab_size),
+        described.config,
+        read_weights(folder / "theirs", described.family, described.config, described.vocab_size),
         described.vocab_size,
         read_tokenizer("GPT2BPETokenizer", gpt2),
         "a test",

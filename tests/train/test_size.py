@@ -141,5 +141,5 @@ def test_bert_336m_trains_at_2_and_exports(tmp_path: Path, save: Path, test_data
     assert loss == pytest.approx(read_lines(save)[1], rel=1e-5)
     # The export ends with the logits of both heads in both programs, or fails.
     command = [sys.executable, "tools/convert_hf.py", "export"]
-    command += ["--from", str(save), "--to", str(tmp_path / "exported")]
+    command += ["--from", str(save), "--output", str(tmp_path / "exported")]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -6,25 +6,21 @@ place of the two heads of pretraining.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.config.model import TOKEN_TYPES, BertConfig, FinetunedConfig, ResidualOrder
-from tools.convert.table import (
-    APART,
-    AS_IS,
-    Choice,
-    Family,
-    Lacking,
-    Option,
-    Row,
-    Setting,
-    Spare,
-    always,
-    is_same,
+from megatron.config.model import (
+    TOKEN_TYPES,
+    BertConfig,
+    FinetunedConfig,
+    ModelConfig,
+    ResidualOrder,
 )
-from tools.convert.word_pieces import WORD_PIECES
+from megatron.data.tokenizer import BertWordPieceCase, BertWordPieceLowerCase
+from megatron.errors import UsageError
+from tools.convert.table import APART, Family, IsRedundant, Key, Row, only, same_as
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +31,15 @@ PARAMETERS = ("weight", "bias")
 
 def _both(ours: str, theirs: str) -> tuple[Row, ...]:
     """Rows for the weight and bias of a module."""
-    return tuple(Row(f"{ours}.{each}", (f"{theirs}.{each}",), AS_IS) for each in PARAMETERS)
+    return tuple(Row(f"{ours}.{each}", (f"{theirs}.{each}",)) for each in PARAMETERS)
 
 
 OURS, THEIRS = "encoder.transformer.layers.{n}", "encoder.layer.{n}"
 
 ENCODER = (
-    Row("encoder.word_embedding.weight", ("embeddings.word_embeddings.weight",), AS_IS),
-    Row("encoder.position_embedding.weight", ("embeddings.position_embeddings.weight",), AS_IS),
-    Row("encoder.token_type_embedding.weight", ("embeddings.token_type_embeddings.weight",), AS_IS),
+    Row("encoder.word_embedding.weight", ("embeddings.word_embeddings.weight",)),
+    Row("encoder.position_embedding.weight", ("embeddings.position_embeddings.weight",)),
+    Row("encoder.token_type_embedding.weight", ("embeddings.token_type_embeddings.weight",)),
     *(
         Row(
             f"{OURS}.attention.qkv.{each}",
@@ -72,142 +68,134 @@ POOLER = _both("pooler.dense", "pooler.dense")
 PRETRAINING = (
     *_both("mlm.dense", "cls.predictions.transform.dense"),
     *_both("mlm.norm", "cls.predictions.transform.LayerNorm"),
-    Row("mlm.head.bias", ("cls.predictions.bias",), AS_IS),
+    Row("mlm.head.bias", ("cls.predictions.bias",)),
     *_both("sop", "cls.seq_relationship"),
 )
 
 
-def _is_embedding(head: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    return is_same(head, weights["embeddings.word_embeddings.weight"])
-
-
-def _is_bias(bias: Tensor, weights: Mapping[str, Tensor]) -> bool:
-    return is_same(bias, weights["cls.predictions.bias"])
-
-
-def _counts_up(numbers: Tensor, weights: Mapping[str, Tensor]) -> bool:
+def _counts_up(numbers: Tensor, tensors: Mapping[str, Tensor]) -> bool:
     """Whether [1, positions] are 0, 1, 2, ..."""
     import torch
 
-    positions = len(weights["embeddings.position_embeddings.weight"])
+    positions = len(tensors["embeddings.position_embeddings.weight"])
     return numbers.shape == (1, positions) and numbers[0].equal(
         torch.arange(positions, dtype=numbers.dtype)
     )
 
 
-POSITIONS = Spare(
-    "embeddings.position_ids", _counts_up, "does not count up from 0; the positions of a BERT do"
-)
-DECODER = (
-    Spare(
-        "cls.predictions.decoder.weight",
-        _is_embedding,
-        "is not embeddings.word_embeddings.weight; the head of a BERT here is tied to it",
-    ),
-    Spare(
-        "cls.predictions.decoder.bias",
-        _is_bias,
-        "is not cls.predictions.bias; the head of a BERT has one bias",
-    ),
-)
+POSITIONS: dict[str, IsRedundant] = {"embeddings.position_ids": _counts_up}
+DECODER = {
+    "cls.predictions.decoder.weight": same_as("embeddings.word_embeddings.weight"),
+    "cls.predictions.decoder.bias": same_as("cls.predictions.bias"),
+}
 
 
-def _settings(num_layers: int, hidden_size: int, heads: int) -> tuple[Setting, ...]:
-    """The settings of a BERT, with the defaults of one of transformers' config classes."""
+class Labels(Key):
+    """Names of a classifier's classes; by default those of transformers."""
+
+    def to_ours(self, options: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        names = options.get(self.theirs, {"0": "LABEL_0", "1": "LABEL_1"})
+        try:
+            labels = tuple(names[str(number)] for number in range(len(names)))
+        except (KeyError, TypeError):
+            labels = ()
+        if not labels or not all(isinstance(label, str) for label in labels):
+            raise UsageError(self.theirs, json.dumps(names), '{"0": "a name", "1": ...}')
+        return {self.ours: labels}
+
+    def to_theirs(self, config: ModelConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+        labels = getattr(config, self.ours)
+        numbers = {label: number for number, label in enumerate(labels)}
+        return {self.theirs: dict(enumerate(labels)), "label2id": numbers}
+
+
+def _keys(num_layers: int, hidden_size: int, heads: int) -> tuple[Key, ...]:
+    """The options of a BERT, with the defaults of one of transformers' config classes."""
     return (
-        Setting("num_hidden_layers", "num_layers", num_layers),
-        Setting("hidden_size", "hidden_size", hidden_size),
-        Setting("num_attention_heads", "num_attention_heads", heads),
-        Setting("max_position_embeddings", "max_position_embeddings", 512),
-        Setting("layer_norm_eps", "layernorm_epsilon", 1e-12),
-        Setting("initializer_range", "init_method_std", 0.02),
-        Setting("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        Setting("hidden_dropout_prob", "hidden_dropout", 0.1),
-        Setting("hidden_dropout_prob", "embedding_dropout", 0.1, meaning="dropout_of_embeddings"),
-        Setting("intermediate_size", "ffn_hidden_size", 4 * hidden_size, meaning="ffn_size"),
+        Key("num_hidden_layers", "num_layers", default=num_layers),
+        Key("hidden_size", "hidden_size", default=hidden_size),
+        Key("num_attention_heads", "num_attention_heads", default=heads),
+        Key("max_position_embeddings", "max_position_embeddings", default=512),
+        Key("layer_norm_eps", "layernorm_epsilon", default=1e-12),
+        Key("initializer_range", "init_method_std", default=0.02),
+        Key("attention_probs_dropout_prob", "attention_dropout", default=0.1),
+        Key("hidden_dropout_prob", "hidden_dropout", default=0.1),
+        # Theirs has one dropout for embeddings and layers.
+        Key(
+            "hidden_dropout_prob",
+            "embedding_dropout",
+            default=0.1,
+            implied="dropout_of_embeddings",
+        ),
+        Key("intermediate_size", "ffn_hidden_size", default=4 * hidden_size, implied="ffn_size"),
+        # Theirs uses one function in both the MLP and the masked-token head; here the latter is
+        # GeLU.
+        Key("hidden_act", "activation", {"gelu": "gelu"}),
+        only("position_embedding_type", None, "absolute"),
+        only("type_vocab_size", TOKEN_TYPES),
+        only("is_decoder", False),
+        only("add_cross_attention", False),
+        # One dropout for the layers and the head of a task.
+        Key(
+            "classifier_dropout", values=lambda fields: {None: None, fields["hidden_dropout"]: None}
+        ),
+        only("quantization_config", None),
     )
 
 
-OPTIONS = (
-    Option("position_embedding_type", always(None, "absolute"), "an embedding of each position"),
-    Option("type_vocab_size", always(TOKEN_TYPES), "two segments"),
-    Option("is_decoder", always(False), "a BERT that sees both ways"),
-    Option("add_cross_attention", always(False), "self-attention alone"),
-    Option(
-        "classifier_dropout",
-        lambda numbers: (None, numbers["hidden_dropout_prob"]),
-        "one dropout for the layers and the head of a task",
-    ),
-    Option("quantization_config", always(None), "weights in fp32, bf16 or fp16"),
-)
-# Theirs uses one function in both the MLP and the masked-token head; here the latter is GeLU.
-ACTIVATION = Choice("hidden_act", "activation", {"gelu": "gelu"})
-TIE = Choice("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False})
-LACKING = Lacking(
-    ("pooler.", "cls.seq_relationship."),
-    "for BertForMaskedLM saves neither the pooler nor the head of sentence order",
-)
+# The heads of pretraining share the word embedding's weight; a task's head has none to share.
+TIE = Key("tie_word_embeddings", "untie_embeddings_and_output_weights", {True: False})
 
 
-def _pretrained(
-    name: str, model_type: str, order: ResidualOrder, settings: tuple[Setting, ...]
-) -> Family:
+def _pretrained(name: str, model_type: str, order: ResidualOrder, keys: tuple[Key, ...]) -> Family:
     """A BERT with its pretraining heads. name: the beginning of transformers' class names."""
     return Family(
         model_type=model_type,
         # Old files of the second class contain both heads.
         architectures=(f"{name}ForPreTraining", f"{name}ForMaskedLM"),
-        here="a BERT with both heads of its pretraining",
         auto_class="AutoModelForPreTraining",
-        section=BertConfig,
+        config=BertConfig,
         fields={"residual_order": order},
         rows=(*ENCODER, *NORMS[order], *POOLER, *PRETRAINING),
-        spares=(POSITIONS, *DECODER),
-        settings=settings,
-        options=OPTIONS,
-        choices=(ACTIVATION, TIE),
-        lacking=LACKING,
+        keys=(*keys, TIE),
+        spares=POSITIONS | DECODER,
         prefix="bert.",
         bare=("cls.", "classifier.", "qa_outputs."),
         old={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        tokenizing=WORD_PIECES,
+        tokenizers=(BertWordPieceLowerCase.kind, BertWordPieceCase.kind),
         special={"pad_token_id": "pad"},
     )
 
 
-def _finetuned(family: Family, head: str, task: str, theirs: str, here: str) -> Family:
-    """A BERT with the head of a task. task: end of the class name. theirs: name of the head."""
+def _finetuned(
+    family: Family, head: str, task: str, theirs: str, more: tuple[Key, ...] = ()
+) -> Family:
+    """A BERT with the head of a task. task: end of the class name. theirs: name of the head. more:
+    options that only this class has."""
     pooler = () if head == "span" else POOLER
     return replace(
         family,
         architectures=(family.architectures[0].replace("PreTraining", task),),
-        here=here,
         auto_class=f"AutoModelFor{task}",
-        section=FinetunedConfig,
+        config=FinetunedConfig,
         fields={**family.fields, "head": head},
         rows=(*ENCODER, *NORMS[family.fields["residual_order"]], *pooler, *_both("head", theirs)),
-        spares=(POSITIONS,),
-        options=(*OPTIONS, *HEAD_OPTIONS[head]),
-        choices=(ACTIVATION,),
-        lacking=None,
+        keys=(*(key for key in family.keys if key is not TIE), *more),
+        spares=POSITIONS,
     )
 
 
-KIND_OF_LABELS = Option(
-    "problem_type", always(None, "single_label_classification"), "one class for each text"
-)
-HEAD_OPTIONS: dict[str, tuple[Option, ...]] = {
-    "classifier": (KIND_OF_LABELS,),
-    "choice": (),
-    "span": (),
-}
-HEADS = (
-    ("classifier", "SequenceClassification", "classifier", "a classifier"),
-    ("choice", "MultipleChoice", "classifier", "a choice between options"),
-    ("span", "QuestionAnswering", "qa_outputs", "a BERT that tells spans"),
-)
+CLASSES = (Labels("id2label", "labels"), only("problem_type", None, "single_label_classification"))
 PRETRAINED = (
-    _pretrained("Bert", "bert", "post-ln", _settings(12, 768, 12)),
-    _pretrained("MegatronBert", "megatron-bert", "pre-ln", _settings(24, 1024, 16)),
+    _pretrained("Bert", "bert", "post-ln", _keys(12, 768, 12)),
+    _pretrained("MegatronBert", "megatron-bert", "pre-ln", _keys(24, 1024, 16)),
 )
-FINETUNED = tuple(_finetuned(family, *head) for family in PRETRAINED for head in HEADS)
+FINETUNED = tuple(
+    head
+    for family in PRETRAINED
+    for head in (
+        _finetuned(family, "classifier", "SequenceClassification", "classifier", CLASSES),
+        _finetuned(family, "choice", "MultipleChoice", "classifier"),
+        _finetuned(family, "span", "QuestionAnswering", "qa_outputs"),
+    )
+)

@@ -9,27 +9,127 @@ A constant added to all keys changes no logit, so an error in the keys' bias is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.data.bert import BertBatch
 from megatron.huggingface.replacements import Wide
+from megatron.models.registry import KINDS, config_of
+from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import SEEN
-from megatron.parallel.mesh import serial_mesh
-from megatron.train.evaluate import load_model
-from tools.convert.outputs import OUTPUTS, Logits, Outputs, Prompt
+from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.train.evaluate import load_model, whole_logits
 from tools.convert.table import Family
-from tools.convert.tokenizing import Tokenizing
-from tools.encoders import PROBES
 
 TOLERANCE = 1e-9  # of the largest logit of a head
 LENGTHS = (1, 2, 17, 1024)  # of the prompts; the last bounds the time
+
+
+Logits = dict[str, Tensor]  # by the head's name in words
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """b sequences of s tokens. tokens, token_types: int64 [b, s]. is_real: bool [b, s], False for
+    padding."""
+
+    tokens: Tensor
+    token_types: Tensor
+    is_real: Tensor
+
+    def batch(self) -> BertBatch:
+        return BertBatch(tokens=self.tokens, token_types=self.token_types, is_real=self.is_real)
+
+    def for_transformers(self) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.tokens,
+            "token_type_ids": self.token_types,
+            "attention_mask": self.is_real.long(),
+        }
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Functions to the logits of a prompt without its padding, from our model and from theirs.
+    padded: whether it may have any."""
+
+    ours: Callable[[Any, Mesh, Prompt], Logits]
+    theirs: Callable[[Any, Prompt], Logits]
+    padded: bool = True
+
+
+def _our_tokens(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
+    """Of an unmodified model, whose rotary frequencies become fp64, too."""
+    with Wide():
+        return {"tokens": model.model.double()(input_ids=prompt.tokens, use_cache=False).logits}
+
+
+def _their_tokens(model: Any, prompt: Prompt) -> Logits:
+    return {"tokens": model(input_ids=prompt.tokens, use_cache=False).logits}
+
+
+def _our_next(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
+    return {"next tokens": whole_logits(model, mesh, prompt.tokens)}
+
+
+def _their_next(model: Any, prompt: Prompt) -> Logits:
+    return {"next tokens": model(prompt.tokens).logits}
+
+
+def _our_pretraining(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
+    masked, order = model(prompt.batch())
+    masked = gather_from(masked, -1, mesh.tensor)[:, : model.vocab_size]
+    return {"masked tokens": masked[prompt.is_real.flatten()], "the order of segments": order}
+
+
+def _their_pretraining(model: Any, prompt: Prompt) -> Logits:
+    found = model(**prompt.for_transformers())
+    masked, order = found.prediction_logits, found.seq_relationship_logits
+    return {"masked tokens": masked[prompt.is_real], "the order of segments": order}
+
+
+def _our_scores(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
+    return {"the task": model(prompt.batch()).flatten(1)}
+
+
+def _their_classes(model: Any, prompt: Prompt) -> Logits:
+    return {"the task": model(**prompt.for_transformers()).logits}
+
+
+def _their_options(model: Any, prompt: Prompt) -> Logits:
+    """Reads each sequence as the only option of a question."""
+    arguments = {name: each[:, None] for name, each in prompt.for_transformers().items()}
+    return {"the task": model(**arguments).logits}
+
+
+def _our_spans(model: Any, mesh: Mesh, prompt: Prompt) -> Logits:
+    return {"the task": model(prompt.batch())[prompt.is_real]}
+
+
+def _their_spans(model: Any, prompt: Prompt) -> Logits:
+    found = model(**prompt.for_transformers())
+    both = torch.stack([found.start_logits, found.end_logits], -1)
+    return {"the task": both[prompt.is_real]}
+
+
+OUTPUTS: Mapping[str, Outputs] = {
+    "AutoModelForCausalLM": Outputs(_our_next, _their_next, padded=False),
+    "AutoModelForPreTraining": Outputs(_our_pretraining, _their_pretraining),
+    "AutoModelForSequenceClassification": Outputs(_our_scores, _their_classes),
+    "AutoModelForMultipleChoice": Outputs(_our_scores, _their_options),
+    "AutoModelForQuestionAnswering": Outputs(_our_spans, _their_spans),
+}
+"""Keys are classes of transformers (Family.auto_class)."""
+UNMODIFIED = Outputs(_our_tokens, _their_tokens, padded=False)
 
 
 @dataclass(frozen=True)
@@ -41,14 +141,6 @@ class Head:
     difference: float
     largest: float
     spread: float
-
-    @property
-    def agrees(self) -> bool:
-        return self.difference <= TOLERANCE * self.largest  # False for NaN, too
-
-    @property
-    def says_something(self) -> bool:
-        return self.spread > SEEN * self.largest
 
     def __str__(self) -> str:
         return (
@@ -72,49 +164,44 @@ class Agreement:
         )
 
 
-def compare_logits(checkpoint: Path, folder: Path, family: Family) -> Agreement:
+def compare_logits(checkpoint: Path, folder: Path, family: Family | None) -> Agreement:
     """Compares the logits of the model at `checkpoint` with those of transformers from `folder`.
 
-    The models run one after the other: memory holds one model, and the logits of both. Raises
-    ValueError with the figures if logits differ by more than TOLERANCE of the head's largest.
+    family: None for an unmodified model of transformers. The models run one after the other: memory
+    holds one model, and the logits of both. Raises ValueError with the figures if logits differ by
+    more than TOLERANCE of the head's largest, or if a head has the same logits at every token.
     """
     manifest = read_manifest(checkpoint)
-    outputs = OUTPUTS[family.auto_class]
-    positions = manifest["config"]["model"]["max_position_embeddings"]
-    prompts = make_prompts(manifest["vocab_size"], positions, padded=outputs.padded)
-    theirs = _their_logits(folder, family, prompts)
+    config = config_of(manifest)
+    if family is None:
+        outputs, auto_class = UNMODIFIED, resolve_name(KINDS[config.kind].model).auto_class
+        described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        vocab_size = described.get_text_config().vocab_size
+        positions = config.positions or LENGTHS[-1]
+    else:
+        outputs, auto_class = OUTPUTS[family.auto_class], family.auto_class
+        vocab_size, positions = manifest["vocab_size"], config.max_position_embeddings
+    prompts = make_prompts(vocab_size, positions, padded=outputs.padded)
+    theirs = _their_logits(folder, auto_class, outputs, prompts)
     ours = _our_logits(checkpoint, outputs, prompts)
-    lengths = tuple(prompt.tokens.shape[1] for prompt in prompts)
-    pairs = {name: (ours[name], theirs[name]) for name in theirs}
-    return agreement(f"{checkpoint} and {folder}", pairs, lengths)
-
-
-def agreement(
-    both: str,
-    logits: Mapping[str, tuple[Sequence[Tensor], Sequence[Tensor]]],
-    lengths: tuple[int, ...],
-) -> Agreement:
-    """logits: ours and theirs for each prompt, by head. both: names of the models for the message.
-    Raises ValueError with the figures if they differ by more than TOLERANCE of the largest, or if
-    a head has the same logits at every token."""
-    heads = (_compare(name, *pair) for name, pair in logits.items())
-    found = Agreement(tuple(heads), lengths)
-    if not all(head.agrees for head in found.heads):
-        raise ValueError(f"{both} are not the same model: {found}")
-    if constant := [head.name for head in found.heads if not head.says_something]:
+    heads = tuple(_compare(name, ours[name], theirs[name]) for name in theirs)
+    found = Agreement(heads, tuple(prompt.tokens.shape[1] for prompt in prompts))
+    # Not `difference > ...`: that is false for NaN, too.
+    if not all(head.difference <= TOLERANCE * head.largest for head in heads):
+        raise ValueError(f"{checkpoint} and {folder} are not the same model: {found}")
+    if constant := [head.name for head in heads if not head.spread > SEEN * head.largest]:
         what = f"the logits of {' and '.join(constant)} are the same at every token"
-        raise ValueError(f"{both} cannot be compared: {what}")
+        raise ValueError(f"{checkpoint} and {folder} cannot be compared: {what}")
     return found
 
 
 def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Head:
-    pairs = zip(ours, theirs, strict=True)
-    highest, lowest = (
-        torch.stack([getattr(each.flatten(0, -2), bound)(0) for each in theirs])
-        for bound in ("amax", "amin")
-    )
-    spread = float((highest.amax(0) - lowest.amin(0)).max())
-    return Head(name, _largest([one - other for one, other in pairs]), _largest(theirs), spread)
+    """One head: its logits for each prompt."""
+    highest = torch.stack([each.flatten(0, -2).amax(0) for each in theirs]).amax(0)
+    lowest = torch.stack([each.flatten(0, -2).amin(0) for each in theirs]).amin(0)
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    spread = float((highest - lowest).max())
+    return Head(name, _largest(differences), _largest(theirs), spread)
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
@@ -133,30 +220,27 @@ def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Promp
     count = rows * sum(lengths)
     ids = torch.linspace(0, vocab_size - 1, count, dtype=torch.float64).long()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1234))
-    parts = ids[order].split([rows * length for length in lengths])
-    return [_prompt(part.view(rows, -1)) for part in parts]
-
-
-def _prompt(tokens: Tensor) -> Prompt:
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    ends = torch.tensor([[tokens.shape[1]], [-(-tokens.shape[1] // 2)]])[: len(tokens)]
-    return Prompt(tokens, (places >= -(-ends // 2)).long(), places < ends)
+    prompts = []
+    for part in ids[order].split([rows * length for length in lengths]):
+        tokens = part.view(rows, -1)
+        length = tokens.shape[1]
+        index = torch.arange(length).expand_as(tokens)
+        ends = torch.tensor([[length], [-(-length // 2)]])[:rows]
+        prompts.append(Prompt(tokens, (index >= -(-ends // 2)).long(), index < ends))
+    return prompts
 
 
 @torch.no_grad()
 def _their_logits(
-    folder: Path, family: Family, prompts: Sequence[Prompt]
+    folder: Path, auto_class: str, outputs: Outputs, prompts: Sequence[Prompt]
 ) -> dict[str, list[Tensor]]:
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
-    model = getattr(transformers, family.auto_class).from_pretrained(
+    model = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
     model = model.eval().double()  # the buffers, too, such as rotary frequencies
-    theirs = OUTPUTS[family.auto_class].theirs
     with Wide():
-        return _by_head([theirs(model, prompt) for prompt in prompts])
+        return _by_head([outputs.theirs(model, prompt) for prompt in prompts])
 
 
 @torch.no_grad()
@@ -170,25 +254,3 @@ def _our_logits(
 
 def _by_head(found: Sequence[Logits]) -> dict[str, list[Tensor]]:
     return {name: [logits[name] for logits in found] for name in found[0]}
-
-
-def compare_ids(tokenizer: Tokenizer, folder: Path, tokenizing: Tokenizing) -> None:
-    """Raise ValueError if the folder's tokenizer gives other ids than ours for some text.
-
-    Texts that spell a mark are left out: transformers reads the mark, this project its characters.
-    Tokens that a tokenizer.json puts before and after a text are left out, too.
-    """
-    import transformers
-
-    other = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    is_any = isinstance(tokenizer, HuggingFaceTokenizer)
-    marks = tokenizer.marks if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizing.marks
-    before, after = ([], []) if is_any else tokenizing.around(tokenizer)
-    texts = [each for each in PROBES if not any(mark in each for mark in marks)]
-    if type(other).__name__ == "LlamaTokenizer":
-        # In version 5 it loses a leading blank of a text; tokenizer.json and version 4 keep it.
-        texts = [each for each in texts if not each.startswith(" ")]
-    for text in texts:
-        found = other.encode(text, verbose=False, add_special_tokens=not is_any)
-        if found != [*before, *tokenizer.encode(text), *after]:
-            raise ValueError(f"{folder}: its tokenizer gives other ids than ours for {text[:40]!r}")

@@ -1,30 +1,41 @@
-"""Writes a checkpoint's model as a folder that transformers loads, without the tokenizer."""
+"""Writes a checkpoint's model as a folder that transformers loads.
+
+An unmodified model of transformers has the names, shapes and bits that it had in the folder that
+training started from, as save_pretrained writes them today.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
-from megatron.config.model import KEPT, ModelConfig, beside
+from megatron.config.model import BESIDE, KEPT, ModelConfig, beside
 from megatron.data.tokenizer import Tokenizer
-from megatron.errors import flag
+from megatron.huggingface.weights import INDEX, Bare, layout_of
+from megatron.models.build import build_on_meta
 from megatron.models.registry import KINDS, config_of
-from megatron.parallel.sharding import TensorSlice
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
+from megatron.train.trained import tokenizer_in
 from tools.convert.folder import describe
 from tools.convert.table import Family
-from tools.convert.tokenizing import any_of
-from tools.convert.weights import Entry, Weights, resolve, to_theirs
+from tools.convert.vocabulary import write_tokenizer
+from tools.convert.weights import Weights, resolve, to_theirs
+
+SHARD_SIZE = "5GB"  # of one file; memory holds one file at a time
 
 
 def write_model(
@@ -32,102 +43,211 @@ def write_model(
     checkpoint: Checkpoint,
     family: Family,
     tokenizer: Tokenizer,
+    shard_size: str = SHARD_SIZE,
 ) -> None:
-    """Write configuration and weights, the latter in the checkpoint's dtype.
+    """Write configuration, weights in the checkpoint's dtype, and tokenizer.
 
-    checkpoint: already verified to be whole. Raises ValueError for a checkpoint of another model,
-    OSError if a file cannot be written.
+    checkpoint: already verified to be whole. Raises UsageError for a model that transformers
+    does not have, OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
-    section = config_of(manifest)
-    values = _config_values(family, section, checkpoint.path)
-    entries = resolve(family, section, manifest["vocab_size"])
-    weights = _read_parameters(checkpoint, entries)
-    (dtype,) = {weight.dtype for weight in weights.values()}
-    if family.has_labels:
-        labels = asdict(section)["labels"]
-        values["id2label"] = dict(enumerate(labels))
-        values["label2id"] = {label: number for number, label in enumerate(labels)}
+    config = config_of(manifest)
+    values = family.options_of(config)
+    entries = resolve(family, config, manifest["vocab_size"])
+    dtype = _dtype_of(checkpoint, entries[0].ours)
+    outline = {
+        entry.ours: torch.empty(entry.spec.shape, dtype=dtype, device="meta") for entry in entries
+    }
+    sources = {family.key_of(name): entry for entry in entries for name in entry.theirs}
+
+    def read(keys: Iterable[str]) -> Weights:
+        needed = {sources[key].ours: sources[key] for key in keys}
+        weights = _read(checkpoint, {name: entry.spec for name, entry in needed.items()})
+        made = to_theirs(family, needed.values(), weights)
+        return {key: made[key] for key in keys}
+
+    _write_weights(folder, to_theirs(family, entries, outline), read, shard_size)
     values |= {"architectures": [family.architectures[0]], "vocab_size": manifest["vocab_size"]}
     values["dtype"] = str(dtype).removeprefix("torch.")
-    if kept := beside(checkpoint.path, KEPT, ["config.json"]):
-        config = _changed(json.loads(kept["config.json"]), family, values, checkpoint.path)
-        text = json.dumps(config, indent=2, sort_keys=True)
-        (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+    kept = beside(checkpoint.path, KEPT, ["config.json", *BESIDE])
+    if "config.json" in kept:
+        options = json.loads(kept.pop("config.json"))
+        imported = describe(options, checkpoint.path / f"{KEPT}config.json").config
+        _write_json(folder / "config.json", _updated(options, imported, config, values, family))
     else:
         special = {name: getattr(tokenizer, each) for name, each in family.special.items()}
         described = transformers.AutoConfig.for_model(family.model_type, **values, **special)
         described.save_pretrained(folder)
-        if KINDS[section.kind].writes_text:
+        if KINDS[config.kind].writes_text:
             transformers.GenerationConfig(**special).save_pretrained(folder)
-    try:
-        huggingface_hub.save_torch_state_dict(to_theirs(family, entries, weights), folder)
-    except SafetensorError as error:
-        raise OSError(f"{folder}: {reason(error)}") from error
-    for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # like every other file; the library makes it readable by its owner only
+    write_tokenizer(folder, tokenizer, config.max_position_embeddings)
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
 
 
-def _changed(
-    config: dict[str, Any], family: Family, values: Mapping[str, Any], path: Path
+def _updated(
+    options: dict[str, Any],
+    imported: ModelConfig,
+    config: ModelConfig,
+    values: dict[str, Any],
+    family: Family,
 ) -> dict[str, Any]:
-    """The imported config.json, updated with those of `values` that it does not already state."""
-    then = _config_values(family, describe(config, path).section, path)
-    names = {"dtype": "torch_dtype"} if "dtype" not in config and "torch_dtype" in config else {}
-    said = {names.get(name, name): value for name, value in values.items()}
-    changes = {n: value for n, value in said.items() if then.get(n, config.get(n)) != value}
-    for option in family.options:
-        allowed = option.allowed(values)
-        if config.get(option.theirs, allowed[0]) not in allowed:
-            changes[option.theirs] = allowed[0]
-    if family.nested is not None and family.nested.theirs in changes:
-        config = {name: config[name] for name in config.keys() - family.nested.older}
-    return config | changes
+    """The options of an imported config.json, with those of `values` that they do not state.
+
+    imported: the model that they describe. config, values: the model that is exported.
+    """
+    if "dtype" not in options and "torch_dtype" in options:
+        values = {**values, "torch_dtype": values["dtype"]}
+        del values["dtype"]
+    before = options | family.options_of(imported)
+    changes = {name: value for name, value in values.items() if before.get(name) != value}
+    replaced = set[str]()
+    for key in family.keys:
+        allowed = key.allowed(asdict(config))
+        if allowed is not None and not key.ours:
+            default = next(iter(allowed))
+            if options.get(key.theirs, default) not in allowed:
+                changes[key.theirs] = default
+        if key.theirs in changes:
+            replaced |= {*key.older}
+    return {name: value for name, value in options.items() if name not in replaced} | changes
 
 
-def _read_parameters(checkpoint: Checkpoint, entries: Iterable[Entry]) -> Weights:
-    """Every parameter, whole. The optimizer's tensors are not read."""
-    saved = {
-        key.removeprefix("model."): getattr(torch, tensor["dtype"])
-        for key, tensor in checkpoint.manifest["tensors"].items()
-        if key.startswith("model.")
+def write_unmodified(folder: Path, checkpoint: Checkpoint, shard_size: str = SHARD_SIZE) -> None:
+    """Like write_model, for an unmodified model. Its tokenizer is in the files that accompanied the
+    weights; else it is that of the training data, if the checkpoint has it.
+
+    Memory holds the whole model if its files contain values computed from the parameters.
+    """
+    manifest = checkpoint.manifest
+    config = config_of(manifest)
+    model = build_on_meta(config, serial_mesh(), manifest["vocab_size"])
+    bare = Bare.of(config, model.auto_class)
+    ours = {name: f"model.{first}" for name, first in bare.first.items()}
+    specs = sharding_specs(model)
+
+    def read(names: Iterable[str]) -> Weights:
+        """These parameters and buffers as transformers has them."""
+        whole = _read(checkpoint, {ours[name]: specs[ours[name]] for name in names if name in ours})
+        tensors = {}
+        for name in names:
+            tensors[name] = bare.state[name]
+            if name in ours:
+                layout = layout_of(model, ours[name])
+                tensors[name] = layout.to_original(whole[ours[name]]).contiguous()
+        return tensors
+
+    saved = _saved(bare)
+    outline = {name: tensor for name, tensor in bare.state.items() if name in saved}
+    for name in outline.keys() & ours.keys():
+        dtype = _dtype_of(checkpoint, ours[name])
+        outline[name] = torch.empty(outline[name].shape, dtype=dtype, device="meta")
+    names = _names_in_files(bare, outline)
+    if names is None:
+        computed = _converted(bare, read(list(outline)))
+        _write_weights(
+            folder,
+            computed,
+            lambda keys: {key: computed[key].contiguous() for key in keys},
+            shard_size,
+        )
+    else:
+        inside = {names[name]: name for name in outline}
+        in_files = {names[name]: tensor for name, tensor in outline.items()}
+
+        def read_keys(keys: Iterable[str]) -> Weights:
+            return {names[name]: each for name, each in read([inside[key] for key in keys]).items()}
+
+        _write_weights(folder, in_files, read_keys, shard_size)
+
+    options = json.loads(config.hf_config or "{}")
+    options.pop("torch_dtype", None)  # the former name of dtype
+    options["architectures"] = [type(bare.model).__name__]
+    options["dtype"] = str(_dtype_of(checkpoint, next(iter(specs)))).removeprefix("torch.")
+    _write_json(folder / "config.json", options)
+    kept = beside(checkpoint.path, KEPT)
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
+    if "generation_config.json" not in kept and bare.model.can_generate():
+        # From the config that training was given: the bare model's config has the cache disabled.
+        described = transformers.AutoConfig.for_model(**json.loads(config.hf_config))
+        transformers.GenerationConfig.from_model_config(described).save_pretrained(folder)
+    kind = manifest["config"]["data"]["tokenizer_type"]
+    tokenizer = tokenizer_in(checkpoint.path, manifest, kind)
+    if tokenizer is not None and not kept.keys() - {"generation_config.json"}:
+        write_tokenizer(folder, tokenizer, config.positions or 10**30)
+
+
+def _saved(bare: Bare) -> set[str]:
+    """Names in a model's state that save_pretrained writes: one for each group of tied tensors."""
+    ignored = set(bare.model._keys_to_ignore_on_save or ())  # as in transformers 5.23
+    tied = bare.model.all_tied_weights_keys
+    by_first: dict[str, list[str]] = {}
+    for name in bare.state:
+        by_first.setdefault(bare.first.get(name, name), []).append(name)
+    kept = set()
+    for names in by_first.values():
+        sources = [name for name in names if name not in tied] or names
+        kept.add(sources[0])
+    return kept - ignored
+
+
+def _names_in_files(bare: Bare, outline: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """{name in the model: name in files}; None if files hold anything but the model's tensors."""
+    numbers = {id(tensor): name for name, tensor in outline.items()}
+    found = _converted(bare, dict(outline))
+    if {id(tensor) for tensor in found.values()} != numbers.keys():
+        return None
+    return {numbers[id(tensor)]: name for name, tensor in found.items()}
+
+
+def _converted(bare: Bare, state: Weights) -> Weights:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: Weights = revert_weight_conversion(bare.model, state)
+    return found
+
+
+def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    """The dtype of a parameter in the checkpoint."""
+    dtype: torch.dtype = getattr(torch, checkpoint.manifest["tensors"][f"model.{name}"]["dtype"])
+    return dtype
+
+
+def _read(checkpoint: Checkpoint, specs: Mapping[str, ShardingSpec]) -> Weights:
+    """These parameters, whole. The optimizer's tensors are not read."""
+    slices = {
+        name: TensorSlice(
+            f"model.{name}", spec, torch.empty(spec.shape, dtype=_dtype_of(checkpoint, name))
+        )
+        for name, spec in specs.items()
     }
-    layouts = {entry.ours: entry.spec for entry in entries}
-    if strange := sorted(saved.keys() ^ layouts.keys()):
-        raise ValueError(
-            f"{checkpoint.path}: {strange[0]} is in the checkpoint or in the model, but not in both"
+    load_checkpoint(checkpoint, slices.values(), partial=True)
+    return {name: each.local for name, each in slices.items()}
+
+
+def _write_weights(
+    folder: Path,
+    outline: Mapping[str, Tensor],
+    read: Callable[[list[str]], Weights],
+    shard_size: str,
+) -> None:
+    """Write safetensors, and an index if there are several. outline: the tensors, which may be on
+    meta, by their keys in files. read: makes those of some keys."""
+    split = split_torch_state_dict_into_shards(dict(outline), max_shard_size=shard_size)
+    for name, keys in split.filename_to_tensors.items():
+        file = folder / name
+        try:
+            save_file(read(keys), file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{file}: {reason(error)}") from error
+        file.chmod(0o644)  # like every other file; the library makes it readable by its owner only
+    if split.is_sharded:
+        _write_json(
+            folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         )
-    if len(dtypes := set(saved.values())) > 1:
-        raise ValueError(
-            f"{checkpoint.path} has weights of several dtypes: {sorted(map(str, dtypes))}"
-        )
-    pieces = [
-        TensorSlice(f"model.{name}", spec, torch.empty(spec.shape, dtype=saved[name]))
-        for name, spec in layouts.items()
-    ]
-    load_checkpoint(checkpoint, pieces)
-    return {name: piece.local for name, piece in zip(layouts, pieces, strict=True)}
 
 
-def _config_values(family: Family, section: ModelConfig, path: Path) -> dict[str, Any]:
-    """The options of their configuration that describe the model. Raises ValueError, naming the
-    checkpoint, if it cannot express the model."""
-    fields, values = asdict(section), dict[str, Any]()
-
-    def refuse(ours: str, known: str) -> ValueError:
-        value, model = fields[ours], family.architectures[0]
-        return ValueError(f"{path}: {flag(ours)} is {value}; {model} of transformers has {known}")
-
-    for row in family.settings:
-        value = getattr(section, row.meaning) if row.meaning else fields[row.ours]
-        if values.setdefault(row.theirs, value) != value:
-            raise refuse(row.ours, f"one {row.theirs}, here {values[row.theirs]}")
-    for choice in family.choices:
-        found = [theirs for theirs, ours in choice.values.items() if ours == fields[choice.ours]]
-        if not found:
-            raise refuse(choice.ours, any_of(list(choice.values.values())))
-        values[choice.theirs] = found[0]
-    if family.nested is not None:
-        values |= family.nested.to_theirs(fields)
-    forms = {option.theirs: option.allowed(values)[0] for option in family.options}
-    return values | {name: form for name, form in forms.items() if form is not None}
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True)
+    file.write_text(f"{text}\n", encoding="utf-8")

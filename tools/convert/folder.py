@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
 from megatron.config.model import BESIDE, ModelConfig, beside
-from megatron.errors import flag
-from megatron.huggingface.config import FETCHED
-from tools.convert.families import FAMILIES
-from tools.convert.table import Choice, Family, Setting
-from tools.convert.tokenizing import any_of
+from megatron.errors import UsageError
+from megatron.huggingface.config import FETCHED, fetch
+from megatron.models.registry import KINDS
+from tools.convert.table import Family, any_of
+
+FAMILIES: tuple[Family, ...] = tuple(
+    family
+    for kind in KINDS.values()
+    for family in (resolve_name(kind.conversion) if kind.conversion else ())
+)
+"""All kinds of model that are converted. If several have the same name in a config.json, the class
+that saved it decides; if none is named, the first of them is taken."""
 
 _HUB_NAME = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 
@@ -26,32 +34,34 @@ class Description:
     """The contents of a folder's config.json."""
 
     family: Family
-    section: ModelConfig
+    config: ModelConfig
     vocab_size: int
 
 
+def family_of(manifest: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint's model."""
+    kind, settings = manifest["kind"], manifest["config"]["model"]
+    (family,) = (
+        family
+        for family in FAMILIES
+        if family.config.kind == kind and family.fields.items() <= settings.items()
+    )
+    return family
+
+
 def find_folder(name: str) -> Path:
-    """The folder `name`, or the folder of the hub's model of this name, which is downloaded.
-
-    Raises FileNotFoundError if it is neither, OSError if the download fails.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).exists() or not re.fullmatch(_HUB_NAME, name):
-        raise FileNotFoundError(
-            f"--from {name} is no folder; one with config.json and model.safetensors, or the name "
-            "of a model on the hub such as gpt2, would work"
+    """The folder `name`, or the folder of the hub's model of this name, which is downloaded. Raises
+    UsageError if it is neither, or the hub does not give it."""
+    path = Path(name)
+    if not path.is_dir() and (path.exists() or not re.fullmatch(_HUB_NAME, name)):
+        allowed = (
+            "a folder with config.json and model.safetensors, or a name on the hub such as gpt2"
         )
-    import huggingface_hub
-
+        raise UsageError("--from", name, allowed)
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FETCHED)))
-    except Exception as error:  # it does not export the error classes of its HTTP client
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise OSError(
-            f"--from {name} is no folder here, and the hub did not give a model of this name "
-            f"({lines[0]}); a folder with config.json and model.safetensors works without a network"
-        ) from error
+        return fetch(name)
+    except UsageError as error:
+        raise UsageError("--from", name, error.allowed) from error
 
 
 def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], list[str]]:
@@ -76,42 +86,33 @@ def read_description(folder: Path) -> Description:
     return describe(read_object(file), file)
 
 
-def describe(config: Mapping[str, Any], file: Path) -> Description:
-    """Like read_description. config: the contents of the file."""
-    family = _family(config, file)
-    numbers = {row.theirs: _number(config, row, file) for row in family.settings}
-    _check_options(config, family, numbers, file)
-    fields: dict[str, Any] = {row.ours: numbers[row.theirs] for row in family.settings}
-    fields |= {choice.ours: _chosen(config, choice, file) for choice in family.choices}
-    if family.nested is not None:
-        try:
-            fields |= family.nested.to_ours(config)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
-    if family.has_labels:
-        fields["labels"] = _labels(config, file)
-    return Description(family, _section(family, fields, file), _vocab_size(config, file))
+def describe(options: Mapping[str, Any], file: Path) -> Description:
+    """Like read_description. options: the contents of the file."""
+    try:
+        family = _family(options)
+        vocab_size = options.get("vocab_size")
+        if type(vocab_size) is not int:
+            raise UsageError("vocab_size", json.dumps(vocab_size), "a whole number")
+        return Description(family, family.config_of(options), vocab_size)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error.flag}", error.value, error.allowed) from error
 
 
-def _family(config: Mapping[str, Any], file: Path) -> Family:
-    """The family of the configuration; of several, the first if no class is named."""
-    kind = config.get("model_type")
+def _family(options: Mapping[str, Any]) -> Family:
+    """The family of a configuration; of several, the first if no class is named."""
+    kind = options.get("model_type")
     families = [family for family in FAMILIES if family.model_type == kind]
     if not families:
         known = dict.fromkeys(family.model_type for family in FAMILIES)
-        raise ValueError(f"{file}: model_type is {_show(kind)}; {any_of(known)} would work")
-    named = config.get("architectures")
+        raise UsageError("model_type", json.dumps(kind), any_of(known))
+    named = options.get("architectures")
     if named is None:
         return families[0]
     for family in families:
         if named in [[each] for each in family.architectures]:
             return family
-    here = " or ".join(family.here for family in families)
-    classes = [[family.architectures[0]] for family in families] + [None]
-    raise ValueError(
-        f"{file}: architectures is {_show(named)}; this project has {here}: "
-        f"{any_of(classes)} would work"
-    )
+    classes = [[family.architectures[0]] for family in families]
+    raise UsageError("architectures", json.dumps(named), any_of([*classes, None]))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -135,79 +136,3 @@ def _what_would_work(folder: Path) -> str:
         if (folder / name).is_file():
             return f"python tools/{FOREIGN[name]} --from {folder} would work"
     return "--from should be a folder that has one"
-
-
-def _vocab_size(config: Mapping[str, Any], file: Path) -> int:
-    size = config.get("vocab_size")
-    if type(size) is not int:
-        raise ValueError(f"{file}: vocab_size is {_show(size)}, and should be a whole number")
-    return size
-
-
-def _number(config: Mapping[str, Any], row: Setting, file: Path) -> int | float | None:
-    value = config.get(row.theirs, row.default)
-    if value is None and row.default is None:
-        return None
-    kinds = (int, float) if isinstance(row.default, float) else (int,)
-    if type(value) not in kinds:
-        wanted = "a whole number" if len(kinds) == 1 else "a number"
-        raise ValueError(f"{file}: {row.theirs} is {_show(value)}, and should be {wanted}")
-    return kinds[-1](value)
-
-
-def _check_options(
-    config: Mapping[str, Any], family: Family, numbers: Mapping[str, Any], file: Path
-) -> None:
-    for option in family.options:
-        allowed = option.allowed(numbers)
-        value = config.get(option.theirs, allowed[0])
-        if not any(type(value) is type(each) and value == each for each in allowed):
-            raise ValueError(
-                f"{file}: {option.theirs} is {_show(value)}; this project has {option.here}, "
-                f"{any_of(allowed)}: this model cannot be converted"
-            )
-
-
-def _chosen(config: Mapping[str, Any], choice: Choice, file: Path) -> Any:
-    """The value of our field for this option of theirs."""
-    value = config.get(choice.theirs, next(iter(choice.values)))
-    for theirs, ours in choice.values.items():
-        if type(value) is type(theirs) and value == theirs:
-            return ours
-    raise ValueError(
-        f"{file}: {choice.theirs} is {_show(value)}; {any_of(list(choice.values))} would work"
-    )
-
-
-def _labels(config: Mapping[str, Any], file: Path) -> tuple[str, ...]:
-    """Names of the classes; by default those of transformers."""
-    names = config.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})
-    try:
-        labels = tuple(names[str(number)] for number in range(len(names)))
-    except (KeyError, TypeError):
-        labels = ()
-    if not labels or not all(isinstance(label, str) for label in labels):
-        raise ValueError(
-            f'{file}: id2label is {_show(names)}, and should be {{"0": "a name", "1": ...}}'
-        )
-    return labels
-
-
-def _section(family: Family, fields: Mapping[str, Any], file: Path) -> ModelConfig:
-    try:
-        section = family.section_of(fields)
-    except ValueError as error:
-        said, nested = str(error), family.nested.names if family.nested is not None else {}
-        for ours, theirs in [*((row.ours, row.theirs) for row in family.settings), *nested.items()]:
-            said = said.replace(flag(ours), theirs)
-        raise ValueError(f"{file} is no model of this project: {said}") from error
-    for row in family.settings:  # drop a number that equals the default of our field
-        if row.meaning:
-            without = replace(section, **{row.ours: None})
-            if getattr(without, row.meaning) == fields[row.ours]:
-                section = without
-    return section
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value)

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.errors import UsageError
+
 
 def refuse_existing(to: Path) -> None:
-    """Raise FileExistsError if `to` exists: a conversion replaces nothing."""
+    """Raise UsageError if `to`, the --output, exists: a conversion replaces nothing."""
     if to.exists() or to.is_symlink():
-        raise FileExistsError(f"--to {to} is there already; a name that is not would work")
+        raise UsageError("--output", to, "a name that is not taken yet")
 
 
 @contextmanager

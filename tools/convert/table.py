@@ -6,12 +6,13 @@ Nothing here needs torch: a configuration is checked before torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.model import ModelConfig
-from tools.convert.tokenizing import Tokenizing
+from megatron.errors import UsageError, flag
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,104 +49,103 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]
-    transform: Transform
+    transform: Transform = AS_IS
     is_optional: bool = False
 
 
-@dataclass(frozen=True)
-class Spare:
-    """A redundant tensor that some files have in addition to the weights.
+IsRedundant = Callable[["Tensor", Mapping[str, "Tensor"]], bool]
+"""Whether a tensor says nothing new beside all tensors, by name."""
 
-    is_spare: whether it is redundant, given the tensor and all tensors by name. otherwise: for the
-    message, what is wrong with one that is not redundant.
+
+def same_as(name: str) -> IsRedundant:
+    """Whether a tensor equals that of this name bit for bit, and in dtype and shape."""
+
+    def is_same(tensor: Tensor, tensors: Mapping[str, Tensor]) -> bool:
+        import torch
+
+        other = tensors[name]
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            return False
+        return tensor.view(torch.uint8).equal(other.view(torch.uint8))
+
+    return is_same
+
+
+def any_of(values: Iterable[Any]) -> str:
+    """For messages: values of JSON, one of which would work."""
+    return " or ".join(map(json.dumps, values))
+
+
+Values = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """An option of their configuration, and the field of our config that means the same.
+
+    theirs: its name. ours: the field; "" for an option that this project has in one form only.
+    values: theirs to ours, or a function from our fields to these. The first is the default of a
+    configuration without the option; of several with one meaning an export writes the first, and
+    leaves out a None. Without values: any number of the type of `default`.
+    implied: the property of our config with the value that a field of None stands for, if their
+    configuration cannot hold a None. older: options of older files that this one replaces.
     """
 
     theirs: str
-    is_spare: Callable[[Tensor, Mapping[str, Tensor]], bool]
-    otherwise: str
+    ours: str = ""
+    values: Values | Callable[[Mapping[str, Any]], Values] | None = None
+    default: float | None = None
+    implied: str = ""
+    older: tuple[str, ...] = ()
+
+    def allowed(self, fields: Mapping[str, Any]) -> Values | None:
+        return self.values(fields) if callable(self.values) else self.values
+
+    def to_ours(self, options: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Our field, from a whole configuration of theirs. fields: those of the previous rows.
+        Raises UsageError, naming the option, for a value that this project does not support."""
+        values = self.allowed(fields)
+        if values is None:
+            value = options.get(self.theirs, self.default)
+            return {self.ours: number(self.theirs, value, self.default)}
+        value = options.get(self.theirs, next(iter(values)))
+        for theirs, ours in values.items():
+            if type(value) is type(theirs) and value == theirs:
+                return {self.ours: ours} if self.ours else {}
+        raise UsageError(self.theirs, json.dumps(value), f"{any_of(values)} for this project")
+
+    def to_theirs(self, config: ModelConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Their option, from our config. options: those of the previous rows. Raises UsageError,
+        naming our flag, for a value that transformers does not support."""
+        value = getattr(config, self.implied or self.ours) if self.ours else None
+        values = self.allowed(asdict(config))
+        if values is None:
+            if options.get(self.theirs, value) != value:
+                allowed = f"{options[self.theirs]}, as transformers has one {self.theirs}"
+                raise UsageError(flag(self.ours), value, allowed)
+            return {self.theirs: value}
+        matching = [theirs for theirs, ours in values.items() if ours == value]
+        if not matching:
+            allowed = f"{any_of(values.values())} for a model of transformers"
+            raise UsageError(flag(self.ours), value, allowed)
+        return {} if matching[0] is None else {self.theirs: matching[0]}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A number in their configuration and the equivalent field of ModelConfig.
-
-    default: used if the configuration has none. meaning: the property of ModelConfig with the value
-    that a field of None stands for; given if their configuration cannot hold a None.
-    """
-
-    theirs: str
-    ours: str
-    default: int | float | None
-    meaning: str = ""
+def number(name: str, value: Any, default: float | None) -> Any:
+    """The value of this option, of the type of its default; UsageError for one of another type."""
+    if value is None and default is None:
+        return None
+    if isinstance(default, float) and type(value) in (int, float):
+        return float(value)
+    if not isinstance(default, float) and type(value) is int:
+        return value
+    allowed = "a number" if isinstance(default, float) else "a whole number"
+    raise UsageError(name, json.dumps(value), allowed)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An option of theirs and the equivalent field of ModelConfig.
-
-    values: theirs to ours. The first is the default of a configuration without the option. If
-    several have the same meaning, an export writes the first of them.
-    """
-
-    theirs: str
-    ours: str
-    values: Mapping[Any, Any]
-
-
-@dataclass(frozen=True)
-class Nested:
-    """Options of theirs nested inside another one, `theirs`, and the equivalent fields of
-    ModelConfig.
-
-    older: options of older files with the same meaning, which take precedence. names: field to its
-    name in messages. to_ours: maps the whole configuration to values of the fields; raises
-    ValueError that names the option. to_theirs: maps all fields to options.
-    """
-
-    theirs: str
-    older: frozenset[str]
-    names: Mapping[str, str]
-    to_ours: Callable[[Mapping[str, Any]], dict[str, Any]]
-    to_theirs: Callable[[Mapping[str, Any]], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of theirs that this project supports in one form only.
-
-    allowed: maps the numbers of the configuration to the values that mean this form; the first is
-    written by an export, and is the default of an absent option. here: for the message, what this
-    project has.
-    """
-
-    theirs: str
-    allowed: Callable[[Mapping[str, Any]], Sequence[Any]]
-    here: str
-
-
-def always(*values: Any) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
-    """An `allowed` for Option that does not depend on the numbers."""
-    return lambda numbers: values
-
-
-def is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the two are equal bit for bit, and in dtype and shape."""
-    import torch
-
-    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-        return False
-    return tensor.view(torch.uint8).equal(other.view(torch.uint8))
-
-
-@dataclass(frozen=True)
-class Lacking:
-    """Tensors, by the beginnings of their names, that are absent from files of some classes.
-
-    because: for the message, after "has no tensor ..., ".
-    """
-
-    theirs: tuple[str, ...]
-    because: str
+def only(theirs: str, *values: Any) -> Key:
+    """An option that this project has in one form only, which these values mean."""
+    return Key(theirs, values=dict.fromkeys(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,42 +157,33 @@ class Family:
     architectures: tuple[str, ...]
     """Classes of transformers that save such weights; an export names the first."""
 
-    here: str
-    """For messages, what this project has."""
-
     auto_class: str
     """The class of transformers that loads an export."""
 
-    section: type[ModelConfig]
+    config: type[ModelConfig]
     """Our config class for such a model. `fields`: its values that all models of the kind share."""
 
     fields: Mapping[str, Any]
 
     rows: tuple[Row, ...]
-    spares: tuple[Spare, ...]
-    settings: tuple[Setting, ...]
-    options: tuple[Option, ...]
-    choices: tuple[Choice, ...] = ()
-    nested: Nested | None = None
-    lacking: Lacking | None = None
+    keys: tuple[Key, ...]
+
+    spares: Mapping[str, IsRedundant]
+    """Redundant tensors that some files have in addition to the weights."""
 
     prefix: str
     """Prefix of names in some files and in every export. `bare`: beginnings of names without it."""
 
-    bare: tuple[str, ...] = ()
+    bare: tuple[str, ...]
 
     old: Mapping[str, str]
     """Ends of names in old files, and their replacements."""
 
-    tokenizing: Tokenizing
+    tokenizers: tuple[str, ...]
+    """Values of --tokenizer-type for such a model; the first is the default."""
 
     special: Mapping[str, str]
     """Token ids that a configuration repeats, and the tokenizer's attributes with these ids."""
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether its configuration names classes."""
-        return self.fields.get("head") == "classifier"
 
     def name_of(self, key: str) -> str:
         """The name in this table of the tensor `key` of a file."""
@@ -206,6 +197,29 @@ class Family:
         """The name in an export of the tensor `name` of the table."""
         return name if name.startswith(self.bare) else self.prefix + name
 
-    def section_of(self, fields: Mapping[str, Any]) -> ModelConfig:
-        """The config with these fields; raises ValueError if there is no such model."""
-        return self.section(**self.fields, **fields)
+    def config_of(self, options: Mapping[str, Any]) -> ModelConfig:
+        """Our config of the model with this configuration of theirs. Raises UsageError, naming the
+        option, if this project has no such model."""
+        fields: dict[str, Any] = {}
+        for key in self.keys:
+            fields |= key.to_ours(options, fields)
+        try:
+            config = self.config(**self.fields, **fields)
+        except UsageError as error:
+            names = {flag(key.ours): key.theirs for key in self.keys if key.ours}
+            name = names.get(error.flag, error.flag)
+            raise UsageError(name, error.value, error.allowed) from error
+        for key in self.keys:  # a number that equals the default of our field is left to it
+            if key.implied:
+                without = replace(config, **{key.ours: None})
+                if getattr(without, key.implied) == fields[key.ours]:
+                    config = without
+        return config
+
+    def options_of(self, config: ModelConfig) -> dict[str, Any]:
+        """The options of their configuration that describe our model. Raises UsageError, naming our
+        flag, if they cannot."""
+        options: dict[str, Any] = {}
+        for key in self.keys:
+            options |= key.to_theirs(config, options)
+        return options

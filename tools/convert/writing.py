@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,13 +47,13 @@ class Progress:
 
 def write_checkpoint(
     to: Path,
-    section: ModelConfig,
+    config: ModelConfig,
     weights: Mapping[str, Tensor],
     vocab_size: int,
     tokenizer: Tokenizer | NoTokenizer,
     imported_from: str,
     check: Callable[[Path], object],
-    kept: Mapping[str, bytes] = MappingProxyType({}),
+    kept: Mapping[str, bytes] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write TO/step_XXXXXXXX and TO/latest, a checkpoint of weights only at step 0, or of a run if
@@ -64,20 +63,33 @@ def write_checkpoint(
     is kept. imported_from: recorded in the manifest for readers. check: called with the folder of
     the staged checkpoint; if it raises, nothing of the checkpoint remains. kept: files that
     accompanied the weights, by name; an export writes them, too.
-    Raises FileExistsError if `to` exists, OSError if it cannot be written.
+    Raises UsageError if `to` exists, OSError if it cannot be written.
     """
-    table = sharding_specs(build_on_meta(section, serial_mesh(), vocab_size))
-    assert weights.keys() == table.keys(), f"not the model's: {weights.keys() ^ table.keys()}"
-    for name, spec in table.items():
+    specs = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
+    assert weights.keys() == specs.keys(), f"not the model's: {weights.keys() ^ specs.keys()}"
+    for name, spec in specs.items():
         assert weights[name].shape == spec.shape, f"{name}: {weights[name].shape}"
     (dtype,) = {weight.dtype for weight in weights.values()}
-    facts = {
-        **_facts_of_no_run(section, dtype, tokenizer.kind),
+    data = resolve_name(KINDS[config.kind].data)(
+        seq_length=config.max_position_embeddings, tokenizer_type=tokenizer.kind
+    )
+    loss_scaler = LossScaler.of(PrecisionConfig(), dtype).counters()
+    # The facts of a run that has made no step and read no data.
+    facts: dict[str, Any] = {
+        "kind": config.kind,
+        "config": {"model": asdict(config), "data": asdict(data)},
+        "precision": next(name for name, each in DTYPES.items() if each == dtype),
+        "data": [],
+        "run": secrets.token_hex(8),
+        "weights_of": None,
+        "counters": {"step": 0, "samples": 0, "skipped": 0, "loss_scaler": loss_scaler},
+        "environment": environment(serial_mesh()),
+        "validation_loss": None,
         "vocab_size": vocab_size,
         "tokenizer": tokenizer.fingerprint,
         "imported_from": imported_from,
     }
-    pieces = [TensorSlice(f"model.{name}", table[name], weights[name]) for name in table]
+    slices = [TensorSlice(f"model.{name}", specs[name], weights[name]) for name in specs]
     step = 0
     if progress is not None:
         step = progress.updates
@@ -85,11 +97,11 @@ def write_checkpoint(
         for part, known in progress.config.items():
             facts["config"][part] = facts["config"].get(part, {}) | known
         for key, tensor in progress.tensors.items():
-            pieces.append(TensorSlice(key, table[key.partition(".")[2]], tensor))
+            slices.append(TensorSlice(key, specs[key.partition(".")[2]], tensor))
     with staged(to) as staging:
-        files = {f"{KEPT}{name}": content for name, content in kept.items()}
-        attached = {**files, **tokenizer.files}
-        path = save_checkpoint(staging, step, pieces, facts, serial_mesh(), attached).path
+        files = {f"{KEPT}{name}": content for name, content in (kept or {}).items()}
+        files |= tokenizer.files
+        path = save_checkpoint(staging, step, slices, facts, serial_mesh(), files).path
         check(path)
     return to / path.name
 
@@ -115,53 +127,29 @@ TASKS = {"choice": "RACE", "span": "SQUAD"}  # {head: task}
 
 
 def tell(
-    source: str | Path, path: Path, section: ModelConfig, given: Sequence[str] = ("--finetune",)
+    source: str | Path, path: Path, config: ModelConfig, given: Sequence[str] = ("--finetune",)
 ) -> None:
     """Print what was imported, and the command that trains from it. given: flags in addition to
     --load, which provides model and tokenizer."""
     print(f"imported {source} as {path}")
-    if KINDS[section.kind].program is not None:
-        data = resolve_name(KINDS[section.kind].data)()
-        packed = "P_text_sentence" if isinstance(section, BertConfig) else "P_text_document"
-        words = ["python", "pretrain.py", "--model", section.kind, *given, "--load", path.parent]
+    if KINDS[config.kind].program is not None:
+        data = resolve_name(KINDS[config.kind].data)()
+        packed = "P_text_sentence" if isinstance(config, BertConfig) else "P_text_document"
+        words = ["python", "pretrain.py", "--model", config.kind, *given, "--load", path.parent]
         for name, value in (
             ("--data-path", "documents.jsonl" if "--pad" in given else packed),
-            ("--seq-length", min(data.seq_length, section.max_position_embeddings)),
+            ("--seq-length", min(data.seq_length, config.max_position_embeddings)),
             ("--train-iters", 1000),
             ("--save", f"{path.parent}_trained"),
         ):
             words += [] if name in given else [name, value]
         print(f"to train on from it: {shlex.join(map(str, words))}")
-    if isinstance(section, BertConfig):
-        print(f"{_use(section)} --load {path.parent} ...")
-
-
-def _use(section: BertConfig) -> str:
-    if not isinstance(section, FinetunedConfig):
-        return "to fine-tune it: tasks/main.py --task MNLI, QQP, RACE or SQUAD"
-    if section.head in TASKS:
-        return f"to evaluate it: tasks/main.py --task {TASKS[section.head]}"
-    labels = ", ".join(section.labels)
-    return f"to evaluate it: tasks/main.py --task NAME, one with the labels {labels}, with"
-
-
-def _facts_of_no_run(section: ModelConfig, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-    """The manifest's facts about a run, for one that has made no step and read no data.
-
-    tokenizer: its kind.
-    """
-    data = resolve_name(KINDS[section.kind].data)(
-        seq_length=section.max_position_embeddings, tokenizer_type=tokenizer
-    )
-    scaler = LossScaler.of(PrecisionConfig(), dtype)
-    return {
-        "kind": section.kind,
-        "config": {"model": asdict(section), "data": asdict(data)},
-        "precision": next(name for name, wide in DTYPES.items() if wide == dtype),
-        "data": [],
-        "run": secrets.token_hex(8),
-        "weights_of": None,
-        "counters": {"step": 0, "samples": 0, "skipped": 0, "loss_scaler": scaler.counters()},
-        "environment": environment(serial_mesh()),
-        "validation_loss": None,
-    }
+    if isinstance(config, FinetunedConfig) and config.head in TASKS:
+        task = TASKS[config.head]
+        print(f"to evaluate it: tasks/main.py --task {task} --load {path.parent} ...")
+    elif isinstance(config, FinetunedConfig):
+        task = f"one with the labels {', '.join(config.labels)}"
+        print(f"to evaluate it: tasks/main.py --task NAME, {task}, with --load {path.parent} ...")
+    elif isinstance(config, BertConfig):
+        tasks = "MNLI, QQP, RACE or SQUAD"
+        print(f"to fine-tune it: tasks/main.py --task {tasks} --load {path.parent} ...")

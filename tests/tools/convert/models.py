@@ -231,8 +231,8 @@ def load_and_save(checkpoint: Path, to: Path, tensor_size: int, factor: float = 
     they are multiplied."""
     mesh, manifest = mesh_of_ranks(tensor_size), read_manifest(checkpoint)
     dtype = DTYPES[manifest["precision"]]
-    section, size = config_of(manifest), manifest["vocab_size"]
-    model = build_model(section, mesh, size, seed=None, dtype=dtype)
+    config, size = config_of(manifest), manifest["vocab_size"]
+    model = build_model(config, mesh, size, seed=None, dtype=dtype)
     load_checkpoint(verify(checkpoint, mesh), model_slices(model))
     with torch.no_grad():
         for parameter in model.parameters():

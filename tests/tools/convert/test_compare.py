@@ -14,19 +14,9 @@ from torch import Tensor
 from megatron.checkpoint.format import read_manifest
 from megatron.models.bert import BertEncoder
 from tests.refusals import field_of, refusal
-from tests.tools.convert.models import (
-    SCALED,
-    STEP,
-    change_json,
-    change_tensors,
-    imported,
-    weights_of,
-    write_bert,
-    write_llama,
-    write_model,
-)
+from tests.tools.convert import models
 from tools.convert.compare import compare_logits
-from tools.convert.families import family_of
+from tools.convert.folder import family_of
 from tools.convert_hf import import_model
 
 KINDS = ("gpt2", "llama", "post-ln", "pre-ln")
@@ -42,26 +32,26 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not folder.exists():
             folder.parent.mkdir()
             if kind == "gpt2":
-                write_model(folder)
+                models.write_model(folder)
             elif kind == "llama":
-                write_llama(folder, num_key_value_heads=6)
+                models.write_llama(folder, num_key_value_heads=6)
             else:
-                write_bert(folder, kind)
-            imported(folder)
+                models.write_bert(folder, kind)
+            models.imported(folder)
         return folder
 
     return find
 
 
 def compare(folder: Path, other: Path) -> Any:
-    step = folder.with_name("ours") / STEP
+    step = folder.with_name("ours") / models.STEP
     return compare_logits(step, other, family_of(read_manifest(step)))
 
 
 def assert_differ(folder: Path, other: Path) -> None:
     """The first message of compare_logits, not an error of transformers."""
     error = refusal(lambda: compare(folder, other))
-    assert field_of(error) == str(folder.with_name("ours") / STEP), error
+    assert field_of(error) == str(folder.with_name("ours") / models.STEP), error
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +77,7 @@ WIDE = {"num_attention_heads": 6, "head_dim": 8, "num_key_value_heads": 3}
         ("llama", {"rms_norm_eps": 1.1e-5}),
         ("llama", WIDE),  # as many rows of keys and values, in wider heads
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10_001.0}}),
-        ("llama", {"rope_parameters": SCALED | {"rope_theta": 10_000.0}}),
+        ("llama", {"rope_parameters": models.SCALED | {"rope_theta": 10_000.0}}),
         ("llama", {"hidden_act": "gelu"}),
         *((order, change) for order in KINDS[2:] for change in [
             {"hidden_act": "gelu_new"}, {"layer_norm_eps": 1.1e-5}, {"num_attention_heads": 2},
@@ -98,7 +88,7 @@ def test_another_option_is_above_the_tolerance(
     compared: Callable[[str], Path], tmp_path: Path, kind: str, change: dict[str, Any]
 ) -> None:
     other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
-    change_json(other / "config.json", **change)
+    models.change_json(other / "config.json", **change)
     assert_differ(compared(kind), other)
 
 
@@ -156,9 +146,9 @@ def test_weights_in_another_place_are_above_the_tolerance(
     compared: Callable[[str], Path], tmp_path: Path, kind: str, change: Change
 ) -> None:
     other = Path(shutil.copytree(compared(kind), tmp_path / "other"))
-    changed = change(weights_of(other))
+    changed = change(models.weights_of(other))
     assert changed
-    change_tensors(other, {name: tensor.clone() for name, tensor in changed.items()})
+    models.change_tensors(other, {name: tensor.clone() for name, tensor in changed.items()})
     assert_differ(compared(kind), other)
 
 
@@ -181,10 +171,10 @@ def test_logits_that_say_nothing_are_no_agreement_and_leave_no_checkpoint(
     tmp_path: Path, is_zero: bool
 ) -> None:
     """They are no numbers, which only the longest prompt sees, or those of a model of zeros."""
-    tensors = weights_of(write_model(tmp_path / "hf"))
+    tensors = models.weights_of(models.write_model(tmp_path / "hf"))
     tensors["transformer.wpe.weight"][15] = float("nan")
     if is_zero:
         tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    change_tensors(tmp_path / "hf", dict(tensors))
+    models.change_tensors(tmp_path / "hf", dict(tensors))
     refusal(lambda: import_model(str(tmp_path / "hf"), tmp_path / "ours"))
     assert not [*tmp_path.glob("*ours*")]

@@ -30,14 +30,7 @@ from megatron.train.evaluate import load_model, score, whole_logits
 from tests.data.samples import write_data, write_sentences, write_tokenizer, write_wordpiece
 from tests.programs import newest
 from tests.refusals import refusal
-from tests.tools.convert.models import (
-    STEP,
-    WRITERS,
-    assert_same_weights,
-    change_json,
-    json_of,
-    weights_of,
-)
+from tests.tools.convert import models
 from tests.tools.texts import generated
 from tools.convert_hf import export_model, import_model
 
@@ -47,7 +40,7 @@ DROPOUTS = {  # what --hidden-dropout is there
     "bert": {"hidden_dropout_prob"},
     "llama": set[str](),  # transformers' has none
 }
-KINDS = pytest.mark.parametrize("kind", WRITERS)
+KINDS = pytest.mark.parametrize("kind", models.WRITERS)
 POSITIONS = {"gpt2": "n_positions", "bert": "max_position_embeddings"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 PROMPT, NEW = "the thing in", 12
@@ -64,7 +57,7 @@ def write_complete(folder: Path, kind: str) -> Path:
     """Where a model writes text, the fifth token of a greedy text is an end id, too, and one
     before it has no token."""
     sizes = {POSITIONS.get(kind, "max_position_embeddings"): 32, "vocab_size": ROWS[kind]}
-    WRITERS[kind](folder, **sizes)
+    models.WRITERS[kind](folder, **sizes)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.model_max_length = 24
     tokenizer.chat_template = TEMPLATE
@@ -80,10 +73,10 @@ def write_complete(folder: Path, kind: str) -> Path:
             model.save_pretrained(folder)
         whole = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
         ends = [tokenizer.eos_token_id, whole[0, ids.shape[1] + 4].item()]
-        change_json(folder / "config.json", eos_token_id=ends)
+        models.change_json(folder / "config.json", eos_token_id=ends)
         settings = {"eos_token_id": ends, "do_sample": True, "temperature": 0.7}
         GenerationConfig(**settings).save_pretrained(folder)
-    change_json(folder / "config.json", note={"of": "another program"})
+    models.change_json(folder / "config.json", note={"of": "another program"})
     return folder
 
 
@@ -111,7 +104,7 @@ def assert_complete(folder: Path, back: Path) -> None:
     """File by file, key by key, and as transformers reads it."""
     for file in folder.iterdir():
         if file.suffix == ".json":
-            assert json_of(back / file.name) == json_of(file), file.name
+            assert models.json_of(back / file.name) == models.json_of(file), file.name
         elif file.suffix == ".jinja":
             assert (back / file.name).read_bytes() == file.read_bytes()
     configs = [AutoConfig.from_pretrained(each).to_dict() for each in (folder, back)]
@@ -128,8 +121,8 @@ def assert_complete(folder: Path, back: Path) -> None:
 def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str) -> None:
     made = imported(kind)
     export_model(str(made.ours), tmp_path / "back")
-    assert_same_weights(made.folder, tmp_path / "back")
-    assert ROWS[kind] in {len(each) for each in weights_of(tmp_path / "back").values()}
+    models.assert_same_weights(made.folder, tmp_path / "back")
+    assert ROWS[kind] in {len(each) for each in models.weights_of(tmp_path / "back").values()}
     assert_complete(made.folder, tmp_path / "back")
     assert [line for line in made.said.splitlines() if "README.md" in line]
     assert not (tmp_path / "back" / "README.md").exists()
@@ -148,7 +141,7 @@ def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
     words = ["--prompt", PROMPT, "--greedy", "--max-new-tokens", str(NEW)]
     (record,) = generated(capsys, made.ours, *words)
     assert record["tokens"] == whole[:-1]
-    assert whole[-1] in json_of(made.folder / "config.json")["eos_token_id"]
+    assert whole[-1] in models.json_of(made.folder / "config.json")["eos_token_id"]
     assert max(whole[:-1]) >= len(tokenizer)
     assert record["text"] == tokenizer.decode(whole[:-1])
 
@@ -162,7 +155,7 @@ def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> N
     ids = torch.arange(ROWS[kind] - 32, ROWS[kind])[None]
     with Wide():
         expected = model.eval().double()(ids).logits
-    ours = load_model(verify(made.ours / STEP, mesh), mesh, torch.float64)
+    ours = load_model(verify(made.ours / models.STEP, mesh), mesh, torch.float64)
     logits = whole_logits(ours, mesh, ids)
     assert logits.shape == expected.shape == (1, 32, ROWS[kind])
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12 * expected.abs().max().item())
@@ -209,18 +202,22 @@ def test_the_printed_command_trains(
     fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
     agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
     pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
-    before, after = map(read_manifest, (made.ours / STEP, newest(Path("trained"))))
+    before, after = map(read_manifest, (made.ours / models.STEP, newest(Path("trained"))))
     model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
     assert after["config"]["model"] == model
     assert after["tokenizer"] == before["tokenizer"] != ""
     export_model("trained", tmp_path / "back")
-    theirs, ours = (json_of(each / "config.json") for each in (made.folder, tmp_path / "back"))
+    theirs, ours = (
+        models.json_of(each / "config.json") for each in (made.folder, tmp_path / "back")
+    )
     dropouts = {name for name in theirs if theirs[name] != ours[name]}
     assert dropouts == DROPOUTS[kind]
     assert theirs.keys() == ours.keys()
     for name in dropouts:
         assert ours.pop(name) == 0.25
-    change_json(tmp_path / "back" / "config.json", **{name: theirs[name] for name in dropouts})
+    models.change_json(
+        tmp_path / "back" / "config.json", **{name: theirs[name] for name in dropouts}
+    )
     assert_complete(made.folder, tmp_path / "back")
 
 

@@ -1,5 +1,6 @@
 """Refusals of a conversion name the flag, file, key or tensor, and leave nothing."""
 
+import json
 import os
 import shlex
 import shutil
@@ -17,20 +18,7 @@ from torch import Tensor
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
-from tests.tools.convert.models import (
-    FACTORS,
-    change_json,
-    change_tensors,
-    imported,
-    json_of,
-    load_and_save,
-    split_tokenizer,
-    weights_of,
-    write_bert,
-    write_llama,
-    write_model,
-    write_vocabulary,
-)
+from tests.tools.convert import models
 from tools.convert_hf import export_model, import_model
 
 ROOT = Path(__file__).parents[3]
@@ -42,13 +30,13 @@ COMMANDS: Any = {"import": import_model, "export": export_model}
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        "gpt2": write_model(folder / "gpt2", n_layer=1, n_embd=8, n_head=2),
-        "bert": write_bert(folder / "bert"),
-        "llama": write_llama(folder / "llama"),
-        "classifier": write_bert(folder / "classifier", task="SequenceClassification"),
-        "post-ln": write_bert(folder / "post", "post-ln", "MaskedLM"),
-        "pre-ln": write_bert(folder / "pre", "pre-ln", "MaskedLM"),
-        "parts": write_model(folder / "parts", shard_size="20KB"),
+        "gpt2": models.write_model(folder / "gpt2", n_layer=1, n_embd=8, n_head=2),
+        "bert": models.write_bert(folder / "bert"),
+        "llama": models.write_llama(folder / "llama"),
+        "classifier": models.write_bert(folder / "classifier", task="SequenceClassification"),
+        "post-ln": models.write_bert(folder / "post", "post-ln", "MaskedLM"),
+        "pre-ln": models.write_bert(folder / "pre", "pre-ln", "MaskedLM"),
+        "parts": models.write_model(folder / "parts", shard_size="20KB"),
     }
 
 
@@ -63,7 +51,7 @@ def make(written: dict[str, Path], tmp_path: Path) -> Make:
 
 def convert(words: list[str]) -> None:
     """The program; where it fails, nothing is left at the place that was to be made."""
-    to = Path(words[words.index("--to") + 1])
+    to = Path(words[words.index("--output") + 1])
     before = {*to.parent.glob(f"*{to.name}*")}
     try:
         parse_call(COMMANDS, words, {})()
@@ -74,7 +62,7 @@ def convert(words: list[str]) -> None:
 
 def said(folder: Path) -> str:
     """The message with which the import of the folder ends, which begins with one of its files."""
-    words = ["import", "--from", str(folder), "--to", str(folder.with_name("ours"))]
+    words = ["import", "--from", str(folder), "--output", str(folder.with_name("ours"))]
     error = refusal(lambda: convert(words))
     assert field_of(error).startswith(str(folder))
     return str(error)
@@ -88,14 +76,14 @@ OPTIONS: dict[str, list[tuple[Any, ...]]] = {
         ("reorder_and_upcast_attn", True), ("tie_word_embeddings", False, "lm_head.weight"),
         ("n_inner", 16, "h.0.mlp.c_fc.weight"), ("quantization_config", {"bits": 4}),
         ("architectures", ["GPT2ForSequenceClassification"]), ("n_embd", "8"),
-        ("n_head", 3, "n_embd 8"), ("layer_norm_epsilon", None), ("vocab_size", 256, "261"),
+        ("n_head", 3), ("layer_norm_epsilon", None), ("vocab_size", 256, "261"),
         ("vocab_size", None), ("n_layer", 2, "h.1.attn.c_attn.bias"),
         ("n_positions", 17, "wpe.weight"),
     ],
     "bert": [
         ("architectures", ["BertModel"]), ("type_vocab_size", 3), ("is_decoder", True),
         ("position_embedding_type", "relative_key"), ("tie_word_embeddings", False),
-        ("classifier_dropout", 0.5, "0.1"), ("num_attention_heads", 5, "hidden_size 32"),
+        ("classifier_dropout", 0.5, "0.1"), ("num_attention_heads", 5),
         ("layer_norm_eps", "tiny"), ("vocab_size", 90, "93"),
         ("num_hidden_layers", 3, "encoder.layer.2.attention.output.LayerNorm.bias"),
         ("model_type", "megatron-bert", "architectures"),
@@ -111,7 +99,7 @@ OPTIONS: dict[str, list[tuple[Any, ...]]] = {
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_scaling.rope_type"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ("rope_scaling", {"attention_factor": 2.0}, "attention_factor"),
-        ("rope_parameters", {"rope_type": "llama3", **FACTORS, "factor": 0.5}),
+        ("rope_parameters", {"rope_type": "llama3", **models.FACTORS, "factor": 0.5}),
         ("rope_parameters", {"rope_theta": "10000"}, "rope_theta"),
         ("rope_parameters", {"rope_theta": -1.0}, "rope_theta"),
     ],
@@ -130,7 +118,7 @@ def test_configurations_of_other_models_are_refused(make: Make, kind: str) -> No
     folder = make(kind)
     content = (folder / CONFIG).read_bytes()
     for option, value, *named in OPTIONS[kind]:
-        change_json(folder / CONFIG, **{option: value})
+        models.change_json(folder / CONFIG, **{option: value})
         assert (named or [option])[0] in said(folder), (option, value)
         (folder / CONFIG).write_bytes(content)
 
@@ -155,9 +143,12 @@ def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
     for place in ("elsewhere.safetensors", "missing.safetensors"):
-        listed = json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
-        change_json(index, weight_map=listed)
-        assert place in said(folder)
+        listed = models.json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
+        models.change_json(index, weight_map=listed)
+        said(folder)
+    for content in (b"{", b"{}"):
+        index.write_bytes(content)
+        assert said(folder).startswith(str(index))
 
 
 Tensors = dict[str, Tensor]
@@ -195,65 +186,54 @@ def test_weights_that_are_not_the_model_are_refused(
     make: Make, kind: str, named: str, change: Callable[[Tensors], dict[str, Tensor | None]]
 ) -> None:
     folder = make(kind)
-    change_tensors(folder, change(weights_of(folder)))
+    models.change_tensors(folder, change(models.weights_of(folder)))
     assert named in said(folder)
 
 
-MARK = {"id": 261, "content": "<pad>"}
-# A part of tokenizer.json, or an option of tokenizer_config.json, and its changes.
+ADDED = {"added_tokens": [{"id": 261, "content": "<new>"}]}
+SPECIAL = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
+BEGINS = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+TEMPLATE = {"type": "TemplateProcessing", "single": BEGINS, "special_tokens": {"<s>": SPECIAL}}
+# A file, and changes to it or, where it has such a part, to the part: each gives other ids.
 TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "gpt2": [
-        ("normalizer", {"type": "NFC"}), ("pre_tokenizer", {"add_prefix_space": True}),
-        ("model", {"vocab": {"a": 0}}), ("model", {"merges": [["a", "zz"]]}),
-        ("post_processor", {"special_tokens": {"<s>": {}}}), (SETTINGS, {"add_bos_token": True}),
+        (TOKENIZER, {"normalizer": {"type": "NFC"}}), (TOKENIZER, {"model": {"vocab": {"a": 0}}}),
+        (TOKENIZER, {"pre_tokenizer": {"add_prefix_space": True}}),
+        (TOKENIZER, {"model": {"merges": [["a", "zz"]]}}), (TOKENIZER, {"model": {"dropout": 0.5}}),
+        (TOKENIZER, {"model": {"type": "WordPiece"}}),
+        (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}), (TOKENIZER, ADDED),
+        ("added_tokens.json", {"<new>": 261}),
     ],
     "bert": [
-        ("normalizer", {"strip_accents": False}), ("normalizer", {"lowercase": False}),
-        ("model", {"type": "BPE"}), ("model", {"vocab": {"a": 0, "b": 2}}),
+        (TOKENIZER, {"normalizer": {"strip_accents": False}}),
+        (TOKENIZER, {"normalizer": {"clean_text": False}}),
+        (TOKENIZER, {"normalizer": {"handle_chinese_chars": False}}),
+        (TOKENIZER, {"normalizer": {"lowercase": False}}), (SETTINGS, {"do_lower_case": False}),
+        (TOKENIZER, {"model": {"max_input_chars_per_word": 101}}),
+        (TOKENIZER, {"model": {"max_input_chars_per_word": 99}}),
+        (TOKENIZER, {"model": {"type": "BPE"}}),
+        (TOKENIZER, {"post_processor": {"single": BEGINS[1:]}}),  # without marks
+        (TOKENIZER, {"model": {"vocab": {"a": 0, "b": 2}}}),
         (SETTINGS, {"cls_token": "<s>"}), (SETTINGS, {"cls_token": {"content": "<s>"}}),
+        (SETTINGS, {"added_tokens_decoder": {"93": {"content": "<new>"}}}),
     ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizers_of_other_kinds_are_refused(make: Make, kind: str) -> None:
+def test_tokenizers_that_give_other_ids_are_refused(make: Make, kind: str) -> None:
     folder = make(kind)
-    before = {name: (folder / name).read_bytes() for name in (TOKENIZER, SETTINGS)}
-    for part, changes in TOKENIZERS[kind]:
-        file, option = folder / (part if part == SETTINGS else TOKENIZER), next(iter(changes))
-        if part != SETTINGS:
-            option, changes = f"{part}.{option}", {part: (json_of(file)[part] or {}) | changes}
-        change_json(file, **changes)
-        found = said(folder)
-        assert found.startswith(str(file)), (part, changes)
-        assert option in found
-        for name, content in before.items():
-            (folder / name).write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "added"),
-    [
-        ("gpt2", TOKENIZER, {"added_tokens": [{"id": 261, "content": "<new>"}]}),
-        ("gpt2", "added_tokens.json", {"<new>": 261}),
-        ("bert", SETTINGS, {"added_tokens_decoder": {"93": {"content": "<new>"}}}),
-    ],
-)
-def test_added_tokens_are_refused(make: Make, kind: str, name: str, added: dict[str, Any]) -> None:
-    folder = make(kind)
-    (folder / "added_tokens.json").write_text("{}")
-    change_json(folder / name, **added)
-    assert "<new>" in (found := said(folder))
-    assert found.startswith(str(folder / name))
-
-
-def test_a_tokenizer_that_leaves_out_the_marks_is_refused(make: Make) -> None:
-    folder = make("bert")
-    processor = json_of(folder / TOKENIZER)["post_processor"]
-    processor["single"] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    change_json(folder / TOKENIZER, post_processor=processor)
-    change_json(folder / SETTINGS, tokenizer_class="PreTrainedTokenizerFast")
-    said(folder)
+    for name, changes in TOKENIZERS[kind]:
+        file = folder / name
+        before = file.read_bytes() if file.exists() else b"{}"
+        file.write_bytes(before)
+        parts = json.loads(before)
+        for part, change in changes.items():
+            is_merged = isinstance(change, dict) and isinstance(parts.get(part), dict)
+            parts[part] = {**parts[part], **change} if is_merged else change
+        models.change_json(file, **parts)
+        assert said(folder), (name, changes)
+        file.write_bytes(before)
 
 
 def without_tokenizer(folder: Path) -> Path:
@@ -267,19 +247,19 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Those of the folders without a tokenizer and of files of tokenizers."""
     place = tmp_path_factory.mktemp("paths")
     vocabulary, merges = write_tokenizer(place)
-    capitals = write_vocabulary(place, do_lower_case=False).rename(place / "capitals.txt")
-    words = write_vocabulary(place)
+    capitals = models.write_vocabulary(place, do_lower_case=False).rename(place / "capitals.txt")
+    words = models.write_vocabulary(place)
     others = place / "others.txt"
     others.write_text(words.read_text("utf-8").replace("\nthe\n", "\nthey\n"), "utf-8")
     split = Path(shutil.copytree(written["gpt2"], place / "split"))
-    split_tokenizer(split)
+    models.split_tokenizer(split)
     found = {
         "bare": without_tokenizer(Path(shutil.copytree(written["gpt2"], place / "bare"))),
-        "cased": without_tokenizer(write_bert(place / "cased", do_lower_case=False)),
-        "small": without_tokenizer(write_model(place / "small", vocab_size=90)),
+        "cased": without_tokenizer(models.write_bert(place / "cased", do_lower_case=False)),
+        "small": without_tokenizer(models.write_model(place / "small", vocab_size=90)),
     }
     listed = without_tokenizer(Path(shutil.copytree(written["bert"], place / "listed")))
-    write_vocabulary(listed)
+    models.write_vocabulary(listed)
     (place / "file").touch()
     found |= {"split": split, "listed": listed, "here": place}
     found |= {"capitals": capitals, "words": words, "others": others}
@@ -295,14 +275,14 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         ("import --from {cased} --vocab-file {capitals}", "--vocab-file"),
         ("import --from {cased} --vocab-file {capitals} --merge-file m", "--merge-file"),
         ("import --from {bert} --tokenizer-type GPT2BPETokenizer", "--tokenizer-type"),
-        ("import --from {bert} --tokenizer-type BertWordPieceCase", "--tokenizer-type"),
+        ("import --from {bert} --tokenizer-type BertWordPieceCase", "{bert}/tokenizer.json"),
         ("import --from {bert} --vocab-file {others}", "--vocab-file"),
         ("import --from {gpt2} --vocab-file {vocabulary} --merge-file {merges} --no-tokenizer",
          "--no-tokenizer"),
         ("import --from {gpt2} --no-tokenizer --tokenizer-type BertWordPieceCase",
          "--tokenizer-type"),
         ("import --from {small} --vocab-file {vocabulary} --merge-file {merges}",
-         "{small}/config.json"),
+         "{small}/config.json: vocab_size"),
         # Names that are none of the hub's, which is not asked.
         ("import --from {here}/file", "--from"),
         ("import --from {here}/nothing", "--from"),
@@ -311,8 +291,8 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         ("export --from {here}/nothing", "--from"),
         ("export --from {here}/step_00000007", "--from"),
         # Nothing that is there is replaced.
-        ("import --from {gpt2} --to {here}", "--to"),
-        ("export --from {gpt2} --to {here}", "--to"),
+        ("import --from {gpt2} --output {here}", "--output"),
+        ("export --from {gpt2} --output {here}", "--output"),
     ],
 )  # fmt: skip
 def test_flags_are_refused_and_what_works_instead_converts(
@@ -320,7 +300,7 @@ def test_flags_are_refused_and_what_works_instead_converts(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
     given = shlex.split(words.format(**paths))
-    given += [] if "--to" in given else ["--to", str(tmp_path / "new")]
+    given += [] if "--output" in given else ["--output", str(tmp_path / "new")]
     assert refused(convert, given) == field.format(**paths)
 
 
@@ -337,21 +317,21 @@ def test_the_files_of_a_tokenizer_work_in_the_folder_or_as_flags(
     paths: dict[str, str], tmp_path: Path, words: str
 ) -> None:
     given = shlex.split(words.format(**paths))
-    convert(["import", "--from", *given, "--to", str(tmp_path / "ours")])
+    convert(["import", "--from", *given, "--output", str(tmp_path / "ours")])
 
 
 def test_values_that_mean_the_same_are_accepted(make: Make) -> None:
     folder = make("gpt2")
-    change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
-    imported(folder)
+    models.change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
+    models.imported(folder)
 
 
 def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make: Make) -> None:
     """The latter is not the same model in both programs, as nothing is."""
     folder = make("gpt2")
-    step = imported(folder)
-    load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))
-    to = ["--to", str(folder.with_name("back"))]
+    step = models.imported(folder)
+    models.load_and_save(step, folder.with_name("diverged"), 1, factor=float("nan"))
+    to = ["--output", str(folder.with_name("back"))]
     diverged = folder.with_name("diverged")
     error = refusal(lambda: convert(["export", "--from", str(diverged), *to]))
     assert field_of(error) == str(diverged / "step_00000001")
@@ -384,7 +364,7 @@ def test_a_name_that_is_no_folder_is_fetched_from_the_hub(
 def test_the_program_without_a_network_ends_with_one_error(tmp_path: Path) -> None:
     command = [sys.executable, "tools/convert_hf.py", "import", "--from", "someone/nothing"]
     done = subprocess.run(
-        [*command, "--to", str(tmp_path / "ours")],
+        [*command, "--output", str(tmp_path / "ours")],
         cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
         capture_output=True, text=True,
     )  # fmt: skip

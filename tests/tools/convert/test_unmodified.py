@@ -24,8 +24,8 @@ from tests.programs import newest, pretrain
 from tests.refusals import field_of, refusal
 from tests.tiny import VOCABULARY
 from tests.tools.convert.models import assert_same_weights, change_json, json_of, write_model
-from tools.convert.unmodified import compare_model
-from tools.convert.unmodified import write_model as write_unmodified
+from tools.convert.compare import compare_logits
+from tools.convert.exporting import write_unmodified
 from tools.convert_hf import export_model
 from tools.generate import main as generate_main
 
@@ -125,7 +125,7 @@ def test_another_model_is_no_result(made: dict[str, tuple[Path, Path]], tmp_path
     checkpoint = load_newest([newest(checkpoints)], serial_mesh())[0]
     write_unmodified(tmp_path, checkpoint)
     rewrite(tmp_path, damaged)
-    error = refusal(lambda: compare_model(newest(checkpoints), tmp_path))
+    error = refusal(lambda: compare_logits(newest(checkpoints), tmp_path, None))
     assert field_of(error) == str(newest(checkpoints))
 
 
