@@ -24,8 +24,8 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
-from tasks.common import Scores, Sliding, Task, TaskSettings, WindowSequence
-from tasks.reading import read_text
+from tasks.protocol import Scores, Sliding, Task, TaskSettings, WindowSequence
+from tasks.readers.inputs import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
 PAPERS_STRIDE = 32  # appendix E
