@@ -11,41 +11,20 @@ from typing import Any
 
 from megatron.checkpoint.format import one_step
 from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import at_most
 from megatron.config.model import BertConfig, FinetunedConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tasks import paper
-from tasks.protocol import FinetuneSettings, Finetuning
+from tasks.protocol import SEARCHED, TABLE_6, FinetuneSettings, Finetuning
 from tasks.record import identify
 
 RESULT = "result.json"  # exists once a seed is finished
-TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may use, too
-OF_TRAINING = (  # without effect where nothing is trained
-    *TABLE_6,
-    "lr_warmup_fraction",
-    "weight_decay",
-    "clip_grad",
-    "hidden_dropout",
-    "attention_dropout",
-    "recompute_granularity",
-    "seed",
-    "seeds",
-    "search",
-    "save",
-)
-OF_MODELS = (  # without effect where answers in a file are scored
-    *OF_TRAINING,
-    "load",
-    "ensemble",
-    "vocab_file",
-    "train_data",
-    "seq_length",
-    "deterministic",
-    "micro_batch_size",
-    "dtype",
-)
+# Without effect where nothing is trained, and where answers in a file are scored.
+OF_TRAINING = (*SEARCHED, "recompute_granularity", "seed", "seeds", "search", "save")
+OF_MODELS = (*FinetuneSettings.hyper_parameters, *OF_TRAINING, "load", "ensemble", "vocab_file")
 ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation only by rounding
 
 
@@ -191,14 +170,14 @@ def check_judged(settings: FinetuneSettings) -> None:
             "left out where answers in a file are judged: it compares models",
             works=("--no-compare-paper",),
         )
-    refuse_changed(settings, OF_MODELS, "a model")
+    refuse_changed(settings, (*OF_MODELS, "train_data"), "a model")
 
 
 def refuse_changed(settings: FinetuneSettings, names: Sequence[str], needed: str) -> None:
     """Raise UsageError for the first of these settings that is not at its default: it has no effect
     without `needed`. For settings of the table 6 presets, only warn."""
     values = {each.name: (getattr(settings, each.name), each.default) for each in fields(settings)}
-    changed = [name for name in names if values[name][0] != values[name][1]]
+    changed = [name for name in dict.fromkeys(names) if values[name][0] != values[name][1]]
     for name in changed:
         if name not in TABLE_6:
             raise UsageError(flag(name), values[name][0], f"left out without {needed}")
@@ -248,13 +227,7 @@ def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, An
         name = "--ensemble" if settings.ensemble else "--load"
         raise UsageError(name, path, "fine-tuned, or given with --train-data: its head is random")
     positions = manifest["config"]["model"]["max_position_embeddings"]
-    if settings.seq_length > positions:
-        raise UsageError(
-            "--seq-length",
-            settings.seq_length,
-            f"at most the {positions} positions of {path}",
-            works=("--seq-length", str(positions)),
-        )
+    at_most(settings, "seq_length", positions, f"the positions of {path},")
 
 
 def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:

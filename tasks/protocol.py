@@ -37,17 +37,10 @@ Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
 """By evaluation, an array per example, in order: [classes], [options], or [n, 2] for the n tokens
 of its sequence, as start and as end of the answer."""
 
+TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may use, too
+REGULARIZATION = ("weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
 # Searched by --search: settings of training that `prepare` does not read.
-SEARCHED = (
-    "lr",
-    "global_batch_size",
-    "epochs",
-    "lr_warmup_fraction",
-    "weight_decay",
-    "clip_grad",
-    "hidden_dropout",
-    "attention_dropout",
-)
+SEARCHED = (*TABLE_6, "lr_warmup_fraction", *REGULARIZATION)
 SHORT = {"batch": "global_batch_size"}  # as in the paper's table 6
 
 
@@ -244,16 +237,9 @@ class FinetuneSettings:
     """Name of the field with the file of answers, for a task that has `score_only`."""
     hyper_parameters: ClassVar[tuple[str, ...]] = (
         "seq_length",
-        "epochs",
         "deterministic",
-        "lr",
-        "lr_warmup_fraction",
-        "weight_decay",
-        "clip_grad",
-        "hidden_dropout",
-        "attention_dropout",
+        *SEARCHED,
         "micro_batch_size",
-        "global_batch_size",
         "dtype",
     )
     """Fields that decide a result besides data, model and seed; a task adds its own. A finished

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.checks import at_least
 from megatron.data.tokenizer import BertTokenizer
 from megatron.errors import UsageError
 from tasks.protocol import (
@@ -227,13 +228,7 @@ class GlueSettings(FinetuneSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seq_length < SPECIAL + 2:
-            raise UsageError(
-                "--seq-length",
-                self.seq_length,
-                f"at least {SPECIAL + 2}: two texts and {SPECIAL} special tokens",
-                works=("--seq-length", "128"),
-            )
+        at_least(self, seq_length=SPECIAL + 2)  # a token of each text
 
 
 @dataclass(frozen=True, kw_only=True)

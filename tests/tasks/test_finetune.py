@@ -228,6 +228,10 @@ def test_several_processes_train_keep_and_evaluate(
             each["epochs"][-1]["figures"] for each in record["seeds"]
         ]
         assert both["accuracy"] == ranks(models)["accuracy"]
+    searched = [*words, "--search", "lr=1e-9,1e-2"]
+    both, other = gloo.run(2, ranks, searched)
+    assert both["search"]["chosen"] == ranks(searched)["search"]["chosen"]
+    assert (len(both["seeds"]), other) == (2, {})
 
 
 def test_a_run_that_diverges_ends_with_one_message(words: list[str], tmp_path: Path) -> None:
