@@ -29,7 +29,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import GPT2Config
 from megatron.data.tokenizer import build_tokenizer
 from megatron.models.build import build_model
-from tasks.main import evaluate
+from tasks.score import evaluate
 from tasks.wikitext103 import Settings, detokenise, prepare
 
 VOCABULARY, WINDOW = 50257, 1024

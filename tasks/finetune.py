@@ -1,4 +1,9 @@
-"""Fine-tuning over several seeds with the training loop, and evaluation of fine-tuned models."""
+"""Fine-tuning over several seeds with the training loop, and evaluation of fine-tuned models.
+
+The order of an epoch's examples is a function of (seed, epoch). A step takes the next
+global_batch_size examples, and the last step of an epoch the remaining ones: every example is used
+once per epoch, with the same weight as the others of its step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import isfinite, nan
 from pathlib import Path
@@ -21,11 +26,12 @@ from numpy.typing import NDArray
 from megatron.checkpoint.format import Checkpoint, step_folders
 from megatron.checkpoint.retention import claim, remove
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.model import FinetunedConfig
+from megatron.config.model import FinetunedConfig, Head, ModelConfig
 from megatron.config.parse import user_errors
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.data.batch import ExampleBatch
 from megatron.data.files import write_atomically
+from megatron.data.order import permute
 from megatron.errors import UsageError, flag
 from megatron.inference.generate import DivergedError
 from megatron.models.build import build_on_meta
@@ -39,12 +45,12 @@ from megatron.train.loop import Loop, train
 from megatron.train.machine import choose_precision, environment
 from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
-from megatron.train.state import DTYPES, TrainState
+from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import StepResult
-from tasks.examples import Steps, finetuned_config, logits_of, optimizer_config, start
-from tasks.plan import RESULT, Plan
-from tasks.protocol import Finetuning, figure_name
+from tasks.job import RESULT, FinetuneJob
+from tasks.protocol import Example, FinetuneSettings, Finetuning, Logits
 from tasks.record import arrange, describe
+from tasks.score import logits_of, make_batch
 
 METRICS = "metrics.jsonl"
 LINES = 10  # of metrics per epoch
@@ -59,15 +65,118 @@ PROTOCOL = {
 DATA = {"--train-data": "train_data", "--valid-data": "valid_data"}
 Result: TypeAlias = dict[str, Any]
 """Result of a seed: number, best epoch, checkpoints, and loss and figures of each epoch."""
-Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
-"""Logits of each example, by evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The examples of each optimizer step of a training run, as a function of the step number."""
+
+    examples: Sequence[Example]
+    seed: int
+    epochs: int
+    global_batch_size: int
+    micro_batch_size: int
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-len(self.examples) // self.global_batch_size)
+
+    def __len__(self) -> int:
+        return self.epochs * self.per_epoch
+
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        """Indices of the examples of a step; both are counted from 0."""
+        epoch, place = divmod(step, self.per_epoch)
+        start, size = place * self.global_batch_size, len(self.examples)
+        places = np.arange(start, min(start + self.global_batch_size, size))
+        return permute(places, size, seed=self.seed, epochs=np.full_like(places, epoch))
+
+    def micro_batches(self, step: int, mesh: Mesh) -> list[ExampleBatch]:
+        """This rank's share of a step: equally many batches of equal size on every rank.
+
+        Examples of similar length are batched together, to save padding. Where the examples do not
+        divide evenly, batches are filled with an example that is not part of the loss.
+        """
+        rows = [(number, self.examples[number]) for number in self.numbers(step)]
+        rows.sort(key=lambda row: -row[1].longest)
+        rounds = -(-len(rows) // (self.micro_batch_size * mesh.batch.size))
+        shares = rounds * mesh.batch.size
+        size = -(-len(rows) // shares)
+        cuts = [len(rows) * number // shares for number in range(shares + 1)]
+        # Numbers of samples go on over the epochs, so that dropout differs in each.
+        epochs_before = step // self.per_epoch * len(self.examples)
+        batches = []
+        for share in range(mesh.batch.rank, shares, mesh.batch.size):
+            own = rows[cuts[share] : cuts[share + 1]]
+            numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
+            # Ranks of one model replica compute together, and need the same number of tokens.
+            longest = rows[cuts[share - mesh.tokens.rank]][1].longest
+            batch = make_batch(examples, len(own), mesh.stream.size, longest)
+            batches.append(batch.numbered(np.array(numbers) + epochs_before))
+        return batches
+
+
+def finetuned_config(
+    pretrained: ModelConfig, head: Head, labels: Sequence[str], **changes: Any
+) -> FinetunedConfig:
+    """The config of a pretrained BERT with this head in place of its own. changes: settings such as
+    dropout, which belong to the run and not to the weights."""
+    # torch's LayerNorm computes the same model; other kernels may not be installed here. Dropout is
+    # by coordinates, even where that is slower; the embeddings' is --hidden-dropout.
+    other: dict[str, Any] = {"layernorm_impl": "torch", "attention_dropout_rng": "coordinates"}
+    other["cpu_offload_activations"] = False  # a memory setting of the pretraining run
+    settings = {**asdict(pretrained), "embedding_dropout": None, **other, **changes}
+    return FinetunedConfig(head=head, labels=tuple(labels), **settings)
+
+
+def optimizer_config(settings: FinetuneSettings, steps: int) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=settings.lr,
+        min_lr=0.0,
+        lr_decay_style="linear",
+        lr_decay_iters=steps + 1,  # the rate reaches 0 after the last step
+        lr_warmup_iters=round(settings.lr_warmup_fraction * steps),
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+    )
+
+
+def start(
+    pretrained: Checkpoint,
+    config: FinetunedConfig,
+    optimizer: OptimizerConfig,
+    dtype: str,
+    seed: int,
+    mesh: Mesh,
+    zero_stage: int = 0,
+) -> TrainState:
+    """A run at step 0 with the weights of the pretrained BERT, and a head initialised from the
+    seed. zero_stage: ZeRO stage.
+
+    Raises ValueError, naming the first one, where the checkpoint lacks a weight other than the
+    head's, or has one that is not used here (except the pretraining heads' and a span's pooler).
+    """
+    state = build_state(
+        config,
+        mesh,
+        pretrained.manifest["vocab_size"],
+        seed=seed,
+        dtype=DTYPES[dtype],
+        optimizer=optimizer,
+        precision=PrecisionConfig(fp16=dtype == "fp16"),
+        zero_stage=zero_stage,
+    )
+    modules = {name.partition(".")[0] for name, _ in state.model.named_parameters()}
+    surplus = {"mlm", "sop", "pooler"} - modules
+    state.load_weights(pretrained, missing={"head"}, surplus=surplus)
+    return state
 
 
 @dataclass(kw_only=True)
 class FinetuneRun:
     """Data that all seeds share, and the progress of the fine-tuning."""
 
-    plan: Plan
+    job: FinetuneJob
     mesh: Mesh
     environ: Mapping[str, str]
     pretrained: Checkpoint
@@ -78,72 +187,84 @@ class FinetuneRun:
     seed: int | None = None  # the seed in training
     epoch: int = 0  # its epoch, counted from 1; 0 before the first one
 
-    @property
-    def best(self) -> str:
-        return figure_name(*self.plan.task.best)
-
     def directory(self, seed: int) -> Path | None:
-        save = self.plan.settings.save
+        save = self.job.settings.save
         return None if save is None else save / f"seed_{seed}"
 
     def status(self) -> str:
         """Message for a stop by a signal: what is finished, and how to continue."""
         place = f"in epoch {self.epoch}" if self.epoch else "before its first epoch"
         stopped = "stopped" if self.seed is None else f"seed {self.seed} stopped {place}"
-        if self.plan.settings.save is None:
+        if self.job.settings.save is None:
             return f"{stopped}: without --save nothing is kept"
-        goes_on = "goes on" if self.seed is None else "begins it anew"
+        resumed = "resumes" if self.seed is None else "begins it anew"
         finished = ", ".join(map(str, self.finished)) or "none"
-        return f"{stopped}: the same command {goes_on}; finished: {finished}"
+        return f"{stopped}: the same command {resumed}; finished: {finished}"
+
+    def train(self, seeds: Sequence[int]) -> list[Result]:
+        """The results of these seeds; those that are finished in --save are not trained again."""
+        with user_errors(self.environ, agreed=True):
+            load_finished(self, seeds)
+        for seed in seeds:
+            if seed not in self.finished:
+                train_seed(self, seed)
+        return [self.finished[seed] for seed in seeds]
 
 
 def fine_tune(
-    plan: Plan, mesh: Mesh, environ: Mapping[str, str]
+    job: FinetuneJob, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train with every seed; returns (record, figures for the paper's table)."""
-    settings = plan.settings
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    run: FinetuneRun | None = None
+    save, runs = job.settings.save, list[FinetuneRun]()
     # A signal ends the process at once: an unfinished epoch leaves nothing that could be used.
     try:
         with StopSignals(), ExitStack() as stack:
             with user_errors(environ, agreed=True):
-                stack.enter_context(claim(str(settings.save) if settings.save else None, mesh))
-                run = start_run(with_dtype(plan, mesh), mesh, environ)
-                load_finished(run, seeds)
-            if plan.task.labels and mesh.is_first:
-                labels = ", ".join(
-                    f"{number} {each}" for number, each in enumerate(plan.task.labels)
-                )
-                print(f"labels: {labels}", file=sys.stderr)
-            for seed in seeds:
-                if seed not in run.finished:
-                    train_seed(run, seed)
-            results = [run.finished[seed] for seed in seeds]
-            return report(run, results) if mesh.is_first else ({}, {})
+                stack.enter_context(claim(None if save is None else str(save), mesh))
+                # Raises ValueError, on every rank, where the ranks' devices would choose different
+                # precisions.
+                dtype = choose_precision(job.settings.dtype, mesh, "--dtype", ("--dtype", "fp32"))
+                job = job.using(dtype=dtype)
+                pretrained = find_newest(job.models[0], mesh)
+            if job.task.labels and mesh.is_first:
+                labels = (f"{number} {name}" for number, name in enumerate(job.task.labels))
+                print(f"labels: {', '.join(labels)}", file=sys.stderr)
+            tries, scores = job.tries() if job.settings.search else [], list[float]()
+            for values, each in tries:
+                if mesh.is_first:
+                    shown = ", ".join(f"{flag(key)} {value}" for key, value in values.items())
+                    print(f"search: {shown}", file=sys.stderr)
+                runs.append(start_run(each, pretrained, mesh, environ))
+                (result,) = runs[-1].train(job.seeds[:1])
+                scores.append(result["epochs"][-1]["figures"][job.task.best])
+            if tries:
+                # The seed of the search is one of the chosen run's seeds, and is not trained again.
+                chosen = max(range(len(tries)), key=lambda number: scores[number])
+                runs.append(runs[chosen])
+            else:
+                runs.append(start_run(job, pretrained, mesh, environ))
+            results = runs[-1].train(job.seeds)
+            if not mesh.is_first:
+                return {}, {}
+            search = {}
+            if tries:
+                rows = [
+                    {**values, job.task.best: score}
+                    for (values, _), score in zip(tries, scores, strict=True)
+                ]
+                search = {"seed": job.settings.seed, "tries": rows, "chosen": tries[chosen][0]}
+            return report(runs[-1], results, search)
     except SystemExit as stop:
         if mesh.is_first and stop.code in SIGNALS.values():
-            status = run.status() if run else "stopped before the first seed"
+            status = runs[-1].status() if runs else "stopped before the first seed"
             print(status, file=sys.stderr, flush=True)
         raise
 
 
-def with_dtype(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan with the precision that pretraining would choose, if --dtype is not given.
-
-    Raises ValueError, on every rank, where the ranks' devices would choose different ones.
-    """
-    dtype = choose_precision(plan.settings.dtype, mesh, "--dtype", ("--dtype", "fp32"))
-    settings: Any = replace(plan.settings, dtype=dtype)
-    parameters = {**plan.facts["hyper_parameters"], "dtype": dtype}
-    return replace(plan, settings=settings, facts={**plan.facts, "hyper_parameters": parameters})
-
-
-def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun:
-    """The run, which starts from the newest undamaged checkpoint."""
-    settings, task = plan.settings, plan.task
-    pretrained = find_newest(plan.models[0], mesh)
-    manifest = pretrained.manifest
+def start_run(
+    job: FinetuneJob, pretrained: Checkpoint, mesh: Mesh, environ: Mapping[str, str]
+) -> FinetuneRun:
+    settings, task, manifest = job.settings, job.task, pretrained.manifest
     config = finetuned_config(
         config_of(manifest),
         task.head,
@@ -152,17 +273,17 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun
         attention_dropout=settings.attention_dropout,
         recompute_granularity=settings.recompute_granularity,
     )
-    hashes = {each.get("file", each.get("folder")): each["sha256"] for each in plan.facts["data"]}
+    hashes = {each.get("file", each.get("folder")): each["sha256"] for each in job.facts["data"]}
     identity = {
-        "--task": plan.name,
+        "--task": job.name,
         "--load": manifest["checksum"],
         "--train-data": [hashes[str(file)] for file in settings.train_data],
         "--valid-data": [hashes[str(file)] for file in settings.valid_data],
         "the evaluations": list(task.evaluations),
-        **{flag(name): value for name, value in plan.facts["hyper_parameters"].items()},
+        **{flag(name): value for name, value in job.facts["hyper_parameters"].items()},
     }
     return FinetuneRun(
-        plan=plan,
+        job=job,
         mesh=mesh,
         environ=environ,
         pretrained=pretrained,
@@ -173,17 +294,17 @@ def start_run(plan: Plan, mesh: Mesh, environ: Mapping[str, str]) -> FinetuneRun
 
 def train_seed(run: FinetuneRun, seed: int) -> None:
     """Train with this seed; the result goes to --save and to `run.finished`."""
-    mesh, settings, directory = run.mesh, run.plan.settings, run.directory(seed)
+    mesh, settings, directory = run.mesh, run.job.settings, run.directory(seed)
     run.seed, run.epoch = seed, 0
     steps = Steps(
-        examples=run.plan.task.train,
+        examples=run.job.task.train,
         seed=seed,
         epochs=settings.epochs,
         global_batch_size=settings.global_batch_size,
         micro_batch_size=settings.micro_batch_size,
     )
     optimizer = optimizer_config(settings, len(steps))
-    assert settings.dtype is not None  # with_dtype
+    assert settings.dtype is not None  # fine_tune
     assert optimizer.lr_decay_iters is not None
     with user_errors(run.environ, agreed=True):
         if directory is not None:  # it may hold checkpoints of an interrupted run
@@ -203,7 +324,7 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
         file = None if directory is None else directory / METRICS
         metrics = Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr)
     with metrics:
-        metrics.bar.set_description(f"{run.plan.name}, seed {seed}")
+        metrics.bar.set_description(f"{run.job.name}, seed {seed}")
         epochs = Epochs(run, steps, metrics)
         loop = Loop(
             training=TrainingConfig(
@@ -277,8 +398,8 @@ class Epochs:
         self.loss_sum = self.examples_seen = 0.0
         label = f"epoch {run.epoch}"
         with user_errors(run.environ, agreed=True, kinds=(DivergedError,)):
-            logits = ask(run.plan.task, state.model, run.config, run.mesh, size, label)
-        figures = judge(run.plan.task, logits) if run.mesh.is_first else {}
+            logits = ask(run.job.task, state.model, run.config, run.mesh, size, label)
+        figures = judge(run.job.task, logits) if run.mesh.is_first else {}
         figures = run.mesh.control.gather(figures)[0]
         line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
         self.metrics.write({"step": state.step, "seed": self.steps.seed, **line, **figures})
@@ -306,9 +427,9 @@ class Epochs:
             "environment": environment(state.mesh),
             "validation_loss": None,
             "finetuned": {
-                "task": run.plan.name,
+                "task": run.job.name,
                 "pretrained": run.identity["--load"],
-                "hyper_parameters": run.plan.facts["hyper_parameters"],
+                "hyper_parameters": run.job.facts["hyper_parameters"],
                 "seed": self.steps.seed,
                 "epoch": number,
                 "figures": self.done[-1]["figures"],
@@ -316,7 +437,7 @@ class Epochs:
         }
         # Without the optimizer's state: fine-tuning does not resume from an epoch.
         slices, beside = state.weights(), run.config.files(run.pretrained.path)
-        files = {**beside, **run.plan.tokenizer.files}
+        files = {**beside, **run.job.tokenizer.files}
         path = save_checkpoint(directory, state.step, slices, facts, run.mesh, files).path
         former = [epoch for epoch in self.done if epoch["checkpoint"] is not None]
         self.done[-1]["checkpoint"] = str(path)
@@ -326,7 +447,7 @@ class Epochs:
 
     def best(self) -> int:
         """Index of the first epoch with the highest figure."""
-        values = [float(epoch["figures"][self.run.best]) for epoch in self.done]
+        values = [float(epoch["figures"][self.run.job.task.best]) for epoch in self.done]
         return max(range(len(values)), key=lambda place: (isfinite(values[place]), values[place]))
 
     def result(self) -> Result:
@@ -383,7 +504,7 @@ def read_result(file: Path, run: FinetuneRun) -> Result:
         if then.get(name) != now:
             what = f"with {name} {then.get(name)}, and here it is {now}"
             if name in DATA:
-                files = [each.name for each in getattr(run.plan.settings, DATA[name])]
+                files = [each.name for each in getattr(run.job.settings, DATA[name])]
                 old = zip(names.get(name, []), then.get(name, []), strict=False)
                 differing = {file for file, _ in {*old} ^ {*zip(files, now, strict=True)}}
                 what = f"with other {name}: {', '.join(sorted(differing)) or 'in another order'}"
@@ -394,24 +515,27 @@ def read_result(file: Path, run: FinetuneRun) -> Result:
     return result
 
 
-def report(run: FinetuneRun, results: Sequence[Result]) -> tuple[dict[str, Any], dict[str, Any]]:
+def report(
+    run: FinetuneRun, results: Sequence[Result], search: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table); called only on the first rank."""
     last = [each["epochs"][-1]["figures"] for each in results]
     best = [each["epochs"][each["best_epoch"] - 1]["figures"] for each in results]
     here = {"last_epoch": medians(last), "best_epoch": medians(best)}
     vocab_size = run.pretrained.manifest["vocab_size"]
     model = build_on_meta(run.config, run.mesh, vocab_size)
-    assert run.plan.settings.dtype is not None
-    facts = describe(run.pretrained, model, run.mesh, run.plan.settings.dtype)
+    assert run.job.settings.dtype is not None
+    facts = describe(run.pretrained, model, run.mesh, run.job.settings.dtype)
     facts["model"] |= {name: asdict(run.config)[name] for name in ("head", "labels")}
     figures = {
-        "protocol": {name: text.format(best=run.best) for name, text in PROTOCOL.items()},
+        "protocol": {name: text.format(best=run.job.task.best) for name, text in PROTOCOL.items()},
+        **({"search": search} if search else {}),
         "seeds": list(results),
         "last_epoch": summarise(last),
         "best_epoch": summarise(best),
         **here["last_epoch"],
     }
-    return assemble(run.plan, facts, figures), here
+    return assemble(run.job, facts, figures), here
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -448,38 +572,40 @@ def _is_number(value: Any) -> bool:
 
 
 def evaluate_models(
-    plan: Plan, mesh: Mesh, environ: Mapping[str, str]
+    job: FinetuneJob, mesh: Mesh, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(record, figures for the paper's table): each model and, of several, their mean logits."""
     rows, every = [], []
-    for folders, dtype in zip(plan.models, plan.dtypes, strict=True):
+    for folders, dtype in zip(job.models, job.dtypes, strict=True):
         with user_errors(environ, agreed=True):
             checkpoint, model = load_newest(folders, mesh, DTYPES[dtype])
-        manifest, size = checkpoint.manifest, plan.settings.micro_batch_size
+        manifest, size = checkpoint.manifest, job.settings.micro_batch_size
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
-            every.append(ask(plan.task, model, config_of(manifest), mesh, size, plan.name))
+            every.append(ask(job.task, model, config_of(manifest), mesh, size, job.name))
         facts = describe(checkpoint, model, mesh, dtype)
         rows.append({**facts, "finetuned": manifest.get("finetuned", {})})
     if not mesh.is_first:
         return {}, {}
-    each, first = [judge(plan.task, logits) for logits in every], rows[0]
-    if not plan.settings.ensemble:
-        return assemble(plan, first, each[0]), {"this_model": each[0]}
-    figures = judge(plan.task, mean_logits(every))
+    each, first = [judge(job.task, logits) for logits in every], rows[0]
+    if not job.settings.ensemble:
+        return assemble(job, first, each[0]), {"this_model": each[0]}
+    figures = judge(job.task, mean_logits(every))
     of_each = ("checkpoint", "checkpoint_hash", "step", "dtype", "finetuned")
     models = [
         {**{key: row[key] for key in of_each}, "figures": own}
         for row, own in zip(rows, each, strict=True)
     ]
     facts = {key: value for key, value in first.items() if key not in of_each}
-    return assemble(plan, {**facts, "models": models}, figures), {"ensemble": figures}
+    return assemble(job, {**facts, "models": models}, figures), {"ensemble": figures}
 
 
-def assemble(plan: Plan, facts: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
+def assemble(
+    job: FinetuneJob, facts: Mapping[str, Any], figures: Mapping[str, Any]
+) -> dict[str, Any]:
     """The record; figures may contain "protocol"."""
-    words = {"labels": list(plan.task.labels), "notes": dict(plan.task.notes)}
-    conventions = {"conventions": dict(plan.task.conventions)}
-    return arrange(plan.name, {**conventions, **figures}, {**words, **facts, **plan.facts})
+    words = {"labels": list(job.task.labels), "notes": dict(job.task.notes)}
+    conventions = {"conventions": dict(job.task.conventions)}
+    return arrange(job.name, {**conventions, **figures}, {**words, **facts, **job.facts})
 
 
 def ask(task: Finetuning, model: Any, config: Any, mesh: Mesh, size: int, label: str) -> Logits:
@@ -499,16 +625,7 @@ def mean_logits(every: Sequence[Logits]) -> Logits:
 
 
 def judge(task: Finetuning, logits: Logits) -> dict[str, Any]:
-    """The figures of all evaluations, by their names in the record, as JSON values."""
-    each = {name: task.figures(name, logits[name]) for name in task.evaluations}
-    named = {
-        figure_name(evaluation, figure): value
-        for evaluation, figures in each.items()
-        for figure, value in figures.items()
-    }
-    further = task.combined(each)
-    assert not named.keys() & further.keys(), "two figures of one name"
-    # Numpy scalars become numbers.
-    text = json.dumps(named | dict(further), default=lambda value: value.item())
+    """The figures as JSON values: numpy scalars become numbers."""
+    text = json.dumps(dict(task.score(logits)), default=lambda value: value.item())
     figures: dict[str, Any] = json.loads(text)
     return figures

@@ -25,8 +25,8 @@ from megatron.data.json_lines import find_shards, parse_line, read_shard
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
 from megatron.train.trained import begin_of
-from tasks.common import Scores, Sliding, Task, TaskSettings, Window, encode_targets
 from tasks.ngram import bigram_perplexity, unigram_perplexity
+from tasks.protocol import Scores, Sliding, Task, TaskSettings, Window, encode_targets
 
 CONVENTIONS = {
     "documents": "lines with a text",

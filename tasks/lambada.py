@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
-from tasks.common import Prompts, Scores, Task, TaskSettings, Window, encode_targets
-from tasks.reading import read_text
+from tasks.protocol import Prompts, Scores, Task, TaskSettings, Window, encode_targets
+from tasks.readers.inputs import read_text, take
 from tasks.wikitext103 import TITLE
 
 CURE = (
@@ -28,9 +28,9 @@ CURE = (
 )
 LONGEST_WORD = 16  # tokens after which free decoding gives up
 CONVENTIONS = {
-    "target": "a blank and what follows the last blank (U+0020) of the passage, and whatever other "
-    "white space stands before that blank; its tokens are those of the whole passage behind those "
-    "of the context, which starts with the model's begin mark, or without any mark",
+    "target": "the last word of the passage, behind its last blank (U+0020), with that blank and "
+    "the white space before it; its tokens are those of the whole passage behind those of the "
+    "context, which starts with the model's begin mark if it has one",
     "strict_accuracy": "the paper's: every token of the target is the most probable one, given the "
     "context and the target's tokens before it; of equally probable ones the lowest id counts",
     "last_token_accuracy": "the same of the target's last token alone",
@@ -51,7 +51,7 @@ CONVENTIONS = {
     "lacks their start; they count all the same",
     "targets_with_line_ends": "passages whose last blank stands before a line end, as in 'of', two "
     "line ends, 'Power': strict_accuracy and both perplexities ask for the line ends too, and "
-    "greedy_accuracy, which stops at the first one, counts what goes on after it as wrong",
+    "greedy_accuracy, which stops at the first one, counts any text after it as wrong",
 }
 
 
@@ -62,7 +62,7 @@ class Settings(TaskSettings):
 
 
 @dataclass(frozen=True)
-class Passage:
+class LambadaPassage:
     """tokens: begin mark, if any, and the whole passage; context: how many of these tokens are
     before the target."""
 
@@ -78,7 +78,7 @@ class Lambada(Task):
     prompts: Prompts
 
     def __init__(
-        self, passages: Sequence[Passage], form: str, positions: int, tokenizer: Tokenizer
+        self, passages: Sequence[LambadaPassage], form: str, positions: int, tokenizer: Tokenizer
     ) -> None:
         """positions: the model's number of positions; a longer passage loses its start."""
         self.passages, self.form, self.positions = passages, form, positions
@@ -158,7 +158,7 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
         if len(ids) > positions:
             raise ValueError(f"{place}: more tokens in its last word than the model has positions")
         tokens = np.array([*begin, *start, *ids], np.int32)
-        passages.append(Passage(text, target, tokens, len(begin + start)))
+        passages.append(LambadaPassage(text, target, tokens, len(begin + start)))
     return Lambada(passages, form, positions, tokenizer)
 
 
@@ -169,22 +169,18 @@ def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
     lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
     if text.lstrip().startswith(("{", "[{")):
-        return '{"text": ...} a line', [(place, _text_of(place, line)) for place, line in lines]
+        texts = []
+        for place, line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{place}, is not JSON ({error}); {CURE}") from error
+            texts.append((place, take(record, "text", str, place, CURE)))
+        return '{"text": ...} a line', texts
     for place, line in lines:
         if TITLE.fullmatch(line):
             raise ValueError(f"{place}, is the title of a WikiText article; {CURE}")
     return "plain text, one passage a line", lines
-
-
-def _text_of(place: str, line: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}, is not JSON ({error}); {CURE}") from error
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f'{place}, has no "text"; {CURE}')
-    return text
 
 
 def _context_of(place: str, text: str) -> str:

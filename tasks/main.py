@@ -12,13 +12,12 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
-import ast
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
@@ -27,67 +26,45 @@ from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
 from megatron.train.trained import begin_token_of, open_trained
 from tasks import paper
-from tasks.common import Task, TaskSettings, continue_prompts, score_windows
-from tasks.plan import check_judged, make_plan
-from tasks.protocol import FinetuneSettings
-from tasks.record import ROOT, arrange, describe, identify, publish, version
+from tasks.job import check_judged, make_job
+from tasks.protocol import FinetuneSettings, TaskSettings
+from tasks.record import arrange, describe, identify, publish, version
 
-if TYPE_CHECKING:
-    from megatron.models.gpt import Decoder
-    from megatron.parallel.mesh import Mesh
-
-# The module of each task, or module:class; tasks/common.py and tasks/protocol.py describe its
-# contents. A user's own task is given by its module's name.
+# The module of each task, or module:class; tasks/protocol.py describes its contents. A user's own
+# task is given by its module's name.
 TASKS = {
     "WIKITEXT103": "tasks.wikitext103",
     "LAMBADA": "tasks.lambada",
     "HELDOUT": "tasks.heldout",
-    "RACE": "tasks.race",
-    "MNLI": "tasks.glue:MNLI",
-    "QQP": "tasks.glue:QQP",
-    "SQUAD": "tasks.squad.task",
+    "RACE": "tasks.readers.race",
+    "MNLI": "tasks.readers.glue:MNLI",
+    "QQP": "tasks.readers.glue:QQP",
+    "SQUAD": "tasks.readers.squad",
 }
 _KNOWN = f"{', '.join(TASKS)}, or a module of your own such as tasks.mine"
 
 
-def wants_list(arguments: Sequence[str]) -> bool:
-    """Whether this is --help without a task."""
-    words = {word.partition("=")[0] for word in arguments}
-    return "--task" not in words and bool(words & {"--help", "-h"})
-
-
 def list_tasks() -> str:
-    """The tasks, each with the first line of its docstring, without importing them."""
+    """The tasks, each with the first line of its docstring."""
     lines = ["usage: tasks/main.py --task NAME --load DIRECTORY ...", ""]
-    lines += [f"  {name:<12} {_summary(place)}" for name, place in TASKS.items()]
-    own = "  tasks.mine   A module of your own: tasks/README.md says what it has."
-    return "\n".join([*lines, own, "", "The flags of a task: tasks/main.py --task NAME --help"])
-
-
-def _summary(place: str) -> str:
-    """The first line of the docstring of a module or, after a colon, of a class in it."""
-    module, _, part = place.partition(":")
-    source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
-    tree: ast.Module | ast.ClassDef = ast.parse(source)
-    if part:
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-        tree = next(node for node in classes if node.name == part)
-    return (ast.get_docstring(tree) or "").partition("\n")[0]
+    for name in TASKS:
+        summary = (find_module(name).__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:<12} {summary}")
+    lines.append("  tasks.mine   A module of your own: tasks/README.md says what it has.")
+    return "\n".join([*lines, "", "The flags of a task: tasks/main.py --task NAME --help"])
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """(NAME of --task NAME or --task=NAME, in capitals if TASKS has it so, other arguments)."""
-    words = [part for word in arguments for part in _split_equals(word)]
+    words: list[str] = []
+    for word in arguments:
+        words += word.split("=", 1) if word.startswith("--task=") else [word]
     if "--task" not in words[:-1]:
         raise UsageError("--task", None, f"given: {_KNOWN}; --help lists them")
     place = words.index("--task")
     name = words[place + 1]
     known = name.upper() if name.upper() in TASKS else name
     return known, words[:place] + words[place + 2 :]
-
-
-def _split_equals(word: str) -> list[str]:
-    return ["--task", word.removeprefix("--task=")] if word.startswith("--task=") else [word]
 
 
 def find_module(name: str) -> Any:
@@ -110,7 +87,8 @@ def find_module(name: str) -> Any:
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
-        if wants_list(arguments):
+        flags = {word.partition("=")[0] for word in arguments}
+        if "--task" not in flags and flags & {"--help", "-h"}:
             if is_first(environ):
                 print(list_tasks())
             return
@@ -144,17 +122,17 @@ def run_finetuned(
             if is_first(environ):
                 publish(record, settings.evaluation)
             return
-        plan = make_plan(name, module, settings, command, world_size(environ))
+        job = make_job(name, module, settings, command, world_size(environ))
 
     from megatron.train.launch import launch
     from tasks.finetune import evaluate_models, fine_tune
 
     with launch(settings.parallel, environ, deterministic=settings.deterministic) as mesh:
         act = fine_tune if settings.train_data else evaluate_models
-        record, here = act(plan, mesh, environ)
+        record, here = act(job, mesh, environ)
         if mesh.is_first:
             with user_errors(environ, agreed=True):
-                publish(record, settings.evaluation, plan.task.paper or name, here)
+                publish(record, settings.evaluation, job.task.paper or name, here)
 
 
 def run_zero_shot(
@@ -178,6 +156,7 @@ def run_zero_shot(
     from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
+    from tasks.score import evaluate
 
     size = settings.evaluation.micro_batch_size
     with launch(settings.parallel, environ) as mesh:
@@ -193,19 +172,6 @@ def run_zero_shot(
             record = arrange(name, figures, facts | how)
             with user_errors(environ, agreed=True):
                 publish(record, settings.evaluation, name, {"this_model": figures})
-
-
-def evaluate(
-    task: Task, model: Decoder, mesh: Mesh, micro_batch_size: int, name: str
-) -> Mapping[str, Any]:
-    """The task's figures on the first rank, {} on the others; every rank calls this."""
-    scores = score_windows(model, mesh, task, micro_batch_size, name)
-    continuations: list[list[int]] = []
-    if task.prompts is not None:
-        continuations = continue_prompts(
-            model, mesh, task.prompts, micro_batch_size, f"{name}, greedy"
-        )
-    return task.score(scores, continuations) if mesh.is_first else {}
 
 
 if __name__ == "__main__":

@@ -1,32 +1,232 @@
-"""The protocol of a task that a pretrained BERT is fine-tuned on; needs no torch.
+"""The protocol of a task: settings, windows or examples, and the meaning of their scores; no torch.
 
-The module of such a task has
-    Settings, a dataclass derived from FinetuneSettings;
-    prepare(settings, manifest, tokenizer) -> Finetuning, which reads and checks its input;
-    and, if it can score answers in a file, score_only(settings) -> the figures and their
-    "conventions", or None where the settings name no such file; Settings.judged names the field.
+The module of a task has
+    Settings, a dataclass derived from TaskSettings, or from FinetuneSettings for a task that a
+    pretrained BERT is fine-tuned on;
+    prepare(settings, manifest, tokenizer), which reads and checks its input and returns a Task or a
+    Finetuning: each has a `score` that turns the model's output into figures.
+A fine-tuned task that can score answers in a file also has score_only(settings) -> the figures and
+their "conventions", or None where the settings name no such file; Settings.judged names the field.
 If one module has several tasks, each is a class with these as attributes, and is selected by, for
-example, --task tasks.glue:QQP.
+example, --task tasks.mine:Two. README.md adds a task of each kind in 40 lines.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, inf
+from operator import add
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.checks import fraction, non_negative, positive
+from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import fraction, non_negative, positive, share, writable
 from megatron.config.model import Head, RecomputeGranularity
-from megatron.config.parallel import FinetuneParallelConfig
+from megatron.config.parallel import FinetuneParallelConfig, ParallelConfig
+from megatron.data.text_checks import MAX_UNKNOWN
+from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.errors import UsageError
-from tasks.common import ReportConfig, Tokens
 
-BESIDE = {"decides": False}  # metadata of a setting that affects neither training nor answers
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+Logits: TypeAlias = Mapping[str, Sequence[NDArray[np.float32]]]
+"""By evaluation, an array per example, in order: [classes], [options], or [n, 2] for the n tokens
+of its sequence, as start and as end of the answer."""
+
+TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may use, too
+REGULARIZATION = ("weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
+# Searched by --search: settings of training that `prepare` does not read.
+SEARCHED = (*TABLE_6, "lr_warmup_fraction", *REGULARIZATION)
+SHORT = {"batch": "global_batch_size"}  # as in the paper's table 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    compare_paper: bool = False
+    """Show the paper's figures next to the result, and put them into the record."""
+
+    output: Path | None = None
+    """JSON file for the result, which is also printed."""
+
+    def __post_init__(self) -> None:
+        writable(self, "output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(ReportConfig):
+    micro_batch_size: int = 8
+    """Windows per forward pass; it changes the result only by rounding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "micro_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Settings that all tasks have; each task adds its own fields."""
+
+    trained: TrainedConfig
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Input files, which the record identifies: every field that is the path of a file."""
+        return [each for each in vars(self).values() if isinstance(each, Path) and each.is_file()]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One forward pass: inputs and labels of equal length. Labels from `first` on are scored, at
+    least one. Label i is the token that follows inputs[: i + 1]."""
+
+    inputs: Tokens
+    labels: Tokens
+    first: int
+
+
+class WindowSequence(Protocol):
+    """Windows by number, 0 to len - 1: a list, or an object that makes each window on demand."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Window: ...
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A model's scores for the scored labels of each window, in the order of the windows."""
+
+    log_probability: NDArray[np.float64]  # [N], natural, summed over the window's scored labels
+    tokens: NDArray[np.int64]  # [N], number of scored labels
+    hits: NDArray[np.int64]  # [N], how many of them were the most probable token
+    last_hit: NDArray[np.bool_]  # [N], whether the last of them was the most probable token
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> Scores:
+        return Scores(*(array[part] for array in vars(self).values()))
+
+    @property
+    def all_hit(self) -> NDArray[np.bool_]:
+        """[N], whether every scored label was the most probable token."""
+        return np.equal(self.hits, self.tokens)
+
+    def perplexity(self, count: float) -> float:
+        """exp of the total negative log-likelihood / `count`; infinite if that overflows."""
+        mean = -float(self.log_probability.sum()) / count
+        return inf if mean > 700 else exp(mean)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts to continue by greedy decoding: the most probable token each time."""
+
+    tokens: Sequence[Tokens]
+    is_done: Callable[[Sequence[int]], bool]  # whether these new tokens are enough
+    most: int  # largest number of new tokens per prompt
+    ends: Sequence[int]  # tokens that end a text; they are not part of the result
+
+
+class Task(ABC):
+    """The windows of a task (len and indexing), and the figures computed from their scores."""
+
+    prompts: Prompts | None = None
+    """Set by a task that compares the text that the model writes."""
+    windows: WindowSequence
+    """All windows, where the task makes them in advance. A task that makes each window on demand
+    overrides __len__ and __getitem__ instead."""
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, number: int) -> Window:
+        return self.windows[number]
+
+    @abstractmethod
+    def score(self, scores: Scores, continuations: Sequence[Sequence[int]]) -> Mapping[str, Any]:
+        """The figures, JSON; called only on the first rank. "conventions" gives the meaning of each
+        figure by its name, and "protocol", where needed, how the figures were measured.
+
+        continuations: the new tokens of each prompt; empty without prompts.
+        """
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Windows of at most `length` in which every token but the first is scored exactly once.
+
+    The first window scores all the tokens that it predicts. Each later window scores its last
+    `stride` tokens, so each of them has at least length - stride tokens of context.
+
+    Window k starts at k x stride, and the last one may be shorter, as in the paper (appendix E:
+    length 1024, stride 32) and its authors' code. reach_back: the last window starts early enough
+    to be full, which gives its tokens more context, as in lm-evaluation-harness.
+    """
+
+    tokens: Tokens
+    length: int
+    stride: int
+    reach_back: bool = False
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.stride <= self.length
+
+    def __len__(self) -> int:
+        predicted = len(self.tokens) - 1
+        if predicted < 1:
+            return 0
+        return 1 + max(0, -(-(predicted - self.length) // self.stride))
+
+    def __getitem__(self, number: int) -> Window:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        done = self.length + (number - 1) * self.stride if number else 0
+        end = min(len(self.tokens) - 1, done + (self.stride if number else self.length))
+        start = max(0, end - self.length) if self.reach_back else number * self.stride
+        return Window(self.tokens[start:end], self.tokens[start + 1 : end + 1], done - start)
+
+
+def encode_targets(
+    tokenizer: Tokenizer, places: Sequence[str], contexts: Sequence[str], targets: Sequence[str]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids of the context, ids of the target) of each pair: the ids of context + target, split
+    where the ids of the context end.
+
+    places: location of each pair in the input, for messages. Raises ValueError where no id begins
+    at the target; lm-evaluation-harness splits inside the id there, and scores the rest.
+    """
+    wholes = list(map(add, contexts, targets))
+    pairs = zip(tokenizer.encode_batch(contexts), tokenizer.encode_batch(wholes), strict=True)
+    for place, target, (start, ids) in zip(places, targets, pairs, strict=True):
+        if ids[: len(start)] != start or len(ids) == len(start):
+            raise ValueError(
+                f"{place}: no token of the model's tokenizer begins at {target!r}, so that it has "
+                "no tokens to score; a model with a byte-level BPE would work, such as "
+                f"--tokenizer-type {GPT2BPETokenizer.kind}"
+            )
+        yield start, ids[len(start) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChecksConfig:
+    max_truncated: float = 0.25
+    """Largest share of the sequences that may be cut at --seq-length; more is an error."""
+
+    max_unknown: float = MAX_UNKNOWN
+    """Largest share of the tokens that may be [UNK]; more is an error."""
+
+    allow_lower_case: bool = False
+    """Accept text without capitals though the model's vocabulary has them."""
+
+    def __post_init__(self) -> None:
+        share(self, "max_truncated", "max_unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +235,26 @@ class FinetuneSettings:
 
     judged: ClassVar[str] = ""
     """Name of the field with the file of answers, for a task that has `score_only`."""
+    hyper_parameters: ClassVar[tuple[str, ...]] = (
+        "seq_length",
+        "deterministic",
+        *SEARCHED,
+        "micro_batch_size",
+        "dtype",
+    )
+    """Fields that decide a result besides data, model and seed; a task adds its own. A finished
+    seed is reused only where they are the same."""
 
-    load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint", **BESIDE})
+    load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint"})
     """Checkpoint of a pretrained BERT to fine-tune, or of a fine-tuned one, which is only
     evaluated. A directory, whose newest checkpoint is used, or one of its subdirectories. Also
     spelt --pretrained-checkpoint."""
 
-    ensemble: tuple[str, ...] = field(default=(), metadata=BESIDE)
+    ensemble: tuple[str, ...] = ()
     """Checkpoints of fine-tuned models, in place of --load. Each model is evaluated, and so is the
     mean of their logits (paper, table 5)."""
 
-    vocab_file: str | None = field(default=None, metadata=BESIDE)
+    vocab_file: str | None = None
     """The tokenizer's vocabulary (vocab.txt); the checkpoint's own if not given."""
 
     train_data: tuple[Path, ...] = ()
@@ -60,10 +269,17 @@ class FinetuneSettings:
     epochs: int = 3
     """Number of times that every example is trained on."""
 
-    seeds: int = field(default=1, metadata=BESIDE)
-    """Number of runs, with --seed, --seed + 1, ...; the median and the spread are reported."""
+    seeds: int | None = None
+    """Number of runs, with --seed, --seed + 1, ...; the median and the spread are reported. If not
+    given, 1, or 5 with --search."""
 
-    seed: int = field(default=1234, metadata=BESIDE)
+    search: tuple[str, ...] = ()
+    """Values to choose from, such as lr=1e-5,2e-5 batch=16,32: every combination is trained with
+    --seed, and that with the highest figure on --valid-data at its last epoch is trained with all
+    seeds. Names: lr, batch (or global-batch-size), epochs, lr-warmup-fraction, weight-decay,
+    clip-grad, hidden-dropout, attention-dropout."""
+
+    seed: int = 1234
     """Seed of the new head, the order of the examples and dropout."""
 
     deterministic: bool = False
@@ -100,7 +316,7 @@ class FinetuneSettings:
     an imported model."""
 
     recompute_granularity: RecomputeGranularity = field(
-        default="none", metadata={"alias": "checkpoint_activations", **BESIDE}
+        default="none", metadata={"alias": "checkpoint_activations"}
     )
     """Activations recomputed in the backward pass, to save memory: full, each layer from its input;
     selective, only the attention core, which saves the memory of its probabilities where its kernel
@@ -108,7 +324,7 @@ class FinetuneSettings:
 
     save: Path | None = None
     """Directory for the checkpoints of every seed's last and best epoch. The same command does not
-    run seeds again that are finished there."""
+    run seeds again that are finished there. With --search each combination has a folder there."""
 
     evaluation: ReportConfig = field(default_factory=ReportConfig)
     parallel: FinetuneParallelConfig = field(default_factory=FinetuneParallelConfig)
@@ -121,6 +337,24 @@ class FinetuneSettings:
         fraction(self, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
         if not self.valid_data:
             raise UsageError("--valid-data", None, "followed by files to evaluate on")
+        self.searched()  # refuses what cannot be searched
+
+    def searched(self) -> dict[str, list[Any]]:
+        """The values of --search by field; raises UsageError for other names and values."""
+        found: dict[str, list[Any]] = {}
+        for word in self.search:
+            name, _, values = word.partition("=")
+            name = name.lstrip("-").replace("-", "_")
+            name = SHORT.get(name, name)
+            if name not in SEARCHED or name in found:
+                names = ", ".join([*SHORT, *SEARCHED]).replace("_", "-")
+                raise UsageError("--search", word, f"NAME=VALUE,VALUE, once each of {names}")
+            kind = int if name in ("global_batch_size", "epochs") else float
+            try:
+                found[name] = [kind(value) for value in values.split(",")]
+            except ValueError:
+                raise UsageError("--search", word, f"values of {kind.__name__}") from None
+        return found
 
     @property
     def files(self) -> Sequence[Path]:
@@ -168,11 +402,11 @@ class Finetuning(ABC):
     evaluations: Mapping[str, Sequence[Example]]
     """Examples by evaluation, such as matched and mismatched; "" for a task with only one."""
 
-    best: tuple[str, str]
-    """(evaluation, figure); the epoch with the highest value of it is the best one."""
+    best: str
+    """A figure; the epoch with the highest value of it is the best one."""
 
     conventions: Mapping[str, str]
-    """Meaning of each figure, by its name in the record (see `figure_name`)."""
+    """Meaning of each figure, by its name in the record."""
 
     notes: Mapping[str, Any]
     """For the record, JSON. Its entry "input" says what was counted and cut in the data: "train",
@@ -182,28 +416,21 @@ class Finetuning(ABC):
     """The task's name in the paper's table 5 (tasks/paper.py), if it differs from --task."""
 
     @abstractmethod
-    def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
-        """The figures of the evaluation `name`: numbers, or mappings of numbers.
-
-        logits: one array per example, in order: [classes], [options], or [n, 2] for the n tokens of
-        its sequence, as start and as end of the answer. Called only on the first rank.
-        """
-
-    def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Further figures over all evaluations. figures: those of each evaluation, by its name."""
-        return {}
+    def score(self, logits: Logits) -> Mapping[str, Any]:
+        """The figures of all evaluations: numbers, or mappings of numbers. Called only on the first
+        rank. See `figure_name` for their names where there are several evaluations."""
 
 
 def figure_name(evaluation: str, figure: str) -> str:
     """Name of a figure in the record, such as matched_accuracy. The figures of the evaluation ""
-    and of `combined` have no prefix (accuracy)."""
+    and those over all evaluations have no prefix (accuracy)."""
     return f"{evaluation}_{figure}" if evaluation else figure
 
 
-def name_conventions(evaluations: Iterable[str], meanings: Mapping[str, str]) -> dict[str, str]:
-    """`Finetuning.conventions` for evaluations that all have these figures."""
+def by_evaluation(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures, or their meanings, of each evaluation by their names in the record."""
     return {
-        figure_name(evaluation, figure): meaning
-        for evaluation in evaluations
-        for figure, meaning in meanings.items()
+        figure_name(evaluation, figure): value
+        for evaluation, figures in evaluations.items()
+        for figure, value in figures.items()
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.format import Checkpoint, step_of
 from megatron.data.files import sha256, write_atomically
 from tasks import paper
-from tasks.common import ReportConfig
+from tasks.protocol import ReportConfig
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh

@@ -13,22 +13,20 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, log
+from math import log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.config.checks import positive
+from megatron.config.checks import at_most, positive
 from megatron.data.tokenizer import Tokenizer
-from megatron.errors import UsageError
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
-from tasks.common import Scores, Sliding, Task, TaskSettings, WindowSequence
-from tasks.reading import read_text
+from tasks.protocol import Scores, Sliding, Task, TaskSettings, WindowSequence
+from tasks.readers.inputs import read_text
 
 CURE = "the raw wiki.valid.tokens or wiki.test.tokens of WikiText103 would work"
-PAPERS_STRIDE = 32  # appendix E
 TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")  # " = Title = ", and not " = = Section = = "
 CONVENTIONS = {
     "token_perplexity": "exp(nll / num_scored_tokens): every token but the first of the file",
@@ -79,15 +77,7 @@ class Settings(TaskSettings):
     the file, in windows that do not overlap."""
 
     def __post_init__(self) -> None:
-        positive(self, "window")
-        if self.overlapping_eval is not None and self.overlapping_eval < 1:
-            stride = min(PAPERS_STRIDE, self.window or inf)
-            raise UsageError(
-                "--overlapping-eval",
-                self.overlapping_eval,
-                "above 0",
-                works=("--overlapping-eval", str(stride)),
-            )
+        positive(self, "window", "overlapping_eval")
 
 
 @dataclass(frozen=True)
@@ -173,13 +163,7 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
     positions = positions_of(manifest)
     trained = manifest["config"]["data"]["seq_length"]
     length = settings.window or positions
-    if length > positions:
-        raise UsageError(
-            "--window",
-            length,
-            f"at most the model's {positions} positions",
-            works=("--window", str(positions)),
-        )
+    at_most(settings, "window", positions, "the model's positions")
     if length > trained:
         warnings.warn(
             f"the model was trained on {trained} tokens at a time and is asked to read {length}; "
@@ -187,13 +171,8 @@ def choose_window(settings: Settings, manifest: dict[str, Any]) -> tuple[int, in
             stacklevel=2,
         )
     stride = settings.overlapping_eval or length
-    if stride > length:
-        raise UsageError(
-            "--overlapping-eval",
-            stride,
-            f"at most the window of {length}: tokens would be left out",
-            works=("--overlapping-eval", str(min(PAPERS_STRIDE, length))),
-        )
+    # A longer stride would leave tokens out.
+    at_most(settings, "overlapping_eval", length, "the window of")
     return length, stride
 
 

@@ -33,7 +33,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError, flag
 from megatron.libraries import Library
 from megatron.train.trained import begin_of, begin_token_of, open_trained
-from tasks.common import EvaluationConfig
+from tasks.protocol import EvaluationConfig
 from tasks.record import describe, identify, publish
 from tools.harness.definitions import READERS, find_harness, write_definition
 

@@ -18,8 +18,16 @@ from megatron.models.build import build_model
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
 from megatron.train.machine import environment
-from tasks.checks import ChecksConfig
-from tasks.protocol import Encoding, Example, FinetuneSettings, Finetuning, Head
+from tasks.protocol import (
+    ChecksConfig,
+    Encoding,
+    Example,
+    FinetuneSettings,
+    Finetuning,
+    Head,
+    Logits,
+    by_evaluation,
+)
 from tests.data.samples import write_wordpiece
 
 KEY, ALIKE = 20, 21  # what an example is about, and what is like it
@@ -34,6 +42,7 @@ class Settings(FinetuneSettings):
     """Files hold the number of examples and then a seed; an evaluation is named after its file."""
 
     judged = "answers"
+    hyper_parameters = (*FinetuneSettings.hyper_parameters, "head", "names")
 
     seq_length: int = POSITIONS
     head: Head = "classifier"
@@ -50,21 +59,23 @@ class Made(Finetuning):
     labels: tuple[str, ...]
     train: Sequence[Example]
     evaluations: Mapping[str, Sequence[Example]]
-    best = ("", "accuracy")
+    best = "accuracy"
     conventions = MappingProxyType({"accuracy": "of all"})
     notes = MappingProxyType({"made": True})
 
-    def figures(self, name: str, logits: Sequence[Any]) -> Mapping[str, Any]:
+    def score(self, logits: Logits) -> Mapping[str, Any]:
+        found = {name: self.figures(name, each) for name, each in logits.items()}
+        right = sum(each["parts"]["right"] for each in found.values())
+        examples = sum(each["examples"] for each in found.values())
+        return {**by_evaluation(found), "accuracy": right / examples}
+
+    def figures(self, name: str, logits: Sequence[Any]) -> dict[str, Any]:
         examples = self.evaluations[name]
         right = [
             tuple(np.atleast_1d(scores.argmax(axis=0))) == example.label
             for example, scores in zip(examples, logits, strict=True)
         ]
         return {"accuracy": np.mean(right), "examples": len(right), "parts": {"right": sum(right)}}
-
-    def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        right = sum(each["parts"]["right"] for each in figures.values())
-        return {"accuracy": right / sum(each["examples"] for each in figures.values())}
 
 
 def wordpiece(*words: str) -> BertWordPieceLowerCase:

@@ -11,7 +11,8 @@ import pytest
 from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
-from tasks.main import TASKS, evaluate, main
+from tasks.main import TASKS, main
+from tasks.score import evaluate
 from tests.tiny import mesh_of_ranks
 
 TASK = "tests.tasks.made"

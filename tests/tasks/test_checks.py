@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceCase, BertWordPieceLowerCase
-from tasks.checks import (
-    ChecksConfig,
+from tasks.protocol import ChecksConfig
+from tasks.readers.glue import check_classes
+from tasks.readers.inputs import (
     InputChecks,
     check_apart,
     check_casing,
-    check_classes,
     check_truncation,
     check_unknown,
 )

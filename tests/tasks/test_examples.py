@@ -23,15 +23,9 @@ from megatron.parallel.sharding import gather_whole
 from megatron.train.executor import on_device
 from megatron.train.state import DTYPES, TrainState
 from megatron.train.step import train_step
-from tasks.examples import (
-    Steps,
-    finetuned_config,
-    logits_of,
-    make_batch,
-    optimizer_config,
-    start,
-)
+from tasks.finetune import Steps, finetuned_config, optimizer_config, start
 from tasks.protocol import Example, Head
+from tasks.score import logits_of, make_batch
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tasks import made

@@ -20,7 +20,7 @@ from megatron.config.parse import parse
 from megatron.train.metrics import read_metrics
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
-from tasks.plan import dtype_of, make_plan
+from tasks.job import dtype_of, make_job
 from tasks.protocol import Head
 from tests.dist import Pool
 from tests.refusals import refusal, refused
@@ -197,9 +197,9 @@ def ranks(words: list[str]) -> dict[str, Any]:
     mesh = mesh_of_ranks(
         parallel.tensor_model_parallel_size, sequence_parallel=parallel.cuts_stream
     )
-    plan = make_plan(TASK, made, settings, ["a test"], mesh.size())
-    act = fine_tune if plan.settings.train_data else evaluate_models
-    return act(plan, mesh, {})[0]
+    job = make_job(TASK, made, settings, ["a test"], mesh.size())
+    act = fine_tune if job.settings.train_data else evaluate_models
+    return act(job, mesh, {})[0]
 
 
 @pytest.mark.filterwarnings("ignore:nothing of the models")
@@ -228,6 +228,10 @@ def test_several_processes_train_keep_and_evaluate(
             each["epochs"][-1]["figures"] for each in record["seeds"]
         ]
         assert both["accuracy"] == ranks(models)["accuracy"]
+    searched = [*words, "--search", "lr=1e-9,1e-2"]
+    both, other = gloo.run(2, ranks, searched)
+    assert both["search"]["chosen"] == ranks(searched)["search"]["chosen"]
+    assert (len(both["seeds"]), other) == (2, {})
 
 
 def test_a_run_that_diverges_ends_with_one_message(words: list[str], tmp_path: Path) -> None:
@@ -292,6 +296,40 @@ def test_a_seed_that_fails_loses_no_other(
     assert "--valid-data: far" in str(refusal(lambda: run([TASK, *words])))
     (save / "seed_1234" / "result.json").write_text("{", encoding="utf-8")
     assert "result.json" in str(refusal(lambda: run([TASK, *words])))
+
+
+def test_a_search_chooses_on_one_seed_and_goes_on_with_five(
+    words: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, save = [*words, "--epochs", "1"], tmp_path / "save"
+    alone, scores = {}, {}
+    for lr in (1e-9, 1e-2):
+        more = ["--lr", str(lr), "--save", str(tmp_path / str(lr)), "--seeds", "5"]
+        alone[lr] = result([*words, *more], capsys)
+        scores[lr] = alone[lr]["seeds"][0]["epochs"][0]["figures"]["accuracy"]
+    worse, best = sorted(scores, key=lambda lr: scores[lr])
+    assert scores[worse] < scores[best]
+    searched = [*words, "--save", str(save), "--search", f"lr={worse},{best}", "batch=16"]
+    with monkeypatch.context() as patch:  # it fails in the second combination
+        patch.setattr(made, "on_read", at_epoch(1, lambda: print(1 // 0)))
+        with pytest.raises(ZeroDivisionError):
+            run([TASK, *searched])
+    (finished,) = save.glob("lr=*/seed_1234/result.json")
+    before = finished.stat().st_mtime_ns
+    record = result(searched, capsys)
+    assert finished.stat().st_mtime_ns == before, "a finished combination is not trained again"
+    tries = [{"lr": lr, "global_batch_size": 16} for lr in (worse, best)]
+    assert record["search"] == {
+        "seed": 1234,
+        "tries": [{**each, "accuracy": scores[each["lr"]]} for each in tries],
+        "chosen": tries[1],
+    }
+    assert record["hyper_parameters"] == alone[best]["hyper_parameters"]
+    assert record["last_epoch"] == alone[best]["last_epoch"], "of the seeds 1234 to 1238"
+    place = Path(record["seeds"][4]["checkpoints"]["last"])
+    assert place.parents[2] == save
+    monkeypatch.setattr(made, "on_read", lambda: print(1 // 0))  # nothing is trained again
+    assert result(searched, capsys) == record
 
 
 def stop(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import parse
-from tasks.main import ROOT, find_module, main, split_task
+from tasks.main import find_module, main, split_task
 from tasks.paper import PAPER, as_text, check_figures, compare
 from tasks.protocol import FinetuneSettings
+from tasks.record import ROOT
 from tests.refusals import refusal
 from tests.tasks.made import write_model
 
@@ -90,7 +91,7 @@ def test_the_commands_of_the_readme_are_understood(monkeypatch: pytest.MonkeyPat
     readme = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
     commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         name, rest = split_task(shlex.split(command.partition("tasks/main.py")[2]))
         parse(find_module(name).Settings, rest, {})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
-from tasks.glue import MNLI, QQP, Classified
+from tasks.readers.glue import MNLI, QQP, Classified
 from tests.refusals import field_of, refusal
 from tests.tasks.made import wordpiece
 
@@ -74,7 +74,7 @@ def test_the_columns_of_train_and_dev_files_are_found_by_their_names(tmp_path: P
     mismatched = write_tsv(tmp_path / "dev_mismatched.tsv", DEV_COLUMNS, MNLI_ROWS[::-1])
     task = mnli(matched, mismatched, train_data=(train,))
     assert list(task.evaluations) == ["matched", "mismatched"]
-    assert task.best == ("matched", "accuracy")
+    assert task.best == "matched_accuracy"
     assert (task.head, task.labels) == ("classifier", ("contradiction", "entailment", "neutral"))
     assert [example.label for example in task.train] == [(1,), (2,), (0,)]
     assert [example.label for example in task.evaluations["mismatched"]] == [(0,), (2,), (1,)]
@@ -97,10 +97,9 @@ def test_json_says_the_same_in_every_form(tmp_path: Path) -> None:
     forms = {
         "object": json.dumps({str(number): row for number, row in enumerate(rows)}),
         "indented": json.dumps(dict(enumerate(rows)), indent=4),
-        "list": json.dumps(rows),
         "lines": "\n".join(map(json.dumps, rows)) + "\n\n",
         "names": "\n".join(map(json.dumps, named)),
-        "mark": "\ufeff" + json.dumps(rows),
+        "mark": "\ufeff" + json.dumps(dict(enumerate(rows))),
     }
     tsv = write_tsv(tmp_path / "dev.tsv", TRAIN_COLUMNS, MNLI_ROWS)
     forms["line ends"] = tsv.read_text().replace("\n", "\r\n")
@@ -114,11 +113,11 @@ def test_json_says_the_same_in_every_form(tmp_path: Path) -> None:
 def test_qqp_takes_its_numbers_and_names_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "dev.json"
     labels = ["0", 1, "duplicate", "not_duplicate", 0]
-    file.write_text(json.dumps(simple([("A cat.", "A dog.", each) for each in labels])))
+    file.write_text("\n".join(map(json.dumps, simple([("A cat.", "A dog.", x) for x in labels]))))
     assert qqp(file).evaluations[""].classes.tolist() == [0, 1, 1, 0, 0]
     for bad in (2, "2", -1, 0.5, True, None, "", " 1", "Duplicate", ["1"], {"1": 1}):
-        file.write_text(json.dumps(simple([("A cat.", "A dog.", bad)])))
-        assert "item 0" in str(refusal(partial(qqp, file))), bad
+        file.write_text(json.dumps(simple([("A cat.", "A dog.", bad)])[0]))
+        assert "line 1" in str(refusal(partial(qqp, file))), bad
 
 
 def test_a_few_torn_rows_are_left_out_counted_and_named_and_many_refused(tmp_path: Path) -> None:
@@ -166,14 +165,14 @@ def test_the_figures_are_accuracy_and_for_qqp_f1(tmp_path: Path) -> None:
     task = qqp(write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, rows))
     said = [1, 1, 0, 1, 0, 0, 0, 0]
     logits = [np.array([0.5, 1.0 if each else -1.0], np.float32) for each in said]
-    figures = task.figures("", logits)
+    figures = task.score({"": logits})
     assert figures == {"pairs": 8, "majority_accuracy": 5 / 8, "accuracy": 6 / 8, "f1": 2 / 3}
     assert set(figures) == set(task.conventions)
-    ties = task.figures("", [np.zeros(2, np.float32)] * 8)
+    ties = task.score({"": [np.zeros(2, np.float32)] * 8})
     assert ties["accuracy"] == 5 / 8, "of equal scores the first class's counts"
     plain = mnli(write_tsv(tmp_path / "mnli.tsv", TRAIN_COLUMNS, MNLI_ROWS))
     logits = [np.array(each, np.float32) for each in ([0, 1, 0], [0, 0, 1], [0, 0, 1])]
-    assert plain.figures("", logits) == {
+    assert plain.score({"": logits}) == {
         "pairs": 3, "majority_accuracy": 1 / 3, "accuracy": 2 / 3,
     }  # fmt: skip
 

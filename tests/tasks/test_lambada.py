@@ -11,8 +11,8 @@ import torch
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer, read_tokenizer
-from tasks.common import Scores
 from tasks.lambada import Settings, prepare, spells
+from tasks.protocol import Scores
 from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
 from tests.tasks.passages import COUNT, passages
 from tests.tasks.peer import Peer

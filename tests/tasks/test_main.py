@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.format import read_manifest
-from tasks.main import ROOT, TASKS, main
+from tasks.main import TASKS, main
+from tasks.record import ROOT
 from tests.refusals import field_of, refusal
 from tests.tasks.passages import passages, some_articles
 from tests.tasks.peer import POSITIONS, Peer
@@ -146,7 +147,7 @@ BROKEN = """
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.common import Task, TaskSettings
+from tasks.protocol import Task, TaskSettings
 
 
 @dataclass(frozen=True, kw_only=True)

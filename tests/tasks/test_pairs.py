@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tasks.examples import make_batch
-from tasks.pairs import AT_ONCE, PairExamples, Shape, encode, shape_of
+from tasks.readers.inputs import AT_ONCE, PairExamples, Shape, encode, shape_of
+from tasks.score import make_batch
 from tests.tasks.made import wordpiece
 
 TOKENIZER = wordpiece("cat", "dog", "sits")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.data.tokenizer import BertWordPieceLowerCase
-from tasks.checks import ChecksConfig
-from tasks.examples import make_batch
-from tasks.race import Race, Settings, prepare
+from tasks.protocol import ChecksConfig, by_evaluation
+from tasks.readers.race import Race, Settings, prepare
+from tasks.score import make_batch
 from tests.refusals import field_of, refusal
 from tests.tasks.made import small_section, wordpiece, write_model
 from tests.tasks.program import result
@@ -148,18 +148,15 @@ def logits_for(answers: str) -> list[Any]:
 def test_figures_are_of_each_level_and_of_all_questions(tmp_path: Path) -> None:
     middle = write(tmp_path / "middle", PASSAGE, OTHER)
     task = race(middle, write(tmp_path / "high", OTHER))
-    figures = {
-        "middle": task.figures("middle", logits_for("ABC")),
-        "high": task.figures("high", logits_for("A")),
-    }
-    assert figures == {
+    figures = task.score({"middle": logits_for("ABC"), "high": logits_for("A")})
+    assert figures == by_evaluation({
         "middle": {"questions": 3, "majority_accuracy": 1 / 3, "accuracy": 2 / 3},
         "high": {"questions": 1, "majority_accuracy": 1, "accuracy": 0},
-    }
-    assert task.combined(figures) == {"questions": 4, "majority_accuracy": 0.5, "accuracy": 0.5}
-    assert task.best == ("", "accuracy")
-    assert {"accuracy", "middle_accuracy", "high_majority_accuracy"} <= set(task.conventions)
-    equal = task.figures("middle", [np.zeros(4, np.float32)] * 3)
+        "": {"questions": 4, "majority_accuracy": 0.5, "accuracy": 0.5},
+    })  # fmt: skip
+    assert task.best == "accuracy"
+    assert task.conventions.keys() == figures.keys()
+    equal = task.score({"middle": [np.zeros(4, np.float32)] * 3})
     assert equal["accuracy"] == pytest.approx(1 / 3), "of equal scores the first option counts"
 
 
@@ -177,28 +174,17 @@ def test_passages_without_questions_and_blank_texts_are_told(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*has no question")
-def test_a_folder_that_is_none_of_race_is_refused_with_the_command_that_unpacks_it(
-    tmp_path: Path,
-) -> None:
-    archive, both, one = tmp_path / "RACE_dev.tar.xz", tmp_path / "both", tmp_path / "one"
-    both.mkdir()
-    one.mkdir()
-    others = [both / f"RACE_{split}.tar.xz" for split in ("train", "dev", "test")]
-    for file in (archive, *others, one / "RACE.tar.gz", tmp_path / "notes.txt"):
-        file.touch()
+def test_a_folder_that_is_none_of_race_is_refused(tmp_path: Path) -> None:
+    archive, folder = tmp_path / "RACE.tar.gz", tmp_path / "folder"
+    folder.mkdir()
+    archive.touch()
     empty = write(tmp_path / "empty" / "middle")
     bare, unanswered = write(tmp_path / "bare", OTHER), write(tmp_path / "un" / "high", NONE)
-    for path, helps in (
-        (both, f"tar xf {others[1]}"), (one, f"tar xf {one / 'RACE.tar.gz'}"),
-        (archive, f"tar xf {archive}"), (tmp_path, f"tar xf {archive}"),
-        *((path, "") for path in (tmp_path / "notes.txt", empty, bare, unanswered)),
-    ):  # fmt: skip
+    for path in (archive, tmp_path / "none", folder, empty, bare, unanswered):
         message = str(refusal(partial(race, path)))
         assert message.startswith(f"--valid-data {path}")
-        assert helps in message
-    message = str(refusal(lambda: race(empty, train_data=(both,))))
-    assert message.startswith(f"--train-data {both} ")
-    assert f"tar xf {others[0]}" in message
+    message = str(refusal(lambda: race(empty, train_data=(folder,))))
+    assert message.startswith(f"--train-data {folder} ")
 
 
 def test_the_program_fine_tunes_and_reports_every_level(

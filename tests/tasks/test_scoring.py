@@ -14,8 +14,9 @@ from tokenizers.models import BPE
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.evaluate import batch_of
-from tasks.common import Scores, Sliding, Task, Window, score_windows
 from tasks.heldout import Settings, cloze_windows, prepare, read_texts, training_tokens
+from tasks.protocol import Scores, Sliding, Task, Window
+from tasks.score import score_windows
 from tests.data.samples import write_data, write_tokenizer, write_tokenizer_json
 from tests.dist import Pool
 from tests.refusals import field_of, refusal

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.checks import ChecksConfig
-from tasks.squad.files import nearest, read_squad
-from tasks.squad.task import Settings, SquadTask, prepare, score_only
+from tasks.protocol import ChecksConfig
+from tasks.readers.squad import Settings, SquadTask, prepare, score_only
+from tasks.readers.squad_files import nearest, read_squad
 from tests.refusals import field_of, refusal
 from tests.tasks.made import write_model
 from tests.tasks.program import result, told
@@ -79,7 +79,7 @@ def test_the_task_has_what_is_trained_and_evaluated(tmp_path: Path) -> None:
         tmp_path / "train.json", question("q", {"the plain": 34}, is_impossible=False)
     )
     task = make_task(tmp_path, train_data=(train,))
-    assert (task.head, task.labels, task.best) == ("span", (), ("", "f1"))
+    assert (task.head, task.labels, task.best) == ("span", (), "f1")
     assert task.paper == "SQUAD 2.0"
     assert all(len(example.label) == 2 for example in task.train)
     assert task.notes["squad_version"] == "2.0"
@@ -96,24 +96,24 @@ def test_the_task_has_what_is_trained_and_evaluated(tmp_path: Path) -> None:
 
 def test_the_threshold_decides_what_is_answered(tmp_path: Path) -> None:
     task = make_task(tmp_path)
-    figures = task.figures("", logits_of(task, 0))
+    figures = task.score({"": logits_of(task, 0)})
     assert figures["exact_match"] == figures["f1"] == figures["best_f1"] == 100
     # With the mark of no answer 2 x 3 lower every question is answered ...
-    figures = task.figures("", logits_of(task, 3))
+    figures = task.score({"": logits_of(task, 3)})
     assert (figures["has_answer_f1"], figures["no_answer_f1"], figures["f1"]) == (100, 0, 50)
     assert figures["best_exact"] == figures["best_f1"] == 100
     assert figures.keys() == task.conventions.keys()
     # ... and what the best threshold is said to be gives what it is said to give.
     threshold = figures["best_f1_threshold"]
     task = make_task(tmp_path, null_score_diff_threshold=threshold)
-    assert task.figures("", logits_of(task, 3))["f1"] == 100
+    assert task.score({"": logits_of(task, 3)})["f1"] == 100
 
 
 def test_every_question_of_the_first_version_is_answered(tmp_path: Path) -> None:
     file = write_squad(tmp_path / "dev.json", question("q", {"Spain": 12}))
     task = prepare(Settings(valid_data=(file,), **SMALL), MANIFEST, TOKENIZER)
     assert task.paper == "SQUAD 1.1"
-    figures = task.figures("", logits_of(task, -9))
+    figures = task.score({"": logits_of(task, -9)})
     assert figures == {"questions": 1, "exact_match": 100, "f1": 100}
     assert task.conventions.keys() == figures.keys()
 

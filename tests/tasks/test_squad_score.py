@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.squad.files import Squad, read_squad
-from tasks.squad.score import best_figures, figures, mark, normalise, score_file, unanswered
+from tasks.readers.squad_files import Squad, read_squad
+from tasks.readers.squad_scorer import (
+    best_figures,
+    figures,
+    mark,
+    normalise,
+    score_file,
+    unanswered,
+)
 from tests.refusals import field_of, refusal
 from tests.tasks.squads import question, write_squad, write_v2
 

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import read_tokenizer
-from tasks.pairs import Shape, shape_of
-from tasks.squad.files import Squad, read_squad
-from tasks.squad.score import figures, mark, unanswered
-from tasks.squad.windows import (
+from tasks.readers.inputs import Shape, shape_of
+from tasks.readers.squad_files import Squad, read_squad
+from tasks.readers.squad_scorer import figures, mark, unanswered
+from tasks.readers.squad_windows import (
     Windows,
     best_contexts,
     best_span,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.checkpoint import TrainedConfig
 from megatron.data.tokenizer import build_tokenizer
-from tasks.common import Scores
+from tasks.protocol import Scores
 from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
 from tests.data.samples import write_tokenizer
 from tests.tasks.passages import some_articles

@@ -18,7 +18,7 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tasks import lambada, wikitext103
-from tasks.main import evaluate
+from tasks.score import evaluate
 from tests.tasks.passages import lessons, passages, some_articles
 from tests.tasks.peer import Peer, make_peer
 from tools.harness.definitions import find_harness

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.errors import UsageError
-from tasks.race import LEVELS
+from tasks.readers.race import LEVELS
 
 
 def passages(archive: Path, count: int, output: Path) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint of this project as a language model of lm-evaluation-harness.
 
 Every rank gets all requests, computes the share of its data-parallel rank and gathers all answers,
-so the harness sees one process. Log-probabilities and greedy texts are those of tasks/common.py.
+so the harness sees one process. Log-probabilities and greedy texts are those of tasks/score.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.libraries import Library
 from megatron.models.gpt import Decoder
 from megatron.parallel.mesh import Mesh
-from tasks.common import Prompts, Window, continue_prompts, score_windows
+from tasks.protocol import Prompts, Window
+from tasks.score import continue_prompts, score_windows
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

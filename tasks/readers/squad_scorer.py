@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.reading import read_json
-from tasks.squad.files import Squad, Version
+from tasks.readers.inputs import read_json
+from tasks.readers.squad_files import Squad, Version
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

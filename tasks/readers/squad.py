@@ -15,25 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.config.checks import positive, writable
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer import BertTokenizer
 from megatron.errors import UsageError, flag
-from tasks.checks import (
+from tasks.protocol import ChecksConfig, Example, FinetuneSettings, Finetuning, Logits
+from tasks.readers.inputs import (
+    SPECIAL,
     WARN_CUT_QUESTIONS,
-    ChecksConfig,
     check_apart,
     check_casing,
     check_cut,
     check_unknown,
+    shape_of,
 )
-from tasks.pairs import SPECIAL, shape_of
-from tasks.protocol import BESIDE, Example, FinetuneSettings, Finetuning
-from tasks.squad.files import Squad, read_squad
-from tasks.squad.score import best_figures, conventions, figures, mark, score_file, unanswered
-from tasks.squad.windows import Windows, make_windows, read_answers
+from tasks.readers.squad_files import Squad, read_squad
+from tasks.readers.squad_scorer import (
+    best_figures,
+    conventions,
+    figures,
+    mark,
+    score_file,
+    unanswered,
+)
+from tasks.readers.squad_windows import Windows, make_windows, read_answers
 
 OF_MODELS = ("doc_stride", "max_query_length", "max_answer_length", "null_score_diff_threshold")
 OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # only for 2.0
@@ -44,6 +50,7 @@ class Settings(FinetuneSettings):
     """--train-data and --valid-data take one file each."""
 
     judged = "predictions"
+    hyper_parameters = (*FinetuneSettings.hyper_parameters, *OF_MODELS)
 
     train_data: tuple[Path, ...] = ()
     """Training data: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":
@@ -87,7 +94,7 @@ class Settings(FinetuneSettings):
     na_prob_file: Path | None = None
     """JSON file of {question id: number}, with --predictions; high where no answer is likely."""
 
-    na_prob_thresh: float | None = field(default=None, metadata=BESIDE)
+    na_prob_thresh: float | None = None
     """A question whose number in --na-prob-file is above it counts as not answered; 1 if not
     given."""
 
@@ -116,32 +123,25 @@ class Settings(FinetuneSettings):
                 f"below --seq-length {self.seq_length} less {SPECIAL} special tokens",
                 works=("--max-query-length", str(max(1, self.seq_length // 4))),
             )
-        self._check_files()
-
-    def _check_files(self) -> None:
-        """Raise UsageError for files that cannot be used together."""
-        if self.predictions is not None:
-            if self.load or self.ensemble or self.train_data:
-                raise UsageError(
-                    "--predictions",
-                    self.predictions,
-                    "given without --load, --ensemble and --train-data: no model is asked "
-                    "(--save-predictions writes such a file)",
-                )
-            for name in self.changed(OF_MODELS):
-                value = getattr(self, name)
-                raise UsageError(flag(name), value, "left out beside --predictions")
-        if self.na_prob_file is not None and self.predictions is None:
-            raise UsageError("--na-prob-file", self.na_prob_file, "given with --predictions")
-        if self.na_prob_thresh is not None and self.na_prob_file is None:
-            raise UsageError("--na-prob-thresh", self.na_prob_thresh, "given with --na-prob-file")
+        judged, trains = self.predictions is not None, bool(self.train_data)
+        rules: list[tuple[str, bool, str]] = [
+            (
+                "predictions",
+                bool(self.load or self.ensemble or trains),
+                "given without --load, --ensemble and --train-data: no model is asked "
+                "(--save-predictions writes such a file)",
+            ),
+            ("na_prob_file", not judged, "given with --predictions"),
+            ("na_prob_thresh", self.na_prob_file is None, "given with --na-prob-file"),
+        ]
         for name in ("save_predictions", "save_null_odds"):
-            if getattr(self, name) and (self.train_data or self.predictions is not None):
-                raise UsageError(
-                    flag(name),
-                    getattr(self, name),
-                    "given for a fine-tuned model, without --train-data and --predictions",
-                )
+            allowed = "given for a fine-tuned model, without --train-data and --predictions"
+            rules.append((name, trains or judged, allowed))
+        for name in self.changed(OF_MODELS):
+            rules.append((name, judged, "left out beside --predictions"))
+        for name, is_refused, allowed in rules:
+            if is_refused and (value := getattr(self, name)) is not None:
+                raise UsageError(flag(name), value, allowed)
 
     def changed(self, names: Sequence[str]) -> list[str]:
         """Those of these settings that are not at their defaults."""
@@ -158,7 +158,7 @@ class Settings(FinetuneSettings):
 class SquadTask(Finetuning):
     head = "span"
     labels = ()
-    best = ("", "f1")
+    best = "f1"
 
     settings: Settings
     train: Sequence[Example]
@@ -178,10 +178,10 @@ class SquadTask(Finetuning):
     def conventions(self) -> Mapping[str, str]:  # type: ignore[override]
         return conventions(self.squad.version)
 
-    def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
+    def score(self, logits: Logits) -> Mapping[str, Any]:
         """Also writes the answers if set to; an ensemble's own replace those of its models."""
         squad, longest = self.squad, self.settings.max_answer_length
-        found = read_answers(self.evaluations[name], logits, longest)
+        found = read_answers(self.evaluations[""], logits[""], longest)
         ids = [each.id for each in squad.questions]
         answers = dict(zip(ids, found.texts, strict=True))
         marks = mark(squad, answers)

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.reading import read_json
+from tasks.readers.inputs import read_json, take
 
 CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
+_take = partial(take, cure=CURE)
 MOST_MISPLACED = 0.01  # share of the answers; a file with more has been changed
-KINDS = {str: "a text", list: "a list", int: "a number", bool: "true or false"}
 Version: TypeAlias = Literal["1.1", "2.0"]
 
 
@@ -78,11 +79,20 @@ def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED)
     place = f"{flag} {file}"
     passages: list[str] = []
     questions: list[Question] = []
-    for where, passage, entries in _paragraphs(place, read_json(flag, file, CURE)):
-        for number, entry in enumerate(entries, 1):
-            named = f"{place}, question {_take(entry, 'id', str, f'{where}, question {number}')}"
-            questions.append(_question(named, entry, passage, len(passages)))
-        passages.append(passage)
+    content = read_json(flag, file, CURE)
+    for article_number, article in enumerate(_take(content, "data", list, place), 1):
+        in_article = f"{place}, article {article_number}"
+        paragraphs = _take(article, "paragraphs", list, in_article)
+        for paragraph_number, paragraph in enumerate(paragraphs, 1):
+            where = f"{in_article}, paragraph {paragraph_number}"
+            passage = _take(paragraph, "context", str, where)
+            if not passage.strip():
+                raise ValueError(f'{where}: its "context" is blank; {CURE}')
+            for number, entry in enumerate(_take(paragraph, "qas", list, where), 1):
+                name = _take(entry, "id", str, f"{where}, question {number}")
+                named = f"{place}, question {name}"
+                questions.append(_question(named, entry, passage, len(passages)))
+            passages.append(passage)
     if not questions:
         raise ValueError(f"{place} has no questions; {CURE}")
     name, count = Counter(each.id for each in questions).most_common(1)[0]
@@ -93,22 +103,19 @@ def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED)
     return squad
 
 
-def _paragraphs(place: str, content: Any) -> Iterator[tuple[str, str, list[Any]]]:
-    """(location, passage, questions) of each paragraph."""
-    for article, each in enumerate(_take(content, "data", list, place), 1):
-        where = f"{place}, article {article}"
-        for number, paragraph in enumerate(_take(each, "paragraphs", list, where), 1):
-            here = f"{where}, paragraph {number}"
-            passage = _take(paragraph, "context", str, here)
-            if not passage.strip():
-                raise ValueError(f'{here}: its "context" is blank; {CURE}')
-            yield here, passage, _take(paragraph, "qas", list, here)
-
-
 def _question(named: str, entry: Any, passage: str, number: int) -> Question:
-    is_impossible = _take(entry, "is_impossible", bool, named) if "is_impossible" in entry else None
+    is_impossible = None
+    if "is_impossible" in entry:
+        is_impossible = _take(entry, "is_impossible", bool, named)
+    answers = []
+    for each in _take(entry, "answers", list, named):
+        text = _take(each, "text", str, named)
+        given = _take(each, "answer_start", int, named)
+        if not text.strip():
+            raise ValueError(f"{named} has a blank answer; {CURE}")
+        start = nearest(passage, text, given)
+        answers.append(Answer(text, start, start not in (None, given)))
     # A question of 1.1 without answers would be scored as wrong for every prediction.
-    answers = [_answer(named, each, passage) for each in _take(entry, "answers", list, named)]
     if bool(is_impossible) == bool(answers):
         says = "says that it is impossible, and has" if answers else "is not impossible, and lacks"
         raise ValueError(f"{named} {says} answers; {CURE}")
@@ -116,27 +123,11 @@ def _question(named: str, entry: Any, passage: str, number: int) -> Question:
     return Question(entry["id"], text, number, answers, is_impossible)
 
 
-def _answer(named: str, entry: Any, passage: str) -> Answer:
-    text, given = _take(entry, "text", str, named), _take(entry, "answer_start", int, named)
-    if not text.strip():
-        raise ValueError(f"{named} has a blank answer; {CURE}")
-    start = nearest(passage, text, given)
-    return Answer(text, start, start not in (None, given))
-
-
 def nearest(passage: str, text: str, start: int) -> int | None:
     """Position of the text in the passage that is nearest to `start`; None if it has none."""
     start = min(max(start, 0), len(passage))
     found = passage.rfind(text, 0, start + len(text)), passage.find(text, start)
     return min((each for each in found if each >= 0), key=lambda at: abs(at - start), default=None)
-
-
-def _take(entry: Any, key: str, kind: type, place: str) -> Any:
-    """entry[key]; raises ValueError unless it is of this kind."""
-    value = entry.get(key) if isinstance(entry, dict) else None
-    if type(value) is not kind:
-        raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {CURE}')
-    return value
 
 
 def _version(place: str, questions: Sequence[Question]) -> Version:

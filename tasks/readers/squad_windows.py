@@ -23,9 +23,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from megatron.data.tokenizer import BertTokenizer
-from tasks.pairs import Ragged, Shape, encode
 from tasks.protocol import Example
-from tasks.squad.files import Question, Squad
+from tasks.readers.inputs import Ragged, Shape, encode
+from tasks.readers.squad_files import Question, Squad
 
 NO_ANSWER = (-1, -1)
 

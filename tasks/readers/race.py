@@ -11,10 +11,10 @@ questions: {"article": text, "questions": [text, ...], "options": [[text, text, 
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,37 @@ from numpy.typing import NDArray
 from megatron.config.checks import positive
 from megatron.data.tokenizer import BertTokenizer
 from megatron.errors import UsageError
-from tasks.checks import (
-    WARN_CUT_QUESTIONS,
+from tasks.protocol import (
     ChecksConfig,
+    Example,
+    FinetuneSettings,
+    Finetuning,
+    Logits,
+    by_evaluation,
+)
+from tasks.readers.inputs import (
+    SPECIAL,
+    WARN_CUT_QUESTIONS,
     InputChecks,
+    Ragged,
+    Shape,
     check_apart,
     check_cut,
+    encode,
     majority,
+    read_json,
+    shape_of,
+    take,
 )
-from tasks.pairs import SPECIAL, Ragged, Shape, encode, shape_of
-from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventions
 
-CURE = "a folder as released, with middle/ and high/ of .txt files, would work"
+CURE = (
+    "a folder as released, with middle/ and high/ of .txt files, which `tar xf RACE.tar.gz` "
+    "unpacks, would work"
+)
+_take = partial(take, cure=CURE)
 LEVELS = ("middle", "high")
 LETTERS = ("A", "B", "C", "D")  # of the options
-ARCHIVES = (".tar", ".gz", ".xz", ".tgz", ".txz", ".zip")
+OPTIONS = len(LETTERS)
 
 
 @dataclass(frozen=True)
@@ -75,8 +91,6 @@ def find_levels(flag: str, path: Path, split: str) -> dict[str, Path]:
     split: train, dev or test; the folder to use if the path, or RACE/ inside it, has such folders.
     Raises ValueError or OSError, naming the flag, where no level is found.
     """
-    if path.is_file():
-        raise ValueError(f"{flag} {path} is a file; {_unpack(path)}")
     if not path.is_dir():
         raise FileNotFoundError(f"{flag} {path}: no such folder; {CURE}")
     if path.resolve().name in LEVELS:
@@ -84,17 +98,7 @@ def find_levels(flag: str, path: Path, split: str) -> dict[str, Path]:
     for folder in (path, path / split, path / "RACE" / split):
         if found := {name: folder / name for name in LEVELS if (folder / name).is_dir()}:
             return found
-    archives = sorted(each for each in path.iterdir() if each.suffix in ARCHIVES)
-    if archives:
-        own = [each for each in archives if split in each.name] or archives
-        raise ValueError(f"{flag} {path} holds an archive; {_unpack(own[0])}")
     raise ValueError(f"{flag} {path} has neither middle/ nor high/; {CURE}")
-
-
-def _unpack(file: Path) -> str:
-    if file.suffix not in ARCHIVES:
-        return CURE
-    return f"what `{'unzip' if file.suffix == '.zip' else 'tar xf'} {file}` unpacks would work"
 
 
 def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, int]]:
@@ -108,7 +112,7 @@ def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, in
         raise ValueError(f"{flag} {folder} holds no .txt file; {CURE}")
     passages, blank = [], []
     for file in files:
-        passage = _read_passage(f"{flag} {file}", file)
+        passage = _read_passage(flag, file)
         passages.append(passage)
         if any(not text.strip() for text in passage.texts):
             blank.append(file)
@@ -127,47 +131,26 @@ def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, in
     return kept, counts
 
 
-def _read_passage(place: str, file: Path) -> RacePassage:
-    try:
-        record = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{place} is not one JSON object ({error}); {CURE}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} is no JSON object; {CURE}")
-    if missing := [k for k in ("article", "questions", "options", "answers") if k not in record]:
-        raise ValueError(f"{place} has no {' and no '.join(map(repr, missing))}; {CURE}")
-    article = _text(place, "its article", record["article"])
-    lists = [record[key] for key in ("questions", "options", "answers")]
-    if not all(isinstance(each, list) for each in lists) or len(set(map(len, lists))) > 1:
-        counts = [len(each) if isinstance(each, list) else type(each).__name__ for each in lists]
-        raise ValueError(
-            f"{place} has {counts[0]} questions, {counts[1]} lists of options and {counts[2]} "
-            "answers; one of each a question would work"
-        )
-    rows = enumerate(zip(*lists, strict=True), start=1)
-    return RacePassage(article, [_question(f"{place}, question {n}", *row) for n, row in rows])
+def _read_passage(flag: str, file: Path) -> RacePassage:
+    place, record = f"{flag} {file}", read_json(flag, file, CURE)
+    article = _take(record, "article", str, place)
+    keys = ("questions", "options", "answers")
+    lists = [_take(record, key, list, place) for key in keys]
+    if len(set(map(len, lists))) > 1:
+        counts = ", ".join(f"{len(each)} {key}" for key, each in zip(keys, lists, strict=True))
+        raise ValueError(f"{place} has {counts}; one of each a question would work")
+    questions = []
+    for number, (text, options, answer) in enumerate(zip(*lists, strict=True), start=1):
+        where = f"{place}, question {number}"
+        texts = [text, *options] if isinstance(options, list) else []
+        if len(texts) != 1 + OPTIONS or not all(isinstance(each, str) for each in texts):
+            raise ValueError(f"{where}: a text and {OPTIONS} options, each a text, would work")
+        if answer not in LETTERS:
+            raise ValueError(f"{where}: the answer {answer!r} is not one of {', '.join(LETTERS)}")
+        questions.append(RaceQuestion(text, options, LETTERS.index(answer)))
+    return RacePassage(article, questions)
 
 
-def _question(place: str, text: Any, options: Any, answer: Any) -> RaceQuestion:
-    if not isinstance(options, list) or len(options) != len(LETTERS):
-        count = len(options) if isinstance(options, list) else type(options).__name__
-        raise ValueError(f"{place}: {count} options; {len(LETTERS)} would work")
-    if answer not in LETTERS:
-        raise ValueError(f"{place}: the answer {answer!r} is not one of {', '.join(LETTERS)}")
-    return RaceQuestion(
-        _text(place, "its text", text),
-        [_text(place, "an option", each) for each in options],
-        LETTERS.index(answer),
-    )
-
-
-def _text(place: str, what: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{place}: {what} is {type(value).__name__}; text would work")
-    return value
-
-
-OPTIONS = len(LETTERS)
 ENOUGH = 20  # so many equal answers occur by chance in less than one of 10^11 cases
 CONVENTIONS = {
     "questions": "of four options each, of the level of schools that the name begins with, or of "
@@ -181,6 +164,8 @@ CONVENTIONS = {
 @dataclass(frozen=True, kw_only=True)
 class Settings(FinetuneSettings):
     """In a folder with train/ and dev/, --train-data reads train/ and --valid-data dev/."""
+
+    hyper_parameters = (*FinetuneSettings.hyper_parameters, "max_qa_length")
 
     train_data: tuple[Path, ...] = ()
     """Training data: folders as released, with middle/, high/ or both (RACE/train), or folders of
@@ -248,7 +233,7 @@ class Questions(Sequence[Example]):
 class Race(Finetuning):
     head = "choice"
     labels = ()
-    best = ("", "accuracy")
+    best = "accuracy"
 
     train: Sequence[Example]
     evaluations: Mapping[str, Questions]
@@ -256,27 +241,24 @@ class Race(Finetuning):
 
     @property
     def conventions(self) -> Mapping[str, str]:
-        return name_conventions(["", *self.evaluations], CONVENTIONS)
+        return by_evaluation(dict.fromkeys(["", *self.evaluations], CONVENTIONS))
 
-    def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
-        right = self.evaluations[name].right
-        hits = np.stack(logits).argmax(axis=1) == right
-        return {
-            "questions": len(right),
-            "majority_accuracy": majority(right),
-            "accuracy": float(hits.mean()),
-        }
-
-    def combined(self, figures: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-        counts = [each["questions"] for each in figures.values()]
-        accuracies = [each["accuracy"] for each in figures.values()]
-        return {
-            "questions": sum(counts),
-            "majority_accuracy": majority(
-                np.concatenate([each.right for each in self.evaluations.values()])
-            ),
-            "accuracy": float(np.average(accuracies, weights=counts)),
-        }
+    def score(self, logits: Logits) -> Mapping[str, Any]:
+        right = {name: self.evaluations[name].right for name in logits}
+        hits = {name: np.stack(rows).argmax(axis=1) == right[name] for name, rows in logits.items()}
+        # All levels together, under names without a prefix.
+        right[""] = np.concatenate([*right.values()])
+        hits[""] = np.concatenate([*hits.values()])
+        return by_evaluation(
+            {
+                name: {
+                    "questions": len(right[name]),
+                    "majority_accuracy": majority(right[name]),
+                    "accuracy": float(hits[name].mean()),
+                }
+                for name in right
+            }
+        )
 
 
 def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: BertTokenizer) -> Race:

@@ -7,7 +7,7 @@ Files of labelled pairs of texts: GLUE's .tsv as released, and JSON.
 
 .tsv: a header names the columns, of which three are read; quotes are not special. JSON: the
 objects are {"text_a", "text_b", "label"}, or have the columns' names as keys; they are the values
-of one object, the items of a list, or one per line. The content decides which format it is.
+of one object, or one per line. The content decides which format it is.
 """
 
 from __future__ import annotations
@@ -22,19 +22,64 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.checks import at_least
 from megatron.data.tokenizer import BertTokenizer
 from megatron.errors import UsageError
-from tasks.checks import ChecksConfig, InputChecks, LabelMap, check_apart, check_classes, majority
-from tasks.pairs import SPECIAL, PairExamples, encode, shape_of
-from tasks.protocol import Example, FinetuneSettings, Finetuning, name_conventions
-from tasks.reading import read_marked
+from tasks.protocol import (
+    ChecksConfig,
+    Example,
+    FinetuneSettings,
+    Finetuning,
+    Logits,
+    by_evaluation,
+    figure_name,
+)
+from tasks.readers.inputs import (
+    SPECIAL,
+    InputChecks,
+    PairExamples,
+    check_apart,
+    encode,
+    majority,
+    read_marked,
+    shape_of,
+    take,
+)
 
 SIMPLE = ("text_a", "text_b", "label")
 MOST_BAD = 0.01  # share of the rows; in GLUE's QQP a line end splits about one in 100,000
 
 
 @dataclass(frozen=True)
-class Form:
+class LabelMap:
+    """Maps labels in the files to classes."""
+
+    names: tuple[str, ...]  # of the classes, in the order of their ids
+    others: Mapping[str, int] = field(default_factory=dict)  # further spellings, such as "1"
+    cure: str = ""  # message for a number that is not one of these spellings
+
+    def id_of(self, label: object, place: str) -> int:
+        """The class id of a label. Raises ValueError, naming the place, for an unknown label."""
+        is_number = isinstance(label, int | float) and not isinstance(label, bool)
+        spelt = str(label) if is_number else label
+        if isinstance(spelt, str):
+            if spelt in self.others:
+                return self.others[spelt]
+            if spelt in self.names:
+                return self.names.index(spelt)
+            is_number = is_number or spelt.lstrip("-").isdigit()
+        why = self.cure if is_number else ""
+        known = ", ".join([*self.names, *self.others])
+        raise ValueError(f"{place}: the label {label!r} is not one of {known}{why}")
+
+    @property
+    def by_id(self) -> dict[str, str]:
+        """For the record: {"0": name, ...}."""
+        return {str(number): name for number, name in enumerate(self.names)}
+
+
+@dataclass(frozen=True)
+class PairFormat:
     """Contents of a task's files."""
 
     columns: tuple[str, str, str]  # names for the first text, the second text and the label
@@ -54,7 +99,7 @@ class Pairs:
     """The rows that were left out: location and error of each."""
 
 
-def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
+def read_pairs(flag: str, file: Path, form: PairFormat) -> Pairs:
     """Warns of rows that are left out because they lack a column or a text.
 
     Raises ValueError or OSError, naming flag, file and line, if more than one row in a hundred is
@@ -90,7 +135,7 @@ def read_pairs(flag: str, file: Path, form: Form) -> Pairs:
     return pairs
 
 
-def parse_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
+def parse_tsv(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, list[Any] | str]]:
     """(location, [text, text, label] or an error message) of each row."""
     lines = text.removesuffix("\n").split("\n")
     header = [name.strip() for name in lines[0].split("\t")]
@@ -103,7 +148,7 @@ def parse_tsv(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any
             yield where, f"{len(row)} columns in place of the header's {len(header)}"
 
 
-def _find_columns(place: str, header: Sequence[str], form: Form) -> list[int]:
+def _find_columns(place: str, header: Sequence[str], form: PairFormat) -> list[int]:
     for names in (form.columns, SIMPLE):
         if all(header.count(name) == 1 for name in names):
             return [header.index(name) for name in names]
@@ -120,53 +165,33 @@ def _find_columns(place: str, header: Sequence[str], form: Form) -> list[int]:
     )
 
 
-def parse_json(place: str, text: str, form: Form) -> Iterator[tuple[str, list[Any] | str]]:
+def parse_json(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, list[Any] | str]]:
     """(location, [text, text, label]) of each object."""
-    for where, record in _json_records(place, text, form):
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is no JSON object but {type(record).__name__}; {form.cure}")
-        keys = next((each for each in (SIMPLE, form.columns) if set(each) <= set(record)), None)
-        if keys is None:
-            missing = [key for key in SIMPLE if key not in record]
-            raise ValueError(f"{where} has no {' and no '.join(missing)}; {form.cure}")
-        for key in keys[:2]:
-            if not isinstance(record[key], str):
-                kind = type(record[key]).__name__
-                raise ValueError(f"{where}: {key} is {kind}; text would work")
-        yield where, [record[key] for key in keys]
-
-
-def _json_records(place: str, text: str, form: Form) -> Iterator[tuple[str, Any]]:
-    first = text.lstrip().partition("\n")[0]
-    if _is_record(first):
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"{place}, line {number}", _parse(f"{place}, line {number}", line, form)
-        return
-    whole = _parse(place, text, form)
-    rows = whole.items() if isinstance(whole, dict) else enumerate(whole)
-    for name, record in rows:
-        yield f"{place}, item {name}", record
-
-
-def _is_record(line: str) -> bool:
-    """Whether the line is a whole JSON object, and not an object of objects."""
     try:
-        record = json.loads(line)
+        whole = json.loads(text)
     except ValueError:
-        return False
-    return isinstance(record, dict) and not all(isinstance(x, dict) for x in record.values())
-
-
-def _parse(place: str, text: str, form: Form) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{place} is not JSON ({error}); {form.cure}") from error
+        whole = None  # objects line by line, or nothing that can be read
+    if isinstance(whole, dict) and all(isinstance(each, dict) for each in whole.values()):
+        records = [(f"{place}, item {name}", record) for name, record in whole.items()]
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        records = [(f"{place}, line {number}", line) for number, line in lines if line.strip()]
+    for where, record in records:
+        if isinstance(record, str):
+            try:
+                record = json.loads(record)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON ({error}); {form.cure}") from error
+        is_of_columns = isinstance(record, dict) and form.columns[0] in record
+        *texts, label = form.columns if is_of_columns else SIMPLE
+        row = [take(record, key, str, where, form.cure) for key in texts]
+        if label not in record:
+            raise ValueError(f"{where} has no {label}; {form.cure}")
+        yield where, [*row, record[label]]
 
 
 # The order of the paper's authors, which is alphabetical. Others start with entailment.
-MNLI_FORM = Form(
+MNLI_FORMAT = PairFormat(
     ("sentence1", "sentence2", "gold_label"),
     LabelMap(
         ("contradiction", "entailment", "neutral"),
@@ -174,15 +199,15 @@ MNLI_FORM = Form(
         "contradiction, entailment, neutral; others entailment, neutral, contradiction); "
         "the names would work",
     ),
-    "GLUE's train.tsv, dev_matched.tsv and dev_mismatched.tsv of MNLI would work, or JSON of "
-    "objects with text_a, text_b and label",
+    "GLUE's train.tsv, dev_matched.tsv and dev_mismatched.tsv of MNLI would work, or one JSON "
+    "object of text_a, text_b and label per line",
     none="-",  # for pairs on which the annotators did not agree
 )
-QQP_FORM = Form(
+QQP_FORMAT = PairFormat(
     ("question1", "question2", "is_duplicate"),
     LabelMap(("not_duplicate", "duplicate"), {"0": 0, "1": 1}),
-    "GLUE's train.tsv and dev.tsv of QQP would work, or JSON of objects with text_a, text_b and "
-    "label",
+    "GLUE's train.tsv and dev.tsv of QQP would work, or one JSON object of text_a, text_b and "
+    "label per line",
     with_f1=True,
 )
 CONVENTIONS = {
@@ -197,19 +222,13 @@ CONVENTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(FinetuneSettings):
-    form: ClassVar[Form]
+    form: ClassVar[PairFormat]
 
     checks: ChecksConfig = field(default_factory=ChecksConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seq_length < SPECIAL + 2:
-            raise UsageError(
-                "--seq-length",
-                self.seq_length,
-                f"at least {SPECIAL + 2}: two texts and {SPECIAL} special tokens",
-                works=("--seq-length", "128"),
-            )
+        at_least(self, seq_length=SPECIAL + 2)  # a token of each text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,24 +238,28 @@ class Classified(Finetuning):
     labels: tuple[str, ...]
     train: Sequence[Example]
     evaluations: Mapping[str, PairExamples]
-    best: tuple[str, str]
+    best: str
     notes: Mapping[str, Any]
     with_f1: bool
 
     @property
     def conventions(self) -> Mapping[str, str]:
         meanings = {each: CONVENTIONS[each] for each in CONVENTIONS if self.with_f1 or each != "f1"}
-        return name_conventions(self.evaluations, meanings)
+        return by_evaluation(dict.fromkeys(self.evaluations, meanings))
 
-    def figures(self, name: str, logits: Sequence[NDArray[np.float32]]) -> Mapping[str, Any]:
-        right = self.evaluations[name].classes
-        predicted = np.stack(logits).argmax(axis=1)
-        figures = {
-            "pairs": len(right),
-            "majority_accuracy": majority(right),
-            "accuracy": float((predicted == right).mean()),
-        }
-        return {**figures, "f1": f1(predicted == 1, right == 1)} if self.with_f1 else figures
+    def score(self, logits: Logits) -> Mapping[str, Any]:
+        found = {}
+        for name, rows in logits.items():
+            right = self.evaluations[name].classes
+            predicted = np.stack(rows).argmax(axis=1)
+            found[name] = {
+                "pairs": len(right),
+                "majority_accuracy": majority(right),
+                "accuracy": float((predicted == right).mean()),
+            }
+            if self.with_f1:
+                found[name]["f1"] = f1(predicted == 1, right == 1)
+        return by_evaluation(found)
 
 
 def f1(predicted: NDArray[np.bool_], right: NDArray[np.bool_]) -> float:
@@ -248,16 +271,16 @@ def f1(predicted: NDArray[np.bool_], right: NDArray[np.bool_]) -> float:
 class MNLISettings(GlueSettings):
     """The 336M model's settings in table 6."""
 
-    form = MNLI_FORM
+    form = MNLI_FORMAT
     epochs: int = 10
     lr: float = 1e-5
     global_batch_size: int = 128
 
     train_data: tuple[Path, ...] = ()
     """Training data: GLUE's train.tsv of MNLI (columns sentence1, sentence2, gold_label), or JSON
-    of {"text_a", "text_b", "label"}: a list, or one object per line. Labels are contradiction,
-    entailment and neutral; pairs with "-" are left out. Without this flag a fine-tuned model is
-    evaluated."""
+    objects {"text_a", "text_b", "label"}, one per line or the values of one object. Labels are
+    contradiction, entailment and neutral; pairs with "-" are left out. Without this flag a
+    fine-tuned model is evaluated."""
 
     valid_data: tuple[Path, ...]
     """Evaluation data, used after every epoch: files of the same formats, dev_matched.tsv and
@@ -270,15 +293,15 @@ class MNLISettings(GlueSettings):
 class QQPSettings(GlueSettings):
     """The 336M model's settings in table 6."""
 
-    form = QQP_FORM
+    form = QQP_FORMAT
     epochs: int = 12
     lr: float = 5e-5
     global_batch_size: int = 128
 
     train_data: tuple[Path, ...] = ()
     """Training data: GLUE's train.tsv of QQP (columns question1, question2, is_duplicate), or JSON
-    of {"text_a", "text_b", "label"}: a list, or one object per line. Labels are 0 or not_duplicate,
-    1 or duplicate. Without this flag a fine-tuned model is evaluated."""
+    objects {"text_a", "text_b", "label"}, one per line or the values of one object. Labels are 0 or
+    not_duplicate, 1 or duplicate. Without this flag a fine-tuned model is evaluated."""
 
     valid_data: tuple[Path, ...]
     """Evaluation data, used after every epoch: files of the same formats, dev.tsv. A single file
@@ -305,7 +328,7 @@ def prepare(
         labels=form.labels.names,
         train=examples,
         evaluations=evaluations,
-        best=(next(iter(evaluations)), "accuracy"),
+        best=figure_name(next(iter(evaluations)), "accuracy"),
         notes=notes,
         with_f1=form.with_f1,
     )
@@ -327,7 +350,7 @@ def name_files(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def read(
-    flag: str, files: Sequence[Path], form: Form, checks: InputChecks
+    flag: str, files: Sequence[Path], form: PairFormat, checks: InputChecks
 ) -> tuple[PairExamples, dict[str, Any]]:
     """(the pairs of these files, counts for the record)."""
     parts = [read_pairs(flag, file, form) for file in files]
@@ -347,6 +370,23 @@ def read(
         "classes": check_classes(place, classes, form.labels.names, trained=trained),
         **checks.check(place, [*first, *second], tokens, examples.whole),
     }
+
+
+def check_classes(
+    place: str, ids: NDArray[Any], names: Sequence[str], *, trained: bool
+) -> dict[str, int]:
+    """Number of examples per class. trained: whether a single class is an error (training data)."""
+    counts = np.bincount(ids, minlength=len(names)).tolist()
+    found = [name for name, count in zip(names, counts, strict=True) if count]
+    if trained and len(found) == 1:
+        raise ValueError(
+            f"{place}: all {len(ids)} examples are {found[0]}, so that there is nothing to learn; "
+            f"data with {' and '.join(names)} would work"
+        )
+    if missing := [name for name in names if name not in found]:
+        message = "a model cannot learn it" if trained else "the figures say nothing of it"
+        warnings.warn(f"{place}: no example is {' or '.join(missing)}; {message}", stacklevel=2)
+    return dict(zip(names, counts, strict=True))
 
 
 class MNLI:

@@ -1,43 +1,35 @@
-"""The plan of a fine-tuning command: settings, models and input, checked without torch."""
+"""A fine-tuning command: settings, models and input, checked without torch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from megatron.checkpoint.format import one_step
 from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checks import at_most
 from megatron.config.model import BertConfig, FinetunedConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError, flag
 from megatron.models.registry import config_of
 from megatron.train.trained import open_trained
 from tasks import paper
-from tasks.checks import ChecksConfig
-from tasks.common import ReportConfig
-from tasks.protocol import FinetuneSettings, Finetuning
+from tasks.protocol import SEARCHED, TABLE_6, FinetuneSettings, Finetuning
 from tasks.record import identify
 
 RESULT = "result.json"  # exists once a seed is finished
-TABLE_6 = ("epochs", "lr", "global_batch_size")  # set by presets, which evaluations may use, too
-TRAINING = (
-    *TABLE_6,
-    "lr_warmup_fraction",
-    "weight_decay",
-    "clip_grad",
-    "hidden_dropout",
-    "attention_dropout",
-    "recompute_granularity",
-)
+# Without effect where nothing is trained, and where answers in a file are scored.
+OF_TRAINING = (*SEARCHED, "recompute_granularity", "seed", "seeds", "search", "save")
+OF_MODELS = (*FinetuneSettings.hyper_parameters, *OF_TRAINING, "load", "ensemble", "vocab_file")
 ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation only by rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FinetuneJob:
     """Everything that a run needs except the mesh."""
 
     name: str
@@ -51,10 +43,39 @@ class Plan:
     facts: Mapping[str, Any]
     """For the record: input, command, hyper-parameters, limits of the input checks."""
 
+    @property
+    def seeds(self) -> range:
+        settings = self.settings
+        # Five, as in the paper: it searched on one seed and reports the median of five.
+        count = settings.seeds or (5 if settings.search else 1)
+        return range(settings.seed, settings.seed + count)
 
-def make_plan(
+    def using(self, **changes: Any) -> FinetuneJob:
+        """The job with other settings."""
+        settings = replace(self.settings, **changes)
+        facts = {**self.facts, "hyper_parameters": hyper_parameters(settings)}
+        return replace(self, settings=settings, facts=facts)
+
+    def tries(self) -> list[tuple[dict[str, Any], FinetuneJob]]:
+        """(values, job) of every combination of --search; each keeps its seeds in a folder of its
+        own. Raises UsageError for a value that its own flag refuses."""
+        searched, save = self.settings.searched(), self.settings.save
+        found = {}
+        for combination in product(*searched.values()):
+            values = dict(zip(searched, combination, strict=True))
+            name = ",".join(f"{key}={value}" for key, value in values.items())
+            folder = None if save is None else save / name
+            try:
+                found[name] = (values, self.using(save=folder, **values))
+            except UsageError as error:
+                allowed = f"of accepted values; {error.flag} is {error.allowed}"
+                raise UsageError("--search", name, allowed) from error
+        return list(found.values())
+
+
+def make_job(
     name: str, module: Any, settings: FinetuneSettings, command: Sequence[str], world: int
-) -> Plan:
+) -> FinetuneJob:
     """Read and check all input; raises ValueError or OSError that names the flag."""
     check_models(settings)
     opened = open_models(settings, world)
@@ -84,21 +105,32 @@ def make_plan(
             "would keep them",
             stacklevel=2,
         )
-    facts = {
-        "data": [identify(each) for each in settings.files],
-        "hyper_parameters": hyper_parameters(settings),
-        "checks": checks_of(settings),
-        "command": command,
-    }
-    return Plan(
+    checks = getattr(settings, "checks", None)
+    job = FinetuneJob(
         name=name,
         settings=settings,
         task=task,
         tokenizer=tokenizer,
         models=[folders for folders, _, _ in opened],
         dtypes=[settings.dtype or dtype_of(manifest) for _, _, manifest in opened],
-        facts=facts,
+        facts={
+            "data": [identify(each) for each in settings.files],
+            "hyper_parameters": hyper_parameters(settings),
+            "checks": {} if checks is None else asdict(checks),
+            "command": command,
+        },
     )
+    if settings.search:
+        job.tries()  # refuses values before slow work
+    return job
+
+
+def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
+    """Settings that decide a result besides data, model and seed, as JSON. Those of training are
+    included only in training, and so is the dtype: an evaluation uses that of each model."""
+    left_out = () if settings.train_data else (*OF_TRAINING, "dtype")
+    names = (name for name in settings.hyper_parameters if name not in left_out)
+    return {name: getattr(settings, name) for name in names}
 
 
 def check_models(settings: FinetuneSettings) -> None:
@@ -120,8 +152,7 @@ def check_models(settings: FinetuneSettings) -> None:
             stacklevel=2,
         )
     if not trains:
-        unused = (*TRAINING, "seed", "seeds", "save")
-        _refuse([each for each in settings_of(settings) if each.name in unused], "--train-data")
+        refuse_changed(settings, OF_TRAINING, "--train-data")
         if settings.parallel.sequence_parallel:
             raise UsageError("--sequence-parallel", None, "left out without --train-data")
         if stage := settings.parallel.stage_of_zero:
@@ -139,22 +170,21 @@ def check_judged(settings: FinetuneSettings) -> None:
             "left out where answers in a file are judged: it compares models",
             works=("--no-compare-paper",),
         )
-    every = {field.name for field in fields(FinetuneSettings)}
-    own = {field.name for field in fields(settings)} - every
-    _refuse([each for each in settings_of(settings) if each.name not in own], "a model")
+    refuse_changed(settings, (*OF_MODELS, "train_data"), "a model")
 
 
-def _refuse(settings: Sequence[Setting], needed: str) -> None:
+def refuse_changed(settings: FinetuneSettings, names: Sequence[str], needed: str) -> None:
     """Raise UsageError for the first of these settings that is not at its default: it has no effect
     without `needed`. For settings of the table 6 presets, only warn."""
-    changed = [each for each in settings if each.is_changed]
-    for each in changed:
-        if each.name not in TABLE_6:
-            raise UsageError(flag(each.name), each.value, f"left out without {needed}")
+    values = {each.name: (getattr(settings, each.name), each.default) for each in fields(settings)}
+    changed = [name for name in dict.fromkeys(names) if values[name][0] != values[name][1]]
+    for name in changed:
+        if name not in TABLE_6:
+            raise UsageError(flag(name), values[name][0], f"left out without {needed}")
     if changed:
-        names = " and ".join(flag(each.name) for each in changed)
+        shown = " and ".join(map(flag, changed))
         does = "does" if len(changed) == 1 else "do"
-        warnings.warn(f"{names} {does} nothing here, where nothing is trained", stacklevel=4)
+        warnings.warn(f"{shown} {does} nothing here, where nothing is trained", stacklevel=4)
 
 
 def open_models(
@@ -197,13 +227,7 @@ def check_kind(settings: FinetuneSettings, path: Path, manifest: Mapping[str, An
         name = "--ensemble" if settings.ensemble else "--load"
         raise UsageError(name, path, "fine-tuned, or given with --train-data: its head is random")
     positions = manifest["config"]["model"]["max_position_embeddings"]
-    if settings.seq_length > positions:
-        raise UsageError(
-            "--seq-length",
-            settings.seq_length,
-            f"at most the {positions} positions of {path}",
-            works=("--seq-length", str(positions)),
-        )
+    at_most(settings, "seq_length", positions, f"the positions of {path},")
 
 
 def check_head(task: Finetuning, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -251,45 +275,3 @@ def warn_of_changes(settings: FinetuneSettings, path: Path, finetuned: Mapping[s
                 f"{flag(name)} {then[name]} would give the figures of that time",
                 stacklevel=2,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    name: str
-    value: Any
-    is_changed: bool  # differs from its default
-    decides: bool  # affects training or answers; else only paths or the amount of work
-
-
-def settings_of(config: Any) -> Iterator[Setting]:
-    """Every setting, nested configs included, except those of the report and of the layout."""
-    hints = get_type_hints(type(config))
-    for field in fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        if is_dataclass(value):
-            if not isinstance(value, ReportConfig | ParallelConfig):
-                yield from settings_of(value)
-            continue
-        yield Setting(
-            name=field.name,
-            value=value,
-            is_changed=field.default is not MISSING and value != field.default,
-            decides=Path not in (hint, *get_args(hint)) and field.metadata.get("decides", True),
-        )
-
-
-def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
-    """Settings that decide a result besides data, model and seed, as JSON. Those of training are
-    included only in training, and so is the dtype: an evaluation uses that of each model."""
-    left_out = () if settings.train_data else (*TRAINING, "dtype")
-    return {
-        each.name: each.value if isinstance(each.value, int | float | None) else str(each.value)
-        for each in settings_of(settings)
-        if each.decides and each.name not in left_out
-    }
-
-
-def checks_of(settings: FinetuneSettings) -> dict[str, Any]:
-    """Limits of the input checks; empty for a task without checks."""
-    names = {field.name for field in fields(ChecksConfig)}
-    return {each.name: each.value for each in settings_of(settings) if each.name in names}
