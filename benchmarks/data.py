@@ -64,7 +64,7 @@ def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> di
     table.to_parquet(parquet)
     if tokenizer is None:
         tokenizer = scratch() / "tokenizer"
-        how = ["--vocab-size", str(size), "--output-dir", str(tokenizer), "--input", lines]
+        how = ["--vocab-size", str(size), "--output", str(tokenizer), "--input", lines]
         start(Rank(), "tools/train_tokenizer.py", *how)
     files = [str(tokenizer.resolve() / name) for name in ("vocab.json", "merges.txt")]
     own = ["--vocab-file", files[0], "--merge-file", files[1]]

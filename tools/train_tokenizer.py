@@ -1,6 +1,6 @@
 """Train a tokenizer on text: a byte-level BPE like GPT-2's, or a WordPiece like BERT's.
 
-    python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output-dir FOLDER
+    python tools/train_tokenizer.py --input FILE|FOLDER... --vocab-size N --output FOLDER
         [--tokenizer-type BertWordPieceLowerCase]
     python tools/train_tokenizer.py ... --tokenizer-type HuggingFaceTokenizer
         --special-tokens '[BOT]' '[EOT]' '[PAD]'
@@ -65,7 +65,7 @@ Files = Mapping[str, bytes]
 def train_tokenizer(
     input: tuple[Path, ...],
     vocab_size: int,
-    output_dir: Path,
+    output: Path,
     tokenizer_type: str = GPT2BPETokenizer.kind,
     special_tokens: tuple[str, ...] = (),
 ) -> None:
@@ -77,7 +77,7 @@ def train_tokenizer(
         vocab_size: total number of ids. For a BPE: 256 bytes, merges, and the end mark or the
             special tokens; for a WordPiece: five marks, letters and pieces. The result has fewer
             ids if the text has no more pairs to merge.
-        output_dir: the folder for vocab.json and merges.txt, for vocab.txt, or for tokenizer.json
+        output: the folder for vocab.json and merges.txt, for vocab.txt, or for tokenizer.json
             and tokenizer_config.json; existing ones are replaced.
         tokenizer_type: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, or
             HuggingFaceTokenizer, a byte-level BPE in a tokenizer.json.
@@ -91,14 +91,14 @@ def train_tokenizer(
     check_vocab_size(vocab_size, tokenizer_type, len(special_tokens))
     special = {"special_tokens": special_tokens} if special_tokens else {}
     files = TRAINERS[tokenizer_type](input, vocab_size, **special)
-    if replaced := [name for name, content in files.items() if differs(output_dir / name, content)]:
-        print(f"replaced {' and '.join(replaced)} in {output_dir}", file=sys.stderr)
+    if replaced := [name for name, content in files.items() if differs(output / name, content)]:
+        print(f"replaced {' and '.join(replaced)} in {output}", file=sys.stderr)
     for name, content in files.items():
-        with atomic_writer(output_dir / name) as file:
+        with atomic_writer(output / name) as file:
             file.write(content)
-    size = read_tokenizer(tokenizer_type, output_dir).vocab_size
+    size = read_tokenizer(tokenizer_type, output).vocab_size
     smaller = "" if size == vocab_size else f" (asked for {vocab_size}: no more pairs)"
-    print(f"{size} ids in {output_dir}{smaller}", file=sys.stderr)
+    print(f"{size} ids in {output}{smaller}", file=sys.stderr)
 
 
 def differs(file: Path, content: bytes) -> bool:

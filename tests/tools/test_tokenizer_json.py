@@ -197,7 +197,7 @@ def test_the_trained_folder_loads_in_transformers(folder: Path) -> None:
 def test_special_tokens_that_cannot_be(
     tmp_path: Path, kind: str, special: tuple[str, ...], size: int, flag: str
 ) -> None:
-    words = ["--input", str(write_topics(tmp_path)), "--output-dir", str(tmp_path / "out")]
+    words = ["--input", str(write_topics(tmp_path)), "--output", str(tmp_path / "out")]
     words += ["--vocab-size", str(size), "--tokenizer-type", kind]
     words += ["--special-tokens", *special] if special else []
     assert refused(lambda given: parse_call(train_tokenizer, given, {})(), words) == flag

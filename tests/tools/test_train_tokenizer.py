@@ -81,7 +81,7 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path, kind: str) -> No
     words += [] if "Bert" in kind else ["--special-tokens", "<pad>", "</s>"]
     for name in "abc":
         done = subprocess.run(
-            [sys.executable, str(PROGRAM), *words, "--output-dir", name],
+            [sys.executable, str(PROGRAM), *words, "--output", name],
             cwd=tmp_path, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stderr.count("warning: 1 ") == 1

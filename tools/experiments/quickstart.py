@@ -153,7 +153,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     corpus = output / "corpus"
     raw = settings.corpus or corpus / "raw.jsonl"
     if settings.corpus is None:
-        words = ("--output", raw, "--report", corpus / "harvest.json")
+        words = ("--output", raw, "--json", corpus / "harvest.json")
         harvest = python("-m", "tools.corpus.harvest", *words)
         first = Stage(name="corpus", commands=[harvest], outputs=[raw, corpus / "harvest.json"])
     else:

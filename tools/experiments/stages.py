@@ -87,7 +87,7 @@ def train_tokenizer(text: Path, kind: str, vocab_size: int, vocabulary: Path) ->
     """kind: gpt2 or bert. vocabulary: the folder that it writes."""
     return python(
         "tools/train_tokenizer.py", "--input", text, "--tokenizer-type", TOKENIZERS[kind],
-        "--vocab-size", vocab_size, "--output-dir", vocabulary,
+        "--vocab-size", vocab_size, "--output", vocabulary,
     )  # fmt: skip
 
 
