@@ -543,7 +543,7 @@ def counted_by(folder: Folder) -> Table:
 
 def shown(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return str(value)
     return whole(value) if isinstance(value, int) else decimal(value, 4)
 
 
@@ -611,7 +611,10 @@ def origin_of(folder: Folder, title: str) -> Section:
     settings = manifest["settings"] | run.get("settings", {}) | run.get("machine", {})
     tables: list[Part] = []
     for name, facts in (("setting", settings), ("version of", manifest.get("versions", {}))):
-        rows = [(key, shown(value)) for key, value in facts.items()]
+        rows = [
+            (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for key, value in facts.items()
+        ]
         tables.append(Table((name, ""), rows, left=(0, 1)))
     parts: list[Part] = [Beside([*tables, counted_by(folder)])]
     for key, name in (("inputs", "read"), ("shards", "written")):
