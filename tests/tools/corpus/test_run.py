@@ -122,7 +122,7 @@ def test_a_removal_far_above_that_of_the_sample_stops_the_run(tmp_path: Path) ->
     assert dedup["removal"] > 0.001
     dedup["removal"] = 0.001
     kept.write_text(json.dumps(told))
-    error_naming(file, "[dedup]", "0.1%", plan=True)
+    error_naming(file, "[dedup]", "expected_removal", plan=True)
     file.write_text(file.read_text() + "expected_removal = 0.5\n")
     go(file, plan=True)  # the file's word counts
 
