@@ -184,7 +184,7 @@ def run(settings: Settings) -> None:
     chosen = token_settings(settings)
     if settings.overwrite or not (chosen.output / MANIFEST).exists():
         check_sample(settings, chosen)
-    with StepRun("tokenise", chosen, by_unit=False) as step:
+    with StepRun("tokenise", chosen, by_unit=False, files=[f"{settings.name}*"]) as step:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:

@@ -197,7 +197,7 @@ def _read_passages(
         try:
             record = parse_line(line, key)
         except ValueError as error:
-            funnel.set_aside(unit.file, line.offset, line.content, str(error))
+            funnel.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
             if len(funnel.rejected) <= LINES_LOOKED_AT and str(error) == no_text_reason(key):
                 other = parse_json(line.content)
                 items = other.items() if isinstance(other, dict) else ()

@@ -39,10 +39,15 @@ OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-DAMAGED = "damaged or cut short"  # part of a fault: counted apart from bad lines
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 NOT_SHARDS = {MANIFEST, "run.json", "rejected.jsonl", "duplicates.jsonl"}
 DEEPEST = 200  # levels of lists and objects; orjson writes 254, and reads more
+
+
+class Damage(str):
+    """A fault of a whole file, which is cut short or damaged; counted apart from bad lines."""
+
+    __slots__ = ()
 
 
 class Line(NamedTuple):
@@ -155,7 +160,8 @@ def read_lines(
         except damage() as error:
             if not compressed or getattr(error, "errno", None):  # the disk's, not the content's
                 raise
-            yield Line(offset, b"", f"{DAMAGED}, the rest is lost ({error})")
+            reason = f"damaged or cut short, the rest is lost ({error})"
+            yield Line(offset, b"", Damage(reason))
 
 
 def bare_name(file: Path | str) -> str:
@@ -191,7 +197,7 @@ def read_shard(
     except damage() as error:
         if Path(file).suffix not in OPENERS or getattr(error, "errno", None):
             raise
-        fault = f"{DAMAGED} ({error})"
+        fault = Damage(f"damaged or cut short ({error})")
     yield Line(0, content[:200] if fault else content, fault)
 
 

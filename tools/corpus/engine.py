@@ -1,10 +1,13 @@
-"""Common part of all steps: an output folder that is filled once, whole, and can be resumed.
+"""The engine of all steps: an output folder that is filled once, whole, and can be resumed.
 
 A step is a series of stages; a stage is a list of tasks that share only files.  Each task leaves a
 marker in OUTPUT/.work when its output is in place; a task whose marker shows the same function,
 arguments and input is not run again.  The manifest is written last and shows that all files are
 there; then .work is removed.  manifest.json has facts that are the same in every run, run.json the
 others.
+
+OUTPUT/.work/begun.json, and later run.json, names the files that the step writes; only these are
+ever removed.
 """
 
 import contextlib
@@ -16,17 +19,16 @@ import itertools
 import json
 import os
 import platform
-import re
 import resource
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from megatron.data.files import atomic_writer, sha256
-from megatron.data.json_lines import DAMAGED, MANIFEST, WORK
+from megatron.data.json_lines import MANIFEST, NOT_SHARDS, WORK
 from megatron.errors import UsageError
 from tools.corpus.files import (
     BAD_LINE,
@@ -36,127 +38,20 @@ from tools.corpus.files import (
     Unit,
     concatenate,
     documents,
-    known_checksums,
+    read_manifest,
+    read_object,
+    recorded_checksums,
     write_shard,
 )
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import StepSettings, Unfinished, progress, say
 
-RUN = "run.json"
-PARTIAL = re.compile(r"\.[0-9a-f]{32}\.part$")  # names of unfinished files, see `atomic_writer`
-SHARD = r"part-\d+(-\d+)?\.(jsonl|txt)(\.gz|\.zst)?"
-DATA_SET = r".*_(document|sentence).*\.(bin|idx|json)(\.tmp\d+)?"
-WRITTEN = re.compile(rf"(manifest|run)\.json|(rejected|duplicates)\.jsonl|{SHARD}|{DATA_SET}")
-SIDES = ("train", "valid")
-TOKENIZER = re.compile(r".*_(document|sentence)\.tokenizer(\.partial)?")  # a folder of these files:
-TOKENIZER_FILES = re.compile(r"(vocab|merges)\.(json|txt)")
-
-
-def locked(folder: Path, *, shared: bool) -> contextlib.AbstractContextManager[None]:
-    """Lock the folder.  Raises ValueError if another run has locked it."""
-    return _locked(folder, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, kind: int) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise UsageError(
-            "--output", folder, "another folder than one that a run is filling"
-        ) from None
-    finally:
-        os.close(descriptor)
-
-
-def check_apart(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> None:
-    """Raises ValueError, naming it, for input given twice, or input and output in one another.
-
-    A folder may hold both if only files directly in it are input.
-    """
-    if output.exists() and not output.is_dir():
-        raise UsageError("--output", output, "a folder, there already or not")
-    place = output.resolve()
-    seen: set[tuple[Path, int]] = set()
-    resolved = {file: Path(file).resolve() for file in {unit.file for unit in units}}
-    for unit in units:
-        file = resolved[unit.file]
-        if file.is_relative_to(place):
-            raise UsageError("--input", unit.file, f"outside of --output {output}")
-        if (file, unit.start) in seen:
-            raise UsageError("--input", unit.file, "given once")
-        seen.add((file, unit.start))
-    deep = found_deep(inputs, resolved.values())
-    around = next((path for path in inputs if _holds(path, [place]) and _holds(path, deep)), None)
-    if around is not None:
-        raise UsageError(
-            "--output", output, f"outside of --input {around}, which is searched at any depth"
-        )
-
-
-def _holds(folder: Path, files: Iterable[Path]) -> bool:
-    place = folder.resolve()
-    return any(file.is_relative_to(place) for file in files)
-
-
-def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
-    """The resolved files that are not directly in a folder of --input, and whole folders."""
-    roots = {path.resolve() for path in inputs}
-    return [
-        file for file in files if (file not in roots and file.parent not in roots) or file.is_dir()
-    ]
-
-
-def foreign(output: Path, written: re.Pattern[str] = WRITTEN) -> Path | None:
-    """A file or folder that no step writes, None if there is none.
-
-    written: pattern of the names that files may have.
-    """
-    for path in sorted(output.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            if path.name == WORK:
-                continue
-            is_tokenizer = TOKENIZER.fullmatch(path.name)
-            if path.name not in SIDES and not is_tokenizer:
-                return path
-            if below := foreign(path, TOKENIZER_FILES if is_tokenizer else WRITTEN):
-                return below
-        elif not written.fullmatch(PARTIAL.sub("", path.name)):
-            return path
-    return None
-
-
-def clear(output: Path) -> None:
-    """Remove everything in the folder; all of it must be written by steps."""
-    # The manifest first: without it the rest does not count as complete.
-    for path in sorted(output.iterdir(), key=lambda path: path.name != MANIFEST):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def clear_partial(output: Path) -> None:
-    """Remove unfinished files of dead workers; nobody else may be writing here."""
-    for path in output.rglob("*.part"):
-        if PARTIAL.search(path.name):
-            path.unlink(missing_ok=True)
-
-
-def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
-    """A shard that is missing or whose size has changed, None if there is none."""
-    for shard in shards:
-        path = output / shard["name"]
-        if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
-            return path
-    return None
-
-
-def read_json(file: Path) -> Any:
-    """Content of the file, None if there is no file.  Raises ValueError, naming it, if damaged."""
-    try:
-        return json.loads(file.read_bytes()) if file.exists() else None
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); another --output would work") from None
+BEGUN = "begun.json"  # in .work: which step it is, with which settings
+RUN, REJECTED = "run.json", "rejected.jsonl"
+SHARDS = "part-*"
+PARTIAL = f"*.{'[0-9a-f]' * 32}.part"  # unfinished files, see `atomic_writer`
+PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
+REJECTED_SHOWN = 3
 
 
 class Task(NamedTuple):
@@ -166,6 +61,298 @@ class Task(NamedTuple):
     """Values that differ in their repr; files are described by a Unit."""
     weight: int = 1
     """Share of the stage's work, in bytes if possible, for the progress bar."""
+
+
+class StepRun:
+    """A running step and its output folder: `with StepRun(name, settings) as run`.
+
+    run.done is true if a manifest shows that there is nothing left to do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: StepSettings,
+        units: Sequence[Unit] | None = None,
+        *,
+        by_unit: bool = True,
+        files: Sequence[str] = (SHARDS,),
+    ) -> None:
+        """units: the step's input, if it is not --input cut by --unit.
+
+        by_unit: whether an unfinished run can continue after some of the input has changed, because
+        all that a task needs is there until the end.  files: patterns of all that the step writes
+        into the folder beside its manifest and the lists of lines and duplicates.
+
+        Raises ValueError, naming the flag, for input that is missing or in the output folder, and
+        for an output folder that another run is filling or that other settings have filled.
+        """
+        self.name = name
+        self.settings = settings
+        self.units = list(units) if units is not None else settings.units()
+        check_paths(settings.input, self.units, settings.output)
+        self.parameters = settings.parameters()
+        self.output = settings.output
+        self.work = settings.output / WORK
+        self._by_unit = by_unit
+        self._files = list(files)
+        # With resolved paths, so that every path to a file gives the same unit.
+        self._input = fingerprint_of(
+            [dataclasses.replace(unit, file=str(Path(unit.file).resolve())) for unit in self.units]
+        )
+        self._fingerprint = fingerprint_of(name, self.parameters, self._input)
+        self._stages_so_far = fingerprint_of(name, self.parameters)
+        self._stage_facts: list[dict[str, Any]] = []
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:  # undone if something here fails
+            if not self.output.exists():
+                self.output.mkdir(parents=True)
+                stack.callback(remove_if_empty, self.output)
+            stack.enter_context(locked(self.output, shared=self.settings.shard is not None))
+            if difference := self._difference():
+                self._remove_other(difference)
+            self.done = (self.output / MANIFEST).exists()
+            if self.done:
+                shutil.rmtree(self.work, ignore_errors=True)
+                say(f"{self.name}: {self.output / MANIFEST} is there, nothing is left to do")
+            else:
+                settings = self.settings
+                self._scheduler = stack.enter_context(
+                    open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
+                )
+                self._write_begun(self.name, self.parameters, self._input, self._files)
+                if settings.shard is None:
+                    remove(self.output.rglob(PARTIAL))  # of dead workers
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._exit.close()
+        if isinstance(error, OSError):
+            raise OSError(
+                f"step {self.name}: {error}; what is done is kept, and the same command goes on "
+                "from there"
+            ) from error
+
+    def _write_begun(self, step: str, settings: Any, input: str | None, files: list[str]) -> None:
+        begun = {"step": step, "settings": settings, "input": input, "files": files}
+        write_json(self.work / BEGUN, begun)
+
+    def _difference(self) -> str | None:
+        """How the folder differs from this step's work, None if the step may continue there."""
+        manifest = read_manifest(self.output)
+        kept = manifest or read_object(self.work / BEGUN)
+        if kept is None:
+            if all(path == self.work for path in self.output.iterdir()):
+                return None
+            return "holds files that no step wrote"
+        if kept["step"] != self.name:
+            return f"holds the output of the step {kept['step']}"
+        for name, value in self.parameters.items():
+            if kept["settings"].get(name) != value:
+                return f"was made with {name} {kept['settings'].get(name)} instead of {value}"
+        if manifest is None:  # tasks whose input has changed since are run again
+            is_other = kept["input"] != self._input and not self._by_unit
+            return "was begun with other input" if is_other else None
+        run = read_object(self.output / RUN) or {}
+        if run.get("fingerprint") != self._fingerprint and not self._has_read(
+            manifest.get("inputs", [])
+        ):
+            return "was made from other input"
+        lost = lost_shard(self.output, manifest["shards"])
+        return f"has lost {lost.relative_to(self.output)}, or a part of it" if lost else None
+
+    def _has_read(self, inputs: Sequence[dict[str, Any]]) -> bool:
+        """Whether a manifest's inputs have the content of this input, in order, wherever it is."""
+        files = {Path(unit.file): unit.size for unit in self.units}
+        if found_deep(self.settings.input, [file.resolve() for file in files]):
+            return False  # paths may be part of the output; single files have no checksums
+        named = [(file.name, size) for file, size in files.items()]
+        if named != [(each["name"], each["bytes"]) for each in inputs]:
+            return False
+        return all(
+            (known or sha256(file)) == each["sha256"]
+            for (file, known), each in zip(recorded_checksums(files).items(), inputs, strict=True)
+        )
+
+    def _remove_other(self, difference: str) -> None:
+        """Remove another step's output, or refuse to; a kill in between leaves an unfinished step
+        of the other one."""
+        manifest, run = read_manifest(self.output), read_object(self.output / RUN) or {}
+        begun = read_object(self.work / BEGUN)
+        kept = manifest or begun
+        if kept is None:
+            raise UsageError("--output", self.output, f"a new or empty folder: this {difference}")
+        if manifest is None and kept["step"] == self.name and self.settings.shard is None:
+            # Its settings may be why it has not finished.
+            say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
+        elif not self.settings.overwrite:
+            is_share = self.settings.shard is not None
+            raise UsageError(
+                "--output",
+                self.output,
+                f"another folder: this {difference}",
+                works=() if is_share else ("--output", str(self.output), "--overwrite"),
+            )
+        files = kept.get("files", [SHARDS])
+        if manifest is not None:
+            # Earlier versions list no files; the manifest has the shards among them.
+            files = run.get("files") or [shard["name"] for shard in manifest.get("shards", [])]
+            self._write_begun(manifest["step"], manifest.get("settings"), None, files)
+            (self.output / MANIFEST).unlink()  # first: without it the rest is not taken as whole
+        for pattern in (*files, *NOT_SHARDS):
+            remove(self.output.glob(pattern))
+        remove(self.output.rglob(PARTIAL))
+        remove([self.work])
+
+    def stage(self, name: str, function: Callable[..., Any], tasks: Sequence[Task]) -> list[Any]:
+        """Results of `function` for each task's arguments, as JSON: computed now, or before.
+
+        function: of a module, because it is sent by name.  Raises Unfinished if --shard leaves
+        tasks to others.
+        """
+        folder = self.work / name
+        folder.mkdir(exist_ok=True)
+        markers = [folder / f"{task.key}.done.json" for task in tasks]
+        fingerprints = []
+        for task in tasks:
+            facts = [
+                each.__qualname__ if callable(each) else each
+                for each in task.arguments
+                if not isinstance(each, StepSettings)  # _stages_so_far has them
+            ]
+            fingerprints.append(
+                fingerprint_of(self._stages_so_far, name, function.__qualname__, facts)
+            )
+        self._stages_so_far = fingerprint_of(self._stages_so_far, fingerprints)
+
+        outcomes = list(map(read_marker, markers, fingerprints))
+        k, n = self.settings.share
+        mine = [i for i, outcome in enumerate(outcomes) if outcome is None and i % n == k]
+        calls = [
+            Call(execute, (markers[i], fingerprints[i], function, tasks[i].arguments)) for i in mine
+        ]
+        start = time.monotonic()
+        total = sum(task.weight for task in tasks)
+        done = total - sum(tasks[i].weight for i in mine)
+        with (
+            progress(f"{self.name}: {name}", total, done) as bar,
+            contextlib.closing(self._scheduler.run(calls)) as results,  # workers end with it
+        ):
+            for number, outcome in results:
+                outcomes[mine[number]] = outcome
+                bar.update(tasks[mine[number]].weight)
+
+        for i, outcome in enumerate(outcomes):
+            if outcome is None:  # another share may have finished it in the meantime
+                outcomes[i] = read_marker(markers[i], fingerprints[i])
+        left = outcomes.count(None)
+        if left:
+            raise Unfinished(
+                f"{self.name}: --shard {self.settings.shard} has done its share of the stage "
+                f"{name}, of which others have {left} tasks left"
+            )
+        self._stage_facts.append(
+            {
+                "stage": name,
+                "tasks": len(outcomes),
+                "seconds": round(time.monotonic() - start, 2),
+                "cpu_seconds": round(sum(outcome["cpu_seconds"] for outcome in outcomes), 2),
+                "peak_bytes": max((outcome["peak_bytes"] for outcome in outcomes), default=0),
+            }
+        )
+        return [outcome["result"] for outcome in outcomes]
+
+    def finish(
+        self,
+        funnel: Funnel,
+        shards: Sequence[dict[str, Any]],
+        *,
+        place: str | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Check the counts, write the manifest and remove .work.  Returns the manifest.
+
+        shards: facts of the shards written.  place: name of the output, if it will not stay in the
+        folder.  more: the step's own keys.  Raises Unfinished with --shard; a run without finishes.
+        """
+        if self.settings.shard is not None:
+            raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
+        funnel.check(self.name)
+        if (path := lost_shard(self.output, shards)) is not None:
+            raise RuntimeError(
+                f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
+                "starting afresh would work (with --scheduler tcp://..., a folder that all see)"
+            )
+        names = {shard["name"] for shard in shards}
+        # Shards of a run on other input, which may have had more.
+        remove(path for path in self.output.glob(SHARDS) if path.name not in names)
+        remove(self.output.rglob(PARTIAL))
+
+        parts = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
+        remove([self.output / REJECTED])
+        if found := [part for part in parts if part.exists()]:
+            concatenate(found, self.output / REJECTED)
+        lost = [f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items())]
+        dropped = ", ".join(lost) or "none"
+        if not documents(funnel.output):
+            raise ValueError(f"{self.name}: {why_empty(funnel, dropped, self.output / REJECTED)}")
+
+        manifest = {
+            "step": self.name,
+            "settings": self.parameters,
+            "versions": versions(),
+            "inputs": self._inputs(),
+            **funnel.to_json(),
+            **more,
+            "shards": shards,
+        }
+        run = {
+            "fingerprint": self._fingerprint,
+            "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+            "settings": {"workers": self.settings.workers, "scheduler": self.settings.scheduler},
+            "stages": self._stage_facts,
+            "files": self._files,
+        }
+        write_json(self.output / RUN, run)
+        write_json(self.output / MANIFEST, manifest)
+        shutil.rmtree(self.work)
+        say(
+            f"{self.name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out "
+            f"to {place or self.output}; dropped: {dropped}"
+        )
+        if damaged := funnel.dropped.get(DAMAGED_FILE):
+            say(
+                f"warning: {documents(damaged)} files are cut short or damaged; {REJECTED} has them"
+            )
+        return manifest
+
+    def _inputs(self) -> list[dict[str, Any]]:
+        """Name, size and checksum of every input file.  Raises ValueError if one has changed."""
+        files = {Path(unit.file): unit for unit in self.units}
+        for file, unit in files.items():
+            if (file.stat().st_size, file.stat().st_mtime_ns) != (unit.size, unit.modified):
+                raise ValueError(
+                    f"--input {file} has changed while it was read; the same command again would "
+                    "read what is new in it"
+                )
+        sums = recorded_checksums(files)
+        unknown = [file for file, recorded in sums.items() if recorded is None]
+        tasks = [
+            Task(f"{k:05}", (str(file), files[file].modified), files[file].size)
+            for k, file in enumerate(unknown)
+        ]
+        sums |= zip(unknown, self.stage("checksums", checksum_of, tasks), strict=True)
+        return [
+            {"name": file.name, "bytes": unit.size, "sha256": sums[file]}
+            for file, unit in files.items()
+        ]
+
+
+def fingerprint_of(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def execute(
@@ -186,46 +373,10 @@ def execute(
     return json.loads(content)  # type: ignore[no-any-return]
 
 
-def marker_of(folder: Path, task: Task) -> Path:
-    return folder / f"{task.key}.done.json"
-
-
 def read_marker(marker: Path, fingerprint: str) -> Any | None:
     """The outcome of a task that was done before, None if it was not."""
-    try:
-        outcome = json.loads(marker.read_bytes())
-    except FileNotFoundError:
-        return None
-    return outcome if outcome["fingerprint"] == fingerprint else None
-
-
-def digest(*facts: Any) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def telling(arguments: tuple[Any, ...]) -> list[Any]:
-    """Arguments that tell a task from others; settings are in the history already."""
-    return [
-        each.__qualname__ if callable(each) else each
-        for each in arguments
-        if not isinstance(each, StepSettings)
-    ]
-
-
-DAMAGES_SHOWN = 5
-PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
-
-
-def same_content(files: Mapping[Path, int], inputs: Sequence[dict[str, Any]]) -> bool:
-    """Whether files of these sizes are the inputs of a manifest, in order; may read them."""
-    named = [(file.name, size) for file, size in files.items()]
-    if named != [(each["name"], each["bytes"]) for each in inputs]:
-        return False
-    known = {folder: known_checksums(folder) for folder in {file.parent for file in files}}
-    return all(
-        (known[file.parent].get(file.name) or sha256(file)) == each["sha256"]
-        for file, each in zip(files, inputs, strict=True)
-    )
+    outcome = read_object(marker)
+    return outcome if outcome and outcome["fingerprint"] == fingerprint else None
 
 
 def checksum_of(file: str, modified: int) -> str:
@@ -242,341 +393,98 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_output(name: str, funnel: Funnel, output: Path) -> None:
-    """Raises ValueError if no document is left: nobody runs a step for that."""
-    if documents(funnel.output):
-        return
+def why_empty(funnel: Funnel, dropped: str, rejected: Path) -> str:
+    """Why no document is left, which is an error: nobody runs a step for that."""
     bad = sum(documents(funnel.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
-    if documents(funnel.input) == bad:
-        first = next(rejected_lines(output), None)
-        place = "; the first of {n} lines that are none: {file}, byte {offset}: {reason}"
-        raise ValueError(
-            f"{name}: --input holds no document{place.format(n=bad, **first) if first else ''}"
-        )
-    raise ValueError(
-        f"{name}: none of {documents(funnel.input)} documents is left; dropped: {_lost(funnel)}"
-    )
+    if documents(funnel.input) > bad:
+        return f"none of {documents(funnel.input)} documents is left; dropped: {dropped}"
+    if not rejected.exists():
+        return "--input holds no document"
+    with rejected.open("rb") as lines:
+        first = json.loads(lines.readline())
+    place = "{file}, byte {offset}: {reason}".format(**first)
+    return f"--input holds no document; the first of {bad} lines that are none: {place}"
 
 
-def _lost(funnel: Funnel) -> str:
-    lost = [f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items())]
-    return ", ".join(lost) or "none"
+# The output folder.
 
 
-def rejected_lines(output: Path) -> Iterator[dict[str, Any]]:
-    """{file, offset, reason} of all input that was rejected."""
-    with contextlib.suppress(FileNotFoundError), (output / "rejected.jsonl").open("rb") as lines:
-        yield from map(json.loads, lines)
+@contextlib.contextmanager
+def locked(folder: Path, *, shared: bool) -> Iterator[None]:
+    """Lock the folder.  Raises ValueError if another run has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(
+            "--output", folder, "another folder than one that a run is filling"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
-def summarise(name: str, funnel: Funnel, output: Path, place: str) -> None:
-    """Print counts and damages.  place: name of the output."""
-    say(
-        f"{name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out to "
-        f"{place}; dropped: {_lost(funnel)}"
-    )
-    if DAMAGED_FILE in funnel.dropped:
-        damages = (bad for bad in rejected_lines(output) if DAMAGED in bad["reason"])
-        for bad in itertools.islice(damages, DAMAGES_SHOWN):
-            say("warning: {file}, byte {offset}: {reason}".format(**bad))
+def check_paths(inputs: Sequence[Path], units: Sequence[Unit], output: Path) -> None:
+    """Raises ValueError, naming it, for input given twice, or input and output in one another.
 
-
-BEGUN = "begun.json"  # in .work: which step it is, with which settings
-
-
-class StepRun:
-    """A running step and its output folder: `with StepRun(name, settings) as run`.
-
-    run.done is true if a manifest shows that there is nothing left to do.
+    A folder may hold both if only files directly in it are input.
     """
+    if output.exists() and not output.is_dir():
+        raise UsageError("--output", output, "a folder, there already or not")
+    place = output.resolve()
+    files = {file: Path(file).resolve() for file in {unit.file for unit in units}}
+    seen: set[tuple[Path, int]] = set()
+    for unit in units:
+        file = files[unit.file]
+        if file.is_relative_to(place):
+            raise UsageError("--input", unit.file, f"outside of --output {output}")
+        if (file, unit.start) in seen:
+            raise UsageError("--input", unit.file, "given once")
+        seen.add((file, unit.start))
+    deep = found_deep(inputs, files.values())
+    for path in inputs:
+        folder = path.resolve()
+        if place.is_relative_to(folder) and any(file.is_relative_to(folder) for file in deep):
+            allowed = f"outside of --input {path}, which is searched at any depth"
+            raise UsageError("--output", output, allowed)
 
-    def __init__(
-        self,
-        name: str,
-        settings: StepSettings,
-        units: Sequence[Unit] | None = None,
-        *,
-        by_unit: bool = True,
-    ) -> None:
-        """units: the step's input, if it is not --input cut by --unit.
 
-        by_unit: whether an unfinished run can continue after some of the input has changed, because
-        all that a task needs is there until the end.
+def found_deep(inputs: Sequence[Path], files: Iterable[Path]) -> list[Path]:
+    """The resolved files that are not directly in a folder of --input, and whole folders."""
+    roots = {path.resolve() for path in inputs}
+    return [
+        file for file in files if (file not in roots and file.parent not in roots) or file.is_dir()
+    ]
 
-        Raises ValueError, naming the flag, for input that is missing or in the output folder, and
-        for an output folder that another run is filling or that other settings have filled.
-        """
-        self.name = name
-        self.settings = settings
-        self.units = list(units) if units is not None else settings.units()
-        check_apart(settings.input, self.units, settings.output)
-        self.parameters = settings.parameters()
-        self.output = settings.output
-        self.work = settings.output / WORK
-        self._by_unit = by_unit
-        self._identity = digest([_resolved(unit) for unit in self.units])
-        self.fingerprint = digest(name, self.parameters, self._identity)
-        self._history = digest(name, self.parameters)
-        self._stages: list[dict[str, Any]] = []
-        self._exit = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:  # undone if something here fails
-            if not self.output.exists():
-                self.output.mkdir(parents=True)
-                stack.callback(self._leave_nothing)
-            stack.enter_context(locked(self.output, shared=self.settings.shard is not None))
-            self._clear_others()
-            self.done = (self.output / MANIFEST).exists()
-            if self.done:
-                shutil.rmtree(self.work, ignore_errors=True)
-                say(f"{self.name}: {self.output / MANIFEST} is there, nothing is left to do")
-            else:
-                self._begin(stack)
-            self._exit = stack.pop_all()
-        return self
-
-    def _leave_nothing(self) -> None:
-        """Remove the folder, if it is empty."""
-        with contextlib.suppress(OSError):
-            self.output.rmdir()
-
-    def _begin(self, stack: contextlib.ExitStack) -> None:
-        settings = self.settings
-        self._scheduler = stack.enter_context(
-            open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
-        )
-        self.work.mkdir(exist_ok=True)
-        with atomic_writer(self.work / BEGUN) as file:
-            begun = {"step": self.name, "settings": self.parameters, "input": self._identity}
-            file.write(json.dumps(begun).encode())
-        if self.settings.shard is None:
-            clear_partial(self.output)
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._exit.close()
-        if isinstance(error, OSError):
-            raise OSError(
-                f"step {self.name}: {error}; what is done is kept, and the same command goes on "
-                "from there"
-            ) from error
-
-    def _clear_others(self) -> None:
-        """Refuse, or with --overwrite remove, output that is not from this step and input."""
-        difference = self._difference()
-        if difference is None:
-            return
-        if (other := foreign(self.output)) is not None:
-            raise UsageError(
-                "--output",
-                self.output,
-                f"another folder: this {difference}, and {other.name} in it is no step's",
-            )
-        begun = (self.work / BEGUN).exists() and not (self.output / MANIFEST).exists()
-        mine = begun and self.name == json.loads((self.work / BEGUN).read_bytes())["step"]
-        if mine and self.settings.shard is None:  # it may have failed because of them
-            say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
-        elif not self.settings.overwrite:
-            raise UsageError(
-                "--output",
-                self.output,
-                f"another folder, or replaced: this {difference}",
-                works=("--output", str(self.output), "--overwrite"),
-            )
-        clear(self.output)
-
-    def _difference(self) -> str | None:
-        """How the folder differs from this step's work, None if the step may continue there."""
-        run, manifest = read_json(self.output / RUN), read_json(self.output / MANIFEST)
-        if manifest is not None and run is not None:
-            return self._other_result(run, manifest)
-        begun = read_json(self.work / BEGUN)
-        if begun is not None:  # tasks whose input has changed since are run again
-            if begun["input"] != self._identity and not self._by_unit:
-                return "was begun with other input"
-            return self._other_settings(begun)
-        if all(path == self.work for path in self.output.iterdir()):
-            return None
-        return "holds files that no step wrote"
-
-    def _other_result(self, run: dict[str, Any], manifest: dict[str, Any]) -> str | None:
-        """How a finished step's output differs from this one's, None if it does not."""
-        if run.get("fingerprint") != self.fingerprint:
-            if difference := self._other_settings(manifest):
-                return difference
-            if not self._same_input(manifest["inputs"]):
-                return "was made from other input"
-        lost = lost_shard(self.output, manifest["shards"])
-        return f"has lost {lost.relative_to(self.output)}, or a part of it" if lost else None
-
-    def _same_input(self, inputs: Sequence[dict[str, Any]]) -> bool:
-        """Whether the files are those of a manifest, even if moved or of another time."""
-        files = {Path(unit.file): unit.size for unit in self.units}
-        if found_deep(self.settings.input, [file.resolve() for file in files]):
-            return False  # paths may be part of the output; single files have no checksums
-        return same_content(files, inputs)
-
-    def _other_settings(self, found: dict[str, Any]) -> str | None:
-        if found["step"] != self.name:
-            return f"holds the output of the step {found['step']}"
-        for name, value in self.parameters.items():
-            if found["settings"].get(name) != value:
-                return f"was made with {name} {found['settings'].get(name)} instead of {value}"
-        return None
-
-    def stage(self, name: str, function: Callable[..., Any], tasks: Sequence[Task]) -> list[Any]:
-        """Results of `function` for each task's arguments, as JSON: computed now, or before.
-
-        function: of a module, because it is sent by name.  Raises Unfinished if --shard leaves
-        tasks to others.
-        """
-        folder = self.work / name
-        folder.mkdir(exist_ok=True)
-        prints = [
-            digest(self._history, name, function.__qualname__, telling(task.arguments))
-            for task in tasks
-        ]
-        self._history = digest(self._history, prints)
-        outcomes = [
-            read_marker(marker_of(folder, task), fingerprint)
-            for task, fingerprint in zip(tasks, prints, strict=True)
-        ]
-        k, n = self.settings.share
-        mine = [i for i, outcome in enumerate(outcomes) if outcome is None and i % n == k]
-        calls = [
-            Call(
-                execute,
-                (marker_of(folder, tasks[i]), prints[i], function, tasks[i].arguments),
-            )
-            for i in mine
-        ]
-        start = time.monotonic()
-        total = sum(task.weight for task in tasks)
-        done = total - sum(tasks[i].weight for i in mine)
-        with (
-            progress(f"{self.name}: {name}", total, done) as bar,
-            contextlib.closing(self._scheduler.run(calls)) as results,  # workers end with it
-        ):
-            for number, outcome in results:
-                outcomes[mine[number]] = outcome
-                bar.update(tasks[mine[number]].weight)
-        # Others may have finished tasks while this share was at work.
-        outcomes = [
-            outcome or read_marker(marker_of(folder, task), fingerprint)
-            for outcome, task, fingerprint in zip(outcomes, tasks, prints, strict=True)
-        ]
-        left = sum(outcome is None for outcome in outcomes)
-        if left:
-            raise Unfinished(
-                f"{self.name}: --shard {self.settings.shard} has done its share of the stage "
-                f"{name}, of which others have {left} tasks left"
-            )
-        self._note(name, outcomes, time.monotonic() - start)
-        return [outcome["result"] for outcome in outcomes if outcome is not None]
-
-    def _note(self, name: str, outcomes: Sequence[Any], seconds: float) -> None:
-        self._stages.append(
-            {
-                "stage": name,
-                "tasks": len(outcomes),
-                "seconds": round(seconds, 2),
-                "cpu_seconds": round(sum(outcome["cpu_seconds"] for outcome in outcomes), 2),
-                "peak_bytes": max((outcome["peak_bytes"] for outcome in outcomes), default=0),
-            }
-        )
-
-    def finish(
-        self,
-        funnel: Funnel,
-        shards: Sequence[dict[str, Any]],
-        *,
-        place: str | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        """Check the counts, write the manifest and remove .work.  Returns the manifest.
-
-        shards: facts of the shards written.  place: name of the output, if it will not stay in the
-        folder.  more: the step's own keys.  Raises Unfinished with --shard; a run without finishes.
-        """
-        if self.settings.shard is not None:
-            raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
-        funnel.check(self.name)
-        self._check_shards(shards)
-        clear_partial(self.output)
-        self._collect_rejected()
-        check_output(self.name, funnel, self.output)
-        manifest = {
-            "step": self.name,
-            "settings": self.parameters,
-            "versions": versions(),
-            "inputs": self._inputs(),
-            **funnel.to_json(),
-            **more,
-            "shards": shards,
-        }
-        run = {
-            "fingerprint": self.fingerprint,
-            "machine": {"system": platform.platform(), "cores": os.cpu_count()},
-            "settings": {"workers": self.settings.workers, "scheduler": self.settings.scheduler},
-            "stages": self._stages,
-        }
-        for name, content in ((RUN, run), (MANIFEST, manifest)):
-            with atomic_writer(self.output / name) as file:
-                file.write(json.dumps(content, indent=1).encode() + b"\n")
-        shutil.rmtree(self.work)
-        summarise(self.name, funnel, self.output, place or str(self.output))
-        return manifest
-
-    def _collect_rejected(self) -> None:
-        """Join the rejected lines of the current units in one file, if there are any."""
-        target = self.output / "rejected.jsonl"
-        files = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
-        if found := [file for file in files if file.exists()]:
-            concatenate(found, target)
+def remove(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            target.unlink(missing_ok=True)
-
-    def _check_shards(self, shards: Sequence[dict[str, Any]]) -> None:
-        """Raises RuntimeError if one is missing; removes those of a run on other input."""
-        if (path := lost_shard(self.output, shards)) is not None:
-            raise RuntimeError(
-                f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
-                "starting afresh would work (with --scheduler tcp://..., a folder that all see)"
-            )
-        stems = {Path(shard["name"]).name.partition(".")[0] for shard in shards}
-        for path in self.output.glob("part-*"):
-            if path.name.partition(".")[0] not in stems:
-                path.unlink()
-
-    def _inputs(self) -> list[dict[str, Any]]:
-        """Name, size and checksum of every input file.  Raises ValueError if one has changed."""
-        files = {Path(unit.file): unit for unit in self.units}
-        for file, unit in files.items():
-            if (file.stat().st_size, file.stat().st_mtime_ns) != (unit.size, unit.modified):
-                raise ValueError(
-                    f"--input {file} has changed while it was read; the same command again would "
-                    "read what is new in it"
-                )
-        known = {folder: known_checksums(folder) for folder in {file.parent for file in files}}
-        sums = {file: known[file.parent].get(file.name) for file in files}
-        unknown = [file for file, known_sum in sums.items() if known_sum is None]
-        tasks = [
-            Task(f"{k:05}", (str(file), files[file].modified), files[file].size)
-            for k, file in enumerate(unknown)
-        ]
-        sums |= zip(unknown, self.stage("checksums", checksum_of, tasks), strict=True)
-        return [
-            {"name": file.name, "bytes": unit.size, "sha256": sums[file]}
-            for file, unit in files.items()
-        ]
+            path.unlink(missing_ok=True)
 
 
-def _resolved(unit: Unit) -> Unit:
-    """The unit with its path resolved, so that every path to its file gives the same unit."""
-    return dataclasses.replace(unit, file=str(Path(unit.file).resolve()))
+def remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
-REJECTED_SHOWN = 3
+def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
+    """A shard that is missing or whose size has changed, None if there is none."""
+    for shard in shards:
+        path = output / shard["name"]
+        if not path.is_file() or path.stat().st_size != shard.get("bytes", path.stat().st_size):
+            return path
+    return None
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    with atomic_writer(file) as stream:
+        stream.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+# The usual stage: every unit of the input becomes a shard, and has its own counts.
 
 UnitFunction = Callable[[Unit, Any, Funnel, ShardWriter], dict[str, int] | None]
 

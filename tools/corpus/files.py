@@ -4,7 +4,6 @@ counts of their documents."""
 import contextlib
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import shutil
@@ -16,9 +15,9 @@ from typing import IO, Any, Literal, NamedTuple, Self
 
 from megatron.data.files import atomic_writer
 from megatron.data.json_lines import (
-    DAMAGED,
     MANIFEST,
     OPENERS,
+    Damage,
     Record,
     is_text,
     parse_line,
@@ -78,39 +77,49 @@ def cut(
     return units
 
 
+class _Hashed:
+    """A file that counts and hashes the bytes that are written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.bytes = 0
+        self.sha256 = hashlib.sha256()
+        self._file = file
+
+    def write(self, content: Any) -> int:
+        self.sha256.update(content)
+        self.bytes += len(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        """For compressors; the file is flushed when it is whole."""
+
+
 class ShardWriter:
     """Writes lines to a file, plain or compressed: the same lines give the same bytes."""
 
     def __init__(self, file: IO[bytes], name: str, compression: Compression) -> None:
         self.name = name
         self.documents = 0
-        self.bytes = 0
-        self._file = file
-        self._sha256 = hashlib.sha256()
-        self._stream: Any = None
+        self._hashed = _Hashed(file)
+        self._stream: Any = self._hashed
         if compression == "gzip":  # no name and no time in its header
-            self._stream = gzip.GzipFile("", "wb", 6, _Sink(self._put), mtime=0)
+            self._stream = gzip.GzipFile("", "wb", 6, self._hashed, mtime=0)
         elif compression == "zstd":
-            self._stream = zstd.ZstdFile(_Sink(self._put), "wb")
-
-    def _put(self, content: bytes) -> int:
-        self._sha256.update(content)
-        self.bytes += len(content)
-        return self._file.write(content)
+            self._stream = zstd.ZstdFile(self._hashed, "wb")
 
     def write(self, line: bytes) -> None:
         """line: one document, without its line end."""
-        (self._stream.write if self._stream else self._put)(line + b"\n")
+        self._stream.write(line + b"\n")
         self.documents += 1
 
     def close(self) -> None:
-        if self._stream is not None:
+        if self._stream is not self._hashed:
             self._stream.close()
 
     @property
     def facts(self) -> dict[str, Any]:
         """The shard's facts for a manifest."""
-        checksum = self._sha256.hexdigest()
+        checksum = self._hashed.sha256.hexdigest()
         return {
             "name": self.name,
             "documents": self.documents,
@@ -118,18 +127,9 @@ class ShardWriter:
             "sha256": checksum,
         }
 
-
-class _Sink(io.RawIOBase):
-    """The file that a compressor writes to."""
-
-    def __init__(self, put: Callable[[bytes], int]) -> None:
-        self._put = put
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        return self._put(bytes(content))
+    @property
+    def bytes(self) -> int:
+        return self._hashed.bytes
 
 
 @contextlib.contextmanager
@@ -178,7 +178,7 @@ def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
         try:
             record = parse_line(line)
         except ValueError as error:
-            funnel.set_aside(unit.file, line.offset, line.content, str(error))
+            funnel.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
             continue
         funnel.enter(record)
         yield Document(record, line.content, line.offset)
@@ -252,8 +252,9 @@ class Funnel:
         _add(self.dropped.setdefault(reason, {}), source_of(record), size)
 
     def set_aside(self, file: str, offset: int, line: bytes, reason: str) -> None:
-        """Count a line without a document, or the rest of a damaged file; record its location."""
-        kind = DAMAGED_FILE if DAMAGED in reason else BAD_LINE
+        """Count a line without a document, or the rest of a damaged file, whose reason is a Damage;
+        record its location."""
+        kind = DAMAGED_FILE if isinstance(reason, Damage) else BAD_LINE
         _add(self.input, NO_SOURCE, len(line))
         _add(self.dropped.setdefault(kind, {}), NO_SOURCE, len(line))
         self.rejected.append({"file": file, "offset": offset, "reason": reason})
@@ -340,20 +341,33 @@ def _from_json(content: dict[str, Any]) -> Counts:
     return {source: Count(**count) for source, count in content["sources"].items()}
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Manifest of the step that filled the folder; None if no step has."""
+def read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in the file; None if there is none, or no such file."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        found = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return found if isinstance(found, dict) and "step" in found else None
+    return found if isinstance(found, dict) else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Manifest of the step that filled the folder; None if no step has."""
+    found = read_object(folder / MANIFEST)
+    return found if found and "step" in found else None
 
 
 def known_checksums(folder: Path) -> dict[str, str]:
     """Checksums, by name, of the folder's shards that a step wrote and whose size is unchanged."""
-    return {
-        shard["name"]: shard["sha256"]
-        for shard in (read_manifest(folder) or {}).get("shards", [])
-        for path in [folder / shard["name"]]
-        if path.is_file() and path.stat().st_size == shard.get("bytes")
-    }
+    known = {}
+    for shard in (read_manifest(folder) or {}).get("shards", []):
+        path = folder / shard["name"]
+        if path.is_file() and path.stat().st_size == shard.get("bytes"):
+            known[shard["name"]] = shard["sha256"]
+    return known
+
+
+def recorded_checksums(files: Iterable[Path]) -> dict[Path, str | None]:
+    """Checksum of each file in the manifest of the step that wrote it; None for other files."""
+    paths = list(files)
+    known = {folder: known_checksums(folder) for folder in {path.parent for path in paths}}
+    return {path: known[path.parent].get(path.name) for path in paths}

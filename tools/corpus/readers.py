@@ -22,6 +22,7 @@ from megatron.data.files import atomic_writer
 from megatron.data.json_lines import (
     LONGEST_LINE,
     OPENERS,
+    Damage,
     bare_name,
     damage,
     find_shards,
@@ -247,7 +248,7 @@ def read_json_lines(split: SourceSplit, key: str) -> Iterator[Item]:
                 raise ValueError(line.fault)
             yield parse_fields(line.content, key)
         except ValueError as error:
-            yield Fault(split.unit.file, line.offset, line.content, str(error))
+            yield Fault(split.unit.file, line.offset, line.content, line.fault or str(error))
 
 
 def read_listed(split: SourceSplit, roots: Sequence[str], parse: Parse) -> Iterator[Item]:
@@ -311,7 +312,7 @@ def _unpack(raw: IO[bytes], file: str, name: str, parse: Parse) -> Iterator[Item
         content = stream.read(LONGEST_LINE + 1)
         yield _document(io.BytesIO(content), len(content), bare, parse)
     except damage() as error:
-        yield Fault(file, 0, b"", f"{name}: damaged or cut short ({error})")
+        yield Fault(file, 0, b"", Damage(f"{name}: damaged or cut short ({error})"))
     except ValueError as error:
         yield Fault(file, 0, b"", f"{name}: {error}")
 
@@ -363,7 +364,7 @@ def _read_tar(stream: IO[bytes], file: str, name: str, parse: Parse) -> Iterator
                 yield Fault(file, archive.offset, b"", f"{name}: more follows the archive's end")
     except (*damage(), tarfile.TarError) as error:
         reason = f"{name}: archive damaged or cut short, the rest is lost ({error})"
-        yield Fault(file, offset, b"", reason)
+        yield Fault(file, offset, b"", Damage(reason))
 
 
 def read_wet(split: SourceSplit) -> Iterator[Item]:
@@ -385,7 +386,8 @@ def read_wet(split: SourceSplit) -> Iterator[Item]:
                     yield item
                 offset = stream.tell()
         except damage() as error:
-            yield Fault(file, offset, b"", f"damaged or cut short, the rest is lost ({error})")
+            reason = f"damaged or cut short, the rest is lost ({error})"
+            yield Fault(file, offset, b"", Damage(reason))
 
 
 def _read_record(stream: io.BufferedReader, file: str, offset: int) -> Item | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -42,16 +42,8 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+# (number of the call, its result), in the order in which calls end; can be closed.
 Results = Generator[tuple[int, Any], None, None]
-
-
-class Scheduler(Protocol):
-    def run(self, calls: list[Call]) -> Results:
-        """(number of the call, its result), in the order in which calls end; can be closed.
-
-        Raises the exception of a call that fails; RuntimeError if workers keep dying.
-        """
-        ...
 
 
 class InProcess:
@@ -88,9 +80,13 @@ class LocalPool:
                     raise RuntimeError(DIED) from None
 
     def _attempt(self, calls: dict[int, Call]) -> Iterator[tuple[int, Any]]:
-        # Not fork, which copies the locks of threads; the server imports the step once for all.
+        # Not fork, which copies the locks of threads.  The server imports the steps' modules once:
+        # 0.3 CPU seconds, which dedup's ten stages would spend in each worker; not the program,
+        # which a worker runs anew.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_to_preload(next(iter(calls.values()))))
+        program = sys.modules["__main__"].__spec__
+        steps = {name for name in sys.modules if name.startswith("tools.")}
+        context.set_forkserver_preload(sorted(steps - {program.name if program else ""}))
         workers = min(self._workers, len(calls))
         others = set(multiprocessing.active_children())
         ready = context.Event()
@@ -108,22 +104,10 @@ class LocalPool:
                 if stopped:  # waits for the workers' end, not for their calls
                     for worker in set(multiprocessing.active_children()) - others:
                         worker.terminate()
-                pool.shutdown(wait=stopped, cancel_futures=True)
+                # No call may go on beside the next run; a broken pool has ended its workers.
+                is_broken = isinstance(error, BrokenProcessPool)
+                pool.shutdown(wait=stopped or not is_broken, cancel_futures=True)
                 raise
-
-
-def _to_preload(call: Call) -> list[str]:
-    """Modules of the call and of this package; not the program, which a worker runs anew."""
-    beside = {name for name in sys.modules if name.startswith(f"{__package__}.")}
-    program = sys.modules["__main__"].__spec__
-    return sorted((_modules(call) | beside) - {"__main__", program.name if program else None})
-
-
-def _modules(value: object) -> set[str]:
-    """Modules of the functions in a call."""
-    if isinstance(value, tuple):
-        return set[str]().union(*map(_modules, value))
-    return {value.__module__} if callable(value) else set()
 
 
 def begin_work(ready: Any) -> None:
@@ -174,26 +158,20 @@ class DaskCluster:
         distributed.wait([future for future in futures if future.key in begun])
 
 
-def check_scheduler(name: str) -> None:
-    """Raises ValueError, naming the flag, for an unknown scheduler."""
-    if name not in ("local", "slurm") and "://" not in name:
-        raise UsageError(
-            "--scheduler",
-            name,
-            "local, slurm or the address of a Dask scheduler such as tcp://host:8786",
-            works=("--scheduler", "local"),
-        )
-
-
 @contextlib.contextmanager
-def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
-    """memory: bytes of each job of Slurm."""
+def open_scheduler(
+    name: str, workers: int, memory: int
+) -> "Iterator[InProcess | LocalPool | DaskCluster]":
+    """memory: bytes of each job of Slurm.
+
+    `run` of what is opened raises the exception of a call that fails, and RuntimeError if workers
+    keep dying.
+    """
     if name == "local":
         yield InProcess() if workers == 1 else LocalPool(workers)
         return
     if lack := failure("dask_jobqueue" if name == "slurm" else "dask.distributed"):
-        works = ("--scheduler", "local")
-        raise UsageError("--scheduler", name, f"local: {lack}", works=works)
+        raise UsageError("--scheduler", name, f"local: {lack}")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(_slurm(workers, memory)) if name == "slurm" else name
         try:
@@ -209,12 +187,8 @@ def open_scheduler(name: str, workers: int, memory: int) -> Iterator[Scheduler]:
 def _slurm(workers: int, memory: int) -> Iterator[Any]:
     """Jobs of one worker each; partition, account and time come from dask-jobqueue's own file."""
     if shutil.which("sbatch") is None:
-        raise UsageError(
-            "--scheduler",
-            "slurm",
-            "given on a login node of the cluster, where sbatch is",
-            works=("--scheduler", "local"),
-        )
+        allowed = "given on a login node of the cluster, where sbatch is"
+        raise UsageError("--scheduler", "slurm", allowed)
     with dask_jobqueue.SLURMCluster(
         cores=1,
         processes=1,

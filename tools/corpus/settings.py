@@ -1,8 +1,9 @@
-"""Settings that all steps share, and those of steps that count tokens."""
+"""Settings that all steps share, those of steps that count tokens, and a step as a program."""
 
 import contextlib
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,6 @@ from megatron.data.files import sha256
 from megatron.data.json_lines import find_shards
 from megatron.errors import UsageError
 from tools.corpus.files import Compression, Unit, cut, known_checksums
-from tools.corpus.scheduler import check_scheduler
 
 
 class Unfinished(Exception):  # noqa: N818, it is no error
@@ -70,23 +70,19 @@ def running() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def progress(label: str, total: int, done: int) -> Iterator[Any]:
-    """A progress bar, with an estimate of what is left."""
-    with tqdm(
-        total=total, initial=done, desc=label, unit="B", unit_scale=True, disable=None
-    ) as bar:
-        yield bar
+def progress(label: str, total: int, done: int) -> Any:
+    """A progress bar, with an estimate of what is left; to be used in a `with`."""
+    return tqdm(total=total, initial=done, desc=label, unit="B", unit_scale=True, disable=None)
 
 
 def say(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
 
 
-SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+SIZE = re.compile(r"(\d{1,15}\.?\d*|\.\d+)([KMGT]B?|B)", re.IGNORECASE)
+FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 LEAST_UNIT, LEAST_MEMORY = 100, 1000  # bytes
-
-
+# Settings of all steps that do not affect what is written.
 NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "overwrite"}
 
 
@@ -127,13 +123,11 @@ class StepSettings:
     def __post_init__(self) -> None:
         at_least(self, workers=1)
         if self.shard is not None and self.overwrite:
-            raise UsageError(
-                "--overwrite",
-                None,
-                "left out with --shard: it would remove what other shares write",
-                works=("--no-overwrite",),
-            )
-        check_scheduler(self.scheduler)
+            allowed = "left out with --shard: it would remove what other shares write"
+            raise UsageError("--overwrite", None, allowed)
+        if self.scheduler not in ("local", "slurm") and "://" not in self.scheduler:
+            allowed = "local, slurm or the address of a Dask scheduler such as tcp://host:8786"
+            raise UsageError("--scheduler", self.scheduler, allowed)
         if self.scheduler != "local":  # workers elsewhere run in other folders
             for field in fields(self):
                 object.__setattr__(self, field.name, _absolute(getattr(self, field.name)))
@@ -156,7 +150,7 @@ class StepSettings:
         except ValueError:
             k, n = 0, 0
         if not 0 <= k < n:
-            raise UsageError("--shard", self.shard, "K/N with 0 <= K < N", works=("--shard", "0/8"))
+            raise UsageError("--shard", self.shard, "K/N with 0 <= K < N, such as 0/8")
         return k, n
 
     def units(self) -> list[Unit]:
@@ -219,16 +213,9 @@ def _as_parameter(value: Any) -> Any:
 
 def parse_size(flag: str, text: str, least: int = 1) -> int:
     """Bytes: 32MB is 32,000,000.  Raises ValueError, naming the flag, below `least` bytes."""
-    if text.replace(".", "", 1).isdecimal() and float(text):
-        raise UsageError(flag, text, "a size with its unit", works=(flag, f"{text}MB"))
-    number = text.upper().removesuffix("B").rstrip("KMGT")
-    factor = SIZES.get(text.upper().removesuffix("B")[len(number) :] + "B", 0)
-    try:
-        size = int(float(number) * factor)
-    except (ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise UsageError(flag, text, "a size such as 500KB, 32MB or 1.5GB", works=(flag, "32MB"))
+    match = SIZE.fullmatch(text)
+    size = int(float(match[1]) * FACTORS[match[2].upper().rstrip("B")]) if match else 0
     if size < least:
-        raise UsageError(flag, text, f"at least {least}B", works=(flag, f"{least}B"))
+        allowed = f"a size with its unit such as 32MB or 1.5GB, at least {least}B"
+        raise UsageError(flag, text, allowed)
     return size

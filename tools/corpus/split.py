@@ -81,7 +81,8 @@ class Settings(StepSettings):
 
 
 def run(settings: Settings) -> None:
-    with StepRun("split", settings) as step:
+    files = [f"{side}/{name}" for side in SIDES for name in ("part-*", MANIFEST, WORK)]
+    with StepRun("split", settings, files=files) as step:
         if step.done:
             return
         for side in SIDES:

@@ -20,7 +20,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import LONGEST_LINE, find_shards, open_shard
 from tests.data.samples import write_tokenizer
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, write_jsonl
-from tests.tools.corpus.test_records import BAD, EMPTY
+from tests.tools.corpus.test_files import BAD, EMPTY
 from tools.corpus.settings import program
 
 ROOT = Path(__file__).parents[3]

@@ -20,7 +20,7 @@ from megatron.data.json_lines import find_shards
 from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait_until, write_jsonl
 from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
-from tools.corpus import extract
+from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
 from tools.corpus.files import Count, Funnel, cut
 from tools.corpus.settings import Unfinished
@@ -122,6 +122,10 @@ def test_a_changed_file_redoes_its_units_and_all_that_follows(tmp_path: Path) ->
                              *(f"number {unit.name}" for unit in units)]  # fmt: skip
 
 
+# What fills the folder, or changes input, output or settings afterwards.
+Change = Callable[[Path, Path], Any]
+
+
 def write_words(folder: Path, text: str = "a") -> dict[str, Any]:
     (folder.parent / "words.txt").write_text(text)
     return {"words": folder.parent / "words.txt"}
@@ -133,8 +137,40 @@ def leave_work(folder: Path, output: Path) -> None:
     (output / ".work" / "number" / "00000.done.json").touch()
 
 
-# What changes after a step has come to its end or was stopped: the input, the output, settings.
-Change = Callable[[Path, Path], Any]
+def forget_files(folder: Path, output: Path) -> None:
+    """As a run.json of an earlier version, which does not list the patterns of the files."""
+    run = json.loads((output / "run.json").read_bytes())
+    del run["files"]
+    (output / "run.json").write_text(json.dumps(run))
+
+
+def stop(folder: Path, output: Path) -> None:
+    interrupt(folder, output)
+
+
+def complete(folder: Path, output: Path) -> None:
+    run(toy(folder, output))
+
+
+def split_it(folder: Path, output: Path) -> None:
+    """Another step, with folders in its folder."""
+    files = tuple(sorted(folder.glob("*.jsonl")))
+    split.run(split.Settings(input=files, output=output, workers=1, ratio="1:1"))
+
+
+def begin_other(folder: Path, output: Path) -> None:
+    with StepRun("other", toy(folder, output)):
+        (output / "part-00099.jsonl").write_text("{}")
+
+
+def put(name: str) -> Change:
+    def change(folder: Path, output: Path) -> None:
+        output.mkdir()
+        (output / name).write_text("{}")
+
+    return change
+
+
 NOTHING: dict[str, Change] = {
     "more workers": lambda folder, output: {"workers": 2},
     "time of input": lambda folder, output: os.utime(folder / "1.jsonl", (1, 1)),
@@ -153,49 +189,80 @@ OF_FINISHED: dict[str, Change] = {
     "name of input": lambda folder, output: (folder / "2.jsonl").rename(folder / "3.jsonl"),
     "lost shard": lambda folder, output: (output / "part-00001.jsonl").unlink(),
     "cut shard": lambda folder, output: os.truncate(output / "part-00001.jsonl", 3),
+    "earlier version": lambda folder, output: forget_files(folder, output) or {"mark": "?"},
 }
-# (what lies in the folder, what changes, whether the folder is kept, refused or made anew).
-STATES = [
-    *(("finished", each, "kept") for each in NOTHING.items()),
-    *(("finished", each, "refused") for each in OF_FINISHED.items()),
-    *(("stopped", each, "anew") for each in CHANGES.items()),
-    *(("stopped", (f"{name}, a share", CHANGES[name]), "refused") for name in ("unit", "mark")),
-]
+SAME: tuple[str, Change] = ("", lambda folder, output: None)
+SHARE, OVER = {"shard": "0/2"}, {"overwrite": True}
+# (what fills the folder, what changes then, flags, whether the folder is kept, refused or anew).
+STATES: list[tuple[Change, tuple[str, Change], dict[str, Any], str]] = [
+    *((complete, each, {}, "kept") for each in NOTHING.items()),
+    *((complete, each, {}, "refused") for each in OF_FINISHED.items()),
+    *((complete, each, OVER, "anew") for each in OF_FINISHED.items()),
+    *((stop, each, {}, "anew") for each in CHANGES.items()),
+    *((stop, (name, CHANGES[name]), SHARE, "refused") for name in ("unit", "mark")),
+    *((other, SAME, {}, "refused") for other in (split_it, begin_other)),
+    *((other, SAME, OVER, "anew") for other in (split_it, begin_other)),
+    *((put(name), (name, SAME[1]), flags, "refused") for flags in ({}, OVER)
+      for name in ("mine.txt", "manifest.json", "part-00000.jsonl")),
+]  # fmt: skip
+MINE = ("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json")
 
 
 @pytest.mark.parametrize(
-    ("state", "change", "outcome"), STATES, ids=[f"{state}: {each[0]}" for state, each, _ in STATES]
-)
+    ("fill", "change", "flags", "outcome"), STATES,
+    ids=["-".join([fill.__name__, change[0], *flags, outcome])
+         for fill, change, flags, outcome in STATES],
+)  # fmt: skip
 def test_a_folder_is_kept_refused_or_made_anew(
-    state: str, change: tuple[str, Change], outcome: str, tmp_path: Path
+    fill: Change, change: tuple[str, Change], flags: dict[str, Any], outcome: str, tmp_path: Path
 ) -> None:
     folder, output = corpus(tmp_path / "in", fatal=2), tmp_path / "out"
-    interrupt(folder, output)
-    if state == "finished":
-        run(toy(folder, output))
-        calls(folder)
-    done = content(output)
-    more = change[1](folder, output)
-    more = more if isinstance(more, dict) else {}
+    fill(folder, output)
+    calls(folder)
+    filled = content(output)
+    settings = change[1](folder, output)
+    settings = settings if isinstance(settings, dict) else {}
+    changed = content(output)
+    for name in MINE:
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).write_text("mine")
     if outcome == "refused":
-        before = content(output)
-        shares = {"shard": "0/2"} if "share" in change[0] else {}  # others may be at work
-        assert refused_field(toy(folder, output, **more, **shares)) == "--output"
-        assert content(output) == before
-        more["overwrite"] = True
-    run(toy(folder, output, **more))
-    if outcome == "kept":
-        assert calls(folder) == []
-        assert content(output) == done
-        return
-    run(toy(folder, tmp_path / "fresh", **more))
-    assert content(output) == content(tmp_path / "fresh")
+        assert refused_field(toy(folder, output, **settings, **flags)) == "--output"
+    else:
+        run(toy(folder, output, **settings, **flags))
+    assert (calls(folder) == []) == (outcome != "anew")
+    if outcome == "anew":
+        run(toy(folder, tmp_path / "fresh", **settings))
+        filled = content(tmp_path / "fresh")
+    expected = changed if outcome == "refused" else filled
+    assert content(output) == expected | dict.fromkeys(MINE, b"mine")
 
 
-def test_a_step_refuses_the_folder_of_another(tmp_path: Path) -> None:
-    folder, output = corpus(tmp_path / "in", fatal=1), tmp_path / "out"
-    interrupt(folder, output)
-    assert field_of(refusal(StepRun("other", toy(folder, output)).__enter__)) == "--output"
+def test_an_overwriting_run_that_is_killed_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = corpus(tmp_path / "in", files=1)
+    run(toy(folder, tmp_path / "fresh", mark="?"))
+    left, unlink = 0, Path.unlink
+
+    def unlink_or_die(path: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        if path.exists():
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_or_die)
+    for at in range(1, 7):
+        output = tmp_path / str(at)
+        run(toy(folder, output))
+        left = at
+        with pytest.raises(KeyboardInterrupt):
+            run(toy(folder, output, mark="?", overwrite=True))
+        left = -1
+        run(toy(folder, output, mark="?", overwrite=True))
+        assert content(output) == content(tmp_path / "fresh")
 
 
 def test_settings_of_files_are_their_content(tmp_path: Path) -> None:
@@ -219,53 +286,6 @@ def test_the_same_content_is_the_same_input_wherever_it_lies(
     run(toy(Path("in"), Path("expected")))
     assert calls(tmp_path / "in") == []
     assert content(tmp_path / "expected") == expected
-
-
-@pytest.mark.parametrize("name", ["mine.txt", "manifest.json", "part-00000.jsonl"])
-def test_files_of_others_are_refused_and_kept(name: str, tmp_path: Path) -> None:
-    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
-    output.mkdir()
-    (output / name).write_text("{}")
-    for _ in range(2):  # it is not in use after the first
-        assert refused_field(toy(folder, output)) == "--output"
-    assert (output / name).read_text() == "{}"
-    if name != "mine.txt":  # by its name, a step wrote it
-        run(toy(folder, output, overwrite=True))
-        assert (output / name).read_text() != "{}"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part",
-     "text_document.tokenizer/mine.txt"],
-)  # fmt: skip
-def test_nothing_but_what_steps_write_is_ever_removed(name: str, tmp_path: Path) -> None:
-    folder, output = corpus(tmp_path / "in", fatal=1), tmp_path / "out"
-    interrupt(folder, output)
-    (output / name).parent.mkdir(exist_ok=True)
-    (output / name).write_text("mine")
-    named = name if name.startswith("a") else "mine"
-    for more in ({}, {"overwrite": True}):  # afresh, or over it
-        error = refusal(partial(run, toy(folder, output, mark="?", **more)))
-        assert field_of(error) == "--output"
-        assert named in str(error)
-    run(toy(folder, output))
-    assert refused_field(toy(folder, output, mark="?", overwrite=True)) == "--output"
-    assert (output / name).read_text() == "mine"
-    assert manifest(output)["settings"]["mark"] == "!"
-
-
-def test_overwriting_removes_all_that_steps_write(tmp_path: Path) -> None:
-    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
-    (output / "train" / ".work").mkdir(parents=True)
-    written = ["train/manifest.json", "train/part-00000.jsonl.gz", "duplicates.jsonl", "run.json"]
-    written += ["part-00000-001.jsonl", "part-00001.txt.zst", f"part-00009.jsonl.{'0a' * 16}.part"]
-    written += ["text_document.json", "text_document-00000-of-00002.bin"]
-    for name in written:
-        (output / name).write_text("{}")
-    run(toy(folder, output, overwrite=True))
-    run(toy(folder, tmp_path / "fresh"))
-    assert content(output) == content(tmp_path / "fresh")
 
 
 def test_input_and_output_lie_apart(tmp_path: Path) -> None:
