@@ -224,7 +224,6 @@ def test_a_bad_description_is_refused_before_anything_starts(
     [
         ("tokenise", ["split_sentences = true", "append_eod = true"], 1, "append_eod = false"),
         ("dedup", ["jaccard = 1.8"], 0, "jaccard = 0.7"),
-        ("clean", ['memory = "500"'], 0, 'memory = "500MB"'),
         ("split", ['ratio = "x"'], 0, 'ratio = "29:1"'),
         ("extract.a", ["format = 'wet'", "input = ['x']", "source = ''"], 2,
          'source = "wikipedia"'),
