@@ -27,7 +27,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.corpus_generator import texts_of
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from megatron.libraries import Library
-from tools.corpus.files import Funnel, cut, write_shard
+from tools.corpus.files import DocumentCounts, cut, write_shard
 
 orjson = Library("orjson")
 
@@ -54,7 +54,7 @@ def whole_step(module: Any) -> Function:
     def clean_file(file: str) -> None:
         settings = module.Settings(input=(Path(file),), output=Path(f"{file}.cleaned"))
         with write_shard(settings.output, "part", "none") as shard:
-            module.clean_unit(cut([Path(file)], 1 << 40)[0], settings, Funnel(), shard)
+            module.clean_unit(cut([Path(file)], 1 << 40)[0], settings, DocumentCounts(), shard)
 
     return clean_file
 

@@ -19,7 +19,7 @@ from benchmarks.processes import ROOT
 from megatron.data.json_lines import find_shards
 from megatron.libraries import Library
 from tools.corpus import harvest
-from tools.corpus.files import Funnel, cut, read_documents, write_shard
+from tools.corpus.files import DocumentCounts, cut, read_documents, write_shard
 from tools.corpus.settings import parse_size
 
 orjson = Library("orjson")
@@ -35,7 +35,7 @@ def texts_of(text: Sequence[Path] = (), megabytes: float = math.inf) -> Iterator
     if not text and not HARVESTED.exists():
         harvest.run(harvest.Settings(output=HARVESTED, max_bytes=30_000_000))
     for unit in cut(find_shards(text or [HARVESTED]), 1 << 60):
-        for document in read_documents(unit, Funnel()):
+        for document in read_documents(unit, DocumentCounts()):
             if megabytes <= 0:
                 return
             megabytes -= len(document.text.encode()) / 1e6

@@ -31,7 +31,14 @@ from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
 from megatron.errors import UsageError
-from tools.corpus.files import Funnel, cut, document_id, read_documents, read_manifest, source_of
+from tools.corpus.files import (
+    DocumentCounts,
+    cut,
+    document_id,
+    read_documents,
+    read_manifest,
+    source_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +56,7 @@ class Settings:
 def documents(paths: Sequence[Path]) -> Iterator[tuple[str, str, str]]:
     """(id, source, text) of all documents."""
     for unit in cut(find_shards(paths), 1 << 60):
-        for document in read_documents(unit, Funnel()):
+        for document in read_documents(unit, DocumentCounts()):
             yield document_id(document.record), source_of(document.record), document.text
 
 

@@ -83,25 +83,25 @@ def shard_facts(description: Description, data_path: str) -> Iterator[dict[str, 
         }
 
 
-def left_out(books: Mapping[str, Any], reasons: str = "") -> Iterator[str]:
-    """The parts of the input that are not in the data set.  books: a funnel's, or a manifest."""
-    bad = _set_aside(books)
+def left_out(counts: Mapping[str, Any], reasons: str = "") -> Iterator[str]:
+    """The parts of the input that are not in the data set.  counts: DocumentCounts as JSON."""
+    bad = _set_aside(counts)
     yield f"{bad} lines set aside{reasons}" if bad else "no line set aside"
-    if empty := _dropped(books, NO_TOKEN):
+    if empty := _dropped(counts, NO_TOKEN):
         yield f"{empty} documents {NO_TOKEN} left out"
-    if empty := books.get("empty_sentences", 0):
+    if empty := counts.get("empty_sentences", 0):
         yield f"{empty} sentences {NO_TOKEN} left out"
-    if single := books.get("one_sentence", 0):
+    if single := counts.get("one_sentence", 0):
         yield f"{single} documents of one sentence, which BERT passes over"
 
 
-def _set_aside(books: Mapping[str, Any]) -> int:
+def _set_aside(counts: Mapping[str, Any]) -> int:
     """Number of lines that hold no document."""
-    return _dropped(books, BAD_LINE) + _dropped(books, DAMAGED_FILE)
+    return _dropped(counts, BAD_LINE) + _dropped(counts, DAMAGED_FILE)
 
 
-def _dropped(books: Mapping[str, Any], reason: str) -> int:
-    return int(books["dropped"].get(reason, {}).get("documents", 0))
+def _dropped(counts: Mapping[str, Any], reason: str) -> int:
+    return int(counts["dropped"].get(reason, {}).get("documents", 0))
 
 
 def _reasons(rejected: Path) -> str:

@@ -39,7 +39,7 @@ from megatron.data.json_lines import MANIFEST, find_shards
 from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
 from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, Tokenizer, file_names
 from megatron.errors import UsageError
-from tools.corpus.engine import StepRun, Task, sum_funnels
+from tools.corpus.engine import StepRun, Task, sum_counts
 from tools.corpus.files import Unit, read_manifest
 from tools.corpus.settings import Unfinished, parse_size, running, say
 from tools.data_files import join_descriptions, move_data_set, verify
@@ -291,13 +291,13 @@ def tokenise(step: StepRun, settings: Settings) -> None:
     chosen = step.settings
     assert isinstance(chosen, TokenSettings)
     results, parts = encode_and_join(step, chosen)
-    funnel = sum_funnels(results)
+    accounting = sum_counts(results)
     staged = [chosen.staged(number) for number, part in enumerate(parts) if part]
     if not staged:
         shutil.rmtree(step.output if settings.output is None else step.work)
         check_json_key(settings, results, is_empty=True)
         raise ValueError(
-            f"{settings.given} holds no document; " + ", ".join(left_out(funnel.to_json()))
+            f"{settings.given} holds no document; " + ", ".join(left_out(accounting.to_json()))
         )
     check_json_key(settings, results, is_empty=False)
     if settings.shard is not None:
@@ -311,7 +311,7 @@ def tokenise(step: StepRun, settings: Settings) -> None:
         raise ValueError(f"{error}{goes_on}") from error
     move_data_set(staged, settings.filled, description, settings.tokenizer.files)
     manifest = step.finish(
-        funnel,
+        accounting,
         list(shard_facts(description, settings.filled)),
         place=settings.data_path,
         tokens=description.tokens,

@@ -24,7 +24,7 @@ from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from tools.corpus.engine import keep_rejected
-from tools.corpus.files import Count, Counts, Funnel, Unit, source_of
+from tools.corpus.files import Count, Counts, DocumentCounts, Unit, source_of
 from tools.corpus.settings import StepSettings
 from tools.data_files import IndexedDatasetWriter
 from tools.encoders import Encoder, build_encoder
@@ -133,27 +133,27 @@ class Encoded(NamedTuple):
 
 def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     """Write the unit's tokens, and the sizes of its sequences; returns its counts, for JSON."""
-    funnel, empty, other_keys = Funnel(), 0, Counter[str]()
+    accounting, empty, other_keys = DocumentCounts(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
             stack.enter_context(atomic_writer(settings.part(unit.name, suffix))) for suffix in PARTS
         )
-        for batch in _batches(_read_passages(unit, settings.json_key, funnel, other_keys)):
+        for batch in _batches(_read_passages(unit, settings.json_key, accounting, other_keys)):
             encoded = encode([passage.text for passage in batch], settings)
             tokens.write(encoded.ids.astype(dtype))
             sizes.write(encoded.sizes)
             sequences.write(encoded.sequences[encoded.sequences > 0])
             empty += encoded.empty
             for passage, count in zip(batch, encoded.sequences, strict=True):
-                left_out = funnel.dropped.setdefault(NO_TOKEN, {}) if not count else None
-                _count(funnel.output if left_out is None else left_out, passage)
-    keep_rejected(settings, unit, funnel, shown=0)
+                left_out = accounting.dropped.setdefault(NO_TOKEN, {}) if not count else None
+                _count(accounting.output if left_out is None else left_out, passage)
+    keep_rejected(settings, unit, accounting, shown=0)
     no_text = no_text_reason(settings.json_key)
     return {
-        "funnel": funnel.to_json(),
+        "accounting": accounting.to_json(),
         "empty_sentences": empty,
-        "lines_without_key": sum(bad["reason"] == no_text for bad in funnel.rejected),
+        "lines_without_key": sum(bad["reason"] == no_text for bad in accounting.rejected),
         "other_keys": other_keys,
     }
 
@@ -181,15 +181,15 @@ def sample_texts(units: Sequence[Unit], key: str) -> list[str]:
         passage.text[:SAMPLE_CHARACTERS]
         for unit in some
         for passage in islice(
-            _read_passages(unit, key, Funnel(), Counter()), SAMPLE_DOCUMENTS // len(some)
+            _read_passages(unit, key, DocumentCounts(), Counter()), SAMPLE_DOCUMENTS // len(some)
         )
     ]
 
 
 def _read_passages(
-    unit: Unit, key: str, funnel: Funnel, other_keys: Counter[str]
+    unit: Unit, key: str, accounting: DocumentCounts, other_keys: Counter[str]
 ) -> Iterator[Passage]:
-    """The documents of a unit; lines without one are set aside in the funnel.
+    """The documents of a unit; lines without one are set aside in the accounting.
 
     other_keys: counts the characters of text under each key of the first lines that lack `key`.
     """
@@ -197,8 +197,8 @@ def _read_passages(
         try:
             record = parse_line(line, key)
         except ValueError as error:
-            funnel.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
-            if len(funnel.rejected) <= LINES_LOOKED_AT and str(error) == no_text_reason(key):
+            accounting.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
+            if len(accounting.rejected) <= LINES_LOOKED_AT and str(error) == no_text_reason(key):
                 other = parse_json(line.content)
                 items = other.items() if isinstance(other, dict) else ()
                 other_keys.update({k: len(v) if isinstance(v, str) else 0 for k, v in items})
@@ -206,7 +206,7 @@ def _read_passages(
         text = record[key]
         size = len(text) if text.isascii() else len(text.encode())
         passage = Passage(text, source_of(record), size)
-        _count(funnel.input, passage)
+        _count(accounting.input, passage)
         yield passage
 
 

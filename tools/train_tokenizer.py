@@ -50,7 +50,7 @@ from megatron.data.tokenizer import (
     read_tokenizer,
 )
 from megatron.errors import UsageError
-from tools.corpus.files import Funnel, cut, documents, read_documents
+from tools.corpus.files import DocumentCounts, cut, documents, read_documents
 
 BYTES = 256
 # Usual names of the mark that begins a text; END_MARKS end texts and PAD_MARKS pad them.
@@ -276,19 +276,22 @@ def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
 
     Raises ValueError, naming the first such line, if there is no document at all.
     """
-    funnel = Funnel()
+    accounting = DocumentCounts()
     for unit in cut(find_shards(paths), UNIT_BYTES):
-        for document in read_documents(unit, funnel):
+        for document in read_documents(unit, accounting):
             yield document.text
-    bad = ["{file}, byte {offset}: {reason}".format(**line) for line in islice(funnel.rejected, 1)]
-    if documents(funnel.input) == len(funnel.rejected):
+    bad = [
+        "{file}, byte {offset}: {reason}".format(**line) for line in islice(accounting.rejected, 1)
+    ]
+    if documents(accounting.input) == len(accounting.rejected):
         raise ValueError(
             f"--input {' '.join(map(str, paths))} holds no document{f' ({bad[0]})' if bad else ''};"
             ' a line of {"text": "..."} each would work'
         )
     if bad and not again:
         print(
-            f"warning: {len(funnel.rejected)} lines set aside, the first: {bad[0]}", file=sys.stderr
+            f"warning: {len(accounting.rejected)} lines set aside, the first: {bad[0]}",
+            file=sys.stderr,
         )
 
 

@@ -20,7 +20,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.files import (
-    Funnel,
+    DocumentCounts,
     ShardWriter,
     Unit,
     dump_record,
@@ -67,9 +67,9 @@ def run(settings: Settings) -> None:
     with StepRun("clean", settings) as step:
         if step.done:
             return
-        funnel, shards, counters = map_units(step, clean_unit)
+        accounting, shards, counters = map_units(step, clean_unit)
         step.finish(
-            funnel,
+            accounting,
             shards,
             unit_of_length=settings.unit_of_length,
             repaired=counters["repaired"],
@@ -80,7 +80,7 @@ def run(settings: Settings) -> None:
             },
         )
         if settings.newlines != Settings.newlines:
-            warn_of_unknown("--newlines", settings.newlines, funnel.input)
+            warn_of_unknown("--newlines", settings.newlines, accounting.input)
 
 
 def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str]) -> None:
@@ -94,12 +94,12 @@ def warn_of_unknown(flag: str, sources: Collection[str], found: Collection[str])
 
 
 def clean_unit(
-    unit: Unit, settings: Settings, funnel: Funnel, shard: ShardWriter
+    unit: Unit, settings: Settings, accounting: DocumentCounts, shard: ShardWriter
 ) -> dict[str, int]:
     """Clean one shard.  Returns counts: documents changed, documents by language and by length."""
     counters = Counter[str]()
     count_tokens = token_counter(settings)
-    for document in read_documents(unit, funnel):
+    for document in read_documents(unit, accounting):
         record, before = document.record, document.text
         counters[f"characters before:{octave(before)}"] += 1
         if settings.language != ANY:
@@ -107,7 +107,7 @@ def clean_unit(
             counters[f"language:{language}"] += 1
             if language != settings.language:
                 is_unknown = language == UNKNOWN
-                funnel.drop(record, "language unknown" if is_unknown else "another language")
+                accounting.drop(record, "language unknown" if is_unknown else "another language")
                 continue
         text = repair(before)
         counters["repaired"] += text != before
@@ -116,14 +116,14 @@ def clean_unit(
             counters["newlines removed"] += mended != text
             text = mended
         if not text or text.isspace():
-            funnel.drop(record, "empty once repaired")
+            accounting.drop(record, "empty once repaired")
             continue
         if not has_tokens(text, settings.min_tokens, count_tokens):
-            funnel.drop(record, f"under {settings.min_tokens} {settings.unit_of_length}")
+            accounting.drop(record, f"under {settings.min_tokens} {settings.unit_of_length}")
             continue
         counters[f"characters after:{octave(text)}"] += 1
         record["text"] = text
-        funnel.keep(record)
+        accounting.keep(record)
         shard.write(document.line if text == before else dump_record(record))
     return counters
 

@@ -97,11 +97,11 @@ def run(settings: Settings) -> None:
     with StepRun("decontaminate", settings) as step:
         if step.done:
             return
-        funnel, shards, counters = map_units(step, decontaminate_unit)
+        accounting, shards, counters = map_units(step, decontaminate_unit)
         leakage = leakage_table(evaluation, [marks_file(settings, unit) for unit in step.units])
         show(leakage, settings.leakage_ngram)
         step.finish(
-            funnel,
+            accounting,
             shards,
             evaluation=[each.facts() for each in evaluation.sets],
             titles={"known": len(evaluation.titles), "with_unk": evaluation.unknown_titles},
@@ -111,7 +111,7 @@ def run(settings: Settings) -> None:
             leakage=leakage,
         )
         if settings.article_sources != Settings.article_sources:
-            warn_of_unknown("--article-sources", settings.article_sources, funnel.input)
+            warn_of_unknown("--article-sources", settings.article_sources, accounting.input)
 
 
 def marks_file(settings: Settings, unit: files.Unit) -> Path:
@@ -119,30 +119,30 @@ def marks_file(settings: Settings, unit: files.Unit) -> Path:
 
 
 def decontaminate_unit(
-    unit: files.Unit, settings: Settings, funnel: files.Funnel, shard: files.ShardWriter
+    unit: files.Unit, settings: Settings, accounting: files.DocumentCounts, shard: files.ShardWriter
 ) -> dict[str, int]:
     """Write one shard, and the unit's marks.  Returns how much was cut."""
     evaluation = settings.load_evaluation()
     counters = Counter[str]()
     before, after = marks = np.zeros((2, len(evaluation.leak)), np.bool_)
     count_tokens = token_counter(settings)
-    for document in files.read_documents(unit, funnel):
+    for document in files.read_documents(unit, accounting):
         record, text = document.record, document.text
         words = split_words(text)
         leaked = evaluation.leak.find(words.hashes).ids
         before[leaked] = True
         found = evaluation.cut.find(words.hashes)
         if reason := reason_to_drop(record, words, found, evaluation, settings):
-            funnel.drop(record, reason)
+            accounting.drop(record, reason)
             continue
         if not len(found.ids):
             after[leaked] = True
-            funnel.keep(record)
+            accounting.keep(record)
             shard.write(document.line)
             continue
         cuts = find_cuts(words, found.positions, len(text), settings)
         if len(cuts) > settings.max_cuts:
-            funnel.drop(record, f"over {settings.max_cuts} cuts")
+            accounting.drop(record, f"over {settings.max_cuts} cuts")
             continue
         counters["documents cut"] += 1
         counters["cuts"] += len(cuts)
@@ -151,19 +151,19 @@ def decontaminate_unit(
         pieces = [text[start:stop] for start, stop in zip(ends[::2], ends[1::2], strict=True)]
         pieces = [piece for piece in pieces if piece and not piece.isspace()]
         if not pieces:
-            funnel.drop(record, "nothing left beside a cut")
+            accounting.drop(record, "nothing left beside a cut")
             continue
-        funnel.pieces += len(pieces) - 1
+        accounting.pieces += len(pieces) - 1
         kept = []
         for piece in pieces:
             if has_tokens(piece, settings.min_tokens, count_tokens):
                 kept.append(piece)
             else:
                 reason = f"piece under {settings.min_tokens} {settings.unit_of_length}"
-                funnel.drop({**record, "text": piece}, reason)
+                accounting.drop({**record, "text": piece}, reason)
         for piece in name_pieces(record, kept):
             after[evaluation.leak.find(split_words(piece["text"]).hashes).ids] = True
-            funnel.keep(piece)
+            accounting.keep(piece)
             shard.write(files.dump_record(piece))
     with atomic_writer(marks_file(settings, unit)) as file:
         file.write(zlib.compress(np.packbits(marks).tobytes(), 1))

@@ -33,7 +33,7 @@ from megatron.errors import UsageError
 from tools.corpus.files import (
     BAD_LINE,
     DAMAGED_FILE,
-    Funnel,
+    DocumentCounts,
     ShardWriter,
     Unit,
     concatenate,
@@ -267,7 +267,7 @@ class StepRun:
 
     def finish(
         self,
-        funnel: Funnel,
+        accounting: DocumentCounts,
         shards: Sequence[dict[str, Any]],
         *,
         place: str | None = None,
@@ -280,7 +280,7 @@ class StepRun:
         """
         if self.settings.shard is not None:
             raise Unfinished(f"{self.name}: all is done but the manifest: run without --shard")
-        funnel.check(self.name)
+        accounting.check(self.name)
         if (path := lost_shard(self.output, shards)) is not None:
             raise RuntimeError(
                 f"{self.name}: {path} is not as a worker wrote it; emptying --output and "
@@ -295,17 +295,19 @@ class StepRun:
         remove([self.output / REJECTED])
         if found := [part for part in parts if part.exists()]:
             concatenate(found, self.output / REJECTED)
-        lost = [f"{documents(n)} {why}" for why, n in sorted(funnel.dropped.items())]
+        lost = [f"{documents(n)} {why}" for why, n in sorted(accounting.dropped.items())]
         dropped = ", ".join(lost) or "none"
-        if not documents(funnel.output):
-            raise ValueError(f"{self.name}: {why_empty(funnel, dropped, self.output / REJECTED)}")
+        if not documents(accounting.output):
+            raise ValueError(
+                f"{self.name}: {why_empty(accounting, dropped, self.output / REJECTED)}"
+            )
 
         manifest = {
             "step": self.name,
             "settings": self.parameters,
             "versions": versions(),
             "inputs": self._inputs(),
-            **funnel.to_json(),
+            **accounting.to_json(),
             **more,
             "shards": shards,
         }
@@ -320,10 +322,10 @@ class StepRun:
         write_json(self.output / MANIFEST, manifest)
         shutil.rmtree(self.work)
         say(
-            f"{self.name}: {documents(funnel.input)} documents in, {documents(funnel.output)} out "
-            f"to {place or self.output}; dropped: {dropped}"
+            f"{self.name}: {documents(accounting.input)} documents in, "
+            f"{documents(accounting.output)} out to {place or self.output}; dropped: {dropped}"
         )
-        if damaged := funnel.dropped.get(DAMAGED_FILE):
+        if damaged := accounting.dropped.get(DAMAGED_FILE):
             say(
                 f"warning: {documents(damaged)} files are cut short or damaged; {REJECTED} has them"
             )
@@ -394,11 +396,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def why_empty(funnel: Funnel, dropped: str, rejected: Path) -> str:
+def why_empty(accounting: DocumentCounts, dropped: str, rejected: Path) -> str:
     """Why no document is left, which is an error: nobody runs a step for that."""
-    bad = sum(documents(funnel.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
-    if documents(funnel.input) > bad:
-        return f"none of {documents(funnel.input)} documents is left; dropped: {dropped}"
+    bad = sum(documents(accounting.dropped.get(why, {})) for why in (BAD_LINE, DAMAGED_FILE))
+    if documents(accounting.input) > bad:
+        return f"none of {documents(accounting.input)} documents is left; dropped: {dropped}"
     if not rejected.exists():
         return "--input holds no document"
     with rejected.open("rb") as lines:
@@ -487,13 +489,15 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 # The usual stage: every unit of the input becomes a shard, and has its own counts.
 
-UnitFunction = Callable[[Unit, Any, Funnel, ShardWriter], dict[str, int] | None]
+UnitFunction = Callable[[Unit, Any, DocumentCounts, ShardWriter], dict[str, int] | None]
 
 
-def map_units(run: StepRun, function: UnitFunction) -> tuple[Funnel, list[Any], Counter[str]]:
-    """A stage in which every unit becomes a shard: (funnel, facts of the shards, counters).
+def map_units(
+    run: StepRun, function: UnitFunction
+) -> tuple[DocumentCounts, list[Any], Counter[str]]:
+    """A stage in which every unit becomes a shard: (accounting, facts of the shards, counters).
 
-    function(unit, settings, funnel, shard) writes the shard, counts in the funnel and may
+    function(unit, settings, accounting, shard) writes the shard, counts in the accounting and may
     return counters, which are summed.
     """
     tasks = [
@@ -504,36 +508,36 @@ def map_units(run: StepRun, function: UnitFunction) -> tuple[Funnel, list[Any], 
     counters = Counter[str]()
     for result in results:
         counters.update(result["counters"])
-    return sum_funnels(results), [result["shard"] for result in results], counters
+    return sum_counts(results), [result["shard"] for result in results], counters
 
 
 def map_unit(function: UnitFunction, unit: Unit, settings: StepSettings) -> dict[str, Any]:
     """One task of map_units."""
-    funnel = Funnel()
+    accounting = DocumentCounts()
     with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
-        counters = function(unit, settings, funnel, shard)
-    keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "shard": shard.facts, "counters": counters or {}}
+        counters = function(unit, settings, accounting, shard)
+    keep_rejected(settings, unit, accounting)
+    return {"accounting": accounting.to_json(), "shard": shard.facts, "counters": counters or {}}
 
 
-def sum_funnels(results: Sequence[dict[str, Any]]) -> Funnel:
-    """Sum of the funnels that tasks return under "funnel"."""
-    funnel = Funnel()
+def sum_counts(results: Sequence[dict[str, Any]]) -> DocumentCounts:
+    """Sum of the counts that tasks return under "accounting"."""
+    accounting = DocumentCounts()
     for result in results:
-        funnel.add(Funnel.from_json(result["funnel"]))
-    return funnel
+        accounting.add(DocumentCounts.from_json(result["accounting"]))
+    return accounting
 
 
 def keep_rejected(
-    settings: StepSettings, unit: Unit, funnel: Funnel, shown: int = REJECTED_SHOWN
+    settings: StepSettings, unit: Unit, accounting: DocumentCounts, shown: int = REJECTED_SHOWN
 ) -> None:
     """Write the rejected lines to a file that finish() collects, and print a few."""
     target = settings.output / WORK / "rejected" / f"{unit.name}.jsonl"
-    if not funnel.rejected:
+    if not accounting.rejected:
         target.unlink(missing_ok=True)  # of an earlier run, on the input of that time
         return
-    for bad in itertools.islice(funnel.rejected, shown):
+    for bad in itertools.islice(accounting.rejected, shown):
         say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))
     with atomic_writer(target) as file:
-        for bad in funnel.rejected:
+        for bad in accounting.rejected:
             file.write(json.dumps(bad).encode() + b"\n")

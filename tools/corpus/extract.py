@@ -24,8 +24,15 @@ from typing import Any
 
 from megatron.errors import UsageError
 from tools.corpus import readers
-from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
-from tools.corpus.files import Funnel, Record, ShardWriter, document_id, dump_record, write_shard
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
+from tools.corpus.files import (
+    DocumentCounts,
+    Record,
+    ShardWriter,
+    document_id,
+    dump_record,
+    write_shard,
+)
 from tools.corpus.settings import StepSettings, program
 
 SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards
@@ -84,37 +91,37 @@ def run(settings: Settings) -> None:
             for k, each in enumerate(groups)
         ]
         results = step.stage("shards", extract_group, tasks)
-        funnel = sum_funnels(results)
-        step.finish(funnel, [shard for result in results for shard in result["shards"]])
+        accounting = sum_counts(results)
+        step.finish(accounting, [shard for result in results for shard in result["shards"]])
 
 
 def extract_group(
     number: int, splits: Sequence[readers.SourceSplit], roots: tuple[str, ...], settings: Settings
 ) -> dict[str, Any]:
     """Write a group as shards, none of which exceeds what the next step reads as one."""
-    funnel = Funnel()
+    accounting = DocumentCounts()
     shards: list[ShardWriter] = []
     with contextlib.ExitStack() as stack:
         for item in itertools.chain.from_iterable(
             readers.read(split, roots, settings.format, settings.key) for split in splits
         ):
             if isinstance(item, readers.Fault):
-                funnel.set_aside(item.file, item.offset, item.content, item.reason)
+                accounting.set_aside(item.file, item.offset, item.content, item.reason)
                 continue
             record = shape(item, settings)
-            funnel.enter(record)
+            accounting.enter(record)
             if not record["text"] or record["text"].isspace():
-                funnel.drop(record, "empty text")
+                accounting.drop(record, "empty text")
                 continue
-            funnel.keep(record)
+            accounting.keep(record)
             if not shards or shards[-1].bytes >= SHARD_UNITS * settings.unit_bytes:
                 stack.close()
                 name = f"part-{number:05}-{len(shards):03}"
                 shard = write_shard(settings.output, name, settings.compress)
                 shards.append(stack.enter_context(shard))
             shards[-1].write(dump_record(record))
-    keep_rejected(settings, dataclasses.replace(splits[0].unit, number=number), funnel)
-    return {"funnel": funnel.to_json(), "shards": [shard.facts for shard in shards]}
+    keep_rejected(settings, dataclasses.replace(splits[0].unit, number=number), accounting)
+    return {"accounting": accounting.to_json(), "shards": [shard.facts for shard in shards]}
 
 
 def shape(record: Record, settings: Settings) -> Record:

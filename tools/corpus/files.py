@@ -170,15 +170,15 @@ class Document(NamedTuple):
         return str(self.record["text"])
 
 
-def read_documents(unit: Unit, funnel: "Funnel") -> Iterator[Document]:
-    """The documents of a unit, counted in the funnel, which also records lines without one."""
+def read_documents(unit: Unit, accounting: "DocumentCounts") -> Iterator[Document]:
+    """The documents of a unit, counted in the accounting, which also records lines without one."""
     for line in read_shard(unit.file, unit.start, unit.stop):
         try:
             record = parse_line(line)
         except ValueError as error:
-            funnel.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
+            accounting.set_aside(unit.file, line.offset, line.content, line.fault or str(error))
             continue
-        funnel.enter(record)
+        accounting.enter(record)
         yield Document(record, line.content, line.offset)
 
 
@@ -224,10 +224,10 @@ Counts = dict[str, Count]  # by source
 
 
 @dataclass
-class Funnel:
+class DocumentCounts:
     """Documents that a step read, wrote and dropped, by source and reason.
 
-    Funnels of units are summed to that of the step; `check` then verifies the sums.
+    The counts of units are summed to that of the step; `check` then verifies the sums.
     """
 
     input: Counts = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Funnel:
         _add(self.dropped.setdefault(kind, {}), NO_SOURCE, len(line))
         self.rejected.append({"file": file, "offset": offset, "reason": reason})
 
-    def add(self, other: "Funnel") -> None:
+    def add(self, other: "DocumentCounts") -> None:
         _add_all(self.input, other.input)
         _add_all(self.output, other.output)
         for reason, counts in other.dropped.items():

@@ -22,7 +22,7 @@ from pydoc_data.topics import topics
 
 from megatron.config.checks import at_least
 from megatron.data.files import atomic_writer, write_atomically
-from tools.corpus.files import Funnel, Record, documents, dump_record, keyed_hash
+from tools.corpus.files import DocumentCounts, Record, documents, dump_record, keyed_hash
 from tools.corpus.settings import program, progress, say
 from tools.report import numbers
 
@@ -62,36 +62,36 @@ class Settings:
 
 def run(settings: Settings) -> None:
     """Collect English prose from this Python installation."""
-    funnel, written = Funnel(), 0
+    accounting, written = DocumentCounts(), 0
     with (
         atomic_writer(settings.output) as file,
         progress("harvest", settings.max_bytes, 0) as bar,
-        contextlib.closing(read_documents(settings.workers, funnel)) as found,
+        contextlib.closing(read_documents(settings.workers, accounting)) as found,
     ):
         for record in found:
-            funnel.enter(record)
-            funnel.keep(record)
+            accounting.enter(record)
+            accounting.keep(record)
             file.write(dump_record(record) + b"\n")
             size = len(record["text"].encode())
             written += size
             bar.update(size)
             if written >= settings.max_bytes:
                 break
-    funnel.check("harvest")
+    accounting.check("harvest")
     say(
-        f"harvest: {documents(funnel.output)} documents, {numbers.size(written)}, in "
+        f"harvest: {documents(accounting.output)} documents, {numbers.size(written)}, in "
         f"{settings.output}"
     )
     if settings.json is not None:
         facts = {"step": "harvest", "settings": {"max_bytes": settings.max_bytes}}
-        content = json.dumps(facts | funnel.to_json(), indent=1)
+        content = json.dumps(facts | accounting.to_json(), indent=1)
         write_atomically(settings.json, content.encode() + b"\n")
 
 
-def read_documents(workers: int, funnel: Funnel) -> Iterator[Record]:
+def read_documents(workers: int, accounting: DocumentCounts) -> Iterator[Record]:
     """Every document with prose in it: pydoc topics, prose files, then modules in hashed order.
 
-    Files that cannot be read are counted in the funnel.
+    Files that cannot be read are counted in the accounting.
     """
     for name, text in sorted(topics.items()):
         if topic := prose(text):
@@ -113,8 +113,8 @@ def read_documents(workers: int, funnel: Funnel) -> Iterator[Record]:
         ):
             if record is None:
                 unreadable = {"text": "", "source": source[0]}
-                funnel.enter(unreadable)
-                funnel.drop(unreadable, "unreadable file")
+                accounting.enter(unreadable)
+                accounting.drop(unreadable, "unreadable file")
             elif record["text"]:
                 yield record
 

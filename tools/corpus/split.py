@@ -23,7 +23,7 @@ from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus import external, files
-from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.settings import StepSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
@@ -80,7 +80,9 @@ def run(settings: Settings) -> None:
         tasks = [Task(unit.name, (unit, settings), unit.stop - unit.start) for unit in step.units]
         scattered = step.stage("scatter", scatter_unit, tasks)
         counts = [
-            sum_funnels([{"funnel": each["sides"][side]} for each in scattered]).to_json()["output"]
+            sum_counts([{"accounting": each["sides"][side]} for each in scattered]).to_json()[
+                "output"
+            ]
             for side in range(len(SIDES))
         ]
         train, valid = (count["documents"] for count in counts)
@@ -102,7 +104,7 @@ def run(settings: Settings) -> None:
             sizes = [shard["bytes"] for shard in mine]
             evenness[side] = round(max(sizes) * len(sizes) / sum(sizes), 4)
         step.finish(
-            sum_funnels(scattered),
+            sum_counts(scattered),
             shards,
             shuffled=True,
             sides=dict(zip(SIDES, counts, strict=True)),
@@ -123,13 +125,13 @@ def scatter_unit(unit: files.Unit, settings: Settings) -> dict[str, Any]:
 
     A unit of more than half of --memory, as a compressed file may be, becomes several runs.
     """
-    funnel, sides = files.Funnel(), [files.Funnel() for _ in SIDES]
+    accounting, sides = files.DocumentCounts(), [files.DocumentCounts() for _ in SIDES]
     line_bytes = [0] * len(SIDES)
     lines: list[tuple[int, bytes]] = []
     runs = size = 0
-    for document in files.read_documents(unit, funnel):
+    for document in files.read_documents(unit, accounting):
         side, key = place(settings, files.document_id(document.record))
-        funnel.keep(document.record)
+        accounting.keep(document.record)
         sides[side].keep(document.record)
         line_bytes[side] += len(document.line) + 1
         lines.append((key, document.line))
@@ -140,9 +142,9 @@ def scatter_unit(unit: files.Unit, settings: Settings) -> dict[str, Any]:
     if lines:
         write_run(run_files(settings, unit.number, runs), lines)
         runs += 1
-    keep_rejected(settings, unit, funnel)
+    keep_rejected(settings, unit, accounting)
     return {
-        "funnel": funnel.to_json(),
+        "accounting": accounting.to_json(),
         "sides": [each.to_json() for each in sides],
         "line_bytes": line_bytes,
         "runs": runs,

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from megatron.data.json_lines import OPENERS, WORK, Line, find_shards, read_lines
 from megatron.errors import UsageError
-from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
-from tools.corpus.files import Funnel, Unit, cut, write_shard
+from tools.corpus.files import DocumentCounts, Unit, cut, write_shard
 from tools.corpus.settings import StepSettings, program
 
 SHORTEST = 9  # characters
@@ -110,7 +110,7 @@ def run(settings: Settings) -> None:
         judging = [Task(f"{part:05}", (part, names, settings)) for part in range(parts)]
         step.stage("repeats", judge_part, judging)
         results = step.stage("shards", write_unit, tasks)
-        step.finish(sum_funnels(results), [result["shard"] for result in results])
+        step.finish(sum_counts(results), [result["shard"] for result in results])
 
 
 def load_blacklists(settings: Settings) -> Blacklists:
@@ -192,28 +192,28 @@ def judge_part(part: int, units: Sequence[str], settings: Settings) -> None:
 
 def write_unit(unit: Unit, parts: int, settings: Settings) -> dict[str, Any]:
     """Write the URLs of the unit that stay."""
-    blacklists, funnel, place = load_blacklists(settings), Funnel(), 0
+    blacklists, accounting, place = load_blacklists(settings), DocumentCounts(), 0
     repeats = repeats_of(rows_folder(settings), unit.name, unit.number, parts)
     repeat = next(repeats, None)
     with write_shard(settings.output, f"part-{unit.name}", settings.compress, ".txt") as shard:
         for url in read_urls(unit, blacklists):
             if url.fault is not None:
-                funnel.set_aside(unit.file, url.line.offset, url.line.content, url.fault)
+                accounting.set_aside(unit.file, url.line.offset, url.line.content, url.fault)
                 continue
             record, reason = {"text": url.text}, url.reason
-            funnel.enter(record)
+            accounting.enter(record)
             if reason is None:
                 if place == repeat:
                     repeat, reason = next(repeats, None), "duplicate"
                 place += 1
             if reason is None:
-                funnel.keep(record)
+                accounting.keep(record)
                 shard.write(url.text.encode())
             else:
-                funnel.drop(record, reason)
+                accounting.drop(record, reason)
     assert repeat is None
-    keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "shard": shard.facts}
+    keep_rejected(settings, unit, accounting)
+    return {"accounting": accounting.to_json(), "shard": shard.facts}
 
 
 if __name__ == "__main__":

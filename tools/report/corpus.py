@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tools.corpus.files import Count, Counts, Funnel, documents
+from tools.corpus.files import Count, Counts, DocumentCounts, documents
 from tools.corpus.language import UNKNOWN, names
 from tools.report import sections
 from tools.report.figures import PALETTE, SERIES, draw
@@ -57,11 +57,11 @@ class Step:
     folders: tuple[Folder, ...]
 
     @functools.cached_property
-    def counts(self) -> Funnel:
+    def counts(self) -> DocumentCounts:
         """The documents of all folders together."""
-        total = Funnel()
+        total = DocumentCounts()
         for folder in self.folders:
-            total.add(Funnel.from_json(folder.manifest))
+            total.add(DocumentCounts.from_json(folder.manifest))
         return total
 
     @property
@@ -113,7 +113,7 @@ def follow(steps: Sequence[Step]) -> list[Accounting]:
     return accounts
 
 
-def find_losses(counts: Funnel, before: Counts) -> list[Loss]:
+def find_losses(counts: DocumentCounts, before: Counts) -> list[Loss]:
     """Losses by reason, the largest first; then text that was lost without being dropped."""
     losses = [
         Loss(reason, documents(dropped), text_bytes(dropped))

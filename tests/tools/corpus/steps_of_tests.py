@@ -16,8 +16,8 @@ from typing import Any
 from megatron.data.files import atomic_writer
 from tests.dist import PATIENCE
 from tests.tools.corpus.lines import write_jsonl
-from tools.corpus.engine import StepRun, Task, keep_rejected, sum_funnels
-from tools.corpus.files import Funnel, Unit, dump_record, read_documents, write_shard
+from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
+from tools.corpus.files import DocumentCounts, Unit, dump_record, read_documents, write_shard
 from tools.corpus.settings import StepSettings, program
 
 TOY = "tests.tools.corpus.steps_of_tests"
@@ -48,26 +48,26 @@ def run(settings: Settings) -> None:
         ]
         results = step.stage("number", number, tasks)
         shards = [result["shard"] for result in results]
-        step.finish(sum_funnels(results), shards, numbered=sum(counts))
+        step.finish(sum_counts(results), shards, numbered=sum(counts))
 
 
 def count(unit: Unit) -> int:
     note("count", unit)
-    return sum(1 for _ in read_documents(unit, Funnel()))
+    return sum(1 for _ in read_documents(unit, DocumentCounts()))
 
 
 def number(unit: Unit, settings: Settings, start: int) -> dict[str, object]:
     note("number", unit)
-    funnel = Funnel()
+    accounting = DocumentCounts()
     with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
-        for k, document in enumerate(read_documents(unit, funnel), start):
+        for k, document in enumerate(read_documents(unit, accounting), start):
             if document.text == "fatal":
                 fail(unit, document.offset)
             record = document.record | {"text": document.text + settings.mark, "number": k}
-            funnel.keep(record)
+            accounting.keep(record)
             shard.write(dump_record(record))
-    keep_rejected(settings, unit, funnel)
-    return {"funnel": funnel.to_json(), "shard": shard.facts}
+    keep_rejected(settings, unit, accounting)
+    return {"accounting": accounting.to_json(), "shard": shard.facts}
 
 
 def note(stage: str, unit: Unit) -> None:

@@ -22,7 +22,7 @@ from tests.tools.corpus.lines import content, manifest, read_jsonl, stages, wait
 from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
 from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
-from tools.corpus.files import Count, Funnel, cut
+from tools.corpus.files import Count, DocumentCounts, cut
 from tools.corpus.settings import Unfinished
 
 ROOT = Path(__file__).parents[3]
@@ -401,13 +401,16 @@ def test_the_manifest_of_somebody_else_is_no_matter(foreign: str, tmp_path: Path
 def test_what_is_not_whole_gets_no_manifest(tmp_path: Path) -> None:
     """Input that changes while it is read, and a document that is lost."""
     folder = corpus(tmp_path / "in")
-    whole, lost = Funnel(input={"a": Count(1, 1)}, output={"a": Count(1, 1)}), Funnel()
+    whole, lost = (
+        DocumentCounts(input={"a": Count(1, 1)}, output={"a": Count(1, 1)}),
+        DocumentCounts(),
+    )
     lost.enter({"text": "a"})
-    for number, funnel in enumerate((lost, whole)):
+    for number, accounting in enumerate((lost, whole)):
         with StepRun("toy", toy(folder, tmp_path / "out")) as step:
             os.utime(folder / "1.jsonl", (number, number))
-            error = refusal(partial(step.finish, funnel, []))
-        assert isinstance(error, ValueError) == (funnel is whole)
+            error = refusal(partial(step.finish, accounting, []))
+        assert isinstance(error, ValueError) == (accounting is whole)
         assert not (tmp_path / "out" / "manifest.json").exists()
 
 

@@ -33,7 +33,7 @@ from megatron.data.json_lines import (
 from tests.refusals import refusal
 from tools.corpus.files import (
     Compression,
-    Funnel,
+    DocumentCounts,
     cut,
     document_id,
     dump_record,
@@ -223,11 +223,11 @@ def test_a_text_file_is_one_document_whatever_its_unit(tmp_path: Path) -> None:
     os.truncate(tmp_path / "f.txt", LONGEST_LINE + 1)
     units = cut(find_shards([tmp_path]), 100)
     assert [Path(unit.file).name for unit in units] == [f.name for f in sorted(tmp_path.iterdir())]
-    funnel = Funnel()
-    found = [each for unit in units for each in read_documents(unit, funnel)]
+    accounting = DocumentCounts()
+    found = [each for unit in units for each in read_documents(unit, accounting)]
     assert [each.text for each in found] == [text, text]
     assert [each.record["id"] for each in found] == ["a.txt", "b.txt"]
-    assert [Path(bad["file"]).name for bad in funnel.rejected] == [
+    assert [Path(bad["file"]).name for bad in accounting.rejected] == [
         f"{name}.txt{'.gz' * (name == 'c')}" for name in "cdef"
     ]
 
@@ -375,46 +375,46 @@ def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Pa
         content += line + b"\n"
     path.write_bytes(content)
     for unit_bytes in (10, 300, 10**9):
-        funnel = Funnel()
+        accounting = DocumentCounts()
         documents = []
         for unit in cut([path], unit_bytes):
-            for document in read_documents(unit, funnel):
+            for document in read_documents(unit, accounting):
                 documents.append(document)
-                funnel.keep(document.record)
+                accounting.keep(document.record)
         assert [document.line for document in documents] == [good] * len(BAD)
         assert all(content[each.offset :].startswith(good) for each in documents)
-        rejected = list(funnel.rejected)
+        rejected = list(accounting.rejected)
         assert [bad["offset"] for bad in rejected] == offsets
         assert {bad["file"] for bad in rejected} == {str(path)}
         assert all(bad["reason"] for bad in rejected)
-        assert funnel.dropped["bad line"]["unnamed"].documents == len(BAD)
-        assert funnel.input["s"].documents == funnel.output["s"].documents == len(BAD)
-        assert funnel.input["s"].bytes == 6 * len(BAD)
-        funnel.check("test")
+        assert accounting.dropped["bad line"]["unnamed"].documents == len(BAD)
+        assert accounting.input["s"].documents == accounting.output["s"].documents == len(BAD)
+        assert accounting.input["s"].bytes == 6 * len(BAD)
+        accounting.check("test")
 
 
 def test_millions_of_bad_lines_are_listed_in_order_in_little_memory() -> None:
-    funnel, more = Funnel(), Funnel()
+    accounting, more = DocumentCounts(), DocumentCounts()
     for k in range(30_000):
-        funnel.set_aside("file", k, b"x", "no document")
-    assert [bad["offset"] for bad in funnel.rejected] == list(range(30_000))
+        accounting.set_aside("file", k, b"x", "no document")
+    assert [bad["offset"] for bad in accounting.rejected] == list(range(30_000))
     more.set_aside("other", 7, b"x", "no document")
-    next(iter(funnel.rejected))  # left in the middle
-    funnel.add(more)
-    *_, before, last = funnel.rejected
-    assert (before["offset"], last["file"], len(funnel.rejected)) == (29_999, "other", 30_001)
+    next(iter(accounting.rejected))  # left in the middle
+    accounting.add(more)
+    *_, before, last = accounting.rejected
+    assert (before["offset"], last["file"], len(accounting.rejected)) == (29_999, "other", 30_001)
 
 
-def books(kept: int, dropped: int, pieces: int) -> Funnel:
+def books(kept: int, dropped: int, pieces: int) -> DocumentCounts:
     record = {"text": "a", "source": "s"}
-    funnel = Funnel(pieces=pieces)
+    accounting = DocumentCounts(pieces=pieces)
     for _ in range(5):
-        funnel.enter(record)
+        accounting.enter(record)
     for _ in range(kept):
-        funnel.keep(record)
+        accounting.keep(record)
     for _ in range(dropped):
-        funnel.drop(record, "reason")
-    return funnel
+        accounting.drop(record, "reason")
+    return accounting
 
 
 def test_books_balance_only_with_every_document_in_them() -> None:
@@ -425,10 +425,10 @@ def test_books_balance_only_with_every_document_in_them() -> None:
             books(kept, dropped, pieces).check("step")
 
 
-def test_funnels_add_up_and_travel_as_json() -> None:
-    total = Funnel()
-    for funnel in (books(2, 3, 0), books(6, 1, 2)):
-        total.add(Funnel.from_json(json.loads(json.dumps(funnel.to_json()))))
+def test_counts_add_up_and_travel_as_json() -> None:
+    total = DocumentCounts()
+    for accounting in (books(2, 3, 0), books(6, 1, 2)):
+        total.add(DocumentCounts.from_json(json.loads(json.dumps(accounting.to_json()))))
     total.check("step")
     assert total.to_json() == {
         "input": {"documents": 10, "bytes": 10, "sources": {"s": {"documents": 10, "bytes": 10}}},

@@ -10,7 +10,7 @@ from tests.refusals import field_of, refusal
 from tests.tools.corpus.lines import dropped, manifest, read_jsonl, write_jsonl
 from tests.tools.corpus.test_run import STEPS, description
 from tests.tools.report.pages import HOSTILE, ParsedPage
-from tools.corpus.files import Count, Funnel
+from tools.corpus.files import Count, DocumentCounts
 from tools.corpus.report import Settings, read_steps, run, verify
 from tools.corpus.settings import program
 from tools.report.corpus import Loss, accounting, accounting_of, find, follow, step_facts
@@ -36,13 +36,15 @@ def write_step(
     folder.mkdir(parents=True)
     shard = f"what {folder.name} wrote".encode()
     (folder / "part-00000.jsonl").write_bytes(shard)
-    funnel = Funnel(counts(into), counts(out), {k: counts(v) for k, v in (dropped or {}).items()})
+    accounting = DocumentCounts(
+        counts(into), counts(out), {k: counts(v) for k, v in (dropped or {}).items()}
+    )
     sha256 = hashlib.sha256(shard).hexdigest()
     content = {
         "step": step,
         "settings": {"unit": "32MB"},
         "inputs": [],
-        **funnel.to_json(),
+        **accounting.to_json(),
         **more,
         "shards": [{"name": "part-00000.jsonl", "bytes": len(shard), "sha256": sha256}],
     }

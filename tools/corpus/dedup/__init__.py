@@ -32,8 +32,8 @@ from tools.corpus import external
 from tools.corpus.dedup import candidates, clusters, verify
 from tools.corpus.dedup.index import FIRST_BAND, ID, TEXT, Block, Index, Part, index_unit
 from tools.corpus.dedup.signatures import PERMUTATIONS, Bands, Shingle, Shingler
-from tools.corpus.engine import StepRun, Task, sum_funnels
-from tools.corpus.files import Count, Funnel, concatenate, documents, write_shard
+from tools.corpus.engine import StepRun, Task, sum_counts
+from tools.corpus.files import Count, DocumentCounts, concatenate, documents, write_shard
 from tools.corpus.settings import StepSettings, say
 
 PAIRS_OF_A_TASK = 500_000
@@ -130,21 +130,21 @@ def run(settings: Settings) -> None:
             return
         say_recall(bands, settings.jaccard)
         stages = Stages(step, settings)
-        index, funnel = stages.index()
-        if unknown := [name for name in settings.source_priority if name not in funnel.input]:
+        index, accounting = stages.index()
+        if unknown := [name for name in settings.source_priority if name not in accounting.input]:
             say(
                 f"warning: dedup: --source-priority {' '.join(unknown)}: no document has this "
-                f"source; there are {', '.join(sorted(funnel.input))}"
+                f"source; there are {', '.join(sorted(accounting.input))}"
             )
         copies, ids = stages.copies(index), stages.ids(index)
         pairs, buckets = stages.pairs(index, copies)
         edges, histogram = stages.edges(index, pairs)
         result = stages.select(index, edges, copies, ids)
-        stop_if_absurd(settings, index, funnel, result)
+        stop_if_absurd(settings, index, accounting, result)
         kept, shards = stages.kept(index, result.removed)
-        funnel.add(kept)
+        accounting.add(kept)
         step.finish(
-            funnel,
+            accounting,
             shards,
             permutations=PERMUTATIONS,
             recall_curve=recall_curve(bands),
@@ -172,19 +172,21 @@ def say_recall(bands: Bands, threshold: float) -> None:
         )
 
 
-def stop_if_absurd(settings: Settings, index: Index, funnel: Funnel, result: DedupResult) -> None:
+def stop_if_absurd(
+    settings: Settings, index: Index, accounting: DocumentCounts, result: DedupResult
+) -> None:
     """Raises UsageError, and prints the largest clusters, if too much is removed to be right."""
     faults: list[tuple[str, float, str]] = []  # flag, its value, what it has to be
     largest = result.largest[0]["size"] if result.largest else 0
     if largest > settings.max_cluster:
         text = f"at least {largest}, the documents of the largest cluster"
         faults.append(("--max-cluster", settings.max_cluster, text))
-    for source, count in sorted(funnel.input.items()):
+    for source, count in sorted(accounting.input.items()):
         lost = result.sources[source]
         if count.documents >= FEW and lost / count.documents > settings.max_source_loss:
             text = f"larger: of the source {source} {lost} of {count.documents} would be removed"
             faults.append(("--max-source-loss", settings.max_source_loss, text))
-    rate = result.sources.total() / max(1, documents(funnel.input))
+    rate = result.sources.total() / max(1, documents(accounting.input))
     expected = settings.expected_removal
     if expected is not None and rate > 3 * expected + 0.02:
         text = f"larger: {rate:.1%} of the documents would be removed"
@@ -232,7 +234,7 @@ class Stages:
     def _files(self, name: str, tasks: Sequence[Task]) -> Files:
         return tuple(self._folder(name) / f"{task.key}.npy" for task in tasks)
 
-    def index(self) -> tuple[Index, Funnel]:
+    def index(self) -> tuple[Index, DocumentCounts]:
         """The index of the corpus, and input counts.  Raises ValueError if there is no document."""
         step, settings, folder = self._step, self._settings, self._folder("index")
         bands = Bands(settings.bands, settings.rows)
@@ -241,7 +243,7 @@ class Stages:
             arguments = (unit, settings, folder, settings.shingler, bands)
             tasks.append(Task(unit.name, arguments, unit.stop - unit.start))
         results = step.stage("signatures", index_unit, tasks)
-        funnel = sum_funnels(results)
+        accounting = sum_counts(results)
         blocks = tuple(
             Block(unit, name, count)
             for unit, result in enumerate(results)
@@ -249,14 +251,14 @@ class Stages:
         )
         if not blocks:
             raise ValueError(
-                f"--input holds no document in {documents(funnel.input)} lines; each has to "
+                f"--input holds no document in {documents(accounting.input)} lines; each has to "
                 'be {"text": "..."}'
             )
         index = Index(folder, tuple(step.units), blocks)
         if len(index) >= MOST_DOCUMENTS:
             raise ValueError(f"--input holds {len(index)} documents; under 2^32 would work")
         index.save()
-        return index, funnel
+        return index, accounting
 
     def _parts(self, index: Index, column: int, row_bytes: int) -> list[Part]:
         parts = external.count_parts(len(index), self._memory, row_bytes)
@@ -363,7 +365,7 @@ class Stages:
             largest=largest[: clusters.LARGEST],
         )
 
-    def kept(self, index: Index, removed: Files) -> tuple[Funnel, list[dict[str, Any]]]:
+    def kept(self, index: Index, removed: Files) -> tuple[DocumentCounts, list[dict[str, Any]]]:
         """Write the shards and duplicates.jsonl.  Returns document counts, facts of the shards."""
         settings, folder = self._settings, self._folder("lines")
         tasks = [
@@ -373,7 +375,7 @@ class Stages:
         results = self._step.stage("shards", write_unit, tasks)
         lines = [folder / f"{unit.name}.jsonl" for unit in index.units]
         concatenate(lines, self._step.output / "duplicates.jsonl")
-        return sum_funnels(results), [result["shard"] for result in results]
+        return sum_counts(results), [result["shard"] for result in results]
 
 
 def write_unit(
@@ -396,7 +398,7 @@ def write_unit(
             sources[path].seek(line)
             target.write(sources[path].readline())
     is_copy = {document: copy for document, _, copy, _ in removed}
-    funnel = Funnel()
+    accounting = DocumentCounts()
     rows = index.rows(number)
     row = next(rows, None)
     with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:
@@ -405,11 +407,11 @@ def write_unit(
                 continue  # holds no document; the index has counted it
             document, _, size, source = row
             if document in is_copy:
-                counts = funnel.dropped.setdefault(COPY if is_copy[document] else NEAR, {})
+                counts = accounting.dropped.setdefault(COPY if is_copy[document] else NEAR, {})
             else:
-                counts = funnel.output
+                counts = accounting.output
                 shard.write(line.content)
             counts.setdefault(source, Count()).add(size)
             row = next(rows, None)
     assert row is None
-    return {"funnel": funnel.to_json(), "shard": shard.facts}
+    return {"accounting": accounting.to_json(), "shard": shard.facts}

@@ -44,16 +44,16 @@ def index_unit(
 
     Returns (name, number of documents) of each block, a folder in `folder`, and the unit's counts.
     """
-    funnel, blocks = files.Funnel(), []
-    documents = files.read_documents(unit, funnel)
+    accounting, blocks = files.DocumentCounts(), []
+    documents = files.read_documents(unit, accounting)
     while True:
         name = f"{unit.name}-{len(blocks):04}"
         count = write_block(folder / name, itertools.islice(documents, BLOCK), shingler, bands)
         if not count:
             break
         blocks.append((name, count))
-    keep_rejected(settings, unit, funnel)
-    return {"blocks": blocks, "funnel": funnel.to_json()}
+    keep_rejected(settings, unit, accounting)
+    return {"blocks": blocks, "accounting": accounting.to_json()}
 
 
 def write_block(
