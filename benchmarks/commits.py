@@ -35,7 +35,7 @@ from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank
 from benchmarks.processes import ROOT, status_bytes
 from benchmarks.watched import below
 from megatron.train.metrics import read_metrics
-from tools.data_files import IndexedDatasetWriter
+from tools.corpus.tokenize.writer import IndexedDatasetWriter
 
 PRESETS = {"gpt2_30m": 8192, "quickstart": 2048}  # preset: vocabulary size
 LAYOUTS = {"t = 1": (1, 1), "t = 2": (2, 2), "d = 2": (2, 1)}  # (ranks, tensor-parallel ranks)

@@ -65,7 +65,7 @@ FUNCTIONS: dict[tuple[str, str], tuple[str, Callable[[Any], Function]]] = {
     (REPAIR, "ftfy"): ("ftfy", lambda m: m.fix_text),
     (LANGUAGE, OURS): ("tools.corpus.language", lambda m: lambda t: m.identify(t) == "en"),
     (LANGUAGE, "langdetect"): ("langdetect", langdetect),
-    (SENTENCES, OURS): ("tools.sentences", lambda m: m.split_sentences),
+    (SENTENCES, OURS): ("tools.corpus.tokenize.encode", lambda m: m.split_sentences),
     (SENTENCES, "sentencex"): ("sentencex", lambda m: lambda t: m.segment("en", t)),
     (SENTENCES, "pysbd"): ("pysbd", lambda m: m.Segmenter("en", clean=False).segment),
     (SENTENCES, "blingfire"): ("blingfire", lambda m: lambda t: m.text_to_sentences(t).split("\n")),

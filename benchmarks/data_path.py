@@ -36,7 +36,7 @@ from megatron.data.files import sampled_sha256
 from megatron.data.indexed import HEADER, Description
 from megatron.data.order import split_documents
 from megatron.train.inputs import prefetch
-from tools.data_files import IndexedDatasetWriter, pack_header
+from tools.corpus.tokenize.writer import IndexedDatasetWriter, pack_header
 from tools.layouts.job import open_samples
 
 DOCUMENT = 1100  # tokens, on average; OpenWebText has 9.0e9 in 8.0e6 documents

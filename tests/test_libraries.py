@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from megatron.libraries import Library, MissingLibrary, failure, load
-from tools.encoders import build_encoder
+from tools.corpus.tokenize.encoders import build_encoder
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("megatron", "tools", "tasks", "benchmarks", "examples")

@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, in Megatron's memory-mapped format; tools/data_files.py writes them.
+"""Tokenised documents on disk, in Megatron's memory-mapped format, as preprocessing writes them.
 
 P.bin holds the tokens of all sequences, one after another. P.idx holds, little-endian and without
 padding:

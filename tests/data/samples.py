@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from megatron.data.files import tokenizer_folder
 from megatron.data.indexed import Description, token_dtype
 from megatron.data.tokenizer import MARKS, GPT2BPETokenizer
-from tools.data_files import IndexedDatasetWriter, join_descriptions, move_data_set
+from tools.corpus.tokenize.writer import IndexedDatasetWriter, join_descriptions, move_data_set
 
 MERGES = ["t h", "th e", "i n", "Ġ the"]
 

@@ -25,7 +25,7 @@ from tests.data.samples import (
     write_sparse,
 )
 from tests.refusals import field_of, refusal
-from tools.data_files import IndexedDatasetWriter, verify
+from tools.corpus.tokenize.writer import IndexedDatasetWriter, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
 SENTENCES = [[[5, 6], [7]], [[8, 9, 10]], [[11], [12]]]

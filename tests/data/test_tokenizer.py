@@ -24,7 +24,7 @@ from megatron.data.tokenizer import (
 )
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
-from tools.encoders import PROBES
+from tools.corpus.tokenize.encoders import PROBES
 
 BPE, LOWER, CASED = "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"
 JSON = "HuggingFaceTokenizer"

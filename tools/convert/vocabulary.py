@@ -30,7 +30,7 @@ from megatron.data.tokenizer import (
 )
 from megatron.errors import UsageError
 from tools.convert.folder import read_object
-from tools.encoders import PROBES
+from tools.corpus.tokenize.encoders import PROBES
 
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY, MERGES = GPT2BPETokenizer.names.values()

@@ -30,7 +30,7 @@ from tools.corpus.files import (
 from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.repair import mend_newlines, repair
 from tools.corpus.settings import LengthSettings, program, say
-from tools.encoders import Encoder, build_encoder
+from tools.corpus.tokenize.encoders import Encoder, build_encoder
 
 ANY = "any"
 CHARACTERS_A_WORD = 16  # in the part of a text that is examined first; English has 6

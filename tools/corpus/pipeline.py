@@ -36,7 +36,7 @@ STEPS = {
     "decontaminate": "tools.corpus.decontaminate",
     "dedup": "tools.corpus.dedup",
     "split": "tools.corpus.split",
-    "tokenise": "tools.preprocess_data",
+    "tokenise": "tools.corpus.tokenize.step",
     "report": "tools.corpus.report",
 }
 COMMON = ("workers", "scheduler", "memory", "compress", "unit")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.config.pretrain import require_apex
 from megatron.errors import UsageError
+from megatron.libraries import load
 from megatron.parallel.kernels import matmul
 from megatron.train.launch import default_precision
 from megatron.train.machine import COMPILER_HELP, compiler_failure
@@ -102,7 +103,6 @@ def _apex() -> Iterator[Finding]:
 
 def _numba() -> Iterator[Finding]:
     """numba, which compiles loops of the corpus tools, on one function and its plain Python."""
-    from numba import njit
 
     def triangle(count: int) -> int:
         total = 0
@@ -110,7 +110,7 @@ def _numba() -> Iterator[Finding]:
             total += number
         return total
 
-    is_right = njit(triangle)(1000) == triangle(1000)
+    is_right = load("numba").njit(triangle)(1000) == triangle(1000)
     yield Fact("numba", is_right, "compiles, and computes what Python computes")
     if not is_right:
         cure = "install the version of requirements.txt"
@@ -124,7 +124,7 @@ def _encoder() -> Iterator[Finding]:
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.trainers import BpeTrainer
 
-    from tools.encoders import PROBES, build_encoder
+    from tools.corpus.tokenize.encoders import PROBES, build_encoder
 
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = ByteLevel(add_prefix_space=False)

@@ -26,8 +26,8 @@ from tests.tools.convert.models import (
     write_sentencepiece,
 )
 from tests.tools.texts import POSITIONS, TEXTS, texts_of
-from tools import preprocess_data
 from tools.convert_hf import export_model
+from tools.corpus.tokenize import step as preprocess_data
 from tools.generate import Settings, main
 
 NEW = 12

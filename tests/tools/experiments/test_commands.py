@@ -16,11 +16,11 @@ from tasks.main import find_module, split_task
 from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
 from tools.corpus.settings import parse_settings
+from tools.corpus.tokenize.step import Settings as PreprocessSettings
 from tools.experiments import figure6, figure7, miniature, quickstart
 from tools.experiments.passages import passages
 from tools.experiments.runner import ROOT, Command, Machine, Stage
 from tools.experiments.stages import FILES, LAMBADA, RACE_DEV, WIKITEXT103
-from tools.preprocess_data import Settings as PreprocessSettings
 from tools.train_tokenizer import train_tokenizer
 
 CPU = Machine(0, 2)

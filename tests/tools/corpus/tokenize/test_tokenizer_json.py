@@ -20,9 +20,9 @@ from tests.programs import newest, pretrain
 from tests.refusals import refusal, refused
 from tests.tools.convert.models import change_json, weights_of
 from tests.tools.texts import generated
-from tools import preprocess_data
 from tools.convert_hf import export_model, import_model
-from tools.encoders import PROBES
+from tools.corpus.tokenize import step as preprocess_data
+from tools.corpus.tokenize.encoders import PROBES
 from tools.train_tokenizer import train_tokenizer
 
 KIND = HuggingFaceTokenizer.kind

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -23,12 +24,12 @@ from megatron.data.files import atomic_writer
 from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.libraries import Library, load
 from tools.corpus.engine import keep_rejected
 from tools.corpus.files import Count, Counts, DocumentCounts, Unit, source_of
 from tools.corpus.settings import StepSettings
-from tools.data_files import IndexedDatasetWriter
-from tools.encoders import Encoder, build_encoder
-from tools.sentences import split_sentences
+from tools.corpus.tokenize.encoders import Encoder, build_encoder
+from tools.corpus.tokenize.writer import IndexedDatasetWriter
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # encoded in one call, whichever is reached first
 JOINED_TOKENS = 1 << 23  # held in memory at a time while a shard is joined
@@ -38,6 +39,14 @@ NO_TOKEN = "without a token"
 LINES_LOOKED_AT = 100  # lines without text per unit whose keys are counted
 UNITS = 64  # least number, unless units become too small, to give work to all workers
 SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # limits of a sample of the input
+
+
+LANGUAGE = "en"  # of sentencex; docs/results/sentences.md gives reasons
+# Characters of a line that are split into sentences in one call. For lines with non-ASCII letters
+# the library's time grows with the square of the length.
+LONGEST = 5_000
+
+sentencex = Library("sentencex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,3 +287,41 @@ def _read_part(
             sizes[starts[first] : starts[last]],
             sequences[first:last],
         )
+
+
+def splitter() -> str:
+    """The library's name and version. Raises MissingLibrary."""
+    load("sentencex", "--no-split-sentences")
+    return f"sentencex {version('sentencex')}"
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences in order; each character other than white space is in exactly one of them.
+
+    A line end ends a sentence, so lines should not be wrapped.  A text of only white space has no
+    sentences.  A sentence of more than LONGEST characters is split, at a blank if it has any.
+    """
+    return [sentence for line in text.splitlines() for sentence in _split_line(line)]
+
+
+def _split_line(line: str) -> Iterator[str]:
+    """The sentences of a line, without surrounding white space."""
+    start = 0
+    while start < len(line):
+        window = line[start : start + LONGEST]
+        pieces = sentencex.segment(LANGUAGE, window)
+        if "".join(pieces) != window:  # not known to happen, but no text may be lost
+            pieces = [window]
+        if start + len(window) < len(line):  # the last piece may continue after the window
+            pieces = pieces[:-1] or [_whole_words(window)]
+        length = sum(map(len, pieces))
+        yield from filter(None, map(str.strip, pieces))
+        start += length
+
+
+def _whole_words(window: str) -> str:
+    """The window up to its last white space, so that no word is split; all of it if it has none."""
+    for end in range(len(window), 0, -1):
+        if window[end - 1].isspace():
+            return window[:end]
+    return window

@@ -20,11 +20,11 @@ from megatron.errors import UsageError
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
 from tests.tools.corpus.lines import content, manifest, write_jsonl
-from tools import preprocess_data
 from tools.corpus import split
-from tools.data_files import verify
+from tools.corpus.tokenize import step as preprocess_data
+from tools.corpus.tokenize.writer import verify
 
-PROGRAM = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+PROGRAM = Path(__file__).parents[4] / "tools" / "preprocess_data.py"
 TEXTS = [f"the thing number {i} in the inn. " * (1 + i % 9) for i in range(200)]
 TOKENIZER = ["--vocab-file", "vocab.json", "--merge-file", "merges.txt"]
 BESIDE = {f"_text_document.tokenizer/{name}" for name in ("vocab.json", "merges.txt")}

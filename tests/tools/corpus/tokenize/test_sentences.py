@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_encoders import PROBES, fuzz
-from tools import sentences
-from tools.sentences import LONGEST, split_sentences
+from tests.tools.corpus.tokenize.test_encoders import PROBES, fuzz
+from tools.corpus.tokenize import encode as sentences
+from tools.corpus.tokenize.encode import LONGEST, split_sentences
 
 MARKS = [
     *".?!\"'()*-/Ab\x00\u00e9\u6f22\u3002\u200b\u2028\u00bb\u00ab\u201c\u201d\u2018\u2019\u2014",

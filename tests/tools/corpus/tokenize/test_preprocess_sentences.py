@@ -13,11 +13,11 @@ from megatron.data.tokenizer import build_tokenizer, read_tokenizer
 from tests.data.samples import write_tokenizer, write_wordpiece
 from tests.refusals import field_of
 from tests.tools.corpus.lines import content, manifest, write_jsonl
-from tests.tools.test_preprocess_data import lines, outputs, refused_with
-from tools import preprocess_data
+from tests.tools.corpus.tokenize.test_preprocess_data import lines, outputs, refused_with
 from tools.corpus.pipeline import read_description
-from tools.data_files import verify
-from tools.sentences import split_sentences
+from tools.corpus.tokenize import step as preprocess_data
+from tools.corpus.tokenize.encode import split_sentences
+from tools.corpus.tokenize.writer import verify
 
 TEXTS = [
     f"The thing number {i} is in the inn. " * (1 + i % 5) + f"Is it?\nMr. {i} thinks so."

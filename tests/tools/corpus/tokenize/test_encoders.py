@@ -26,7 +26,14 @@ from megatron.data.tokenizer import (
 )
 from tests.data.samples import write_tokenizer, write_tokenizer_json, write_wordpiece
 from tests.refusals import field_of, refusal
-from tools.encoders import PROBES, Encoder, Gigatoken, Words, build_encoder, find_difference
+from tools.corpus.tokenize.encoders import (
+    PROBES,
+    Encoder,
+    Gigatoken,
+    Words,
+    build_encoder,
+    find_difference,
+)
 from tools.train_tokenizer import train_tokenizer
 
 PIECES = [

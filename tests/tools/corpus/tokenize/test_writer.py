@@ -21,7 +21,7 @@ from tests.data.samples import (
     write_shards,
 )
 from tests.refusals import refusal
-from tools.data_files import IndexedDatasetWriter, move_data_set, verify
+from tools.corpus.tokenize.writer import IndexedDatasetWriter, move_data_set, verify
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0]]
 SENTENCES = [[[5, 6], [7]], [[8, 9, 10]], [[11], [12]]]
@@ -31,7 +31,8 @@ TOKENIZER = {"vocab.json": b"vocabulary", "merges.txt": b"merges"}
 
 
 def names(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir() if file.is_file()}
+    """The files; a writer that is killed leaves what it staged (*.part)."""
+    return {file.name for file in folder.iterdir() if file.is_file() and file.suffix != ".part"}
 
 
 def tokenizer_of(prefix: str) -> dict[str, bytes]:
