@@ -266,8 +266,8 @@ def rows() -> Iterator[Row]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from megatron.huggingface.plan import REFUSED
-    from tools.processes import on_ranks
-    from tools.proofs import prove_at
+    from tools.layouts.processes import on_ranks
+    from tools.layouts.proofs import prove_at
 
     configs, _ = architectures()
     found, *_ = on_ranks(max(SIZES), prove_at, [*configs.values()], SIZES)

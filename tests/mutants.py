@@ -490,8 +490,8 @@ plan-a-class-for-each-norm
 attention-scaling-ignored
 - query = query * (scaling * size**0.5)
 + pass
-@ megatron/huggingface/proof.py | tools/test_prove_plan::test_corrupted
-proof-of-the-first-rank-alone | tools/test_prove_plan::test_what_one_rank
+@ megatron/huggingface/proof.py | tools/layouts/test_prove::test_corrupted
+proof-of-the-first-rank-alone | tools/layouts/test_prove::test_what_one_rank
 - ranks = mesh.control.gather(own)
 -     failures
 + ranks = mesh.control.gather(own)[:1]

@@ -28,8 +28,7 @@ from tests.refusals import refused
 from tests.tools.convert.models import write_model
 from tests.tools.texts import POSITIONS, TEXTS, failure_of, generated, texts_of
 from tools.convert_hf import import_model
-from tools.generate import Settings, main, read_prompts
-from tools.prompts import Reader
+from tools.generate import Reader, Settings, main, read_prompts
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""tools/prompts.py: what becomes a prompt, what is refused and where it stands, and typed lines."""
+"""Prompts of generate.py: what becomes one, what is refused and where it stands, typed lines."""
 
 import os
 from functools import partial
@@ -9,7 +9,7 @@ import pytest
 from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal
-from tools.prompts import Lines, Reader, of_command_line, of_file
+from tools.generate import Lines, Reader, of_command_line, of_file
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import sha256, write_atomically
 from megatron.errors import UsageError
-from tools.processes import count_gpus
+from tools.layouts.processes import count_gpus
 from tools.report.numbers import duration, size
 
 ROOT = Path(__file__).resolve().parents[2]

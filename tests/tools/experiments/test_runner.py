@@ -27,7 +27,7 @@ from tools.experiments.runner import (
     parse_training,
     run_stages,
 )
-from tools.processes import count_gpus
+from tools.layouts.processes import count_gpus
 
 PROGRAM = "this test"
 

@@ -26,8 +26,8 @@ from tests.huggingface import of_plan
 from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
-from tools import prove_plan
 from tools.experiments.runner import ROOT
+from tools.layouts import prove as prove_plan
 
 GPT2 = {
     "*.attn": {"style": "local", "attributes": ["num_heads", "split_size"]},

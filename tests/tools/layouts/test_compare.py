@@ -17,8 +17,8 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
 from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
-from tools import compare_layouts
-from tools.compare_layouts import largest, read_settings, row
+from tools.layouts import compare as compare_layouts
+from tools.layouts.compare import largest, read_settings, row
 from tools.layouts.layout import parse_layout
 from tools.layouts.meters import Counts
 from tools.layouts.train import Report

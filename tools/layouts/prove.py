@@ -1,0 +1,247 @@
+"""Prove that a model of transformers, sharded by a plan, computes the same as the unmodified one.
+
+    python -m tools.prove_plan --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
+
+A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is sharded over 2 and
+over 4 processes on this machine. Its loss, its logits, every gradient and the output of every
+module are compared with the unmodified model's. See docs/parallelism.md for plans.
+
+Exit status: 0 the plan is right at those of the two sizes that the model can be sharded over, 1 a
+module is wrong, 2 a wrong argument or no proof.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.checks import writable
+from megatron.config.launch import interruptible
+from megatron.config.parse import parse_call, user_errors
+from megatron.data.files import write_atomically
+from megatron.errors import UsageError, switch
+from megatron.huggingface.config import (
+    HuggingFaceConfig,
+    HuggingFaceMaskedConfig,
+    kind_of,
+    read_hf_config,
+)
+
+if TYPE_CHECKING:
+    from tools.layouts.proofs import Outcome
+
+SIZES = (2, 4)
+HEADER = ("module", "becomes", "whole", "local", "communication")
+LEGEND = """\
+f: all-reduce of the input's gradient in the backward, once for layers that read one tensor
+g: all-reduce of the output in the forward"""
+
+
+def prove_plan(
+    *,
+    model: str,
+    plan: str = "auto",
+    masked: bool | None = None,
+    show: bool = False,
+    json: Path | None = None,
+) -> int:
+    """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified
+    one: loss, logits and every gradient of a tiny model in fp64, on 2 and on 4 ranks.
+
+    Exit status: 0 the plan is right at those of the two sizes that the model can be sharded over,
+    1 a module is wrong, 2 a wrong argument or no proof.
+
+    Args:
+        model: A folder with a config.json, or a name on the HuggingFace hub.
+        plan: auto, for transformers' own plan or one of this project's; or a TOML file.
+        masked: Whether it predicts masked tokens; by default decided by its config.json.
+        show: List modules with their replacements, shapes and communication.
+        json: JSON file for the results.
+    """
+    config = read(model, plan, masked)
+    if json is not None:
+        writable(type("Settings", (), {"json": json}), "json")
+    refused, shown = {}, {}
+    for size in SIZES:
+        rows = modules_of(config, size)
+        if isinstance(rows, str):
+            refused[size] = rows
+            continue
+        shown[size] = rows
+        if show:
+            print(f"t = {size}:\n{table([HEADER, *rows])}\n", flush=True)
+    if show and shown:
+        print(f"{LEGEND}\n", flush=True)
+    if not shown and len({*refused.values()}) == 1:
+        allowed = f"one that fits {model}: {refused[SIZES[0]]}"
+        raise UsageError("--plan", None if plan == "auto" else plan, allowed)
+    found: dict[int, Outcome] = dict(refused)
+    if shown:
+        from tools.layouts.processes import on_ranks
+        from tools.layouts.proofs import prove_at
+
+        (outcomes,), *_ = on_ranks(max(shown), prove_at, [config], list(shown))
+        found |= {
+            size: f"not proved by a tiny model: {outcome}" if isinstance(outcome, str) else outcome
+            for size, outcome in zip(shown, outcomes, strict=True)
+        }
+    for size in SIZES:
+        outcome = found[size]
+        wrong = [] if isinstance(outcome, str) else outcome.wrong
+        if isinstance(outcome, str) or not wrong:
+            print(f"t = {size}: {outcome}")
+        for sentence in wrong:
+            print(f"t = {size}: {sentence}")
+    if json is not None:
+        write_atomically(json, (dumped(found, shown) + "\n").encode())
+    outcomes = [found[size] for size in shown]
+    if any(not isinstance(each, str) and each.wrong for each in outcomes):
+        return 1
+    return 0 if outcomes and not any(isinstance(each, str) for each in outcomes) else 2
+
+
+def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
+    """The config of the model. Raises UsageError if the model or plan cannot be read, or if
+    `masked` contradicts the model's kind in pretrain.py."""
+    try:
+        described = read_hf_config(model)
+        own = kind_of({"model_type": "", **json.loads(described)})
+        if masked is None:
+            masked = own == HuggingFaceMaskedConfig.kind
+        kind = HuggingFaceMaskedConfig if masked else HuggingFaceConfig
+        if own not in (None, kind.kind):
+            what = "the next token" if masked else "masked tokens"
+            allowed = f"left out: {model} predicts {what}"
+            raise UsageError(switch("masked", masked), None, allowed)
+        return kind(hf_model=model, plan=plan, hf_config=described)
+    except UsageError as error:
+        raise renamed(error) from None
+
+
+def renamed(error: UsageError) -> UsageError:
+    """The error with this program's flag --model in place of --hf-model."""
+    name = "--model" if error.flag == "--hf-model" else error.flag
+    works = () if name == "--model" else error.works  # these would be flags of pretrain.py
+    return UsageError(name, error.value, error.allowed, works=works)
+
+
+def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
+    """Rows of the table: modules of the full-size model and their replacements on the first of
+    `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded."""
+    import torch
+
+    from megatron.huggingface.layers import ParallelizedModule
+    from megatron.huggingface.plan import Local, PlanError, plan_of
+    from megatron.huggingface.replacements import unmodified
+    from megatron.models.build import build_on_meta
+    from tools.plan.absent import absent_mesh
+
+    mesh = absent_mesh({"tensor": size}, torch.device("meta"))
+    try:
+        model = build_on_meta(config, mesh, 1)
+        plan = plan_of(unmodified(config, model.auto_class), config.stated_plan)
+    except PlanError as error:
+        return str(error)
+    except Exception as error:  # any model's code in transformers may raise it
+        if isinstance(error.__cause__, PlanError):
+            return str(error.__cause__)
+        if isinstance(error, UsageError):
+            raise renamed(error) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        allowed = f"a model that transformers builds ({reason})"
+        raise UsageError("--model", config.hf_model, allowed) from error
+    count: dict[tuple[str, ...], int] = {}
+    for name, module in model.model.named_modules():
+        if isinstance(module, ParallelizedModule):
+            general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+            whole = ", ".join(f"{each} {shape(spec.shape)}" for each, spec in module.specs.items())
+            local = ", ".join(shape(spec.local_shape) for spec in module.specs.values())
+            row = general, becomes(module), whole, local, sent(module)
+            count[row] = count.get(row, 0) + 1
+    rows = [(f"{row[0]} ({times} x)", *row[1:]) for row, times in count.items()]
+    rows += [
+        (pattern, said(style), "", "", "")
+        for pattern, style in plan.items()
+        if isinstance(style, Local)
+    ]
+    return rows
+
+
+def becomes(module: Any) -> str:
+    from megatron.huggingface import layers
+
+    if isinstance(module, layers.SummedParameters):
+        return "Summed()"
+    return said(module.style) if hasattr(module, "style") else "holds a shard"
+
+
+def said(style: Any) -> str:
+    """The style in words, without its default values."""
+    if hasattr(style, "attributes"):
+        words = [*style.attributes, *(f"{name}={value}" for name, value in style.values)]
+    else:
+        plain = type(style)()
+        words = [
+            f"{name}={value}"
+            for name, value in vars(style).items()
+            if value != getattr(plain, name) and name != "queries"
+        ]
+    return f"{type(style).__name__}({', '.join(words)})"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+def sent(module: Any) -> str:
+    """The communication of a sharded module."""
+    from megatron.huggingface import layers
+    from megatron.huggingface.plan import Column
+
+    if isinstance(module, layers.ColumnLinear):
+        if module.rows_in_use is not None:
+            return "f, sum of the gradient"
+        entering = "all-gather of tokens" if module.style.tokens else "f"
+        return f"{entering}, all-gather of the output" if module.style.gather else entering
+    if isinstance(module, layers.CutEmbedding) and isinstance(module.style, Column):
+        return "all-gather of the output" if module.style.gather else ""
+    if isinstance(module, layers.RowLinear | layers.CutEmbedding):
+        return "reduce-scatter of tokens" if module.style.tokens else "g"
+    return "sum of the gradient" if isinstance(module, layers.SummedParameters) else ""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
+    rows = []
+    for size, outcome in found.items():
+        row: dict[str, Any] = {"tensor": size}
+        if isinstance(outcome, str):
+            row["refused"] = outcome
+        else:
+            row |= {
+                "wrong": outcome.wrong,
+                "first": outcome.first,
+                "differences": {"loss": outcome.loss, "logits": outcome.logits},
+                "gradients": dict(outcome.gradients),
+                "outputs": dict(outcome.outputs),
+                "matmul_flops": outcome.flops,
+            }
+        modules = shown.get(size, [])
+        rows.append(row | {"modules": [dict(zip(HEADER, each, strict=True)) for each in modules]})
+    return json.dumps(rows, indent=1)
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the program; returns the exit status."""
+    with interruptible(environ), user_errors(environ):
+        return parse_call(prove_plan, arguments, environ)()
