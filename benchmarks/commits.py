@@ -13,12 +13,15 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
+import ctypes
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import count, product
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -78,26 +81,36 @@ def run(rank: Rank, tree: str, flags: list[str], ranks: int, folder: str) -> Tur
         env={**os.environ, "PYTHONPATH": tree, "PYTHONUNBUFFERED": "1"},
         stdout=PIPE,
         text=True,
-        start_new_session=True,
+        # A killed benchmark must not leave a stopped program: PR_SET_PDEATHSIG.
+        preexec_fn=partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL),
     )
-    Finalize(program, os.killpg, (program.pid, signal.SIGKILL), exitpriority=0)
+
+    def processes() -> set[str]:
+        """The program's; torchrun starts each rank in a session of its own."""
+        return {str(program.pid), *below(str(program.pid))}
+
+    def send(number: signal.Signals) -> None:
+        for each in processes():
+            with suppress(ProcessLookupError):
+                os.kill(int(each), number)
+
+    Finalize(program, send, (signal.SIGKILL,), exitpriority=0)
     steps = filter(re.compile(r"step \d+ \| loss ").match, program.stdout or ())
     spent, turns = 0.0, count()
 
     def turn() -> Figures:
         nonlocal spent
         start = time.perf_counter()
-        os.killpg(program.pid, signal.SIGCONT)
+        send(signal.SIGCONT)
         number = next(turns)
         # The first turn makes two steps, so that the record holds the loss that a turn returns.
         for _ in range(2 if number == 0 else 1):
             if next(steps, None) is None:
                 raise RuntimeError(f"{' '.join(command)}: status {program.wait()}")
         wall = time.perf_counter() - start
-        os.killpg(program.pid, signal.SIGSTOP)
-        processes = {str(program.pid), *below(str(program.pid))}
-        before, spent = spent, sum(map(cpu_seconds_of, processes))
-        peak = sum(status_bytes("VmHWM", each) for each in processes)
+        send(signal.SIGSTOP)
+        before, spent = spent, sum(map(cpu_seconds_of, processes()))
+        peak = sum(status_bytes("VmHWM", each) for each in processes())
         losses = [line["loss"] for line in read_metrics(record) if "loss" in line]
         return {"wall": wall, "cpu": spent - before, "peak_bytes": peak, "losses": losses[number]}
 

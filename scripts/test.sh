@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [GROUP] [PYTEST ARGUMENTS]
-# GROUP is one of the functions below: lint, fast, slow, slurm, sweep, gpu, matrix (every layout with
+# GROUP is one of: lint, fast, slow, slurm, sweep, gpu, matrix (every layout with
 # every option, for hours), slowest (all tests, then the files that take longest and the CPU seconds)
 # or all (the default: every check and test but the sweeps and those of a GPU). Two tests run at a
 # time; `-n 0` after the group runs one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -63,8 +64,17 @@ PROTOCOL = {
     "of an epoch has the examples that are left; linear warm-up, then linear decay to 0",
 }
 DATA = {"--train-data": "train_data", "--valid-data": "valid_data"}
+SEARCH = (
+    "`chosen` has the highest {best} at the last epoch of one seed, on the very data that is "
+    "evaluated, and so too good by what that choice gains; that seed is one of `seeds`; null "
+    "stands for a training that diverged"
+)
 Result: TypeAlias = dict[str, Any]
 """Result of a seed: number, best epoch, checkpoints, and loss and figures of each epoch."""
+
+
+class SeedDivergedError(ValueError):
+    """The training with a seed has come to numbers that are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +212,8 @@ class FinetuneRun:
         return f"{stopped}: the same command {resumed}; finished: {finished}"
 
     def train(self, seeds: Sequence[int]) -> list[Result]:
-        """The results of these seeds; those that are finished in --save are not trained again."""
+        """The results of these seeds; those that are finished in --save are not trained again.
+        Raises SeedDivergedError, the same on every rank."""
         with user_errors(self.environ, agreed=True):
             load_finished(self, seeds)
         for seed in seeds:
@@ -229,21 +240,31 @@ def fine_tune(
             if job.task.labels and mesh.is_first:
                 labels = (f"{number} {name}" for number, name in enumerate(job.task.labels))
                 print(f"labels: {', '.join(labels)}", file=sys.stderr)
-            tries, scores = job.tries() if job.settings.search else [], list[float]()
+            tries, scores = job.tries(), list[float | None]()
             for values, each in tries:
                 if mesh.is_first:
                     shown = ", ".join(f"{flag(key)} {value}" for key, value in values.items())
                     print(f"search: {shown}", file=sys.stderr)
                 runs.append(start_run(each, pretrained, mesh, environ))
-                (result,) = runs[-1].train(job.seeds[:1])
-                scores.append(result["epochs"][-1]["figures"][job.task.best])
+                try:
+                    (result,) = runs[-1].train(job.seeds[:1])
+                    score = result["epochs"][-1]["figures"][job.task.best]
+                except SeedDivergedError as error:  # as a rate that is too high does
+                    score = nan
+                    if mesh.is_first:
+                        print(f"warning: {error}; the search goes on", file=sys.stderr)
+                scores.append(score if isfinite(score) else None)
             if tries:
                 # The seed of the search is one of the chosen run's seeds, and is not trained again.
-                chosen = max(range(len(tries)), key=lambda number: scores[number])
+                ranked = [-math.inf if score is None else score for score in scores]
+                chosen = ranked.index(max(ranked))
                 runs.append(runs[chosen])
             else:
                 runs.append(start_run(job, pretrained, mesh, environ))
-            results = runs[-1].train(job.seeds)
+            with user_errors(environ, agreed=True, kinds=(SeedDivergedError,)):
+                if tries and scores[chosen] is None:
+                    raise SeedDivergedError("--search: every combination of its values diverged")
+                results = runs[-1].train(job.seeds)
             if not mesh.is_first:
                 return {}, {}
             search = {}
@@ -257,6 +278,8 @@ def fine_tune(
     except SystemExit as stop:
         if mesh.is_first and stop.code in SIGNALS.values():
             status = runs[-1].status() if runs else "stopped before the first seed"
+            if job.settings.search:
+                status = f"search, combination {len(runs)} of {len(job.tries())}: {status}"
             print(status, file=sys.stderr, flush=True)
         raise
 
@@ -346,8 +369,9 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
         try:
             train(state, loop)
         except NonFiniteError as error:
-            with user_errors(run.environ, agreed=True):
-                raise ValueError(_divergence(error, state, seed, run.epoch)) from error
+            raise SeedDivergedError(_divergence(error, state, seed, run.epoch)) from error
+        except DivergedError as error:
+            raise SeedDivergedError(f"seed {seed}, epoch {run.epoch}: {error}") from error
     result = epochs.result()
     if directory is not None and mesh.is_first:
         names = {name: [file.name for file in getattr(settings, key)] for name, key in DATA.items()}
@@ -397,8 +421,7 @@ class Epochs:
         loss = self.loss_sum / self.examples_seen if self.examples_seen else nan
         self.loss_sum = self.examples_seen = 0.0
         label = f"epoch {run.epoch}"
-        with user_errors(run.environ, agreed=True, kinds=(DivergedError,)):
-            logits = ask(run.job.task, state.model, run.config, run.mesh, size, label)
+        logits = ask(run.job.task, state.model, run.config, run.mesh, size, label)
         figures = judge(run.job.task, logits) if run.mesh.is_first else {}
         figures = run.mesh.control.gather(figures)[0]
         line = {"epoch": run.epoch, "train_loss": loss if isfinite(loss) else None}
@@ -527,8 +550,9 @@ def report(
     assert run.job.settings.dtype is not None
     facts = describe(run.pretrained, model, run.mesh, run.job.settings.dtype)
     facts["model"] |= {name: asdict(run.config)[name] for name in ("head", "labels")}
+    protocol = PROTOCOL | ({"search": SEARCH} if search else {})
     figures = {
-        "protocol": {name: text.format(best=run.job.task.best) for name, text in PROTOCOL.items()},
+        "protocol": {name: text.format(best=run.job.task.best) for name, text in protocol.items()},
         **({"search": search} if search else {}),
         "seeds": list(results),
         "last_epoch": summarise(last),

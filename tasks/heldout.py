@@ -24,6 +24,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import find_shards, parse_line, read_shard
 from megatron.data.order import split_documents
 from megatron.data.tokenizer import Tokenizer
+from megatron.errors import UsageError
 from megatron.train.trained import begin_of
 from tasks.ngram import bigram_perplexity, unigram_perplexity
 from tasks.protocol import Scores, Sliding, Task, TaskSettings, Window, encode_targets
@@ -164,7 +165,12 @@ def training_tokens(prefix: str, manifest: dict[str, Any]) -> NDArray[np.integer
             f"{description.tokenizer_fingerprint[:12]}, the model with {known[:12]}"
             "; the --data-path that the model was trained on would work"
         )
-    train, _, _ = split_documents(manifest["config"]["data"]["split"], data.num_documents)
+    split = manifest["config"]["data"]["split"]
+    try:
+        train, _, _ = split_documents(split, data.num_documents)
+    except UsageError as error:
+        allowed = f"a data set with documents for each part of the model's --split {split}"
+        raise UsageError("--train-data", prefix, allowed) from error
     tokens = data.token_range(train)
     return data.read(tokens.start, tokens.stop)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +57,12 @@ class FinetuneJob:
 
     def tries(self) -> list[tuple[dict[str, Any], FinetuneJob]]:
         """(values, job) of every combination of --search; each keeps its seeds in a folder of its
-        own. Raises UsageError for a value that its own flag refuses."""
-        searched, save = self.settings.searched(), self.settings.save
-        found = {}
-        for combination in product(*searched.values()):
-            values = dict(zip(searched, combination, strict=True))
+        own."""
+        save, found = self.settings.save, {}
+        for values in self.settings.combinations():
             name = ",".join(f"{key}={value}" for key, value in values.items())
             folder = None if save is None else save / name
-            try:
-                found[name] = (values, self.using(save=folder, **values))
-            except UsageError as error:
-                allowed = f"of accepted values; {error.flag} is {error.allowed}"
-                raise UsageError("--search", name, allowed) from error
+            found[name] = (values, self.using(save=folder, **values))
         return list(found.values())
 
 
@@ -77,6 +70,14 @@ def make_job(
     name: str, module: Any, settings: FinetuneSettings, command: Sequence[str], world: int
 ) -> FinetuneJob:
     """Read and check all input; raises ValueError or OSError that names the flag."""
+    known = {each.name for each in fields(FinetuneSettings)}
+    known |= {*settings.hyper_parameters, *settings.other_settings}
+    for each in sorted({each.name for each in fields(settings)} - known):
+        # Otherwise a finished seed would be reused although this setting has changed.
+        raise ValueError(
+            f"the setting {each} of the task {name} must be named in its hyper_parameters, or in "
+            "other_settings if it decides no result"
+        )
     check_models(settings)
     opened = open_models(settings, world)
     for folders, tokenizer, manifest in opened:
@@ -106,7 +107,7 @@ def make_job(
             stacklevel=2,
         )
     checks = getattr(settings, "checks", None)
-    job = FinetuneJob(
+    return FinetuneJob(
         name=name,
         settings=settings,
         task=task,
@@ -120,9 +121,6 @@ def make_job(
             "command": command,
         },
     )
-    if settings.search:
-        job.tries()  # refuses values before slow work
-    return job
 
 
 def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
@@ -171,16 +169,21 @@ def check_judged(settings: FinetuneSettings) -> None:
             works=("--no-compare-paper",),
         )
     refuse_changed(settings, (*OF_MODELS, "train_data"), "a model")
+    checks = getattr(settings, "checks", None)
+    if checks is not None:
+        refuse_changed(checks, [each.name for each in fields(checks)], "a model")
 
 
-def refuse_changed(settings: FinetuneSettings, names: Sequence[str], needed: str) -> None:
+def refuse_changed(settings: Any, names: Sequence[str], needed: str) -> None:
     """Raise UsageError for the first of these settings that is not at its default: it has no effect
     without `needed`. For settings of the table 6 presets, only warn."""
     values = {each.name: (getattr(settings, each.name), each.default) for each in fields(settings)}
     changed = [name for name in dict.fromkeys(names) if values[name][0] != values[name][1]]
     for name in changed:
         if name not in TABLE_6:
-            raise UsageError(flag(name), values[name][0], f"left out without {needed}")
+            value = values[name][0]
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise UsageError(flag(name), shown, f"left out without {needed}")
     if changed:
         shown = " and ".join(map(flag, changed))
         does = "does" if len(changed) == 1 else "do"

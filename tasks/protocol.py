@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from math import exp, inf
 from operator import add
 from pathlib import Path
@@ -244,6 +245,8 @@ class FinetuneSettings:
     )
     """Fields that decide a result besides data, model and seed; a task adds its own. A finished
     seed is reused only where they are the same."""
+    other_settings: ClassVar[tuple[str, ...]] = ("checks",)
+    """Fields that a task adds and that decide no result."""
 
     load: str | None = field(default=None, metadata={"alias": "pretrained_checkpoint"})
     """Checkpoint of a pretrained BERT to fine-tune, or of a fine-tuned one, which is only
@@ -337,7 +340,7 @@ class FinetuneSettings:
         fraction(self, "lr_warmup_fraction", "hidden_dropout", "attention_dropout")
         if not self.valid_data:
             raise UsageError("--valid-data", None, "followed by files to evaluate on")
-        self.searched()  # refuses what cannot be searched
+        self.combinations()  # refuses what cannot be searched
 
     def searched(self) -> dict[str, list[Any]]:
         """The values of --search by field; raises UsageError for other names and values."""
@@ -349,11 +352,27 @@ class FinetuneSettings:
             if name not in SEARCHED or name in found:
                 names = ", ".join([*SHORT, *SEARCHED]).replace("_", "-")
                 raise UsageError("--search", word, f"NAME=VALUE,VALUE, once each of {names}")
-            kind = int if name in ("global_batch_size", "epochs") else float
+            is_whole = name in ("global_batch_size", "epochs")
             try:
-                found[name] = [kind(value) for value in values.split(",")]
+                found[name] = [(int if is_whole else float)(each) for each in values.split(",")]
             except ValueError:
-                raise UsageError("--search", word, f"values of {kind.__name__}") from None
+                kind = "whole numbers" if is_whole else "numbers"
+                raise UsageError("--search", word, f"{name}=VALUE,VALUE with {kind}") from None
+        # In this order for every order of the words: it names the folders of --save.
+        return {name: found[name] for name in SEARCHED if name in found}
+
+    def combinations(self) -> list[dict[str, Any]]:
+        """Those of the values of --search. Raises UsageError for one that its own flag refuses."""
+        if not self.search:
+            return []
+        searched = self.searched()
+        found = [dict(zip(searched, values, strict=True)) for values in product(*searched.values())]
+        for values in found:
+            try:
+                replace(self, search=(), **values)
+            except UsageError as error:
+                allowed = f"values that their flags accept: {error.flag} must be {error.allowed}"
+                raise UsageError("--search", " ".join(self.search), allowed) from error
         return found
 
     @property

@@ -42,15 +42,15 @@ caught
 + for end in (0, 1, 1, 3)]
 survives
 # a message of another test
-- weights that leave one of {documents} documents FOR
-+ weights that leave any of {documents} documents for
+- it gets none of {documents} DOCUMENTS
++ it gets some of {documents} documents
 """
 
 
 def test_the_status_tells_of_survivors_and_of_lost_texts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(mutants, "MUTANTS", SPLIT.replace("FOR", "for"))
+    monkeypatch.setattr(mutants, "MUTANTS", SPLIT.replace("DOCUMENTS", "documents"))
     assert mutants.main(["--only", "caught"]) == 0
     assert mutants.main([]) == 1
     assert "SURVIVED survives" in capsys.readouterr().out

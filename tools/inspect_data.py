@@ -163,7 +163,7 @@ def open_gpt2(settings: Settings) -> tuple[Corpus, Tokenizer, GPT2Dataset]:
     )
     if train is None:
         raise ValueError(
-            f"--split {data.split} keeps nothing for training; --split 29,1,0 would work"
+            f"--split {data.split} keeps nothing for training; --split 1,0,0 would work"
         )
     return corpus, tokenizer, train
 

@@ -221,11 +221,14 @@ def parse(
     except CommandLineError as error:
         missing = {each for each in required if flag(each) not in spelt}
         if missing and not presets:
-            files = {file.stem: _read_toml(file).keys() for file in PRESETS.glob("*.toml")}
-            whole = sorted(n for n, keys in files.items() if missing <= keys <= types.keys())
-            kind = program.__name__.lower()  # gpt2_30m is a preset of PretrainGPT2Config
-            whole = [each for each in whole if each.partition("_")[0] in kind] or whole
-            if whole:
+            files = {file.stem: _read_toml(file) for file in PRESETS.glob("*.toml")}
+            missing &= {key for settings in files.values() for key in settings}
+            whole = [n for n, keys in files.items() if missing <= keys.keys() <= types.keys()]
+            whole.sort(key=lambda n: files[n].get("num_layers", 0) * files[n].get("hidden_size", 0))
+            # gpt2_30m is a preset of PretrainGPT2Config.
+            kind = program.__name__.removeprefix("Pretrain").removesuffix("Config").lower()
+            whole = [each for each in whole if kind in each] or whole
+            if missing and whole:
                 text = f"{error}\n--preset NAME gives them all, such as {', '.join(whole[:3])}."
                 raise CommandLineError(text) from None
         # If a preset's value is not of its setting's type, the error names file and key.

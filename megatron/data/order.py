@@ -46,7 +46,7 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
         if weight and not part:
             equal = ",".join("1" if each else "0" for each in weights)
             works = equal if documents >= sum(map(bool, weights)) else "1,0,0"
-            allowed = f"weights that leave one of {documents} documents for {name}, or 0 for it"
+            allowed = f"larger for {name}, or 0: it gets none of {documents} documents"
             raise UsageError("--split", split, allowed, works=("--split", works))
     return training, validation, test
 

@@ -213,7 +213,7 @@ def _inputs(
     train, validation, _ = splits
     if train is None:
         allowed = "such that a document is left for training"
-        raise UsageError("--split", data.split, allowed, works=("--split", "29,1,0"))
+        raise UsageError("--split", data.split, allowed, works=("--split", "1,0,0"))
     return Inputs(corpus=corpus, tokenizer=tokenizer, train=train, validation=validation)
 
 

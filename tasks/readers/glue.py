@@ -169,8 +169,8 @@ def parse_json(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, l
     """(location, [text, text, label]) of each object."""
     try:
         whole = json.loads(text)
-    except ValueError:
-        whole = None  # objects line by line, or nothing that can be read
+    except ValueError as error:
+        whole, reason = None, error  # objects line by line, or nothing that can be read
     if isinstance(whole, dict) and all(isinstance(each, dict) for each in whole.values()):
         records = [(f"{place}, item {name}", record) for name, record in whole.items()]
     else:
@@ -181,8 +181,11 @@ def parse_json(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, l
             try:
                 record = json.loads(record)
             except ValueError as error:
+                if where == records[0][0]:  # no line is an object, so the file was meant as one
+                    raise ValueError(f"{place} is not JSON ({reason}); {form.cure}") from error
                 raise ValueError(f"{where} is not JSON ({error}); {form.cure}") from error
-        is_of_columns = isinstance(record, dict) and form.columns[0] in record
+        is_simple = isinstance(record, dict) and all(name in record for name in SIMPLE)
+        is_of_columns = isinstance(record, dict) and form.columns[0] in record and not is_simple
         *texts, label = form.columns if is_of_columns else SIMPLE
         row = [take(record, key, str, where, form.cure) for key in texts]
         if label not in record:

@@ -51,6 +51,10 @@ class Settings(FinetuneSettings):
 
     judged = "predictions"
     hyper_parameters = (*FinetuneSettings.hyper_parameters, *OF_MODELS)
+    other_settings = (
+        *FinetuneSettings.other_settings,
+        *("predictions", "na_prob_file", "na_prob_thresh", "save_predictions", "save_null_odds"),
+    )
 
     train_data: tuple[Path, ...] = ()
     """Training data: one JSON file as released, train-v1.1.json or train-v2.0.json ({"data":

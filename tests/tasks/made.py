@@ -43,6 +43,7 @@ class Settings(FinetuneSettings):
 
     judged = "answers"
     hyper_parameters = (*FinetuneSettings.hyper_parameters, "head", "names")
+    other_settings = (*FinetuneSettings.other_settings, "answers")
 
     seq_length: int = POSITIONS
     head: Head = "classifier"

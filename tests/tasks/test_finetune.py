@@ -21,7 +21,7 @@ from megatron.train.metrics import read_metrics
 from tasks import finetune
 from tasks.finetune import evaluate_models, fine_tune, mean_logits
 from tasks.job import dtype_of, make_job
-from tasks.protocol import Head
+from tasks.protocol import FinetuneSettings, Head
 from tests.dist import Pool
 from tests.refusals import refusal, refused
 from tests.tasks import made
@@ -330,6 +330,26 @@ def test_a_search_chooses_on_one_seed_and_goes_on_with_five(
     assert place.parents[2] == save
     monkeypatch.setattr(made, "on_read", lambda: print(1 // 0))  # nothing is trained again
     assert result(searched, capsys) == record
+
+
+def test_a_search_goes_on_where_a_combination_diverges(
+    words: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    words = [*words, "--epochs", "1", "--seeds", "1"]
+    found = result([*words, "--search", "lr=1e30,1e-2"], capsys)["search"]
+    assert [each["accuracy"] is None for each in found["tries"]] == [True, False]
+    assert found["chosen"]["lr"] == 1e-2
+    with pytest.raises(SystemExit) as ended:
+        run([TASK, *words, "--search", "lr=1e30"])
+    assert ended.value.code == 2
+
+
+def test_a_setting_of_a_task_that_is_nowhere_named_is_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a finished seed would be reused although the setting has changed."""
+    monkeypatch.setattr(made.Settings, "hyper_parameters", FinetuneSettings.hyper_parameters)
+    assert "head" in str(refusal(lambda: run([TASK, *words])))
 
 
 def stop(

@@ -88,7 +88,9 @@ ROWS = {
     "--lr-warmup-fraction": ["{train} --lr-warmup-fraction 1.5"],
     "--epochs": ["{train} --epochs 0"],
     "--max-truncated": ["{train} --max-truncated 25"],
-    "--max-unknown": ["{train} --max-unknown -1"],
+    "--max-unknown": [
+        "{train} --max-unknown -1", "MADE --answers {near} {valid} --max-unknown 0.5",
+    ],
     "--window": ["WIKITEXT103 --load {gpt2} {valid} --window 17"],
     "--max-qa-length": ["RACE --load {pre} {valid} --max-qa-length 0"],
     "--predictions": ["{squad} {v2} --predictions {near}"],

@@ -1,7 +1,7 @@
 """Train the same model at several layouts on this machine, and check that the numbers are equal
 and the work is divided.
 
-    python -m tools.compare_layouts --preset quickstart --micro-batch-size 2 --steps 3 \
+    python tools/compare_layouts.py --preset quickstart --micro-batch-size 2 --steps 3 \
         tensor=2 tensor=2,data=2,sequence
 
 A LAYOUT is `serial`, or comma-separated words: tensor=N, data=N and pipeline=N for the number of

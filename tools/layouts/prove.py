@@ -1,6 +1,6 @@
 """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified one.
 
-    python -m tools.prove_plan --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
+    python tools/prove_plan.py --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
 
 A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is sharded over 2 and
 over 4 processes on this machine. Its loss, its logits, every gradient and the output of every
