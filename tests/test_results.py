@@ -58,7 +58,10 @@ def parse_words(name: str, words: Sequence[str]) -> None:
         module = import_module(f"{module.__name__}.__main__")
     if module.__name__ in TRAINING:
         parse(TRAINING[module.__name__], words, {})
-    elif module is plan:
+        return
+    if hasattr(module, "main"):  # tools/NAME.py may start what is in a folder
+        module = import_module(module.main.__module__)
+    if module is plan:
         parse(PLANS[words[0]], words[1:], {})
     elif hasattr(module, "QUESTION"):
         parse_call(module.QUESTION.contenders, words, {})
