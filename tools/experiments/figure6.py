@@ -60,7 +60,7 @@ def run(settings: Settings) -> None:
     stages.check_files(settings.data, stages.FILES)
     stages.check_counts(overlapping_eval=settings.overlapping_eval)
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(settings, PROGRAM, list_stages, report)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "figure6")
 
 
 def parse_size(name: str) -> tuple[int, int]:
@@ -140,7 +140,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     facts = {"machine": results.machine_facts(), "runs": runs}
     results.write_results(output, "figure6", page, facts)
     write_atomically(output / "figure6.png", figures.picture(paint, "png"))
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'figure6.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure6.html')}"
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def main() -> None:
 def run(settings: Settings) -> None:
     if settings.data is not None:
         stages.check_files(settings.data, [stages.RACE_TRAIN])
-    runner.run_experiment(settings, PROGRAM, list_stages, report)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "figure7")
 
 
 def run_folder(settings: Settings, order: str, depth: int, rate: float) -> Path:
@@ -161,7 +161,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     facts = {"machine": results.machine_facts(), "runs": runs}
     results.write_results(output, "figure7", page, facts)
     write_atomically(output / "figure7.png", figures.picture(paint, "png", size))
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'figure7.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure7.html')}"
 
 
 def describe(settings: Settings, order: str, depth: int, rate: float) -> dict[str, Any]:

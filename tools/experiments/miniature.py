@@ -81,7 +81,7 @@ def run(settings: Settings) -> None:
         overlapping_eval=settings.overlapping_eval,
     )
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(settings, PROGRAM, list_stages, report, MINUTES)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "report", MINUTES)
 
 
 def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
@@ -148,7 +148,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
         curves.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
     page = make_page(facts, curves)
     results.write_results(output, "report", page, facts, indent=1)
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'report.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'report.html')}"
 
 
 def gather(output: Path, stamps: Stamps) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def run(settings: Settings) -> None:
     for flag, file in zip(("--vocab-file", "--merge-file"), files, strict=True):
         if file is not None and not file.is_file():
             raise UsageError(flag, file, "a file that exists")
-    runner.run_experiment(settings, "the quickstart", list_stages, report)
+    runner.run_experiment(settings, "the quickstart", list_stages, report, "report")
 
 
 def check_corpus(path: Path, key: str) -> None:
@@ -164,7 +164,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
         "split": ["--ratio", TRAIN_TO_HELDOUT],
     }
     if settings.json_key != "text":  # the key that all later steps read
-        flags = ["--format", "jsonl", "--key", settings.json_key, "--source", raw.name]
+        flags = ["--format", "jsonl", "--key", settings.json_key, "--source", raw.resolve().name]
         steps = {"extract": list(flags), **steps}
     clean = stages.clean_stage(raw, corpus, steps, cores)
     text = corpus / "split" / "train"
@@ -224,7 +224,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
     losses = figures.draw(lambda axes: plot.draw_losses(axes, {"": lines}), "Loss by step")
     page = make_page(facts, losses, output)
     results.write_results(output, "report", page, facts, indent=1)
-    html = runner.shown(output / "report.html")
+    html = runner.to_open(output / "report.html")
     return f"{page.lead}\nThe report, with samples of its text: open {html} in a browser"
 
 
@@ -286,8 +286,8 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
         samples.append(Quote([Mark(prompt), sample["text"].removeprefix(prompt)]))
     python_name, checkpoints = runner.shown(runner.PYTHON), runner.shown(output / "checkpoints")
     what_next = [
-        "Let the model go on with a text of yours; train on a corpus of your own; estimate what a "
-        "larger model needs.",
+        "From the root of the repository: let the model go on with a text of yours; train on a "
+        "corpus of your own; estimate what a larger model needs.",
         Commands(
             [
                 f"{python_name} tools/generate.py --load {checkpoints} --prompt 'In order to'",

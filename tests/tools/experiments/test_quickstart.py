@@ -85,6 +85,17 @@ def test_an_own_corpus_and_vocabulary_replace_the_commands_that_make_them(tmp_pa
     assert list(own) == list(stages_of())
 
 
+def test_a_corpus_under_another_key_is_named_after_its_file_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "c.jsonl").touch()
+    monkeypatch.chdir(tmp_path / "mine")
+    for corpus, name in ((Path(), "mine"), (Path("c.jsonl"), "c.jsonl")):
+        argv = stages_of(corpus=corpus, json_key="body")["clean"].commands[0].argv
+        assert argv[argv.index("--source") + 1] == name
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "field"),
     [
