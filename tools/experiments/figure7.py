@@ -21,6 +21,7 @@ from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts
 from tools.experiments.runner import ROOT, Command, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
+from tools.report.corpus import read_json
 from tools.report.sections import Page, Section, Table
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def describe(settings: Settings, order: str, depth: int, rate: float) -> dict[st
         "order": order,
         "depth": depth,
         "rate": rate,
-        **results.read_json(folder / "run.json"),
+        **read_json(folder / "run.json"),
         "diverged_at": diverged,
         "steps": metrics[-1]["step"],
         "seconds": steps[-1]["elapsed_seconds"] if steps else None,

@@ -22,6 +22,7 @@ from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
+from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, size, whole
 from tools.report.sections import Beside, Commands, Mark, Number, Page, Quote, Section, Table, Text
 from tools.train_tokenizer import check_vocab_size
@@ -238,14 +239,14 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
     manifests = {step: corpus / step / MANIFEST for step in steps}
     if stamps["corpus"]["commands"]:
         manifests = {"harvest": corpus / "harvest.json", **manifests}
-    run = results.read_json(output / "run.json")
+    run = read_json(output / "run.json")
     return {
-        "corpus": {step: results.step_facts(manifest) for step, manifest in manifests.items()},
+        "corpus": {step: step_facts(manifest) for step, manifest in manifests.items()},
         "layout": {**run.pop("layout"), **run},
         "seconds": {name: stamp["seconds"] for name, stamp in stamps.items()},
         "training": plot.last_figures(read_metrics(output / "metrics.jsonl")),
-        "evaluation": results.read_json(output / "evaluation.json"),
-        "samples": results.read_json(output / "samples.json"),
+        "evaluation": read_json(output / "evaluation.json"),
+        "samples": read_json(output / "samples.json"),
         "commands": {name: stamp["commands"] for name, stamp in stamps.items()},
     }
 
@@ -308,7 +309,7 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
             Section("Evaluation on held-out documents", evaluation),
             Section("Samples", samples),
             Section("What next", what_next),
-            Section("Corpus", results.corpus_parts(facts["corpus"])),
+            Section("Corpus", [accounting_of(facts["corpus"])]),
             Section("Layout and throughput", [tables]),
             results.command_section(facts["commands"]),
         ],
