@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Figure 7 in miniature: bash scripts/paper/figure7.sh [--data DIR] [options]
-# (--help lists them).  DIR is laid out as MEGATRON_TEST_DATA, which is taken where --data is not
-# given; without both, the text is the English of this Python.  Sets up .venv first.
+# DIR is laid out as MEGATRON_TEST_DATA, which is taken where --data is not given; without both, the
+# text is the English of this Python.
+# Sets up .venv first where it is missing; then --help lists the options.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 # shellcheck source=scripts/paper/start.sh

@@ -18,7 +18,7 @@ from tests.programs import start_ranks
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools.doctor import __main__ as doctor
-from tools.doctor import links
+from tools.doctor import links, machine
 from tools.doctor.findings import Fact, Problem, Report
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +118,12 @@ def test_facts_found_before_a_probe_failed_are_kept() -> None:
     assert report.is_healthy
     report.run("part", "probe", probe, cure="look")
     assert not report.is_healthy
+
+
+def test_a_library_is_installed_again_from_the_requirements_only_if_they_have_it() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    required = {line.partition("==")[0] for line in lines}
+    assert machine.libraries(torch.device("cpu")).keys() - required == doctor.CURES.keys()
 
 
 def test_a_missing_folder_for_the_report_is_refused_at_once(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ where, lengths, languages, duplicates with their texts, leakage, time and memory
 checksums.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.config.checks import at_least
 from megatron.data.files import sha256, write_atomically
@@ -19,7 +17,7 @@ from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus.scheduler import Call, open_scheduler
 from tools.corpus.settings import program, progress, say
-from tools.report.corpus import Folder, Step, page
+from tools.report.corpus import Facts, Folder, Step, page, read_json
 
 ORDER = ("urls", "extract", "clean", "decontaminate", "dedup", "split", "tokenise")
 NEEDED = {"step", "settings", "input", "output", "dropped", "pieces"}  # keys of a manifest
@@ -92,8 +90,11 @@ def read_steps(paths: Sequence[Path]) -> list[Step]:
         folders += sorted(found, key=lambda folder: place_of(folder.manifest["step"]))
     if not folders:
         raise UsageError("--input", None, "followed by the output folders of the steps")
-    if len({folder.path.resolve() for folder in folders}) < len(folders):
-        raise UsageError("--input", paths, "folders without repetition")
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.path.resolve() in seen:
+            raise UsageError("--input", folder.path, "given once")
+        seen.add(folder.path.resolve())
     # Neighbours that ran the same step on parts of the corpus are one step, unless one read the
     # output of the other.
     steps: list[Step] = []
@@ -118,9 +119,9 @@ def find_folders(path: Path, depth: int) -> list[Folder]:
 
     A run has a folder for each step, with subfolders if it ran the step on parts.
     """
-    manifest = read_json(path / MANIFEST)
+    manifest = read_facts(path / MANIFEST)
     if manifest.keys() >= NEEDED:
-        return [Folder(path, manifest, read_json(path / "run.json"))]
+        return [Folder(path, manifest, read_facts(path / "run.json"))]
     if not manifest and (path / WORK).exists():
         say(f"warning: {path} is left out, its step has not finished")
         return []
@@ -128,12 +129,12 @@ def find_folders(path: Path, depth: int) -> list[Folder]:
     return [folder for each in inside for folder in find_folders(each, depth - 1)]
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_facts(file: Path) -> Facts:
     """Empty if the file is missing."""
-    try:
-        return json.loads(file.read_bytes()) if file.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); the step run again writes it") from None
+    content = read_json(file) if file.exists() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; the step run again writes it")
+    return content
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
 
 REINSTALL = "install the versions of requirements.txt; for a GPU, torch's build for its driver"
+CURES = {  # of libraries that requirements.txt does not have
+    "torch.compile": REINSTALL,
+    "apex": "pip uninstall apex, or scripts/setup.sh --with-apex DIR",
+}
 NETWORK = "see that the ranks reach each other: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 
 
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     for section, probe in probes.items():
         report.run(section, section, probe, cure=REINSTALL)
     for name, probe in machine.libraries(device).items():
-        cure = f"install {name} again; requirements.txt names the release"
+        cure = CURES.get(name, f"install {name} again; requirements.txt names the release")
         report.run("libraries", name, probe, cure=cure, is_needed=False)
     print(report.text())
     if settings.json is not None:

@@ -21,6 +21,7 @@ from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts, millions, standard_error
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word
 from tools.report import figures
+from tools.report.corpus import read_json
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Page, Section, Table
 from tools.train_tokenizer import check_vocab_size
@@ -60,7 +61,7 @@ def run(settings: Settings) -> None:
     stages.check_files(settings.data, stages.FILES)
     stages.check_counts(overlapping_eval=settings.overlapping_eval)
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(settings, PROGRAM, list_stages, report)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "figure6")
 
 
 def parse_size(name: str) -> tuple[int, int]:
@@ -140,7 +141,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     facts = {"machine": results.machine_facts(), "runs": runs}
     results.write_results(output, "figure6", page, facts)
     write_atomically(output / "figure6.png", figures.picture(paint, "png"))
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'figure6.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure6.html')}"
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def describe(folder: Path) -> dict[str, Any]:
         )
     records = {}
     for task in TASKS:
-        record = results.read_json(folder / f"{task}.json")
+        record = read_json(folder / f"{task}.json")
         # Paths of the machine are no part of the result.
         data = [{**each, "file": Path(each["file"]).name} for each in record["data"]]
         kept = {key: record[key] for key in record if key not in ("command", "checkpoint")}
@@ -171,7 +172,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "name": folder.name,
         "layers": layers,
         "hidden": hidden,
-        **results.read_json(folder / "run.json"),
+        **read_json(folder / "run.json"),
         "parameters_without_embeddings": model["parameters"] - embeddings,
         "steps": logged[-1]["step"],
         "samples": logged[-1]["samples"],

@@ -21,6 +21,7 @@ from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts
 from tools.experiments.runner import ROOT, Command, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
+from tools.report.corpus import read_json
 from tools.report.sections import Page, Section, Table
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def main() -> None:
 def run(settings: Settings) -> None:
     if settings.data is not None:
         stages.check_files(settings.data, [stages.RACE_TRAIN])
-    runner.run_experiment(settings, PROGRAM, list_stages, report)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "figure7")
 
 
 def run_folder(settings: Settings, order: str, depth: int, rate: float) -> Path:
@@ -161,7 +162,7 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     facts = {"machine": results.machine_facts(), "runs": runs}
     results.write_results(output, "figure7", page, facts)
     write_atomically(output / "figure7.png", figures.picture(paint, "png", size))
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'figure7.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure7.html')}"
 
 
 def describe(settings: Settings, order: str, depth: int, rate: float) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def describe(settings: Settings, order: str, depth: int, rate: float) -> dict[st
         "order": order,
         "depth": depth,
         "rate": rate,
-        **results.read_json(folder / "run.json"),
+        **read_json(folder / "run.json"),
         "diverged_at": diverged,
         "steps": metrics[-1]["step"],
         "seconds": steps[-1]["elapsed_seconds"] if steps else None,

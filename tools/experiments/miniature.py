@@ -17,6 +17,7 @@ from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts, millions, standard_error
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
+from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Number, Page, Part, Section, Table
 from tools.train_tokenizer import check_vocab_size
@@ -81,7 +82,7 @@ def run(settings: Settings) -> None:
         overlapping_eval=settings.overlapping_eval,
     )
     check_vocab_size(settings.vocab_size)
-    runner.run_experiment(settings, PROGRAM, list_stages, report, MINUTES)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "report", MINUTES)
 
 
 def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
@@ -148,7 +149,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
         curves.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
     page = make_page(facts, curves)
     results.write_results(output, "report", page, facts, indent=1)
-    return f"{page.markdown().decode()}\nopen {runner.shown(output / 'report.html')}"
+    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'report.html')}"
 
 
 def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
@@ -162,13 +163,13 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
             raise ValueError(f"{output / kind} has no evaluation; a preset with eval_iters works")
         training[kind] = {
             **plot.last_figures(lines),
-            **results.read_json(output / kind / "run.json"),
+            **read_json(output / kind / "run.json"),
             "validation": validation[-1][1],  # of the term that is drawn
         }
     return {
-        "corpus": {step: results.step_facts(manifest) for step, manifest in manifests.items()},
+        "corpus": {step: step_facts(manifest) for step, manifest in manifests.items()},
         "training": training,
-        "results": {name: results.read_json(output / f"{name}.json") for name in RESULTS},
+        "results": {name: read_json(output / f"{name}.json") for name in RESULTS},
         "seconds": {name: stamp["seconds"] for name, stamp in stamps.items()},
         "budget": MINUTES,
         "commands": {name: stamp["commands"] for name, stamp in stamps.items()},
@@ -209,7 +210,7 @@ def make_page(facts: Facts, curves: Sequence[Part]) -> Page:
             Section("Held-out text of the same kind", [held_out_table]),
             Section("Conventions", [Items(explain(scores))]),
             Section("Training", [training_table(facts["training"]), *curves]),
-            Section("Corpus", results.corpus_parts(corpus)),
+            Section("Corpus", [accounting_of(corpus)]),
             Section("Evaluation text in the corpus", [leakage]),
             Section("Time", [time_table(facts["seconds"])]),
             results.command_section(facts["commands"]),

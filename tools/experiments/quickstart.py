@@ -22,6 +22,7 @@ from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
 from tools.report import figures, plot
+from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, size, whole
 from tools.report.sections import Beside, Commands, Mark, Number, Page, Quote, Section, Table, Text
 from tools.train_tokenizer import check_vocab_size
@@ -87,7 +88,7 @@ def run(settings: Settings) -> None:
     for flag, file in zip(("--vocab-file", "--merge-file"), files, strict=True):
         if file is not None and not file.is_file():
             raise UsageError(flag, file, "a file that exists")
-    runner.run_experiment(settings, "the quickstart", list_stages, report)
+    runner.run_experiment(settings, "the quickstart", list_stages, report, "report")
 
 
 def check_corpus(path: Path, key: str) -> None:
@@ -164,7 +165,7 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
         "split": ["--ratio", TRAIN_TO_HELDOUT],
     }
     if settings.json_key != "text":  # the key that all later steps read
-        flags = ["--format", "jsonl", "--key", settings.json_key, "--source", raw.name]
+        flags = ["--format", "jsonl", "--key", settings.json_key, "--source", raw.resolve().name]
         steps = {"extract": list(flags), **steps}
     clean = stages.clean_stage(raw, corpus, steps, cores)
     text = corpus / "split" / "train"
@@ -224,7 +225,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
     losses = figures.draw(lambda axes: plot.draw_losses(axes, {"": lines}), "Loss by step")
     page = make_page(facts, losses, output)
     results.write_results(output, "report", page, facts, indent=1)
-    html = runner.shown(output / "report.html")
+    html = runner.to_open(output / "report.html")
     return f"{page.lead}\nThe report, with samples of its text: open {html} in a browser"
 
 
@@ -238,14 +239,14 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
     manifests = {step: corpus / step / MANIFEST for step in steps}
     if stamps["corpus"]["commands"]:
         manifests = {"harvest": corpus / "harvest.json", **manifests}
-    run = results.read_json(output / "run.json")
+    run = read_json(output / "run.json")
     return {
-        "corpus": {step: results.step_facts(manifest) for step, manifest in manifests.items()},
+        "corpus": {step: step_facts(manifest) for step, manifest in manifests.items()},
         "layout": {**run.pop("layout"), **run},
         "seconds": {name: stamp["seconds"] for name, stamp in stamps.items()},
         "training": plot.last_figures(read_metrics(output / "metrics.jsonl")),
-        "evaluation": results.read_json(output / "evaluation.json"),
-        "samples": results.read_json(output / "samples.json"),
+        "evaluation": read_json(output / "evaluation.json"),
+        "samples": read_json(output / "samples.json"),
         "commands": {name: stamp["commands"] for name, stamp in stamps.items()},
     }
 
@@ -286,8 +287,8 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
         samples.append(Quote([Mark(prompt), sample["text"].removeprefix(prompt)]))
     python_name, checkpoints = runner.shown(runner.PYTHON), runner.shown(output / "checkpoints")
     what_next = [
-        "Let the model go on with a text of yours; train on a corpus of your own; estimate what a "
-        "larger model needs.",
+        "From the root of the repository: let the model go on with a text of yours; train on a "
+        "corpus of your own; estimate what a larger model needs.",
         Commands(
             [
                 f"{python_name} tools/generate.py --load {checkpoints} --prompt 'In order to'",
@@ -308,7 +309,7 @@ def make_page(facts: Mapping[str, Any], losses: figures.Figure, output: Path) ->
             Section("Evaluation on held-out documents", evaluation),
             Section("Samples", samples),
             Section("What next", what_next),
-            Section("Corpus", results.corpus_parts(facts["corpus"])),
+            Section("Corpus", [accounting_of(facts["corpus"])]),
             Section("Layout and throughput", [tables]),
             results.command_section(facts["commands"]),
         ],

@@ -1,4 +1,4 @@
-"""Results that several experiments report: the corpus, the training, table 3, the commands."""
+"""Results that several experiments report: the training, table 3, the commands."""
 
 import json
 import os
@@ -10,21 +10,10 @@ from typing import Any
 
 from megatron.data.files import write_atomically
 from tools.report import plot
-from tools.report.numbers import decimal, percent, size, whole
+from tools.report.numbers import decimal, percent, whole
 from tools.report.sections import Commands, Page, Part, Section, Table, Text
 
 Facts = Mapping[str, Any]
-
-# {step of tools.corpus: title of its rows}
-STEPS = {
-    "harvest": "Collect from this Python",
-    "extract": "Extract",
-    "clean": "Clean",
-    "decontaminate": "Decontaminate",
-    "dedup": "De-duplicate",
-    "split": "Split",
-}
-LISTS = ("inputs", "shards", "versions")  # of a manifest, too long for a report
 
 
 def write_results(
@@ -34,52 +23,6 @@ def write_results(
     write_atomically(output / f"{name}.json", json.dumps(facts, indent=indent).encode() + b"\n")
     write_atomically(output / f"{name}.md", page.markdown())
     write_atomically(output / f"{name}.html", page.html())
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_bytes())
-
-
-def step_facts(manifest: Path) -> Facts:
-    """A corpus step's manifest without files and checksums, and its first rejected line."""
-    facts = {key: value for key, value in read_json(manifest).items() if key not in LISTS}
-    rejected = manifest.with_name("rejected.jsonl")
-    lines = rejected.read_bytes().splitlines() if rejected.exists() else []
-    return {**facts, "bad_lines": [json.loads(line) for line in lines[:1]]}
-
-
-def corpus_parts(corpus: Mapping[str, Facts]) -> list[Part]:
-    """A table with a row for each step and, under it, what it dropped and why.
-
-    corpus: {name of the step: result of `step_facts`}, in order.
-    """
-    rows = []
-    steps = []  # numbers of their rows
-    notes: list[Part] = []
-    for name, step in corpus.items():
-        steps.append(len(rows))
-        left = step["output"]
-        rows.append((STEPS[name], whole(left["documents"]), size(left["bytes"])))
-        for reason, dropped in step["dropped"].items():
-            rows.append((reason, f"-{whole(dropped['documents'])}", f"-{size(dropped['bytes'])}"))
-        parts = left["sources"] if name == "harvest" else step.get("sides", {})
-        for part, count in parts.items():
-            rows.append((part, whole(count["documents"]), size(count["bytes"])))
-        if name == "clean":
-            notes.append(Text(f"ftfy repaired {whole(step['repaired'])} documents.", "note"))
-        if name == "decontaminate":
-            cut = whole(step["documents_cut"])
-            notes.append(Text(f"Evaluation text was cut from {cut} documents.", "note"))
-        for line in step["bad_lines"]:
-            bad = "first bad line of {}: {file}, byte {offset}: {reason}".format(name, **line)
-            notes.append(Text(bad, "warning"))
-    unit = corpus["clean"]["unit_of_length"]
-    lengths = (
-        f"Lengths are counted in {unit} of GPT-2's pre-tokenizer, as there is no tokenizer yet. "
-        "Text is counted in UTF-8 bytes without the JSON around it."
-    )
-    table = Table(("left after each step", "documents", "text"), rows, marked=steps)
-    return [table, Text(lengths, "note"), *notes]
 
 
 def curve(lines: Sequence[Facts], key: str) -> list[tuple[int, float]]:

@@ -33,9 +33,16 @@ from tools.report.numbers import duration, size
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(sys.executable)
 STAMPS = "stages"  # folder of the stamps and of the logs of failures
+OWNER = "owner"  # file in it that names the program whose folder it is
+RESULTS = (".json", ".md", ".html", ".png")  # endings of the files that a report writes
 TAIL_BYTES = 64_000
 FULL_DISK = 50_000_000  # bytes free, below which a failure is put down to the disk
-LAUNCHER = rb"^E\d{4} .*torch/distributed/"
+LAUNCHER = rb"^[EW]\d{4} .*torch/distributed/"
+# The rank that the launcher names as the first to fail, where a signal ended it.
+SIGNALLED = re.compile(
+    r"^Root Cause .*?^  rank +: (\d+).*?^  exitcode +: (-\d+) .*?\((SIG\w+)\)",
+    re.MULTILINE | re.DOTALL,
+)
 # The part of a failing program's output that goes to the log.
 HELD_BACK = re.compile(rb"^.*Traceback \(most recent call last\)|" + LAUNCHER, re.MULTILINE)
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*(?P<said>\w*(Error|Exception)\b.*)")
@@ -123,8 +130,18 @@ class Processes:
 
 def shown(path: Path) -> str:
     """The path as written in a command at the root of the repository."""
+    return relative(path, ROOT)
+
+
+def to_open(path: Path) -> str:
+    """The path as its reader opens it, wherever the experiment was started."""
+    return relative(path, Path.cwd())
+
+
+def relative(path: Path, folder: Path) -> str:
+    """Relative to the folder if it is below it, else absolute."""
     path = path.absolute()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def python(
@@ -186,11 +203,13 @@ def run_experiment(
     program: str,
     list_stages: Callable[[S, Machine], list[Stage]],
     report: Callable[[S, Stamps], str],
+    name: str,
     minutes: Mapping[str, float] | None = None,
 ) -> None:
     """Run the stages and report; with plan_only, only print the commands.
 
-    report: writes the results and returns the text to end with. minutes: see `show_commands`.
+    report: writes the results, whose files have the name, and returns the text to end with.
+    minutes: see `show_commands`.
     """
     machine = Machine(count_gpus(), len(os.sched_getaffinity(0)))
     stages = list_stages(settings, machine)
@@ -198,7 +217,9 @@ def run_experiment(
         show_commands(stages, minutes)
         return
     start = time.monotonic()
-    text = report(settings, run_stages(stages, settings.output, program, fresh=settings.fresh))
+    results = [settings.output / f"{name}{ending}" for ending in RESULTS]
+    stamps = run_stages(stages, settings.output, program, results, fresh=settings.fresh)
+    text = report(settings, stamps)
     print(f"\n{text}\ndone in {duration(time.monotonic() - start)}")
 
 
@@ -215,14 +236,22 @@ def show_commands(stages: Sequence[Stage], minutes: Mapping[str, float] | None =
 
 
 def run_stages(
-    stages: Sequence[Stage], output: Path, program: str, *, fresh: bool = False
+    stages: Sequence[Stage],
+    output: Path,
+    program: str,
+    results: Sequence[Path] = (),
+    *,
+    fresh: bool = False,
 ) -> Stamps:
     """Run the stages in order, or reuse them.
 
-    fresh: first remove what an earlier run of the program left in the folder.
+    results: files that are written from what the stages leave. fresh: first remove what an earlier
+    run of the program left in the folder, these files included.
     Raises UsageError for a folder with other files, StageError if a command fails.
     """
-    claim_output_dir(stages, output, program, fresh=fresh)
+    claim_output_dir(output, program)
+    if fresh:
+        clear(output, [*results, *(path for stage in stages for path in stage.outputs)])
     stamp_files = [output / STAMPS / f"{stage.name}.json" for stage in stages]
     stamps = {}
     for number, (stage, file) in enumerate(zip(stages, stamp_files, strict=True), start=1):
@@ -257,20 +286,25 @@ def run_stages(
     return stamps
 
 
-def claim_output_dir(stages: Sequence[Stage], output: Path, program: str, *, fresh: bool) -> None:
-    mark = output / STAMPS / "owner"
+def claim_output_dir(output: Path, program: str) -> None:
+    """Mark the folder as the program's; the mark stays, whatever else is removed or interrupted."""
+    mark = output / STAMPS / OWNER
     is_own = mark.is_file() and mark.read_text(encoding="utf-8") == program
     if not is_own and output.exists() and (output.is_file() or any(output.iterdir())):
         raise UsageError("--output", output, f"a new folder, or one that {program} wrote")
-    if fresh:
-        for file in (output / STAMPS).glob("*.json"):
-            for name in json.loads(file.read_bytes())["outputs"]:
-                remove(output / name)
-        for stage in stages:
-            for path in stage.outputs:
-                remove(path)
-        remove(output / STAMPS)
     write_atomically(mark, program.encode())
+
+
+def clear(output: Path, paths: Iterable[Path]) -> None:
+    """Remove the paths, all files that stamps name, and the stamps and logs."""
+    for file in (output / STAMPS).glob("*.json"):
+        for name in json.loads(file.read_bytes())["outputs"]:
+            remove(output / name)
+    for path in paths:
+        remove(path)
+    for path in (output / STAMPS).iterdir():
+        if path.name != OWNER:
+            remove(path)
 
 
 def remove(path: Path) -> None:
@@ -303,7 +337,7 @@ def run_commands(name: str, commands: Sequence[Command], output: Path) -> None:
                 with contextlib.suppress(OSError):  # such as a full disk, which is said below
                     write_atomically(log, running.tail)
                 if not is_accepted:
-                    advice = advice_on_full_disk(output) or f"more in {shown(log)}"
+                    advice = advice_on_full_disk(output) or f"more in {to_open(log)}"
                     raise StageError(
                         f"stage {name} failed: {cause(running.tail, status)}; {advice}\n"
                         f"to repeat it: cd {shlex.quote(str(ROOT))} && {running.command}"
@@ -367,7 +401,16 @@ def progress_environ() -> dict[str, str]:
 
 
 def cause(tail: bytes, status: int) -> str:
-    """The line of a failed command's output that names the cause: its first error: or exception."""
+    """The line of a failed command's output that names the cause: its first error: or exception.
+
+    Where a rank was killed, the others' exceptions are a consequence: the launcher names it.
+    """
+    signalled = ""
+    if found := SIGNALLED.search(tail.decode(errors="replace")):
+        rank, code, signal = found.groups()
+        signalled = f"rank {rank} ended with exitcode {code} ({signal})"
+        if signal == "SIGKILL":
+            return f"{signalled}, as where memory runs out"
     launcher = re.search(LAUNCHER, tail, re.MULTILINE)
     text = tail[: launcher.start() if launcher else None].decode(errors="replace")
     # Only the last state of a progress bar counts.
@@ -377,6 +420,8 @@ def cause(tail: bytes, status: int) -> str:
             return line.removeprefix("error: ")
         if found := EXCEPTION.fullmatch(line):
             return found["said"]
+    if signalled:
+        return signalled
     last = next(filter(None, reversed(lines)), "it printed nothing")
     return f"exit status {status}, {last}"
 

@@ -140,9 +140,16 @@ def share(part: float, of: float) -> float | None:
     return part / of if of else None
 
 
+def read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); the step run again writes it") from None
+
+
 def step_facts(manifest: Path) -> Facts:
     """A step's manifest, without files and checksums, and the first rejected line."""
-    content = json.loads(manifest.read_bytes())
+    content = read_json(manifest)
     facts = {
         key: value for key, value in content.items() if key not in ("inputs", "shards", "versions")
     }

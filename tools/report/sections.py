@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import jinja2
-
+from megatron.libraries import Library
 from tools.report.numbers import percent
+
+jinja2 = Library("jinja2")
 
 # {name of a CSS variable: (light mode, dark mode)}. Figures are drawn in the light colours, which
 # become the variables on a page; so no colour stands here twice.

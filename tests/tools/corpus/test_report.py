@@ -165,15 +165,18 @@ def test_shards_that_changed_or_are_gone_are_found_by_verify(tmp_path: Path) -> 
 
 
 def test_folders_of_no_step_are_refused(tmp_path: Path) -> None:
-    empty, cut_short, broken, other = (tmp_path / name for name in "abcd")
-    for folder in (empty, cut_short / ".work", broken, other):
+    empty, cut_short, broken, other, listed = (tmp_path / name for name in "abcdl")
+    for folder in (empty, cut_short / ".work", broken, other, listed):
         folder.mkdir(parents=True)
     (broken / "manifest.json").write_text('{"step"')
     (other / "manifest.json").write_text('{"format": 1}')
-    step = write_step(tmp_path / "e", "clean", {}, {})
+    (listed / "manifest.json").write_text('["step"]')
+    step = write_step(tmp_path / "run" / "e", "clean", {}, {})
     for folders in ((tmp_path / "x",), (empty,), (cut_short,), (other,), (step, step), ()):
         assert field_of(refusal(partial(read_steps, folders))) == "--input"
-    assert field_of(refusal(partial(read_steps, [broken]))) == str(broken / "manifest.json")
+    for folder in (broken, listed):
+        assert field_of(refusal(partial(read_steps, [folder]))) == str(folder / "manifest.json")
+    assert str(refusal(partial(read_steps, (step, step.parent)))).startswith(f"--input {step}: ")
 
 
 def test_a_real_run_has_its_numbers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
 from tests.tools.experiments.test_commands import program_of
 from tests.tools.report.pages import HOSTILE, ParsedPage
+from tools.corpus.files import Count, DocumentCounts
 from tools.experiments.quickstart import (
     Settings,
     check_corpus_size,
@@ -85,6 +86,17 @@ def test_an_own_corpus_and_vocabulary_replace_the_commands_that_make_them(tmp_pa
     assert list(own) == list(stages_of())
 
 
+def test_a_corpus_under_another_key_is_named_after_its_file_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "c.jsonl").touch()
+    monkeypatch.chdir(tmp_path / "mine")
+    for corpus, name in ((Path(), "mine"), (Path("c.jsonl"), "c.jsonl")):
+        argv = stages_of(corpus=corpus, json_key="body")["clean"].commands[0].argv
+        assert argv[argv.index("--source") + 1] == name
+
+
 @pytest.mark.parametrize(
     ("content", "changes", "field"),
     [
@@ -113,8 +125,9 @@ def test_a_bad_corpus_or_vocabulary_is_refused(
 
 def test_the_page_escapes_texts_and_loads_nothing() -> None:
     counted = {"documents": 2, "bytes": 20}
-    dropped = {HOSTILE: {"documents": 1, "bytes": 10}}
-    step = {"input": counted, "output": counted, "dropped": dropped, "bad_lines": []}
+    read, lost = Count(3, 40), Count(1, 10)  # of 20 bytes left; the other 10 were cut
+    counts = DocumentCounts({"a": read}, {"a": Count(2, 20)}, {HOSTILE: {"a": lost}})
+    step = {**counts.to_json(), "bad_lines": []}
     clean = {**step, "repaired": 1, "unit_of_length": "pieces"}
     names = ("token", "bigram", "unigram", "word")
     facts = {
@@ -130,5 +143,8 @@ def test_the_page_escapes_texts_and_loads_nothing() -> None:
         "samples": [{"prompt": HOSTILE, "text": HOSTILE + HOSTILE}],
         "commands": {"clean": [HOSTILE], "tokenizer": []},
     }
-    page = ParsedPage(make_page(facts, Figure("<svg></svg>"), Path("runs")).html())
-    assert page.text.count(HOSTILE) == 5
+    page = make_page(facts, Figure("<svg></svg>"), Path("runs"))
+    assert ParsedPage(page.html()).text.count(HOSTILE) == 5
+    text = page.markdown().decode()
+    assert "| **Raw** | **3** | **40 B** |" in text
+    assert " | \N{MINUS SIGN}10 B | 25.00 % |\n" in text

@@ -14,7 +14,7 @@ from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.diagnose import NonFiniteError
 from tests.refusals import field_of, refusal
 from tests.tools.experiments.test_commands import FIGURE7
-from tools.experiments import figure7
+from tools.experiments import figure7, runner
 from tools.experiments.runner import (
     ROOT,
     Command,
@@ -26,10 +26,30 @@ from tools.experiments.runner import (
     fit_processes,
     parse_training,
     run_stages,
+    to_open,
 )
 from tools.layouts.processes import count_gpus
 
 PROGRAM = "this test"
+KILLED = """\
+W1128 01:16:15.0 21518 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 7 \
+closing signal SIGTERM
+E1128 01:16:15.1 21518 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+pretrain_gpt2.py FAILED
+Failures:
+[1]:
+  time      : 2026-11-28_01:16:15
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 7)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-28_01:16:15
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 8)  (SIGKILL)
+  error_file: <N/A>
+"""
 
 
 def script(text: str, *words: object, label: str = "") -> Command:
@@ -77,18 +97,22 @@ def test_a_stage_runs_again_if_it_changed_and_with_it_all_later_ones(tmp_path: P
 
 
 def test_a_failure_names_stage_cause_and_command_without_a_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The log's name is one that can be opened in the current folder."""
     program = "import sys; print('warm', file=sys.stderr); 1 / 0"
     fails = replace(script(program), environ={"OMP_NUM_THREADS": "1"})
     ran([fake(tmp_path, "a", "x")], tmp_path)
     message = failure(Stage(name="b", commands=(fails,)), tmp_path)
     first, second = message.splitlines()
-    assert all(text in first for text in ("b", "ZeroDivisionError: ", "stages/b.log"))
+    assert all(text in first for text in ("b", "ZeroDivisionError: ", f"{tmp_path}/stages/b.log"))
     assert f"cd {ROOT} && OMP_NUM_THREADS=1 {sys.executable} -c 'import sys;" in second
     assert "Traceback" in (tmp_path / "stages" / "b.log").read_text()
     assert capfd.readouterr().err == "warm\n"
     assert sorted(path.stem for path in tmp_path.glob("stages/*.json")) == ["a"]
+    monkeypatch.chdir(tmp_path)
+    assert "more in stages/b.log" in failure(Stage(name="b", commands=(fails,)), tmp_path)
+    assert to_open(ROOT / "runs" / "report.html") == f"{ROOT}/runs/report.html"
 
 
 def test_a_failure_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +147,16 @@ def test_a_stage_that_leaves_nothing_or_cannot_succeed_has_failed(tmp_path: Path
             "HotError: too hot",
         ),
         ("pretrain:  10%|#\rpretrain:  20%|##\n", "pretrain:  20%|##"),
+        (
+            "pretrain:  10%|#\n[rank0]: RuntimeError: Connection closed by peer\n" + KILLED,
+            "rank 1 ended with exitcode -9 (SIGKILL), as where memory runs out",
+        ),
+        (
+            "pretrain:  10%|#\n" + KILLED.replace("-9", "-11").replace("SIGKILL", "SIGSEGV"),
+            "rank 1 ended with exitcode -11 (SIGSEGV)",
+        ),
+        ("a.b.HotError: too hot\n" + KILLED.replace("SIGKILL", "SIGABRT"), "HotError: too hot"),
+        ("warm\n" + KILLED.partition("E1128")[0], "warm"),
     ],
 )
 def test_the_cause_is_the_first_error_and_not_the_launchers_summary(
@@ -134,9 +168,12 @@ def test_the_cause_is_the_first_error_and_not_the_launchers_summary(
 def test_fresh_deletes_only_what_the_stages_wrote(tmp_path: Path) -> None:
     out, foreign = tmp_path / "run", tmp_path / "foreign"
     ran([fake(out, "a", "x"), fake(out, "b", "x")], out)
-    (out / "mine").write_text("kept")
-    run_stages([], out, PROGRAM, fresh=True)
+    result = out / "report.html"
+    for file in (out / "mine", result, out / "stages" / "a.log"):
+        file.write_text("kept, if it is mine")
+    run_stages([], out, PROGRAM, [result], fresh=True)
     assert {path.name for path in out.iterdir()} == {"mine", "stages"}
+    assert [path.name for path in (out / "stages").iterdir()] == ["owner"]
     foreign.mkdir()
     (foreign / "a").write_text("kept")
     mine = [fake(foreign, "a", "x")]
@@ -145,6 +182,28 @@ def test_fresh_deletes_only_what_the_stages_wrote(tmp_path: Path) -> None:
         assert field_of(error) == "--output"
     assert (foreign / "a").read_text() == "kept"
     assert field_of(refusal(lambda: run_stages([], out, "another", fresh=True))) == "--output"
+
+
+def test_a_fresh_start_that_was_cut_short_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ends while it removes files."""
+    stages, whole = [fake(tmp_path, "a", "x")], runner.remove
+    ran(stages, tmp_path)
+    removed: list[Path] = []
+
+    def cut_short(path: Path) -> None:
+        whole(path)
+        removed.append(path)
+        if len(removed) in (1, 4):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "remove", cut_short)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_stages(stages, tmp_path, PROGRAM, fresh=True)
+    assert tmp_path / "stages" / "a.json" in removed
+    assert ran(stages, tmp_path) == ["a"]
 
 
 def test_parallel_commands_run_at_the_same_time_and_are_labelled(
