@@ -187,7 +187,7 @@ def read_rank(file: Path) -> Rank:
     if not isinstance(version, int | float) or not (version in (0, 1) or version >= 2):
         raise ValueError(f"{file} has checkpoint_version {version!r}; 0, 1, 2 and 3 are known")
     tensors: dict[str, Tensor] = {}
-    for full, value in _leaves(model):
+    for full, value in _leaves(file, model):
         parts = full.split(".")
         if bert := BERT.intersection(parts):
             raise ValueError(f"{file} is of a BERT, for it has a {bert.pop()}; a GPT-2 would work")
@@ -203,13 +203,21 @@ def read_rank(file: Path) -> Rank:
     return Rank(file, tensors, args if isinstance(args, dict) else {}, version)
 
 
-def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value that is not a dict."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _leaves(file: Path, model: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every value that is not a dict. Raises ValueError if one dict stands
+    in two places: a dict inside itself has no end."""
+    waiting: list[tuple[str, Mapping[Any, Any]]] = [("", model)]
+    seen: set[int] = set()
+    while waiting:
+        prefix, tree = waiting.pop()
+        if id(tree) in seen:
+            raise ValueError(f"{file} has {prefix:.100} twice: one dict stands in two places")
+        seen.add(id(tree))
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                waiting.append((f"{prefix}{key}.", value))
+            else:
+                yield f"{prefix}{key}", value
 
 
 def config_of(ranks: Sequence[Rank], flags: Mapping[str, Any]) -> GPT2Config:
