@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.config.parse import parse_call
@@ -142,10 +142,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
     folder = make("parts")
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
+    complete = models.json_of(index)["weight_map"]
     for place in ("elsewhere.safetensors", "missing.safetensors"):
-        listed = models.json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
+        listed = complete | {"transformer.ln_f.bias": place}
         models.change_json(index, weight_map=listed)
         said(folder)
+    models.change_json(index, weight_map=complete)
+    first, *_, last = sorted(folder.glob("model-*.safetensors"))
+    stale = {key: tensor + 1 for key, tensor in load_file(first).items()}
+    save_file(stale | load_file(last), last)
+    assert said(folder).startswith(str(last))
     for content in (b"{", b"{}"):
         index.write_bytes(content)
         assert said(folder).startswith(str(index))
