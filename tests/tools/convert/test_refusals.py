@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.checkpoint.format import read_manifest, seal
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
@@ -348,6 +349,22 @@ def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make:
     error = refusal(lambda: convert(["export", "--from", str(step.parent), *to]), lines=9)
     assert field_of(error) == "--from"
     assert shard.name in str(error)
+
+
+def test_a_checkpoint_with_other_tensors_than_its_model_is_not_exported(make: Make) -> None:
+    step = models.imported(make("gpt2"))
+    manifest = read_manifest(step)
+    norm = manifest["tensors"]["model.final_norm.weight"]
+    changes = {
+        "model.extra": {"model.extra": norm},
+        "several dtypes": {"model.final_norm.weight": norm | {"dtype": "bfloat16"}},
+    }
+    words = ["export", "--from", str(step), "--output", str(step.parent.with_name("back"))]
+    for named, change in changes.items():
+        changed = manifest | {"tensors": manifest["tensors"] | change}
+        (step / "manifest.json").write_text(json.dumps(seal(changed)))
+        error = refusal(lambda: convert(words))
+        assert (field_of(error), named in str(error)) == (str(step), True)
 
 
 def test_a_name_that_is_no_folder_is_fetched_from_the_hub(
