@@ -53,7 +53,8 @@ def ls(directory: Directory, json: bool = False) -> None:
         json: print JSON.
     """
     folders = _folders(directory)
-    folders += sorted(path for path in directory.iterdir() if _kind(path) in OTHERS)
+    others = (path for path in directory.iterdir() if _kind(path) in OTHERS)
+    folders += sorted(path for path in others if path.is_dir())
     if not folders:
         raise FileNotFoundError(f"{directory} {NOTHING}")
     rows = [_row(folder) for folder in folders]

@@ -96,7 +96,8 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
         allowed = "a directory with a checkpoint, such as that of an earlier --save"
         for file, program in FOREIGN.items():
             if (load / file).is_file():
-                allowed = f"a checkpoint; `python tools/{program} --from {load} --to NEW` makes one"
+                command = f"python tools/{program} --from {load} --output NEW"
+                allowed = f"a checkpoint; `{command}` makes one"
                 if file == "config.json":  # for any architecture
                     allowed += f", and pretrain.py --model huggingface --hf-model {load} needs none"
         raise UsageError(option, config.load, allowed)

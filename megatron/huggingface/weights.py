@@ -79,7 +79,8 @@ class Bare:
 
 def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """{key of a tensor: the open file of the folder that has it}; `stack` closes the files. Raises
-    ValueError or OSError, naming the file, if one is missing or damaged."""
+    ValueError or OSError, naming the file, if one is missing or damaged, or if two have a tensor of
+    the same key."""
     names = [SINGLE]
     if not (folder / SINGLE).is_file():
         index = json.loads((folder / INDEX).read_bytes())
@@ -92,7 +93,12 @@ def open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
             raise FileNotFoundError(f"{folder / name} is not there: {INDEX} lists it") from None
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
-        files |= dict.fromkeys(file.keys(), file)
+        for key in file.keys():  # noqa: SIM118, as it is no dict
+            if key in files:
+                raise ValueError(
+                    f"{folder / name} has {key}, and so has another of {INDEX}'s files"
+                )
+            files[key] = file
     return files
 
 

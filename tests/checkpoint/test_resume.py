@@ -96,9 +96,9 @@ def test_runs_are_not_mixed(runs: Path) -> None:
     [
         ("nowhere", "--save"),
         ("one/step_00000003", "--save"),
-        ("with_config.json", "tools/convert_hf.py"),
+        ("with_config.json", "convert_hf.py import --from with_config.json --output NEW"),
         ("with_latest_checkpointed_iteration.txt", "tools/import_megatron.py"),
-        ("with_.metadata", "tools/convert_dcp.py"),
+        ("with_.metadata", "convert_dcp.py import --from with_.metadata --output NEW"),
         ("seeds", "seeds/seed_1"),
     ],
 )

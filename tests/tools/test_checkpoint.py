@@ -26,6 +26,7 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "step_00000020" / "shard_00000.safetensors").write_bytes(b"first hald")
     (tmp_path / "step_00000030" / "shard_00001.safetensors").unlink()
     (tmp_path / ".step_00000050.partial").mkdir()
+    (tmp_path / ".step_00000060.partial").touch()  # no folder, so it is not listed
     (tmp_path / "latest").write_text("step_00000040\n")
     return tmp_path
 

@@ -7,7 +7,7 @@ training started from, as save_pretrained writes them today.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,18 @@ def write_model(
     """Write configuration, weights in the checkpoint's dtype, and tokenizer.
 
     checkpoint: already verified to be whole. Raises UsageError for a model that transformers
-    does not have, OSError if a file cannot be written.
+    does not have, ValueError if the checkpoint has other tensors than its model, or tensors of
+    several dtypes, OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
     config = config_of(manifest)
     values = family.options_of(config)
     entries = resolve(family, config, manifest["vocab_size"])
-    dtype = _dtype_of(checkpoint, entries[0].ours)
+    _check_names(checkpoint, {entry.ours for entry in entries})
+    dtype, *others = {_dtype_of(checkpoint, entry.ours) for entry in entries}
+    if others:
+        dtypes = " and ".join(sorted(map(str, (dtype, *others))))
+        raise ValueError(f"{checkpoint.path} has weights of several dtypes: {dtypes}")
     outline = {
         entry.ours: torch.empty(entry.spec.shape, dtype=dtype, device="meta") for entry in entries
     }
@@ -206,6 +211,15 @@ def _converted(bare: Bare, state: Weights) -> Weights:
 
     found: Weights = revert_weight_conversion(bare.model, state)
     return found
+
+
+def _check_names(checkpoint: Checkpoint, names: Set[str]) -> None:
+    """Raise ValueError if the checkpoint's model has other parameters than these."""
+    keys = {key for key in checkpoint.manifest["tensors"] if key.startswith("model.")}
+    if strange := sorted(keys ^ {f"model.{name}" for name in names}):
+        raise ValueError(
+            f"{checkpoint.path}: {strange[0]} is in the checkpoint or in its model, but not in both"
+        )
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:

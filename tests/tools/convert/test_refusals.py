@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.checkpoint.format import read_manifest, seal
 from megatron.config.parse import parse_call
 from tests.data.samples import write_tokenizer
 from tests.refusals import field_of, refusal, refused
@@ -142,10 +143,16 @@ def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
     folder = make("parts")
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
+    complete = models.json_of(index)["weight_map"]
     for place in ("elsewhere.safetensors", "missing.safetensors"):
-        listed = models.json_of(index)["weight_map"] | {"transformer.ln_f.bias": place}
+        listed = complete | {"transformer.ln_f.bias": place}
         models.change_json(index, weight_map=listed)
         said(folder)
+    models.change_json(index, weight_map=complete)
+    first, *_, last = sorted(folder.glob("model-*.safetensors"))
+    stale = {key: tensor + 1 for key, tensor in load_file(first).items()}
+    save_file(stale | load_file(last), last)
+    assert said(folder).startswith(str(last))
     for content in (b"{", b"{}"):
         index.write_bytes(content)
         assert said(folder).startswith(str(index))
@@ -190,7 +197,11 @@ def test_weights_that_are_not_the_model_are_refused(
     assert named in said(folder)
 
 
-ADDED = {"added_tokens": [{"id": 261, "content": "<new>"}]}
+def added(number: int, content: str) -> dict[str, Any]:
+    rules = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    return {"added_tokens": [{"id": number, "content": content, **rules}]}
+
+
 SPECIAL = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
 BEGINS = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 TEMPLATE = {"type": "TemplateProcessing", "single": BEGINS, "special_tokens": {"<s>": SPECIAL}}
@@ -201,7 +212,8 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (TOKENIZER, {"pre_tokenizer": {"add_prefix_space": True}}),
         (TOKENIZER, {"model": {"merges": [["a", "zz"]]}}), (TOKENIZER, {"model": {"dropout": 0.5}}),
         (TOKENIZER, {"model": {"type": "WordPiece"}}),
-        (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}), (TOKENIZER, ADDED),
+        (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}),
+        (TOKENIZER, added(261, "<new>")),
         ("added_tokens.json", {"<new>": 261}),
     ],
     "bert": [
@@ -212,7 +224,6 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (TOKENIZER, {"model": {"max_input_chars_per_word": 101}}),
         (TOKENIZER, {"model": {"max_input_chars_per_word": 99}}),
         (TOKENIZER, {"model": {"type": "BPE"}}),
-        (TOKENIZER, {"post_processor": {"single": BEGINS[1:]}}),  # without marks
         (TOKENIZER, {"model": {"vocab": {"a": 0, "b": 2}}}),
         (SETTINGS, {"cls_token": "<s>"}), (SETTINGS, {"cls_token": {"content": "<s>"}}),
         (SETTINGS, {"added_tokens_decoder": {"93": {"content": "<new>"}}}),
@@ -234,6 +245,46 @@ def test_tokenizers_that_give_other_ids_are_refused(make: Make, kind: str) -> No
         models.change_json(file, **parts)
         assert said(folder), (name, changes)
         file.write_bytes(before)
+
+
+def added_in(parts: dict[str, Any]) -> dict[str, Any]:
+    """The vocabulary's token "in" is added, too, and so it is read within every word."""
+    (new,) = added(parts["model"]["vocab"]["in"], "in")["added_tokens"]
+    return {"added_tokens": [*parts["added_tokens"], new]}
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "zebra"}, "content": "horse"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "change"),
+    [
+        ("gpt2", "adds the token 'in'", added_in),
+        ("bert", "adds the token 'in'", added_in),
+        ("gpt2", "normalizer.type", lambda _: {"normalizer": REPLACE}),
+        ("bert", "normalizer.type", lambda parts: {
+            "normalizer": {"type": "Sequence", "normalizers": [parts["normalizer"], REPLACE]}}),
+        ("gpt2", "ignore_merges", lambda parts: {
+            "model": parts["model"] | {"ignore_merges": True}}),
+        ("gpt2", "dropout", lambda parts: {"model": parts["model"] | {"dropout": 1e-9}}),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_differs_for_rare_texts_alone_is_refused_by_the_difference(
+    make: Make, kind: str, named: str, change: Callable[[Any], dict[str, Any]]
+) -> None:
+    folder = make(kind)
+    models.change_json(folder / TOKENIZER, **change(models.json_of(folder / TOKENIZER)))
+    message = said(folder)
+    assert named in message
+    assert ("HuggingFaceTokenizer takes any other" in message) == (kind == "gpt2")
+
+
+def test_a_bert_needs_no_marks_in_its_file_if_its_class_adds_them(make: Make) -> None:
+    folder = make("bert")
+    models.change_json(folder / TOKENIZER, post_processor=None)
+    models.imported(folder)
+    models.change_json(folder / SETTINGS, tokenizer_class="PreTrainedTokenizerFast")
+    assert "''" in str(refusal(lambda: models.imported(folder, "again")))
 
 
 def without_tokenizer(folder: Path) -> Path:
@@ -342,6 +393,22 @@ def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make:
     error = refusal(lambda: convert(["export", "--from", str(step.parent), *to]), lines=9)
     assert field_of(error) == "--from"
     assert shard.name in str(error)
+
+
+def test_a_checkpoint_with_other_tensors_than_its_model_is_not_exported(make: Make) -> None:
+    step = models.imported(make("gpt2"))
+    manifest = read_manifest(step)
+    norm = manifest["tensors"]["model.final_norm.weight"]
+    changes = {
+        "model.extra": {"model.extra": norm},
+        "several dtypes": {"model.final_norm.weight": norm | {"dtype": "bfloat16"}},
+    }
+    words = ["export", "--from", str(step), "--output", str(step.parent.with_name("back"))]
+    for named, change in changes.items():
+        changed = manifest | {"tensors": manifest["tensors"] | change}
+        (step / "manifest.json").write_text(json.dumps(seal(changed)))
+        error = refusal(lambda: convert(words))
+        assert (field_of(error), named in str(error)) == (str(step), True)
 
 
 def test_a_name_that_is_no_folder_is_fetched_from_the_hub(

@@ -25,44 +25,33 @@ save, because the script's own loading requires it.
 from __future__ import annotations
 
 import re
-import shlex
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-import tyro
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from tqdm import tqdm
 
 from megatron.checkpoint.format import Checkpoint
-from megatron.checkpoint.load import load_checkpoint, newest_whole
-from megatron.checkpoint.resume import arguments_of, find_start
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.resume import arguments_of
 from megatron.config.model import LlamaConfig
-from megatron.config.parse import parse_call, user_errors
-from megatron.data.tokenizer import HuggingFaceTokenizer
 from megatron.errors import UsageError, flag
 from megatron.models import registry
 from megatron.parallel.layers_llama import RotaryEmbedding
-from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import TensorSlice
 from megatron.train.state import DTYPES
 from tools.convert.legacy.dcp_folder import METADATA, Item, read_folder
 from tools.convert.legacy.pickles import Placeholder, SavedFile, read_pickle
 from tools.convert.llama import LLAMA
-from tools.convert.staging import refuse_existing, staged
-from tools.convert.vocabulary import NoTokenizer
 from tools.convert.weights import resolve
-from tools.convert.writing import Progress, check_weights, tell, write_checkpoint
 
-Source = Annotated[Path, tyro.conf.arg(name="from")]
-Vocabulary = Annotated[str | None, tyro.conf.arg(aliases=["--tokenizer-model"])]
 Precision = Literal["fp32", "bf16", "pure-bf16"]
 
 # The names of a layer in the order of the script's model.parameters().
@@ -81,24 +70,7 @@ _NAME = re.compile(
 )
 _ROTARY = re.compile(r"(?:.*\.)?(?:rotary_emb\.\w+|cos|sin|inv_freq)")
 
-# Flags to train on data as the tutorial does.
-DATA = shlex.split("--pad --no-shuffle --begin-token [BOT] --end-token [EOT] --split 1,0,0")
-# The tutorial's settings, used if neither a flag nor the checkpoint gives them.
-TUTORIAL = {
-    "lr": 1e-3,
-    "min_lr": 0.0,
-    "lr_warmup_iters": 1000,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.99,
-    "adam_eps": 1e-8,
-    "weight_decay": 0.1,
-}
-# Settings that are the same in every folder of the tutorial.
-OPTIMIZER = {
-    "lr_decay_style": "cosine",
-    "decoupled_weight_decay": True,
-    "decay_biases_and_norms": True,
-}
+# Settings that are the same in every model of the tutorial.
 MODEL = {
     "untie_embeddings_and_output_weights": True,
     "activation": "swiglu",
@@ -150,90 +122,6 @@ class Saved:
         return self.weights["embed_tokens.weight"].shape[0]
 
 
-def import_checkpoint(
-    source: Source,
-    output: Path,
-    global_batch_size: int,
-    vocab_file: Vocabulary = None,
-    no_tokenizer: bool = False,
-    scheduler: Path | None = None,
-    dtype: Precision | None = None,
-    num_attention_heads: int | None = None,
-    rotary_base: float = 10_000.0,
-    max_position_embeddings: int | None = None,
-    layernorm_epsilon: float = 1e-5,
-) -> None:
-    """Make a checkpoint from one of the tutorial's, for --load of pretrain.py --model llama.
-
-    Args:
-        source: folder that the script saved, with .metadata and .distcp files.
-        output: directory of the checkpoint; must not exist.
-        global_batch_size: samples per step of the script, over all processes; with the number of
-            steps it gives the position in the data.
-        vocab_file: the tokenizer (bpe_50K.json, or a folder with a tokenizer.json).
-        no_tokenizer: import without a tokenizer. Programs that read text then need its file, and
-            can check only its size.
-        scheduler: the scheduler's file; by default the only one in the folder.
-        dtype: precision of the resumed run; bf16 has moments and masters in fp32, pure-bf16 moments
-            in bf16 and no masters. By default that of the folder.
-        num_attention_heads: heads of the queries; those of keys and values follow from k_proj. By
-            default derived from the rotary buffers; without these, 12 if hidden is 768.
-        rotary_base: base of the rotary frequencies.
-        max_position_embeddings: the longest sequence that the model can read; by default the
-            length of the rotary buffers, or else 2048.
-        layernorm_epsilon: added to the mean square in RMSNorm.
-    """
-    refuse_existing(output)
-    if global_batch_size < 1:
-        raise UsageError("--global-batch-size", global_batch_size, "above 0")
-    if no_tokenizer and vocab_file is not None:
-        works = ("--vocab-file", vocab_file)
-        raise UsageError("--no-tokenizer", None, "left out beside --vocab-file", works=works)
-    if not no_tokenizer and vocab_file is None:
-        raise UsageError("--vocab-file", None, "given", works=("--no-tokenizer",))
-    saved = read_tutorial(source, scheduler)
-    config = replace(
-        llama_config(saved, num_attention_heads, max_position_embeddings),
-        rotary_base=rotary_base,
-        layernorm_epsilon=layernorm_epsilon,
-    )
-    tokenizer: HuggingFaceTokenizer | NoTokenizer = NoTokenizer(kind=HuggingFaceTokenizer.kind)
-    if vocab_file is not None:
-        tokenizer = HuggingFaceTokenizer(vocab_file)
-        if (count := tokenizer.vocab_size) > saved.vocab_size:
-            allowed = f"a tokenizer of at most the model's {saved.vocab_size} ids, not {count}"
-            raise UsageError("--vocab-file", vocab_file, allowed, works=("--no-tokenizer",))
-    precision = dtype or precision_of(saved)
-    weights, state = read_tensors(saved, config, precision)
-    progress = Progress(
-        updates=saved.updates,
-        samples=saved.updates * global_batch_size,
-        tensors=state,
-        config={
-            "optimizer": saved.settings,
-            "precision": {"pure_bf16": precision == "pure-bf16"},
-            "data": {"pad": True, "shuffle": False},
-        },
-    )
-    path = write_checkpoint(
-        output,
-        config,
-        weights,
-        saved.vocab_size,
-        tokenizer,
-        f"torch.distributed.checkpoint {source}",
-        lambda folder: check_weights(folder, weights, str(source)),
-        progress=progress,
-    )
-    settings = saved.settings | {
-        "global_batch_size": global_batch_size,
-        "seq_length": min(512, config.max_position_embeddings),
-    }
-    flags = [word for name, value in settings.items() for word in arguments_of(flag(name), value)]
-    tell(source, path, config, [*flags, *DATA])
-    print(f"a run resumes after {saved.updates} updates and {progress.samples} samples")
-
-
 def read_tutorial(folder: Path, scheduler: Path | None) -> Saved:
     """Read a folder of the script, without its weights. scheduler: see find_scheduler.
 
@@ -280,6 +168,8 @@ def _split_model(
         if match := _NAME.fullmatch(key):
             if (name := match[1]) in weights:
                 raise ValueError(f"{folder} has {name} twice: {weights[name].key} and {key}")
+            if not item.dtype.is_floating_point:
+                raise ValueError(f"{folder}: {name} is {item.dtype}; a floating-point dtype works")
             weights[name] = item
         elif _ROTARY.fullmatch(key):
             rotary[key] = item
@@ -299,31 +189,39 @@ def _read_state(
     """(moments by kind and name, steps of the optimizer, whether the keys of its state are names);
     ({}, 0, False) without state."""
     prefix = "optimizer.state."
-    unused = {key for key in items if key.startswith(prefix)}
-    if not unused:
-        return {}, 0, False
-    by_name = not any(key.removeprefix(prefix).partition(".")[0].isdecimal() for key in unused)
-    if not by_name and not all(weight.in_order for weight in weights.values()):
-        raise ValueError(
-            f"{folder} has the optimizer's state by position, and its {METADATA} does not give the "
-            "order of the weights; state by name (get_state_dict) works"
-        )
+    by_name = True
+    names = list(weights)  # in the order of the file, which is that of the script's model
     state: dict[str, dict[str, Item]] = {kind: {} for kind in (*MOMENTS, "step")}
-    for number, (name, weight) in enumerate(weights.items()):
-        parameter = weight.key.removeprefix("model.") if by_name else number
-        for kind, by_weight in state.items():
-            key = f"{prefix}{parameter}.{kind}"
-            if key not in items:
-                raise ValueError(f"{folder} has an optimizer without {key}, of {name}")
-            if kind != "step" and items[key].shape != weight.shape:
-                raise ValueError(
-                    f"{folder}: {key} is {list(items[key].shape)}, and its weight {name} is "
-                    f"{list(weight.shape)}"
-                )
-            by_weight[name] = items[key]
-            unused.remove(key)
-    if unused:
-        raise ValueError(f"{folder} has {min(unused)}, which AdamW does not have for this model")
+    for key, item in items.items():
+        if not key.startswith(prefix):
+            continue
+        parameter, _, kind = key.removeprefix(prefix).rpartition(".")
+        # Prefixes of a name differ: get_state_dict drops those of compile and of wrappers.
+        match = _NAME.fullmatch(parameter)
+        name = match[1] if match else ""
+        if parameter.isdecimal() and int(parameter) < len(names):
+            name, by_name = names[int(parameter)], False
+        if name not in weights or kind not in state:
+            raise ValueError(f"{folder} has {key}, which AdamW does not have for this model")
+        weight = weights[name]
+        if not by_name and not weight.in_order:
+            raise ValueError(
+                f"{folder} has the optimizer's state by position, and its {METADATA} does not give "
+                "the order of the weights; state by name (get_state_dict) works"
+            )
+        if name in state[kind]:
+            raise ValueError(f"{folder} has {kind} of {name} twice: {state[kind][name].key}, {key}")
+        if kind != "step" and item.shape != weight.shape:
+            raise ValueError(
+                f"{folder}: {key} is {list(item.shape)}, and its weight {name} is "
+                f"{list(weight.shape)}"
+            )
+        state[kind][name] = item
+    if not any(state.values()):
+        return {}, 0, False
+    for kind, by_weight in state.items():
+        if missing := weights.keys() - by_weight.keys():
+            raise ValueError(f"{folder} has an optimizer without {kind} of {min(missing)}")
     counts = [item.value() for item in state.pop("step").values()]
     step = counts[0]
     is_count = type(step) in (int, float) and 0 <= step < inf and not step % 1
@@ -384,13 +282,21 @@ def read_schedule(file: Path) -> Schedule:
         (lr,) = cosine["base_lrs"]
         if warmup["end_factor"] != 1.0 or warmup["total_iters"] != milestone:
             raise ValueError("its warm-up does not end at the learning rate")
+        counts = {
+            "milestone": milestone,
+            "T_max": cosine["T_max"],
+            "last_epoch": whole["last_epoch"],
+        }
+        for name, count in counts.items():
+            if type(count) is not int or count < 0:
+                raise ValueError(f"its {name} is {count!r:.80}, not a whole number from 0 on")
         return Schedule(
             lr=float(lr),
             min_lr=float(cosine["eta_min"]),
-            lr_warmup_iters=int(milestone),
+            lr_warmup_iters=milestone,
             lr_warmup_init=float(lr * warmup["start_factor"]),
-            lr_decay_iters=int(milestone + cosine["T_max"]),
-            updates=int(whole["last_epoch"]),
+            lr_decay_iters=milestone + cosine["T_max"],
+            updates=whole["last_epoch"],
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
@@ -507,88 +413,6 @@ def check_rotary(saved: Saved, config: LlamaConfig) -> None:
             if not (error <= eps * (0.5 + 1.5 * ours)).all():
                 allowed = f"that of {key} in {saved.folder}, which is not scaled"
                 raise UsageError("--rotary-base", config.rotary_base, allowed)
-
-
-def export_checkpoint(
-    source: Source,
-    output: Path,
-    lr: float | None = None,
-    min_lr: float | None = None,
-    lr_warmup_iters: int | None = None,
-    lr_warmup_init: float | None = None,
-    train_iters: int | None = None,
-    dtype: Literal["fp32", "bf16"] | None = None,
-    state_keys: Literal["place", "name"] = "place",
-) -> None:
-    """Make a folder that the tutorial's script loads from a checkpoint of a Llama.
-
-    Settings of the optimizer and its schedule default to those of the run that saved the
-    checkpoint, or else to the tutorial's.
-
-    Args:
-        source: directory of checkpoints (the newest is used), or one of them.
-        output: folder to make; must not exist.
-        lr: highest learning rate.
-        min_lr: learning rate at the end.
-        lr_warmup_iters: number of warm-up steps.
-        lr_warmup_init: learning rate of the first step; 0.1 x --lr in the tutorial.
-        train_iters: number of steps of the whole run, at whose end the cosine ends.
-        dtype: dtype of all tensors; by default that of the checkpoint's masters, or else of its
-            weights.
-        state_keys: keys of the optimizer's state: place, as in optimizer.state_dict(), or name, as
-            in torch.distributed.checkpoint.state_dict.get_state_dict.
-    """
-    refuse_existing(output)
-    start = find_start(CheckpointConfig(load=str(source)), "--from")
-    checkpoint, passed_over = newest_whole(start.folders, serial_mesh(), "--from")
-    for reason in passed_over:
-        warnings.warn(f"passed over: {reason}", stacklevel=2)
-    manifest = checkpoint.manifest
-    config = exportable_config(checkpoint)
-    run = manifest["config"].get("optimizer", {})
-    training = manifest["config"].get("training", {})
-    known = TUTORIAL | {name: value for name, value in run.items() if value is not None}
-    known.setdefault("lr_decay_iters", training.get("train_iters"))
-    known.setdefault("lr_warmup_init", 0.1 * known["lr"])
-    if lr is not None:  # the warm-up starts at the same fraction of it
-        known["lr_warmup_init"] *= lr / known["lr"]
-    flags = {
-        "lr": lr,
-        "min_lr": min_lr,
-        "lr_warmup_iters": lr_warmup_iters,
-        "lr_warmup_init": lr_warmup_init,
-        "lr_decay_iters": train_iters,
-    }
-    known |= {name: value for name, value in flags.items() if value is not None}
-    updates = manifest["counters"]["step"] - manifest["counters"]["skipped"]
-    schedule = Schedule(**{name: known[name] for name in flags}, updates=updates)
-    check_schedule(schedule)
-    for name, value in OPTIMIZER.items():
-        if run.get(name, value) != value:
-            ours, theirs = (" ".join(arguments_of(flag(name), each)) for each in (run[name], value))
-            warnings.warn(f"the run has {ours}, and the folder {theirs}", stacklevel=2)
-    if run.get("lr_warmup_init", 0) is None and lr_warmup_init is None:
-        warnings.warn(
-            "the run's warm-up is without --lr-warmup-init, and the folder begins at "
-            f"{schedule.lr_warmup_init:g}; --lr-warmup-init sets it",
-            stacklevel=2,
-        )
-    adamw = {
-        "betas": (known["adam_beta1"], known["adam_beta2"]),
-        "eps": known["adam_eps"],
-        "weight_decay": known["weight_decay"],
-    }
-    tensors = load_tensors(checkpoint, config, None if dtype is None else DTYPES[dtype])
-    with staged(output) as staging:
-        write_tutorial(staging, config, tensors, schedule, adamw, by_name=state_keys == "name")
-    print(f"exported {checkpoint.path} as {output}, after {schedule.updates} updates")
-    print(
-        f"its learning rate: {schedule.lr_warmup_init:g} to {schedule.lr:g} in "
-        f"{schedule.lr_warmup_iters} updates, by a cosine to {schedule.min_lr:g} at "
-        f"{schedule.lr_decay_iters}"
-    )
-    if len(tensors) == 1:
-        print("it has no moments: the checkpoint holds weights alone")
 
 
 def exportable_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -722,9 +546,3 @@ def scheduler_of(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Sequen
         for _ in range(schedule.updates):
             scheduler.step()
     return scheduler
-
-
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
-        commands = {"import": import_checkpoint, "export": export_checkpoint}
-        parse_call(commands, arguments, environ)()

@@ -30,7 +30,8 @@ from tests.tools.convert.legacy.megatron_files import (
     old_weights,
     write_old,
 )
-from tools.convert.legacy.megatron_2019 import POINTER, main
+from tools.convert.legacy.megatron_2019 import POINTER
+from tools.import_megatron import main
 
 ROOT = Path(__file__).parents[4]
 NAN = float("nan")
@@ -145,6 +146,20 @@ def add(name: str) -> Break:
     return lambda parts: [part.update({name: torch.ones(HIDDEN)}) for part in parts]
 
 
+def inside_itself(folder: Path) -> None:
+    model: dict[str, Any] = {}
+    model["module"] = model
+    torch.save({"model": model}, folder / FILE)
+
+
+def doubled(folder: Path) -> None:
+    """2^60 names, by dicts that each stand in two places."""
+    model: dict[str, Any] = {}
+    for _ in range(60):
+        model = {"module": model, "encoder": model}
+    torch.save({"model": model}, folder / FILE)
+
+
 def content(*pieces: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / FILE).write_bytes(b"".join(pieces))
 
@@ -197,6 +212,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (FILE, {"files": content(b"hello, world\n" * 9)}),
     (FILE, {"files": content(b'{"model": 1}')}),
     (FILE, {"files": cut_in_half}),
+    ("two places", {"files": inside_itself}),
+    ("two places", {"files": doubled}),
     (FILE, {"files": lambda folder: torch.save({"state_dict": {}}, folder / FILE)}),
 ]
 
