@@ -133,6 +133,8 @@ def compare(settings: Settings) -> dict[str, Any]:
     if manifest is None or manifest["step"] != "dedup":
         raise UsageError("--kept", settings.kept, "a folder that the step dedup has finished")
     found = list(documents(settings.input))
+    if not found:
+        raise UsageError("--input", settings.input[0], "files or folders with documents")
     if len({name for name, *_ in found}) < len(found):
         raise UsageError("--input", settings.input[0], "of documents with distinct ids")
     flags = manifest["settings"]

@@ -266,7 +266,8 @@ def _type_of_value(kind: Any, key: str, value: Any) -> str | None:
     try:
         _run_tyro(one, _arguments(key, value), {}, ())
     except CommandLineError as error:
-        reason = str(error).partition("\n")[0]
+        # tyro's first sentence, of one line or of several with all choices; its help follows.
+        reason = " ".join(re.split(r"\n(?:Argument|For full)", str(error))[0].split())
         return "true or false" if is_switch else f"a value of this setting ({reason})"
     return None
 

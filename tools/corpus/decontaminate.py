@@ -27,7 +27,6 @@ from typing import Literal
 import numpy as np
 
 from megatron.config.checks import at_least, share
-from megatron.data.files import atomic_writer
 from megatron.data.json_lines import WORK
 from megatron.errors import UsageError
 from tools.corpus import files
@@ -165,7 +164,7 @@ def decontaminate_unit(
             after[evaluation.leak.find(split_words(piece["text"]).hashes).ids] = True
             accounting.keep(piece)
             shard.write(files.dump_record(piece))
-    with atomic_writer(marks_file(settings, unit)) as file:
+    with files.scratch_writer(marks_file(settings, unit)) as file:
         file.write(zlib.compress(np.packbits(marks).tobytes(), 1))
     return counters
 

@@ -6,19 +6,22 @@ arguments and input is not run again.  The manifest is written last and shows th
 there; then .work is removed.  manifest.json has facts that are the same in every run, run.json the
 others.
 
-OUTPUT/.work/begun.json, and later run.json, names the files that the step writes; only these are
-ever removed.
+OUTPUT/.work/begun.json, and later run.json, names the files that the step writes. Only these are
+ever removed, and those of the names in NOT_SHARDS and unfinished ones (*.part).
 """
 
 import contextlib
 import dataclasses
 import fcntl
+import fnmatch
+import glob
 import hashlib
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import time
@@ -41,6 +44,7 @@ from tools.corpus.files import (
     read_manifest,
     read_object,
     recorded_checksums,
+    scratch_writer,
     write_shard,
 )
 from tools.corpus.scheduler import Call, open_scheduler
@@ -48,7 +52,7 @@ from tools.corpus.settings import StepSettings, Unfinished, progress, say
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
 RUN, REJECTED = "run.json", "rejected.jsonl"
-SHARDS = "part-*"
+SHARDS = "part-[0-9]*"
 PARTIAL = f"*.{'[0-9a-f]' * 32}.part"  # unfinished files, see `atomic_writer`
 PACKAGES = ("numpy", "numba", "ftfy", "pycld2", "tokenizers", "gigatoken", "orjson")
 REJECTED_SHOWN = 3
@@ -112,16 +116,19 @@ class StepRun:
                 stack.callback(remove_if_empty, self.output)
             stack.enter_context(locked(self.output, shared=self.settings.shard is not None))
             if difference := self._difference():
-                self._remove_other(difference)
-            self.done = (self.output / MANIFEST).exists()
+                self._check_replaceable(difference)
+            self.done = not difference and (self.output / MANIFEST).exists()
             if self.done:
                 shutil.rmtree(self.work, ignore_errors=True)
                 say(f"{self.name}: {self.output / MANIFEST} is there, nothing is left to do")
             else:
                 settings = self.settings
+                # First: what is there stays where the scheduler does not answer.
                 self._scheduler = stack.enter_context(
                     open_scheduler(settings.scheduler, settings.workers, settings.memory_bytes)
                 )
+                if difference:
+                    self._remove_other()
                 self._write_begun(self.name, self.parameters, self._input, self._files)
                 if settings.shard is None:
                     remove(self.output.rglob(PARTIAL))  # of dead workers
@@ -142,9 +149,11 @@ class StepRun:
 
     def _difference(self) -> str | None:
         """How the folder differs from this step's work, None if the step may continue there."""
-        manifest = read_manifest(self.output)
+        manifest, run = read_manifest(self.output), read_object(self.output / RUN)
         kept = manifest or read_object(self.work / BEGUN)
         if kept is None:
+            if run is not None and "files" in run:
+                return "has lost its manifest"
             if all(path == self.work for path in self.output.iterdir()):
                 return None
             return "holds files that no step wrote"
@@ -156,8 +165,7 @@ class StepRun:
         if manifest is None:  # tasks whose input has changed since are run again
             is_other = kept["input"] != self._input and not self._by_unit
             return "was begun with other input" if is_other else None
-        run = read_object(self.output / RUN) or {}
-        if run.get("fingerprint") != self._fingerprint and not self._has_read(
+        if (run or {}).get("fingerprint") != self._fingerprint and not self._has_read(
             manifest.get("inputs", [])
         ):
             return "was made from other input"
@@ -177,35 +185,46 @@ class StepRun:
             for (file, known), each in zip(recorded_checksums(files).items(), inputs, strict=True)
         )
 
-    def _remove_other(self, difference: str) -> None:
-        """Remove another step's output, or refuse to; a kill in between leaves an unfinished step
-        of the other one."""
-        manifest, run = read_manifest(self.output), read_object(self.output / RUN) or {}
-        begun = read_object(self.work / BEGUN)
-        kept = manifest or begun
-        if kept is None:
+    def _check_replaceable(self, difference: str) -> None:
+        """Raises UsageError where another step's output must stay."""
+        begun, manifest = read_object(self.work / BEGUN), read_manifest(self.output)
+        if manifest is None and begun is None and not (self.output / RUN).exists():
             raise UsageError("--output", self.output, f"a new or empty folder: this {difference}")
-        if manifest is None and kept["step"] == self.name and self.settings.shard is None:
+        is_share = self.settings.shard is not None
+        if manifest is None and begun and begun["step"] == self.name and not is_share:
             # Its settings may be why it has not finished.
             say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
         elif not self.settings.overwrite:
-            is_share = self.settings.shard is not None
-            raise UsageError(
-                "--output",
-                self.output,
-                f"another folder: this {difference}",
-                works=() if is_share else ("--output", str(self.output), "--overwrite"),
-            )
-        files = kept.get("files", [SHARDS])
+            works = () if is_share else ("--output", str(self.output), "--overwrite")
+            allowed = f"another folder: this {difference}"
+            raise UsageError("--output", self.output, allowed, works=works)
+
+    def _remove_other(self) -> None:
+        """Remove another step's output. A kill in between leaves an unfinished step of the other
+        one, which the same command then replaces."""
+        manifest, run = read_manifest(self.output), read_object(self.output / RUN) or {}
+        kept = manifest or read_object(self.work / BEGUN) or {}
+        files = kept.get("files") or run.get("files") or []
         if manifest is not None:
-            # Earlier versions list no files; the manifest has the shards among them.
-            files = run.get("files") or [shard["name"] for shard in manifest.get("shards", [])]
+            files = run.get("files") or files_of(manifest)
             self._write_begun(manifest["step"], manifest.get("settings"), None, files)
             (self.output / MANIFEST).unlink()  # first: without it the rest is not taken as whole
         for pattern in (*files, *NOT_SHARDS):
-            remove(self.output.glob(pattern))
+            self._remove(pattern)
         remove(self.output.rglob(PARTIAL))
-        remove([self.work])
+        # begun.json stays until that of this step replaces it.
+        remove(path for path in self.work.glob("*") if path.name != BEGUN)
+
+    def _remove(self, pattern: str) -> None:
+        """Remove what a step has written, in the output folder alone, and folders left empty."""
+        if Path(pattern).is_absolute() or ".." in Path(pattern).parts or pattern == WORK:
+            return
+        for path in list(self.output.glob(pattern)):
+            if path.is_dir() and fnmatch.fnmatch(path.name, SHARDS):
+                continue  # somebody's folder: shards are files
+            remove([path])
+            if path.parent != self.output:
+                remove_if_empty(path.parent)
 
     def stage(self, name: str, function: Callable[..., Any], tasks: Sequence[Task]) -> list[Any]:
         """Results of `function` for each task's arguments, as JSON: computed now, or before.
@@ -288,7 +307,8 @@ class StepRun:
             )
         names = {shard["name"] for shard in shards}
         # Shards of a run on other input, which may have had more.
-        remove(path for path in self.output.glob(SHARDS) if path.name not in names)
+        others = (path for path in self.output.glob(SHARDS) if path.name not in names)
+        remove(path for path in others if path.is_file())
         remove(self.output.rglob(PARTIAL))
 
         parts = [self.work / "rejected" / f"{unit.name}.jsonl" for unit in self.units]
@@ -371,7 +391,7 @@ def execute(
     }
     content = json.dumps(outcome)
     # Not flushed: the task's files are, and a power cut that takes the marker costs one task.
-    with atomic_writer(marker, flush_content=False, flush_name=False) as file:
+    with scratch_writer(marker) as file:
         file.write(content.encode())
     return json.loads(content)  # type: ignore[no-any-return]
 
@@ -473,6 +493,21 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+def files_of(manifest: dict[str, Any]) -> list[str]:
+    """Patterns of the files of a step whose version listed none: its shards and what is beside."""
+    files = set[str]()
+    for shard in manifest.get("shards", []):
+        name = glob.escape(shard["name"])
+        files.add(name)
+        if (side := Path(name).parent) != Path():
+            files |= {f"{side}/{MANIFEST}", f"{side}/{WORK}"}
+        if name.endswith(".bin"):  # of a data set of tokens: .idx, and .json and .tokenizer of all
+            stem = name.removesuffix(".bin")
+            files |= {f"{stem}.idx"}
+            files |= {re.sub(r"_\d{5}$", "", stem) + end for end in (".idx", ".json", ".tokenizer")}
+    return sorted(files)
+
+
 def lost_shard(output: Path, shards: Sequence[dict[str, Any]]) -> Path | None:
     """A shard that is missing or whose size has changed, None if there is none."""
     for shard in shards:
@@ -538,6 +573,6 @@ def keep_rejected(
         return
     for bad in itertools.islice(accounting.rejected, shown):
         say("warning: {file}, byte {offset}: {reason}: line set aside".format(**bad))
-    with atomic_writer(target) as file:
+    with scratch_writer(target) as file:
         for bad in accounting.rejected:
             file.write(json.dumps(bad).encode() + b"\n")

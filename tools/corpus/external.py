@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import atomic_writer
+from tools.corpus.files import scratch_writer
 
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -24,7 +24,7 @@ MOST_PARTS = 1 << 12
 
 
 def save(path: Path, array: NDArray[Any]) -> None:
-    with atomic_writer(path) as file:
+    with scratch_writer(path) as file:
         np.save(file, array, allow_pickle=False)
 
 
@@ -110,8 +110,8 @@ def write_rows(folder: Path, unit: str, parts: int, hashes: Iterable[bytes]) -> 
     hashes, place, bounds = iter(hashes), 0, [np.zeros(parts + 1, np.int64)]
     edges = np.array([KEYS * part // parts for part in range(1, parts)], np.uint64)
     with (
-        atomic_writer(folder / f"{unit}.rows") as rows,
-        atomic_writer(folder / f"{unit}.repeats") as repeats,
+        scratch_writer(folder / f"{unit}.rows") as rows,
+        scratch_writer(folder / f"{unit}.repeats") as repeats,
     ):
         while run := list(itertools.islice(hashes, RUN)):
             found = np.empty(len(run), ROW)
@@ -143,7 +143,7 @@ def find_repeats(folder: Path, part: int, units: Sequence[str]) -> None:
     order = np.lexsort((rows["low"], rows["high"]))  # stable: units, runs and places stay in order
     repeated = np.sort(order[~is_first(rows[order])])  # so that the owners are sorted
     places, owners = rows["place"][repeated], owners[repeated]
-    with atomic_writer(folder / f"part-{part:05}.repeats") as file:
+    with scratch_writer(folder / f"part-{part:05}.repeats") as file:
         file.write(places[np.lexsort((places, owners))].tobytes())
     bounds = np.searchsorted(owners, np.arange(len(units) + 1))
     save(folder / f"part-{part:05}.bounds.npy", bounds)

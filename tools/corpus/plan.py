@@ -35,6 +35,8 @@ from tools.report import numbers
 
 SAMPLE, SEED = "8MB", 1234
 UNPLANNED = ("report",)  # takes next to nothing
+# Flags that a step refuses because of the text, of which a sample may hold more than the whole.
+OF_CONTENT = ("--input", "--max-cluster", "--max-source-loss", "--expected-removal", "--ratio")
 HOLDING = ("dedup", "split")  # steps whose tasks hold up to --memory
 UNIT_BYTES = 32_000_000  # for steps that have no --unit
 PLACES = 16  # parts of the input from which a sample is drawn
@@ -290,7 +292,7 @@ def try_jobs(
             try:
                 facts = pool.submit(measure, tried).result()
             except (ValueError, OSError) as error:
-                if isinstance(error, UsageError) and error.flag != "--input":
+                if isinstance(error, UsageError) and error.flag not in OF_CONTENT:
                     reason = as_toml(error, job.settings)
                     raise ValueError(f"{job.where} {reason} (tried on a sample)") from error
                 # The content of the sample is at fault, and may be rarer in the whole.

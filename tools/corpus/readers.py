@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
-from megatron.data.files import atomic_writer
 from megatron.data.json_lines import (
     LONGEST_LINE,
     OPENERS,
@@ -33,7 +32,7 @@ from megatron.data.json_lines import (
     warn_not_read,
 )
 from megatron.errors import UsageError
-from tools.corpus.files import Record, Unit, cut
+from tools.corpus.files import Record, Unit, cut, scratch_writer
 from tools.corpus.settings import say
 
 Format = Literal["wikiextractor", "openwebtext", "wet", "text", "jsonl", "json"]
@@ -175,7 +174,7 @@ def write_listing(
     Returns for each range its first byte, its last byte + 1, and the bytes of its files.
     """
     ranges = []
-    with atomic_writer(listing) as lines:
+    with scratch_writer(listing) as lines:
         start = stop = size = 0
         for number, each in enumerate(loose):
             for name, status in walk_loose(each.root):

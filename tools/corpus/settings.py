@@ -213,7 +213,7 @@ def _as_parameter(value: Any) -> Any:
 
 def parse_size(flag: str, text: str, least: int = 1) -> int:
     """Bytes: 32MB is 32,000,000.  Raises ValueError, naming the flag, below `least` bytes."""
-    match = SIZE.fullmatch(text)
+    match = SIZE.fullmatch(text.replace(" ", ""))
     number, unit = match.groups() if match else ("0", "")
     size = int(float(number) * FACTORS[unit.upper().rstrip("B")]) if unit else 0
     if size < least:

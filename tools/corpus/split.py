@@ -11,7 +11,6 @@ their sizes differ only by chance: by some 1 % with 50,000 documents of web text
 """
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.files import atomic_writer
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus import external, files
-from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
+from tools.corpus.engine import SHARDS, StepRun, Task, keep_rejected, sum_counts, write_json
 from tools.corpus.settings import StepSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
@@ -70,8 +68,8 @@ class Settings(StepSettings):
 
 
 def run(settings: Settings) -> None:
-    files = [f"{side}/{name}" for side in SIDES for name in ("part-*", MANIFEST, WORK)]
-    with StepRun("split", settings, files=files) as step:
+    written = [f"{side}/{name}" for side in SIDES for name in (SHARDS, MANIFEST, WORK)]
+    with StepRun("split", settings, files=written) as step:
         if step.done:
             return
         for side in SIDES:  # without a manifest, the folder is not yet whole for readers
@@ -159,10 +157,10 @@ def run_files(settings: Settings, unit: int, number: int) -> tuple[Path, Path]:
 
 def write_run(run: tuple[Path, Path], lines: list[tuple[int, bytes]]) -> None:
     lines.sort()
-    with atomic_writer(run[0]) as stream:
+    with files.scratch_writer(run[0]) as stream:
         stream.writelines(line + b"\n" for _, line in lines)
     ends = itertools.accumulate(len(line) + 1 for _, line in lines)
-    with atomic_writer(run[1]) as stream:
+    with files.scratch_writer(run[1]) as stream:
         stream.write(np.array([[key for key, _ in lines], list(ends)], np.uint64).tobytes())
 
 
@@ -219,8 +217,7 @@ def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
         if path.name not in belongs:  # an empty shard, or one of an interrupted run
             path.unlink()
     manifest = {"step": "split", "shuffled": True, "settings": step.parameters, **facts}
-    with atomic_writer(folder / MANIFEST) as file:
-        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
+    write_json(folder / MANIFEST, manifest)
     (folder / WORK).rmdir()
     say(f"split: {facts['output']['documents']} documents to {folder}")
 

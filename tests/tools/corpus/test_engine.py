@@ -189,6 +189,7 @@ OF_FINISHED: dict[str, Change] = {
     "name of input": lambda folder, output: (folder / "2.jsonl").rename(folder / "3.jsonl"),
     "lost shard": lambda folder, output: (output / "part-00001.jsonl").unlink(),
     "cut shard": lambda folder, output: os.truncate(output / "part-00001.jsonl", 3),
+    "lost manifest": lambda folder, output: (output / "manifest.json").unlink(),
     "earlier version": lambda folder, output: forget_files(folder, output) or {"mark": "?"},
 }
 SAME: tuple[str, Change] = ("", lambda folder, output: None)
@@ -205,7 +206,10 @@ STATES: list[tuple[Change, tuple[str, Change], dict[str, Any], str]] = [
     *((put(name), (name, SAME[1]), flags, "refused") for flags in ({}, OVER)
       for name in ("mine.txt", "manifest.json", "part-00000.jsonl")),
 ]  # fmt: skip
-MINE = ("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json")
+MINE = (
+    *("mine.txt", "mine/part-00000.jsonl", "train/mine.txt", "a.part", "text_document.json"),
+    "part-0 of my notes/mine.txt",
+)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +240,38 @@ def test_a_folder_is_kept_refused_or_made_anew(
         filled = content(tmp_path / "fresh")
     expected = changed if outcome == "refused" else filled
     assert content(output) == expected | dict.fromkeys(MINE, b"mine")
+
+
+def test_nothing_outside_of_the_folder_is_removed(tmp_path: Path) -> None:
+    """Whatever a run.json that came with a corpus says."""
+    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
+    run(toy(folder, output))
+    precious = tmp_path / "precious.txt"
+    precious.touch()
+    facts = json.loads((output / "run.json").read_bytes())
+    for pattern in ("../precious*", str(precious)):
+        (output / "run.json").write_text(json.dumps(facts | {"files": ["part-*", pattern]}))
+        run(toy(folder, output, mark="?", overwrite=True))
+        run(toy(folder, output, overwrite=True))
+        assert precious.exists()
+
+
+def test_what_is_there_stays_where_the_scheduler_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
+    run(toy(folder, output))
+    before = content(output)
+
+    def no_answer(*_: object) -> None:
+        raise OSError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tools.corpus.engine.open_scheduler", no_answer)
+        with pytest.raises(OSError, match="no answer"):
+            run(toy(folder, output, mark="?", overwrite=True))
+    assert content(output) == before
+    run(toy(folder, output, mark="?", overwrite=True))
 
 
 def test_an_overwriting_run_that_is_killed_goes_on(

@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron.config.checks import at_least, share
-from megatron.data.files import atomic_writer
 from megatron.data.json_lines import WORK, read_shard
 from megatron.errors import UsageError
 from tools.corpus import external
@@ -33,7 +32,14 @@ from tools.corpus.dedup import candidates, clusters, verify
 from tools.corpus.dedup.index import FIRST_BAND, ID, TEXT, Block, Index, Part, index_unit
 from tools.corpus.dedup.signatures import PERMUTATIONS, Bands, Shingle, Shingler
 from tools.corpus.engine import StepRun, Task, sum_counts
-from tools.corpus.files import Count, DocumentCounts, concatenate, documents, write_shard
+from tools.corpus.files import (
+    Count,
+    DocumentCounts,
+    concatenate,
+    documents,
+    scratch_writer,
+    write_shard,
+)
 from tools.corpus.settings import StepSettings, say
 
 PAIRS_OF_A_TASK = 500_000
@@ -198,6 +204,8 @@ def stop_if_absurd(
         for member in cluster["members"]:
             say(f"  {member['id']}: {' '.join(member['text'].split())[:200]!r}")
     if not settings.allow_large_removal:
+        for flag, value, text in faults[1:]:
+            say(f"dedup: {flag} {value} must be {text}, too")
         raise UsageError(*faults[0], works=("--allow-large-removal",))
     for flag, value, text in faults:
         say(f"warning: dedup: {flag} {value} should be {text}")
@@ -392,7 +400,7 @@ def write_unit(
         start, end = np.searchsorted(rows["number"], [first, last])
         removed += [(*row, path.with_suffix(".jsonl")) for row in rows[start:end].tolist()]
     removed.sort()
-    with atomic_writer(folder / f"{unit.name}.jsonl") as target, contextlib.ExitStack() as stack:
+    with scratch_writer(folder / f"{unit.name}.jsonl") as target, contextlib.ExitStack() as stack:
         sources = {path: stack.enter_context(path.open("rb")) for *_, path in removed}
         for _, line, _, path in removed:
             sources[path].seek(line)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import atomic_writer
 from megatron.libraries import Library
 from tools.corpus import external
 from tools.corpus.dedup.candidates import look_up
 from tools.corpus.dedup.index import Index
 from tools.corpus.dedup.verify import Sets
 from tools.corpus.external import Numbers
+from tools.corpus.files import scratch_writer
 
 orjson = Library("orjson")
 
@@ -211,7 +211,7 @@ def select_kept(folder: Path, task: ClusterTask, part: int) -> dict[str, Any]:
         where = list(task.index.places(found.numbers))
         rows = np.empty(len(removed), REMOVED)
         rows["number"], rows["copy"] = found.numbers[removed], copy[removed]
-        with atomic_writer(folder / f"{part:04}.jsonl") as stream:
+        with scratch_writer(folder / f"{part:04}.jsonl") as stream:
             for row, k in enumerate(removed.tolist()):
                 rows["line"][row] = stream.tell()
                 keeper = found.keepers[k]

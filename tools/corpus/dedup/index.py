@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import atomic_writer
 from megatron.data.json_lines import open_shard, parse_record, read_shard
 from megatron.libraries import Library
 from tools.corpus import external, files
@@ -81,7 +80,7 @@ def write_block(
     external.write_sorted(folder, np.stack([columns[:, ID], columns[:, TEXT], *bands.keys(signed)]))
     external.save(folder / "sketches.npy", sketch(signed))
     external.save(folder / "documents.npy", rows)
-    with atomic_writer(folder / "names.bin") as file:
+    with files.scratch_writer(folder / "names.bin") as file:
         file.write(names)
     return len(rows)
 
@@ -139,7 +138,7 @@ class Index:
 
     def save(self) -> None:
         facts = [[list(vars(unit).values()) for unit in self.units], list(map(list, self.blocks))]
-        with atomic_writer(self.folder / "index.json") as file:
+        with files.scratch_writer(self.folder / "index.json") as file:
             file.write(orjson.dumps(facts))
 
     @cached_property

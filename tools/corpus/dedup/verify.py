@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.files import atomic_writer
 from tools.corpus import external
 from tools.corpus.compiled import compiled
 from tools.corpus.dedup.candidates import unpack
 from tools.corpus.dedup.index import Index
 from tools.corpus.dedup.signatures import Shingler
 from tools.corpus.external import Numbers, Words
+from tools.corpus.files import scratch_writer
 
 EDGE = np.dtype([("a", "<i8"), ("b", "<i8"), ("shared", "<i8"), ("union", "<i8")])
 BIN = 20  # bins of the histogram of similarities, from 0 to 1
@@ -35,7 +35,7 @@ def write_sets(
     numbers = np.unique(np.concatenate(wanted))
     name = index.units[unit].name
     ends = np.zeros(len(numbers) + 1, np.int64)
-    with atomic_writer(folder / f"{name}.sets") as file:
+    with scratch_writer(folder / f"{name}.sets") as file:
         for k, (_, text) in enumerate(index.texts(numbers)):
             hashes = shingler.shingle_set(text)
             file.write(hashes.tobytes())

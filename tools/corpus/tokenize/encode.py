@@ -20,13 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.files import atomic_writer
 from megatron.data.indexed import token_dtype
 from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.libraries import Library, load
 from tools.corpus.engine import keep_rejected
-from tools.corpus.files import Count, Counts, DocumentCounts, Unit, source_of
+from tools.corpus.files import Count, Counts, DocumentCounts, Unit, scratch_writer, source_of
 from tools.corpus.settings import StepSettings
 from tools.corpus.tokenize.encoders import Encoder, build_encoder
 from tools.corpus.tokenize.writer import IndexedDatasetWriter
@@ -146,7 +145,8 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     dtype = token_dtype(settings.vocab_size)
     with ExitStack() as stack:
         tokens, sizes, sequences = (
-            stack.enter_context(atomic_writer(settings.part(unit.name, suffix))) for suffix in PARTS
+            stack.enter_context(scratch_writer(settings.part(unit.name, suffix)))
+            for suffix in PARTS
         )
         for batch in _batches(_read_passages(unit, settings.json_key, accounting, other_keys)):
             encoded = encode([passage.text for passage in batch], settings)

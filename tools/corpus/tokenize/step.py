@@ -16,6 +16,7 @@ text_document.*, rejected.jsonl and a manifest.  The second command verifies the
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import shutil
@@ -40,7 +41,7 @@ from megatron.data.tokenizer import (
     file_names,
 )
 from megatron.errors import UsageError
-from tools.corpus.engine import StepRun, Task, sum_counts
+from tools.corpus.engine import RUN, StepRun, Task, remove, sum_counts
 from tools.corpus.files import BAD_LINE, DAMAGED_FILE, Unit, read_manifest
 from tools.corpus.settings import Unfinished, parse_size, running, say
 from tools.corpus.tokenize.encode import (
@@ -154,6 +155,12 @@ class Settings:
         return f"{self.json_key}_{'sentence' if self.split_sentences else 'document'}"
 
     @property
+    def files(self) -> list[str]:
+        """Patterns of the data set's files in the folder."""
+        name = glob.escape(self.name)
+        return [name + end for end in (".bin", ".idx", ".json", ".tokenizer", "_[0-9]*")]
+
+    @property
     def data_path(self) -> str:
         """Prefix of the data set."""
         return f"{self.output_prefix}_{self.name}" if self.output is None else self.filled
@@ -186,7 +193,7 @@ def run(settings: Settings) -> None:
     chosen = token_settings(settings)
     if settings.overwrite or not (chosen.output / MANIFEST).exists():
         check_sample(settings, chosen)
-    with StepRun("tokenise", chosen, by_unit=False, files=[f"{settings.name}*"]) as step:
+    with StepRun("tokenise", chosen, by_unit=False, files=settings.files) as step:
         if not step.done:
             tokenise(step, settings)
         if settings.output is None:
@@ -391,7 +398,9 @@ def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, byt
         say(f"replaced {replaced}")
     staged = [filled + name for name in description.pairs]
     move_data_set(staged, prefix, description, tokenizer)
-    shutil.rmtree(folder)
+    # Without the manifest it is no data set; run.json, the last, shows that a step wrote the rest.
+    remove(sorted(folder.iterdir(), key=lambda path: (path.name != MANIFEST, path.name == RUN)))
+    folder.rmdir()
     return line
 
 
