@@ -280,6 +280,8 @@ def _split_model(
         if match := _NAME.fullmatch(key):
             if (name := match[1]) in weights:
                 raise ValueError(f"{folder} has {name} twice: {weights[name].key} and {key}")
+            if not item.dtype.is_floating_point:
+                raise ValueError(f"{folder}: {name} is {item.dtype}; a floating-point dtype works")
             weights[name] = item
         elif _ROTARY.fullmatch(key):
             rotary[key] = item
@@ -299,31 +301,39 @@ def _read_state(
     """(moments by kind and name, steps of the optimizer, whether the keys of its state are names);
     ({}, 0, False) without state."""
     prefix = "optimizer.state."
-    unused = {key for key in items if key.startswith(prefix)}
-    if not unused:
-        return {}, 0, False
-    by_name = not any(key.removeprefix(prefix).partition(".")[0].isdecimal() for key in unused)
-    if not by_name and not all(weight.in_order for weight in weights.values()):
-        raise ValueError(
-            f"{folder} has the optimizer's state by position, and its {METADATA} does not give the "
-            "order of the weights; state by name (get_state_dict) works"
-        )
+    by_name = True
+    names = list(weights)  # in the order of the file, which is that of the script's model
     state: dict[str, dict[str, Item]] = {kind: {} for kind in (*MOMENTS, "step")}
-    for number, (name, weight) in enumerate(weights.items()):
-        parameter = weight.key.removeprefix("model.") if by_name else number
-        for kind, by_weight in state.items():
-            key = f"{prefix}{parameter}.{kind}"
-            if key not in items:
-                raise ValueError(f"{folder} has an optimizer without {key}, of {name}")
-            if kind != "step" and items[key].shape != weight.shape:
-                raise ValueError(
-                    f"{folder}: {key} is {list(items[key].shape)}, and its weight {name} is "
-                    f"{list(weight.shape)}"
-                )
-            by_weight[name] = items[key]
-            unused.remove(key)
-    if unused:
-        raise ValueError(f"{folder} has {min(unused)}, which AdamW does not have for this model")
+    for key, item in items.items():
+        if not key.startswith(prefix):
+            continue
+        parameter, _, kind = key.removeprefix(prefix).rpartition(".")
+        # Prefixes of a name differ: get_state_dict drops those of compile and of wrappers.
+        match = _NAME.fullmatch(parameter)
+        name = match[1] if match else ""
+        if parameter.isdecimal() and int(parameter) < len(names):
+            name, by_name = names[int(parameter)], False
+        if name not in weights or kind not in state:
+            raise ValueError(f"{folder} has {key}, which AdamW does not have for this model")
+        weight = weights[name]
+        if not by_name and not weight.in_order:
+            raise ValueError(
+                f"{folder} has the optimizer's state by position, and its {METADATA} does not give "
+                "the order of the weights; state by name (get_state_dict) works"
+            )
+        if name in state[kind]:
+            raise ValueError(f"{folder} has {kind} of {name} twice: {state[kind][name].key}, {key}")
+        if kind != "step" and item.shape != weight.shape:
+            raise ValueError(
+                f"{folder}: {key} is {list(item.shape)}, and its weight {name} is "
+                f"{list(weight.shape)}"
+            )
+        state[kind][name] = item
+    if not any(state.values()):
+        return {}, 0, False
+    for kind, by_weight in state.items():
+        if missing := weights.keys() - by_weight.keys():
+            raise ValueError(f"{folder} has an optimizer without {kind} of {min(missing)}")
     counts = [item.value() for item in state.pop("step").values()]
     step = counts[0]
     is_count = type(step) in (int, float) and 0 <= step < inf and not step % 1
@@ -384,13 +394,21 @@ def read_schedule(file: Path) -> Schedule:
         (lr,) = cosine["base_lrs"]
         if warmup["end_factor"] != 1.0 or warmup["total_iters"] != milestone:
             raise ValueError("its warm-up does not end at the learning rate")
+        counts = {
+            "milestone": milestone,
+            "T_max": cosine["T_max"],
+            "last_epoch": whole["last_epoch"],
+        }
+        for name, count in counts.items():
+            if type(count) is not int or count < 0:
+                raise ValueError(f"its {name} is {count!r:.80}, not a whole number from 0 on")
         return Schedule(
             lr=float(lr),
             min_lr=float(cosine["eta_min"]),
-            lr_warmup_iters=int(milestone),
+            lr_warmup_iters=milestone,
             lr_warmup_init=float(lr * warmup["start_factor"]),
-            lr_decay_iters=int(milestone + cosine["T_max"]),
-            updates=int(whole["last_epoch"]),
+            lr_decay_iters=milestone + cosine["T_max"],
+            updates=whole["last_epoch"],
         )
     except (ValueError, KeyError, TypeError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)

@@ -169,6 +169,23 @@ def scheduler_of(steps: int) -> Callable[[Path], None]:
     return broken
 
 
+def scheduler_with(**changes: Any) -> Callable[[Path], None]:
+    """changes: by the name of a scheduler's value; a milestone is the warm-up's length, too."""
+
+    def broken(folder: Path) -> None:
+        file = folder / "lrscheduler.pt"
+        state = torch.load(file, weights_only=False)
+        warmup, cosine = state["_schedulers"]
+        if "milestone" in changes:
+            state["_milestones"] = [changes["milestone"]]
+            warmup["total_iters"] = changes["milestone"]
+        cosine["T_max"] = changes.get("T_max", cosine["T_max"])
+        state["last_epoch"] = changes.get("last_epoch", state["last_epoch"])
+        torch.save(state, file)
+
+    return broken
+
+
 def other_scheduler(folder: Path) -> None:
     torch.save({"last_epoch": DONE, "gamma": 0.1}, folder / "lrscheduler.pt")
 
@@ -197,6 +214,11 @@ def of_state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], Non
 
 def of_groups(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], None]:
     return resaved(lambda _, optimizer: change(optimizer["param_groups"]))
+
+
+def twice(state: dict[Any, Any]) -> None:
+    """The state of one parameter by its position and by its name."""
+    state["base_model.embed_tokens.weight"] = state[0]
 
 
 def rotary(base: float, dtype: torch.dtype, factor: float) -> Callable[[Path], None]:
@@ -234,12 +256,16 @@ DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (other_scheduler, "lrscheduler.pt"),
     (scheduler_of(DONE + 2), "lrscheduler.pt"),
     (scheduler_of(DONE - 1), "lrscheduler.pt"),
+    (scheduler_with(milestone=10.7), "milestone is 10.7"),
+    (scheduler_with(T_max=-30.5), "T_max is -30.5"),
+    (scheduler_with(last_epoch=-4), "last_epoch is -4"),
     (second_scheduler, "--scheduler"),
     (of_model(lambda model: model.pop(UP)), "layers.1.mlp.up_proj.weight"),
     (of_model(lambda model: model.update({K: model[K][:-2]})), "self_attn.k_proj"),
     (of_model(lambda model: model.update({Q: model[Q] * torch.nan})), "q_proj"),
     (of_model(lambda model: model.update({f"{LAYER}q_norm.weight": torch.ones(8)})), "q_norm"),
     (of_model(lambda model: model.update({n: w.double() for n, w in model.items()})), "--dtype"),
+    (of_model(lambda model: model.update({UP: model[UP].long()})), "up_proj.weight is torch.int64"),
     (of_model(no_rotary), "--num-attention-heads"),
     (rotary(1.1 * BASE, torch.float32, 1), "--rotary-base"),
     (rotary(BASE, torch.float32, 8), "--rotary-base"),
@@ -249,6 +275,7 @@ DAMAGED: list[tuple[Callable[[Path], None], str]] = [
     (of_state(lambda state: state.update(step=torch.tensor(9.0))), "steps"),
     (of_state(lambda state: state.update(exp_avg=torch.ones(3))), "optimizer.state.4.exp_avg"),
     (of_state(lambda state: state.update(max_exp_avg_sq=torch.ones(3))), "max_exp_avg_sq"),
+    (resaved(lambda _, optimizer: twice(optimizer["state"])), "twice"),
     (of_groups(lambda groups: groups[0].update(amsgrad=True)), "amsgrad"),
     (of_groups(lambda groups: groups.append({"lr": 1.0})), "groups"),
 ]

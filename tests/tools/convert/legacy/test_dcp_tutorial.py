@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
@@ -312,6 +313,21 @@ def test_names_and_places_are_those_of_the_file(
     assert "--scheduler" in capsys.readouterr().err
     expected = import_folder(folders["one process"].path, tmp_path / "expected")
     assert_equal_bits(path, expected)
+
+
+def test_prefixes_of_weights_and_of_the_state_by_name_may_differ(
+    tmp_path: Path, folders: dict[str, Folder]
+) -> None:
+    """A compiled model's own state_dict keeps the prefix that get_state_dict drops."""
+    theirs = folders["one process, by name"]
+    script = theirs.script()
+    _, optimizer = get_state_dict(script.model, script.optimizer)
+    model = {f"_orig_mod.{name}": weight for name, weight in script.model.state_dict().items()}
+    folder = tmp_path / "theirs"
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    shutil.copy(theirs.path / "lrscheduler.pt", folder)
+    path = import_folder(folder, tmp_path / "ours")
+    assert_equal_bits(path, import_folder(theirs.path, tmp_path / "expected"))
 
 
 @pytest.mark.parametrize("is_pickle", [True, False])
