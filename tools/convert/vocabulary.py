@@ -1,7 +1,7 @@
 """The tokenizer of a folder in HuggingFace's format, or of files given by flags.
 
-It is accepted if it gives the same ids as the folder's does in transformers: for PROBES, and for
-the tokens that the folder adds.
+It is accepted if it gives the same ids as the folder's does in transformers for PROBES, and the
+folder has no part that changes the ids of rare texts alone: an added token, a rule of PARTS.
 """
 
 from __future__ import annotations
@@ -35,6 +35,23 @@ from tools.corpus.tokenize.encoders import PROBES
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY, MERGES = GPT2BPETokenizer.names.values()
 (WORD_PIECES,) = BertTokenizer.names.values()
+
+# Requirements on a tokenizer.json that PROBES cannot check: a part, an option of it, and the values
+# that it may have; None stands for an absent one.
+BERT_PARTS = (
+    ("normalizer", "type", ("BertNormalizer",)),
+    ("pre_tokenizer", "type", ("BertPreTokenizer",)),
+)
+PARTS: Mapping[str, Sequence[tuple[str, str, tuple[Any, ...]]]] = {
+    GPT2BPETokenizer.kind: (
+        ("normalizer", "type", (None,)),
+        ("pre_tokenizer", "type", ("ByteLevel",)),
+        ("model", "dropout", (None, 0.0)),
+        ("model", "ignore_merges", (None, False)),
+    ),
+    BertWordPieceLowerCase.kind: BERT_PARTS,
+    BertWordPieceCase.kind: BERT_PARTS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +132,17 @@ def _cure(kinds: Sequence[str]) -> str:
 
 
 def _read_json(file: Path, content: Mapping[str, Any], kind: str, cure: str) -> Tokenizer:
-    """The tokenizer of this kind that has the vocabulary of a tokenizer.json, whose other parts
-    are not read: `compare_ids` finds out whether they mean the same. Raises ValueError, naming the
-    file, if there is none."""
+    """The tokenizer of this kind that has the vocabulary of a tokenizer.json. Its other parts are
+    only checked against PARTS: `compare_ids` finds out whether they mean the same. Raises
+    ValueError, naming the file, if there is none."""
+    for part, option, allowed in PARTS[kind]:
+        options = content.get(part)
+        value = options.get(option) if isinstance(options, dict) else options
+        if value not in allowed:
+            known = " or ".join(map(json.dumps, allowed))
+            raise ValueError(
+                f"{file}: {part}.{option} is {json.dumps(value)}, and in a {kind} {known}{cure}"
+            )
     try:
         with TemporaryDirectory() as place:
             added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
@@ -190,13 +215,21 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, kinds: Sequence[str]) -> Non
     text.
 
     Texts that spell a mark are left out: transformers reads the mark, this project its characters.
-    Tokens that a tokenizer.json puts before and after a text are left out, too.
+    Marks that a BERT's tokenizer.json puts before and after a text are left out, too, unless the
+    class of transformers takes them from there. Other added tokens change the ids of any text that
+    spells them, within words, too: they are an error where ours has no such tokens.
     """
     import tokenizers
     import transformers
 
     if not any((folder / name).is_file() for name in (VOCABULARY, WORD_PIECES, JSON)):
         return
+
+    def marked(ids: list[int]) -> list[int]:
+        """The ids of a text as transformers gives them, with those of marks around them."""
+        is_bert = isinstance(tokenizer, BertTokenizer)
+        return [tokenizer.cls, *ids, tokenizer.sep] if is_bert else ids
+
     try:
         auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         readers: list[Callable[[str], list[int]]]
@@ -212,19 +245,25 @@ def compare_ids(tokenizer: Tokenizer, folder: Path, kinds: Sequence[str]) -> Non
                 library.no_truncation()
                 library.no_padding()
                 added |= {each.content for each in library.get_added_tokens_decoder().values()}
-                readers.append(lambda text: library.encode(text).ids)
+                has_marks = not isinstance(tokenizer, BertTokenizer)
+                readers.append(
+                    lambda text: marked(library.encode(text, add_special_tokens=has_marks).ids)
+                )
     except Exception as error:  # tokenizers raises no other class
         raise ValueError(f"{folder}: its tokenizer cannot be read: {error}") from error
+    if others := sorted(added - marks):
+        raise ValueError(
+            f"{folder}: its tokenizer adds the token {others[0]!r}; a {tokenizer.kind} has "
+            f"{' '.join(sorted(marks))} alone{_cure(kinds)}"
+        )
     # WordPiece makes a word above its limit [UNK].
-    texts = [*PROBES, "a" * LONGEST_WORD, "a" * (LONGEST_WORD + 1), *sorted(added)]
+    texts = [*PROBES, "a" * LONGEST_WORD, "a" * (LONGEST_WORD + 1)]
     texts = [text for text in texts if not any(mark in text for mark in marks)]
     if type(auto).__name__ == "LlamaTokenizer":
         # In version 5 it loses a leading blank of a text; tokenizer.json and version 4 keep it.
         texts = [text for text in texts if not text.startswith(" ")]
     for text in texts:
-        ids = tokenizer.encode(text)
-        if isinstance(tokenizer, BertTokenizer):  # transformers puts these around each text
-            ids = [tokenizer.cls, *ids, tokenizer.sep]
+        ids = marked(tokenizer.encode(text))
         for read in readers:
             if read(text) != ids:
                 raise ValueError(

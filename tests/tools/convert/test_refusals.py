@@ -197,7 +197,11 @@ def test_weights_that_are_not_the_model_are_refused(
     assert named in said(folder)
 
 
-ADDED = {"added_tokens": [{"id": 261, "content": "<new>"}]}
+def added(number: int, content: str) -> dict[str, Any]:
+    rules = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    return {"added_tokens": [{"id": number, "content": content, **rules}]}
+
+
 SPECIAL = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
 BEGINS = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 TEMPLATE = {"type": "TemplateProcessing", "single": BEGINS, "special_tokens": {"<s>": SPECIAL}}
@@ -208,7 +212,8 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (TOKENIZER, {"pre_tokenizer": {"add_prefix_space": True}}),
         (TOKENIZER, {"model": {"merges": [["a", "zz"]]}}), (TOKENIZER, {"model": {"dropout": 0.5}}),
         (TOKENIZER, {"model": {"type": "WordPiece"}}),
-        (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}), (TOKENIZER, ADDED),
+        (TOKENIZER, {"post_processor": TEMPLATE | {"pair": BEGINS}}),
+        (TOKENIZER, added(261, "<new>")),
         ("added_tokens.json", {"<new>": 261}),
     ],
     "bert": [
@@ -219,7 +224,6 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (TOKENIZER, {"model": {"max_input_chars_per_word": 101}}),
         (TOKENIZER, {"model": {"max_input_chars_per_word": 99}}),
         (TOKENIZER, {"model": {"type": "BPE"}}),
-        (TOKENIZER, {"post_processor": {"single": BEGINS[1:]}}),  # without marks
         (TOKENIZER, {"model": {"vocab": {"a": 0, "b": 2}}}),
         (SETTINGS, {"cls_token": "<s>"}), (SETTINGS, {"cls_token": {"content": "<s>"}}),
         (SETTINGS, {"added_tokens_decoder": {"93": {"content": "<new>"}}}),
@@ -241,6 +245,46 @@ def test_tokenizers_that_give_other_ids_are_refused(make: Make, kind: str) -> No
         models.change_json(file, **parts)
         assert said(folder), (name, changes)
         file.write_bytes(before)
+
+
+def added_in(parts: dict[str, Any]) -> dict[str, Any]:
+    """The vocabulary's token "in" is added, too, and so it is read within every word."""
+    (new,) = added(parts["model"]["vocab"]["in"], "in")["added_tokens"]
+    return {"added_tokens": [*parts["added_tokens"], new]}
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "zebra"}, "content": "horse"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "change"),
+    [
+        ("gpt2", "adds the token 'in'", added_in),
+        ("bert", "adds the token 'in'", added_in),
+        ("gpt2", "normalizer.type", lambda _: {"normalizer": REPLACE}),
+        ("bert", "normalizer.type", lambda parts: {
+            "normalizer": {"type": "Sequence", "normalizers": [parts["normalizer"], REPLACE]}}),
+        ("gpt2", "ignore_merges", lambda parts: {
+            "model": parts["model"] | {"ignore_merges": True}}),
+        ("gpt2", "dropout", lambda parts: {"model": parts["model"] | {"dropout": 1e-9}}),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_differs_for_rare_texts_alone_is_refused_by_the_difference(
+    make: Make, kind: str, named: str, change: Callable[[Any], dict[str, Any]]
+) -> None:
+    folder = make(kind)
+    models.change_json(folder / TOKENIZER, **change(models.json_of(folder / TOKENIZER)))
+    message = said(folder)
+    assert named in message
+    assert ("HuggingFaceTokenizer takes any other" in message) == (kind == "gpt2")
+
+
+def test_a_bert_needs_no_marks_in_its_file_if_its_class_adds_them(make: Make) -> None:
+    folder = make("bert")
+    models.change_json(folder / TOKENIZER, post_processor=None)
+    models.imported(folder)
+    models.change_json(folder / SETTINGS, tokenizer_class="PreTrainedTokenizerFast")
+    assert "''" in str(refusal(lambda: models.imported(folder, "again")))
 
 
 def without_tokenizer(folder: Path) -> Path:
