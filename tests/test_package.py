@@ -62,6 +62,7 @@ def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
         ("from megatron.api import GradientBuckets, build_state, train_step", LIBRARIES, {"torch"}),
         ("import megatron.train.pretrain, tools.corpus.dedup", OPTIONAL, set()),
         ("import tasks.main, tools.generate", OPTIONAL, set()),
+        ("import tools.convert_dcp, tools.convert_hf, tools.import_megatron", ("torch",), set()),
     ],
 )
 def test_libraries_are_loaded_when_asked_for(

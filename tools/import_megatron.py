@@ -15,13 +15,95 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.checks import positive
 from megatron.config.launch import interruptible
-from tools.convert.legacy.megatron_2019 import main
+from megatron.config.parse import parse, user_errors
+from megatron.data.tokenizer import build_tokenizer
+from tools.convert.staging import refuse_existing
+
+# Flags of numbers that may be stored with the weights; Settings has None for those not given.
+NUMBERS = ("num_attention_heads", "layernorm_epsilon", "make_vocab_size_divisible_by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    source: Annotated[str, tyro.conf.arg(name="from")]
+    """Directory of Megatron-LM's checkpoints, folder of one iteration, or a model_optim_rng.pt."""
+
+    output: str
+    """Directory that the checkpoint is written to; must not exist."""
+
+    tokenizer_type: str = "GPT2BPETokenizer"
+    """Kind of tokenizer that encoded the training data."""
+
+    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
+    """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder). Also spelt
+    --tokenizer-model."""
+
+    merge_file: str | None = None
+    """The byte-pair encoding's merges (merges.txt)."""
+
+    num_attention_heads: int | None = None
+    """Attention heads per layer; needed if no args are stored with the weights."""
+
+    layernorm_epsilon: float | None = None
+    """Added to the variance in LayerNorm; 1e-5 if neither the flag nor stored args give it."""
+
+    make_vocab_size_divisible_by: int | None = None
+    """The vocabulary was padded to a multiple of this times the ranks; 128 if neither the flag nor
+    stored args give it."""
+
+    def __post_init__(self) -> None:
+        positive(self, *NUMBERS)
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    with user_errors(environ):
+        settings = parse(Settings, arguments, environ)
+        refuse_existing(Path(settings.output))
+
+        from tools.convert.legacy.megatron_2019 import (
+            ORDERS,
+            config_of,
+            find_files,
+            read_rank,
+            read_weights,
+        )
+        from tools.convert.writing import check_weights, tell, write_checkpoint
+
+        files = find_files(Path(settings.source))
+        tokenizer = build_tokenizer(
+            settings.tokenizer_type, settings.vocab_file, settings.merge_file
+        )
+        ranks = [read_rank(file) for file in files]
+        config = config_of(ranks, {name: getattr(settings, name) for name in NUMBERS})
+        weights = read_weights(ranks, config, tokenizer.vocab_size)
+        path = write_checkpoint(
+            Path(settings.output),
+            config,
+            weights,
+            tokenizer.vocab_size,
+            tokenizer,
+            f"Megatron-LM, {files[0]} of {len(files)}",
+            lambda folder: check_weights(folder, weights, str(files[0])),
+        )
+    version = ranks[0].version
+    print(
+        f"{len(ranks)} model-parallel rank{'s' if len(ranks) > 1 else ''}, checkpoint_version "
+        f"{version:g}, rows of Q, K and V in the order {ORDERS[min(int(version), 2)]}"
+    )
+    tell(files[0], path, config)
+
 
 if __name__ == "__main__":
     with interruptible(os.environ):

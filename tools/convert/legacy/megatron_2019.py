@@ -20,28 +20,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.config.checks import positive
 from megatron.config.model import GPT2Config
-from megatron.config.parse import parse, user_errors
-from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError, flag
 from megatron.models.build import build_on_meta
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import sharding_specs
 from megatron.train.state import DTYPES
 from tools.convert.legacy.pickles import Placeholder, SavedFile
-from tools.convert.staging import refuse_existing
-from tools.convert.writing import check_weights, tell, write_checkpoint
 
 POINTER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
@@ -63,8 +57,8 @@ CONTAINERS = {"module", "language_model", "embedding", "transformer", "encoder"}
 # Modules and parameters that a BERT has and a GPT-2 does not.
 BERT = {"pooler", "lm_head", "binary_head", "tokentype_embeddings"}
 
-# Settings that a flag may give, and the values if neither the stored args nor flags do. The
-# releases of 2019 keep no args, and no tensor shows the number of heads.
+# Settings that a flag of import_megatron.py may give, and the values if neither the stored args nor
+# flags do. The releases of 2019 keep no args, and no tensor shows the number of heads.
 FLAGS: Mapping[str, int | float | None] = {
     "num_attention_heads": None,
     "layernorm_epsilon": 1e-5,
@@ -72,66 +66,6 @@ FLAGS: Mapping[str, int | float | None] = {
 }
 # Settings that only continued training needs; our defaults are used if args do not have them.
 TRAINING = ("init_method_std", "attention_dropout", "hidden_dropout")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    source: Annotated[str, tyro.conf.arg(name="from")]
-    """Directory of Megatron-LM's checkpoints, folder of one iteration, or a model_optim_rng.pt."""
-
-    output: str
-    """Directory that the checkpoint is written to; must not exist."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer that encoded the training data."""
-
-    vocab_file: str | None = field(default=None, metadata={"alias": "tokenizer_model"})
-    """The tokenizer's vocabulary (vocab.json, or tokenizer.json or its folder). Also spelt
-    --tokenizer-model."""
-
-    merge_file: str | None = None
-    """The byte-pair encoding's merges (merges.txt)."""
-
-    num_attention_heads: int | None = None
-    """Attention heads per layer; needed if no args are stored with the weights."""
-
-    layernorm_epsilon: float | None = None
-    """Added to the variance in LayerNorm; 1e-5 if neither the flag nor stored args give it."""
-
-    make_vocab_size_divisible_by: int | None = None
-    """The vocabulary was padded to a multiple of this times the ranks; 128 if neither the flag nor
-    stored args give it."""
-
-    def __post_init__(self) -> None:
-        positive(self, *FLAGS)
-
-
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    with user_errors(environ):
-        settings = parse(Settings, arguments, environ)
-        refuse_existing(Path(settings.output))
-        files = find_files(Path(settings.source))
-        tokenizer = build_tokenizer(
-            settings.tokenizer_type, settings.vocab_file, settings.merge_file
-        )
-        ranks = [read_rank(file) for file in files]
-        config = config_of(ranks, {name: getattr(settings, name) for name in FLAGS})
-        weights = read_weights(ranks, config, tokenizer.vocab_size)
-        path = write_checkpoint(
-            Path(settings.output),
-            config,
-            weights,
-            tokenizer.vocab_size,
-            tokenizer,
-            f"Megatron-LM, {files[0]} of {len(files)}",
-            lambda folder: check_weights(folder, weights, str(files[0])),
-        )
-    version = ranks[0].version
-    print(
-        f"{len(ranks)} model-parallel rank{'s' if len(ranks) > 1 else ''}, checkpoint_version "
-        f"{version:g}, rows of Q, K and V in the order {ORDERS[min(int(version), 2)]}"
-    )
-    tell(files[0], path, config)
 
 
 def find_files(source: Path) -> list[Path]:

@@ -34,7 +34,7 @@ from tests.tools.convert.legacy.tutorial import (
     Script,
 )
 from tools.convert.folder import read_description
-from tools.convert.legacy.dcp_tutorial import main
+from tools.convert_dcp import main
 
 
 @pytest.fixture(scope="module")

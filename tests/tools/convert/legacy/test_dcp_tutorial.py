@@ -31,8 +31,9 @@ from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks, micro_batches, samples, whole_weights
 from tests.tools.convert.legacy import tutorial
 from tests.tools.convert.legacy.tutorial import BATCH, HEADS, POSITIONS, Script
-from tools.convert.legacy.dcp_tutorial import main, read_schedule
+from tools.convert.legacy.dcp_tutorial import read_schedule
 from tools.convert.writing import check_weights
+from tools.convert_dcp import main
 
 DONE = 3  # steps behind the folders
 IMPORT = f"--global-batch-size {BATCH} --rotary-base {tutorial.BASE} --no-tokenizer"

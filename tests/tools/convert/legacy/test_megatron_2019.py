@@ -30,7 +30,8 @@ from tests.tools.convert.legacy.megatron_files import (
     old_weights,
     write_old,
 )
-from tools.convert.legacy.megatron_2019 import POINTER, main
+from tools.convert.legacy.megatron_2019 import POINTER
+from tools.import_megatron import main
 
 ROOT = Path(__file__).parents[4]
 NAN = float("nan")
