@@ -25,7 +25,7 @@ from megatron.parallel.mesh import Mesh
 
 # Errors of a file system that has no locks, or none for folders.
 _NO_LOCKS = (errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
-# Leftovers of killed saves.
+# Leftovers of killed saves; the last is of earlier versions.
 _LEFTOVERS = (".step_*.partial", ".step_*.removed", "latest.tmp*")
 
 

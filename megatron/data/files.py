@@ -33,11 +33,6 @@ def tokenizer_folder(prefix: str) -> Path:
     return with_suffix(prefix, ".tokenizer")
 
 
-def temporary(file: Path) -> Path:
-    """This process's temporary name in the file's folder, to write under and then rename."""
-    return file.with_name(f"{file.name}.tmp{os.getpid()}")
-
-
 @contextlib.contextmanager
 def atomic_writer(
     file: Path, *, flush_content: bool = True, flush_name: bool = True

@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +17,6 @@ from megatron.data.files import (
     flush_to_disk,
     sampled_sha256,
     sha256,
-    temporary,
     tokenizer_folder,
     with_suffix,
 )
@@ -34,6 +35,11 @@ from megatron.data.indexed import (
 )
 
 CHUNK = 1 << 20  # entries handled at a time in arrays that may not fit in memory
+
+
+def temporary(file: Path) -> Path:
+    """This process's temporary name in the file's folder, to write under and then rename."""
+    return file.with_name(f"{file.name}.tmp{os.getpid()}")
 
 
 def pack_header(dtype: np.dtype[Any], sequences: int, documents: int) -> bytes:
