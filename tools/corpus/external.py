@@ -40,13 +40,13 @@ def span(keys: NDArray[Any], start: int, stop: int) -> slice:
     return slice(int(first), int(np.searchsorted(keys, number(stop - 1), "right")))
 
 
-def read(run: Path, where: slice, column: int = 0) -> NDArray[Any]:
-    """A range of a column, read from the file: mapped pages would count as memory held."""
-    whole = mapped(run)
-    if not isinstance(whole, np.memmap):
-        return np.atleast_2d(whole)[column, where]
-    offset = whole.offset + (column * whole.shape[-1] + where.start) * whole.itemsize
-    return np.fromfile(run, whole.dtype, where.stop - where.start, offset=offset)
+def read(run: NDArray[Any], where: slice, column: int = 0) -> NDArray[Any]:
+    """A range of a column of a `mapped` array, read from its file: mapped pages would count as
+    memory held."""
+    if not isinstance(run, np.memmap):
+        return np.atleast_2d(run)[column, where]
+    offset = run.offset + (column * run.shape[-1] + where.start) * run.itemsize
+    return np.fromfile(str(run.filename), run.dtype, where.stop - where.start, offset=offset)
 
 
 def count_parts(rows: int, memory: int, row_bytes: int = 80) -> int:
@@ -67,9 +67,10 @@ def write_sorted(folder: Path, keys: Words) -> None:
 def read_sorted(folder: Path, column: int, part: int, parts: int) -> tuple[Words, Numbers]:
     """(keys, their rows) of a part of a column that write_sorted wrote."""
     start, stop = (KEYS * at // parts for at in (part, part + 1))
-    where = span(mapped(folder / "keys.npy")[column], start, stop)
-    rows = read(folder / "order.npy", where, column).astype(np.int64)
-    return read(folder / "keys.npy", where, column), rows
+    keys = mapped(folder / "keys.npy")
+    where = span(keys[column], start, stop)
+    rows = read(mapped(folder / "order.npy"), where, column).astype(np.int64)
+    return read(keys, where, column), rows
 
 
 def group(keys: Words, numbers: Numbers) -> tuple[Numbers, Numbers]:

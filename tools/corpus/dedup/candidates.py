@@ -236,8 +236,8 @@ def merge_pairs(folder: Path, name: str, files: Sequence[Path], first: int, last
     """Write the pairs that begin in [first, last), each once, and the documents in them."""
     found = [np.empty(0, np.uint64)]
     for file in files:
-        where = external.span(external.mapped(file), first << 32, last << 32)
-        found.append(external.read(file, where))
+        run = external.mapped(file)
+        found.append(external.read(run, external.span(run, first << 32, last << 32)))
     pairs = np.unique(np.concatenate(found))
     external.save(folder / f"{name}.npy", pairs)
     external.save(folder / f"{name}.needed.npy", np.unique(np.concatenate(unpack(pairs))))
