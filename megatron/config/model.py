@@ -13,6 +13,7 @@ RecomputeGranularity = Literal["none", "full", "selective"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
+Pooling = Literal["class-token", "mean"]
 TOKEN_TYPES = 2  # of the first and the second segment of a BERT sample
 # Files beside the model in a folder of transformers, and in a folder that an export makes.
 BESIDE = (
@@ -328,3 +329,59 @@ class FinetunedConfig(BertConfig):
 
     labels: tuple[str, ...] = ()
     """Names of a classifier's classes, in the order of their ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(ModelConfig):
+    kind: ClassVar[str] = "vit"
+
+    image_size: int = 32
+    """Height and width of an image in pixels; files of other sizes are resized to it."""
+
+    patch_size: int = 4
+    """Height and width of a patch, which is one token; a divisor of --image-size."""
+
+    pooling: Pooling = "class-token"
+    """Row that the classifier reads: that of a learned token before the patches, or the mean of all
+    patches, without such a token."""
+
+    num_classes: int | None = field(default=None, metadata={"resume": "effect"})
+    """Classes of the classifier; those of --data-path if not given."""
+
+    label_smoothing: float = field(default=0.0, metadata={"resume": "free"})
+    """Share of each label that is spread evenly over all classes."""
+
+    attention_dropout: float = 0.0
+
+    hidden_dropout: float = 0.0
+
+    image_mean: tuple[float, float, float] | None = field(default=None, metadata={"resume": "data"})
+    """Mean of red, green and blue, of values from 0 to 1, which is subtracted; that of the training
+    images if not given."""
+
+    image_std: tuple[float, float, float] | None = field(default=None, metadata={"resume": "data"})
+    """Standard deviation of red, green and blue, by which values are then divided; that of the
+    training images if not given."""
+
+    class_names: tuple[str, ...] = field(default=(), metadata={"resume": "free"})
+    """Names of the classes, in the order of their scores; those of --data-path if not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "image_size", "patch_size", "num_classes")
+        fraction(self, "label_smoothing")
+        divides(self, "patch_size", self.image_size, "--image-size")
+        for std in self.image_std or ():
+            if not std > 0:
+                allowed = "above 0 for each color"
+                raise UsageError("--image-std", self.image_std, allowed)
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def positions(self) -> int:
+        """Tokens of an image."""
+        return self.patches + (self.pooling == "class-token")

@@ -10,17 +10,27 @@ from typing import Self
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks import at_most, left_out
-from megatron.config.model import BertConfig, GPT2Config, KindConfig, LlamaConfig, TextModelConfig
+from megatron.config.model import (
+    BertConfig,
+    GPT2Config,
+    KindConfig,
+    LlamaConfig,
+    TextModelConfig,
+    ViTConfig,
+)
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
     DataConfig,
     GPT2DataConfig,
+    ImageDataConfig,
+    ImageTrainingConfig,
     LlamaDataConfig,
     LoggingConfig,
     OptimizerConfig,
     PrecisionConfig,
+    TextDataConfig,
     TrainingConfig,
 )
 from megatron.errors import UsageError, flag
@@ -39,6 +49,21 @@ class PretrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sample."""
+        raise NotImplementedError
+
+    @property
+    def stream_rows(self) -> dict[str, int]:
+        """Number of rows that sequence parallelism divides, by flag."""
+        return {"--seq-length": self.seq_length}
+
+    @property
+    def scored(self) -> float:
+        """Share of the tokens whose logits the head computes."""
+        return getattr(self.data, "mask_prob", 1.0)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
@@ -84,7 +109,7 @@ class PretrainConfig:
             works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
-        self.parallel.check(world_size, self.model.widths, self.data.seq_length)
+        self.parallel.check(world_size, self.model.widths, self.stream_rows)
         self.parallel.check_model(self.model)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
         micro_batch = self.training.micro_batch_size
@@ -135,6 +160,9 @@ class PretrainConfig:
                 raise UsageError("--epochs", epochs, f"{allowed}samples", works=works)
             training = replace(self.training, train_iters=steps, epochs=None)
             config = replace(self, training=training)
+        if config.training.eval_interval is None:
+            every = max(1, samples_in(1) // self.global_batch_size(world_size))
+            config = replace(config, training=replace(config.training, eval_interval=every))
         warmup = self.optimizer.warmup_iters(config.lr_decay_iters())
         optimizer = replace(self.optimizer, lr_warmup_iters=warmup, lr_warmup_fraction=None)
         config = replace(config, optimizer=optimizer)
@@ -181,6 +209,11 @@ def epochs_of(samples: int, samples_in: Callable[[int], int]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class PretrainTextConfig(PretrainConfig):
     model: TextModelConfig
+    data: TextDataConfig
+
+    @property
+    def seq_length(self) -> int:
+        return self.data.seq_length
 
     def check(self, world_size: int) -> None:
         super().check(world_size)
@@ -205,6 +238,27 @@ class PretrainBertConfig(PretrainTextConfig):
     model: BertConfig
     data: BertDataConfig = field(default_factory=BertDataConfig)
     optimizer: BertOptimizerConfig = field(default_factory=BertOptimizerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainViTConfig(PretrainConfig):
+    model: ViTConfig
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    training: ImageTrainingConfig
+
+    @property
+    def seq_length(self) -> int:
+        return self.model.positions
+
+    @property
+    def stream_rows(self) -> dict[str, int]:
+        tokens = self.model.positions
+        name = f"--micro-batch-size x {tokens} tokens"
+        return {name: self.training.micro_batch_size * tokens}
+
+    @property
+    def scored(self) -> float:
+        return 1 / self.model.positions
 
 
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:

@@ -12,12 +12,39 @@ OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
 OF_PADDED |= {"dataset_name", "dataset_config", "dataset_split"}
 OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle", "pad"}
 OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
+OF_IMAGES = {"cache_dir", "crop_padding", "flip"}
+OF_FILES |= OF_IMAGES
 """Fields that have no effect on mock data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data settings of all pretraining programs."""
+
+    data_path: tuple[str, ...] = field(
+        default=(), metadata={"replaces": {"mock_data", "dataset_name"}, "resume": "free"}
+    )
+
+    mock_data: bool = field(
+        default=False,
+        metadata={"replaces": OF_FILES | OF_PADDED | {"epochs"}, "resume": "free"},
+    )
+    """Random samples in place of --data-path, to try a layout."""
+
+    shuffle: bool = True
+    """Read the samples of each epoch in its own random order; with --no-shuffle in file order."""
+
+    num_workers: int = field(default=2, metadata={"resume": "free"})
+    """Threads that prefetch, one step each."""
+
+    def __post_init__(self) -> None:
+        positive(self, "num_workers")
+        excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataConfig(DataConfig):
+    """Data settings of models of text."""
 
     data_path: tuple[str, ...] = field(
         default=(), metadata={"replaces": {"mock_data", "dataset_name"}, "resume": "free"}
@@ -49,19 +76,13 @@ class DataConfig:
     merge_file: str | None = field(default=None, metadata={"resume": "free"})
     """The byte-pair encoding's merges (merges.txt)."""
 
-    shuffle: bool = True
-    """Read the samples of each epoch in its own random order; with --no-shuffle in file order."""
-
-    num_workers: int = field(default=2, metadata={"resume": "free"})
-    """Threads that prefetch, one step each."""
-
     def __post_init__(self) -> None:
-        positive(self, "seq_length", "num_workers")
-        excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
+        super().__post_init__()
+        positive(self, "seq_length")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPT2DataConfig(DataConfig):
+class GPT2DataConfig(TextDataConfig):
     reset_position_ids: bool = False
     """Count positions from 0 again after each end-of-document mark."""
 
@@ -122,7 +143,7 @@ class LlamaDataConfig(GPT2DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertDataConfig(DataConfig):
+class BertDataConfig(TextDataConfig):
     seq_length: int = 512
     """Tokens of a sample, padding and marks included."""
 
@@ -141,6 +162,37 @@ class BertDataConfig(DataConfig):
         super().__post_init__()
         positive(self, "max_ngram_size")
         fraction(self, "short_seq_prob")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataConfig(DataConfig):
+    data_path: tuple[str, ...] = field(
+        default=(), metadata={"replaces": {"mock_data"}, "resume": "free"}
+    )
+    """Folder with train/CLASS/ and test/CLASS/ of images, or with the binary files of CIFAR-10; or
+    the packed file that an earlier run made of it."""
+
+    mock_data: bool = field(
+        default=False,
+        metadata={"replaces": OF_FILES | {"epochs"}, "resume": "free"},
+    )
+    """Random images in place of --data-path, to try a layout."""
+
+    cache_dir: str | None = field(default=None, metadata={"resume": "free"})
+    """Folder of the packed images, made at the first start; the one of --data-path if not given."""
+
+    crop_padding: int = 4
+    """Black pixels on each side of a training image before a random crop to its size; 0 crops
+    none."""
+
+    flip: bool = True
+    """Mirror every other training image, at random."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        non_negative(self, "crop_padding")
+        if len(self.data_path) > 1:
+            raise UsageError("--data-path", " ".join(self.data_path), "one folder or packed file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +300,8 @@ class TrainingConfig:
     seed: int = field(default=1234, metadata={"resume": "data"})
     """Seed of initialisation, data order and dropout."""
 
-    eval_interval: int = 1000
-    """Steps between evaluations on the validation split."""
+    eval_interval: int | None = 1000
+    """Steps between evaluations on the validation split; an epoch's steps if not given."""
 
     eval_iters: int = 100
     """Global batches of an evaluation; 0 disables evaluation."""
@@ -293,6 +345,14 @@ class TrainingConfig:
         `PretrainConfig.with_steps`."""
         assert self.train_iters is not None
         return self.train_iters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTrainingConfig(TrainingConfig):
+    eval_interval: int | None = None
+
+    eval_iters: int = 1000
+    """Global batches of an evaluation, at most those of the validation split; 0 disables it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ class Batch:
     """b samples of s tokens. Each kind of model adds its own fields: arrays whose first dim is the
     sample. The first of them is never None."""
 
+    unit: ClassVar[str] = "tokens"
+    """Name of what `num_tokens` counts."""
     per_token: ClassVar[tuple[str, ...]] = ()
     """Fields whose last dim is the token of a sample."""
     numbers: Array = None

@@ -33,9 +33,9 @@ class Cache:
     footer    JSON    {"key": str, "values": {name: value}, "arrays": {name: [dtype, byte, n, CRC]}}
     """
 
-    def __init__(self, file: Path, key: str, name: str = "") -> None:
-        """key: what it was computed from. name: the file in messages, after a flag. Raises OSError
-        without the file, DataError if it is damaged or has another key."""
+    def __init__(self, file: Path, key: str | None, name: str = "") -> None:
+        """key: what it was computed from; None takes any. name: the file in messages, after a flag.
+        Raises OSError without the file, DataError if it is damaged or has another key."""
         self.damage = f"{name or file} is damaged; without this file it is made anew"
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
@@ -46,7 +46,7 @@ class Cache:
             content = os.pread(self._descriptor, size - start, start) if start else b""
             footer = json.loads(content)
             self.arrays, self.values = footer["arrays"], footer["values"]
-            is_current = footer["key"] == key and zlib.crc32(content) == checksum
+            is_current = key in (None, footer["key"]) and zlib.crc32(content) == checksum
         except (ValueError, KeyError, TypeError, OverflowError, OSError):
             is_current = False
         if not is_current:

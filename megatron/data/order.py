@@ -67,20 +67,20 @@ def permute(
     assert np.all((numbers >= 0) & (numbers < size))
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    of_epoch = _mix(_mix(np.array([seed & WORD], np.uint64)) ^ epochs.astype(np.uint64))
-    keys = _mix(of_epoch + np.arange(ROUNDS, dtype=np.uint64)[:, None])
+    of_epoch = mix(mix(np.array([seed & WORD], np.uint64)) ^ epochs.astype(np.uint64))
+    keys = mix(of_epoch + np.arange(ROUNDS, dtype=np.uint64)[:, None])
     value = numbers.astype(np.uint64)
     walking = np.arange(len(value))
     while len(walking):
         left, right = value[walking] >> half, value[walking] & mask
         for key in keys[:, walking]:
-            left, right = right, left ^ (_mix(key ^ right) & mask)
+            left, right = right, left ^ (mix(key ^ right) & mask)
         value[walking] = (left << half) | right
         walking = walking[value[walking] >= size]
     return value.astype(np.int64)
 
 
-def _mix(value: NDArray[Any]) -> NDArray[Any]:
+def mix(value: NDArray[Any]) -> NDArray[Any]:
     """SplitMix64's output function, modulo 2^64: each bit of the result depends on every bit."""
     value = value + 0x9E3779B97F4A7C15
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9

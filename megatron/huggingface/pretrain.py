@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 
 from megatron.config.checks import at_most, left_out
 from megatron.config.pretrain import PretrainConfig
-from megatron.config.training import BertDataConfig, BertOptimizerConfig, GPT2DataConfig
+from megatron.config.training import (
+    BertDataConfig,
+    BertOptimizerConfig,
+    GPT2DataConfig,
+    TextDataConfig,
+)
 from megatron.errors import UsageError
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig, has_window
 from megatron.train.inputs import Inputs, open_bert_data, open_text
@@ -16,6 +21,11 @@ class PretrainUnmodifiedConfig(PretrainConfig):
     """Settings for unmodified models of transformers."""
 
     model: HuggingFaceConfig
+    data: TextDataConfig
+
+    @property
+    def seq_length(self) -> int:
+        return self.data.seq_length
 
     def check(self, world_size: int) -> None:
         self.model.check()

@@ -92,6 +92,14 @@ KINDS = {
         data="megatron.config.training:BertDataConfig",
         conversion="tools.convert.bert:PRETRAINED",
     ),
+    "vit": ModelKind(
+        config="megatron.config.model:ViTConfig",
+        model="megatron.models.vit:ViT",
+        program="megatron.config.pretrain:PretrainViTConfig",
+        inputs="megatron.train.inputs:open_image_inputs",
+        samples="megatron.train.inputs:random_images",
+        data="megatron.config.training:ImageDataConfig",
+    ),
     "finetuned": ModelKind(
         config="megatron.config.model:FinetunedConfig",
         model="megatron.models.bert:FinetunedBert",

@@ -132,6 +132,7 @@ class LayerFactory:
         if mesh.tensor_parallel_mode == "1d":
             self.parallelize = lambda model, plan: resolve_name(BY_PLAN)(model, plan, mesh)
         self.tensor = mesh.tensor  # axis that cuts the layers
+        self.stream = mesh.stream  # axis that cuts the rows of x: sequence parallelism
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:

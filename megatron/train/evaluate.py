@@ -148,9 +148,10 @@ def validate(
     if data is None or samples == 0:
         return None
     samples = min(samples, data.samples_per_epoch)  # a smaller split is evaluated whole
+    objective = getattr(state.objective, "measured", state.objective)
     terms = mean_losses(
         state.model,
-        state.objective,
+        objective,
         data,
         samples,
         micro_batch_size,
@@ -158,22 +159,21 @@ def validate(
         state.pipeline,
         wants_stop,
     )
-    loss, of_tokens = sum(terms.values()), next(iter(terms.values()))
-    perplexity = inf if of_tokens > 700 else exp(of_tokens)  # above, the run diverges
-    metrics.write(
-        {
-            "step": state.step,
-            "samples": state.samples,
-            "validation_loss": loss,
-            **{f"validation_{name}": mean for name, mean in terms.items()},
-            "validation_perplexity": perplexity,
-            "validation_samples": samples,
-        }
-    )
-    metrics.log(
-        f"step {state.step} | validation loss {loss:.4f}{in_words(terms)} | "
-        f"perplexity {perplexity:.2f}"
-    )
+    loss, first = sum(terms[name] for name in state.objective.terms), next(iter(terms.values()))
+    line = {
+        "step": state.step,
+        "samples": state.samples,
+        "validation_loss": loss,
+        **{f"validation_{name}": mean for name, mean in terms.items()},
+        "validation_samples": samples,
+    }
+    text = f"step {state.step} | validation loss {loss:.4f}{in_words(terms)}"
+    if objective is state.objective:  # the first term is of tokens
+        perplexity = inf if first > 700 else exp(first)  # above, the run diverges
+        line["validation_perplexity"] = perplexity
+        text += f" | perplexity {perplexity:.2f}"
+    metrics.write(line)
+    metrics.log(text)
     return loss
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,19 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
-from megatron.config.training import BertDataConfig, DataConfig, GPT2DataConfig
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainConfig,
+    PretrainGPT2Config,
+    PretrainTextConfig,
+    PretrainViTConfig,
+)
+from megatron.config.training import BertDataConfig, GPT2DataConfig, TextDataConfig
 from megatron.data.batch import Batch, Samples, micro_batch_numbers
 from megatron.data.bert import RandomPairs, open_bert_splits
 from megatron.data.documents import Documents, open_documents
 from megatron.data.gpt2 import RandomText, open_splits
+from megatron.data.images import RandomImages, open_images
 from megatron.data.indexed import IndexedDataset
 from megatron.data.map_style import open_named
 from megatron.data.padded import open_padded_splits
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
 
 NO_CHECKPOINT = CheckpointConfig()
+CIFAR10_CLASSES = 10
 GPT2_VOCABULARY = 50_257  # if the config leaves it to the tokenizer and there is none
 
 
@@ -57,6 +66,8 @@ class Inputs:
     """The one that made the data sets; None if neither flags nor a folder beside them give it."""
     train: Samples
     validation: Samples | None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model that the data give, by field; those of the flags go before."""
 
     def samples_in(self, epochs: int) -> int:
         """Training samples in this many epochs; in a blend, until its first data set has been read
@@ -167,8 +178,47 @@ def open_bert_data(
     return tokenizer, _inputs(data, corpus, tokenizer, splits)
 
 
+def open_image_inputs(config: PretrainViTConfig) -> Inputs:
+    """Raises as open_inputs does. The first start packs the images."""
+    data, model, seed = config.data, config.model, config.training.seed
+    if not data.data_path:
+        works = ("--data-path", "cifar10")
+        raise UsageError("--data-path", None, "given, or else --mock-data", works=works)
+    beside = None if data.cache_dir is None else Path(data.cache_dir)
+    packed = open_images(
+        Path(data.data_path[0]), model.image_size, beside=beside, workers=data.num_workers
+    )
+    classes = len(packed.classes)
+    if (given := model.num_classes) is not None and given < classes:
+        allowed = f"at least {classes}, the classes of --data-path"
+        raise UsageError("--num-classes", given, allowed, works=("--num-classes", str(classes)))
+    source = Source(weight=Fraction(1), data=packed)
+    return Inputs(
+        corpus=Corpus(sources=(source,), vocab_size=given or classes, eod=None, fingerprint=""),
+        tokenizer=None,
+        train=packed.series(
+            "training",
+            seed,
+            shuffle=data.shuffle,
+            crop_padding=data.crop_padding,
+            flip=data.flip,
+        ),
+        # Shuffled, so that a part of it has all classes.
+        validation=packed.series("validation", seed),
+        model={
+            "image_mean": model.image_mean or packed.mean,
+            "image_std": model.image_std or packed.std,
+            "class_names": tuple(packed.classes),
+        },
+    )
+
+
+def random_images(config: PretrainViTConfig) -> Samples:
+    return RandomImages(vocabulary_of(config), config.model.image_size, config.training.seed)
+
+
 def _open_corpus(
-    data: DataConfig, vocab_size: int | None, load: CheckpointConfig, *, sentences: bool
+    data: TextDataConfig, vocab_size: int | None, load: CheckpointConfig, *, sentences: bool
 ) -> tuple[Corpus[IndexedDataset], Tokenizer | None]:
     """The data sets and their tokenizer: that of the flags, or else the one found beside the data
     sets, or else that of --load if it made them.
@@ -189,14 +239,14 @@ def _open_corpus(
     return corpus, tokenizer
 
 
-def _of_flags(data: DataConfig) -> Tokenizer | None:
+def _of_flags(data: TextDataConfig) -> Tokenizer | None:
     """The tokenizer of the flags; None without them."""
     if not (data.vocab_file or data.merge_file):
         return None
     return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
-def _require_kind(data: DataConfig, tokenizer: Tokenizer) -> None:
+def _require_kind(data: TextDataConfig, tokenizer: Tokenizer) -> None:
     if (kind := data.tokenizer_type) != tokenizer.kind:
         allowed = f"that of the tokenizer of the data, {tokenizer.kind}"
         works = ("--tokenizer-type", tokenizer.kind)
@@ -204,7 +254,7 @@ def _require_kind(data: DataConfig, tokenizer: Tokenizer) -> None:
 
 
 def _inputs(
-    data: DataConfig,
+    data: TextDataConfig,
     corpus: Corpus[Any],
     tokenizer: Tokenizer | None,
     splits: tuple[Samples | None, ...],
@@ -227,11 +277,14 @@ def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samp
 
 
 def vocabulary_of(config: PretrainConfig) -> int:
-    """Vocabulary size of a run without data: the config's, or else GPT-2's."""
+    """Vocabulary size of a run without data: the config's, or else GPT-2's; for a classifier of
+    images its classes, or else those of CIFAR-10."""
+    if hasattr(config.model, "num_classes"):
+        return config.model.num_classes or CIFAR10_CLASSES
     return getattr(config.model, "vocab_size", None) or GPT2_VOCABULARY
 
 
-def random_text(config: PretrainConfig) -> Samples:
+def random_text(config: PretrainTextConfig) -> Samples:
     return RandomText(
         vocabulary=vocabulary_of(config),
         length=config.data.seq_length,

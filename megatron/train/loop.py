@@ -122,7 +122,7 @@ def train(state: TrainState, loop: Loop) -> str:
                     check_replicas(state, batches, checked, loop.signals.is_urgent)
                     checked = state.step
             if is_due(loop.log_interval):
-                log_step(state, loop, result, lr, clock)
+                log_step(state, loop, result, lr, clock, batches[0].unit)
             validation_loss = None
             if end not in SIGNALS and is_due(training.eval_interval):
                 with stoppable("evaluation"):
@@ -141,7 +141,10 @@ def train(state: TrainState, loop: Loop) -> str:
     return end
 
 
-def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock) -> None:
+def log_step(
+    state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock, unit: str
+) -> None:
+    """unit: see Batch."""
     rate, peak = clock.tokens_per_second(), peak_memory(state.mesh)
     line: dict[str, Any] = {
         "step": state.step,
@@ -150,13 +153,13 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, clock
         **result.terms,
         "lr": lr,
         "grad_norm": result.grad_norm,
-        "tokens_per_second": rate,
+        f"{unit}_per_second": rate,
         "peak_memory_bytes": peak,
         "elapsed_seconds": clock.elapsed,
     }
     text = (
         f"step {state.step} | loss {result.loss:.4f}{in_words(result.terms)} | lr {lr:.3e} | "
-        f"grad norm {result.grad_norm:.3f} | {rate:.0f} tokens/s | {peak / 2**30:.1f} GiB"
+        f"grad norm {result.grad_norm:.3f} | {rate:.0f} {unit}/s | {peak / 2**30:.1f} GiB"
     )
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}

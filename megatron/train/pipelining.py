@@ -63,9 +63,9 @@ def plan_of_run(config: PretrainConfig, vocab_size: int) -> PipelinePlan:
     return plan_pipeline(
         config.parallel,
         config.model,
-        seq_length=config.data.seq_length,
+        seq_length=config.seq_length,
         vocab_size=vocab_size,
-        scored=getattr(config.data, "mask_prob", 1.0),
+        scored=config.scored,
     )
 
 

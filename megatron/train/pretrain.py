@@ -84,6 +84,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         with user_errors(environ, agreed=True):
             with without_limit("opening data"):
                 inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
+                if inputs.model:
+                    config = replace(config, model=replace(config.model, **inputs.model))
             # Until here the tokenizers library may use all cores (--too-long refuse). From here on
             # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
             # slow them down. It also warns if a process that used them forks, as for a compiler.

@@ -47,7 +47,7 @@ def record(step: Step, hardware: Hardware) -> Record:
             "heads": model.num_attention_heads,
             "key_value_heads": getattr(model, "query_groups", model.num_attention_heads),
             "recompute": model.recompute_granularity,
-            "sequence": config.data.seq_length,
+            "sequence": config.seq_length,
             "vocabulary": vocabulary_of(config),
             "batch": config.training.micro_batch_size,
             "micro_batches": step.micro_batches,

@@ -66,7 +66,7 @@ class AuthorsStep(Step):
     @cached_property
     def work(self) -> Mapping[str, Work]:
         config, model, width, program = self.config, self.config.model, self.width, self.software
-        s, t = config.data.seq_length, self.tensor
+        s, t = config.seq_length, self.tensor
         n = config.training.micro_batch_size * s
         h, size = model.hidden_size, model.hidden_size // model.num_attention_heads
         heads = n // s * model.num_attention_heads // t  # of all sequences, on a rank

@@ -192,7 +192,7 @@ class Step:
     @property
     def tokens(self) -> int:
         """Tokens of the global batch."""
-        return self.config.global_batch_size(self.ranks) * self.config.data.seq_length
+        return self.config.global_batch_size(self.ranks) * self.config.seq_length
 
     def model_of(self, bucket_bytes: int) -> Model:
         model = replace(self.config.model, recompute_granularity="none")

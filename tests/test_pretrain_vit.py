@@ -1,0 +1,127 @@
+"""pretrain.py --model vit as its users run it: epochs, accuracy, layouts, resuming, refusals."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import pretrain
+from tests.programs import assert_equal_bits, newest, start_ranks
+from tests.refusals import refused
+
+SHAPE = "--model vit --num-layers 2 --hidden-size 32 --num-attention-heads 4 --image-size 8"
+SHAPE += " --patch-size 4 --crop-padding 1 --no-bf16 --lr 1e-3 --log-interval 1"
+EPOCHS = "--micro-batch-size 2 --global-batch-size 8 --epochs 2"
+TRAIN, TEST = 12, 7  # images of each class
+COLORS = {"bright": (220, 220, 220), "dark": (30, 30, 30), "red": (220, 30, 30)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise around a color of each class."""
+    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for split, count in (("train", TRAIN), ("val", TEST)):
+        for name, color in COLORS.items():
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(-30, 31, size=(8, 8, 3)) + color
+                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                image.save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def main(words: list[str]) -> None:
+    pretrain.main(words, os.environ)
+
+
+def run(data: Path, words: str, folder: Path, *, world: int = 1) -> str:
+    arguments = [*SHAPE.split(), "--data-path", str(data), *words.split()]
+    with start_ranks(partial(main, arguments), range(world), world, folder) as ranks:
+        assert ranks.wait() == [0] * world, ranks.text()
+        return ranks.text(0)
+
+
+def lines(save: Path, key: str) -> list[dict[str, Any]]:
+    every = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return [each for each in every if key in each and "rewound" not in each]
+
+
+def test_epochs_accuracy_and_resuming(data: Path, tmp_path: Path) -> None:
+    """4 steps of 8 images are an epoch of 36; dropout included."""
+    words = f"{EPOCHS} --hidden-dropout 0.1 --attention-dropout 0.1"
+    said = run(data, f"{words} --save {tmp_path}/whole", tmp_path)
+    evaluations = lines(tmp_path / "whole", "validation_top1")
+    assert [each["step"] for each in evaluations] == [4, 8, 9]
+    assert {each["validation_samples"] for each in evaluations} == {3 * TEST}
+    assert evaluations[-1]["validation_top1"] * 3 * TEST == pytest.approx(
+        round(evaluations[-1]["validation_top1"] * 3 * TEST)
+    )
+    assert evaluations[-1]["validation_top5"] == 1.0  # of three classes
+    assert "images/s" in said
+    manifest = json.loads((newest(tmp_path / "whole") / "manifest.json").read_text())
+    model = manifest["config"]["model"]
+    assert model["class_names"] == list(COLORS)
+    assert 0.3 < model["image_mean"][2] < model["image_mean"][0] < 0.8
+
+    run(data, f"{words} --exit-interval 5 --save {tmp_path}/half", tmp_path)
+    run(data, f"{words} --load {tmp_path}/half --save {tmp_path}/half", tmp_path)
+    assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
+
+
+def test_it_learns(data: Path, tmp_path: Path) -> None:
+    run(data, f"--micro-batch-size 6 --epochs 8 --lr 3e-3 --save {tmp_path}/run", tmp_path)
+    assert lines(tmp_path / "run", "validation_top1")[-1]["validation_top1"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--pipeline-model-parallel-size 2", 2),
+        ("--zero-stage 3", 2),
+        ("--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 1", 4),
+    ],
+    ids=["sequence", "pipeline", "zero 3", "2d"],
+)
+def test_layouts_agree(data: Path, tmp_path: Path, layout: str, world: int) -> None:
+    run(data, f"{EPOCHS} --save {tmp_path}/alone", tmp_path)
+    run(data, f"{EPOCHS} {layout} --save {tmp_path}/other", tmp_path, world=world)
+    for name in ("loss", "validation_loss", "validation_top1"):
+        one, other = (
+            [each[name] for each in lines(tmp_path / save, name)] for save in ("alone", "other")
+        )
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--patch-size 3", "--patch-size"),
+        ("--num-classes 2", "--num-classes"),
+        ("--image-std 1 0 1", "--image-std"),
+        ("--crop-padding -1", "--crop-padding"),
+        ("--data-path /nowhere", "--data-path"),
+        ("--data-path one two", "--data-path"),
+        ("--seq-length 16", "--seq-length"),
+        ("--pooling max", "--pooling"),
+        ("--mock-data", "--mock-data"),
+    ],
+)
+def test_settings_are_refused(data: Path, words: str, field: str) -> None:
+    given = [*SHAPE.split(), "--train-iters", "1", "--data-path", str(data), *words.split()]
+    assert refused(lambda each: pretrain.main(each, {}), given) == field
+
+
+def test_rows_that_sequence_parallelism_cannot_divide_are_refused(data: Path) -> None:
+    words = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel"
+    given = [*SHAPE.split(), *words.split(), "--data-path", str(data)]
+    environ = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    assert (
+        refused(lambda each: pretrain.main(each, environ), given, whole=False)
+        == "--tensor-model-parallel-size"
+    )
