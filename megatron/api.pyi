@@ -97,11 +97,13 @@ from .config.model import (
     BertConfig as BertConfig,
     GPT2Config as GPT2Config,
     LlamaConfig as LlamaConfig,
+    ViTConfig as ViTConfig,
 )
 from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
+from .models.vit import Accuracy as Accuracy
 from .parallel.schedules import (
     Action as Action,
     PipelinePlan as PipelinePlan,
@@ -135,6 +137,11 @@ from .data.batch import (
 from .data.gpt2 import (
     GPT2Batch as GPT2Batch,
     RandomText as RandomText,
+)
+from .data.images import (
+    ImageBatch as ImageBatch,
+    Images as Images,
+    open_images as open_images,
 )
 from .data.sources import (
     Corpus as Corpus,

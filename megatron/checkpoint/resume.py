@@ -243,8 +243,9 @@ def check_start(
     else:  # it is no setting, but what is at --data-path
         hub = getattr(config.data, "dataset_name", None)
         words = ("--dataset-name", hub) if hub else ("--data-path", *config.data.data_path)
-        if name == "tokenizer" and config.data.vocab_file is not None:
-            words = ("--vocab-file", config.data.vocab_file)
+        vocab_file = getattr(config.data, "vocab_file", None)
+        if name == "tokenizer" and vocab_file is not None:
+            words = ("--vocab-file", vocab_file)
         allowed = f"of {name} {saved} (not {now})"
     value = " ".join(words[1:]) or None
     raise UsageError(words[0], value, f"{allowed}, as in {path}{unless}", works=works)

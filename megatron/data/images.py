@@ -124,14 +124,16 @@ class Packed:
         return classes
 
     @property
-    def mean(self) -> tuple[float, ...]:
+    def mean(self) -> tuple[float, float, float]:
         """Mean of red, green and blue over the training split, of values from 0 to 1."""
-        return tuple(self.file.values["mean"])
+        red, green, blue = self.file.values["mean"]
+        return red, green, blue
 
     @property
-    def std(self) -> tuple[float, ...]:
+    def std(self) -> tuple[float, float, float]:
         """Standard deviation of red, green and blue over the training split."""
-        return tuple(self.file.values["std"])
+        red, green, blue = self.file.values["std"]
+        return red, green, blue
 
     @property
     def content(self) -> str:
@@ -216,12 +218,13 @@ def list_images(folder: Path) -> Listing:
     if any(folder.glob(CIFAR_FILES["training"])):
         return _list_cifar(folder)
     names, files = dict[str, set[str]](), dict[str, list[Path]]()
-    for split, allowed in SPLITS.items():
-        found = [folder / each for each in allowed if (folder / each).is_dir()]
+    for split, its_names in SPLITS.items():
+        found = [folder / each for each in its_names if (folder / each).is_dir()]
         if len(found) != 1:
             several = " and ".join(f"{each.name}/" for each in found) or "none"
-            what = f"a folder with one of {', '.join(f'{each}/' for each in allowed)} ({several})"
-            raise UsageError("--data-path", folder, f"{what}, or with CIFAR-10's binary files")
+            allowed = f"a folder with one of {', '.join(f'{each}/' for each in its_names)}, and "
+            allowed += f"not {several}; or with CIFAR-10's binary files"
+            raise UsageError("--data-path", folder, allowed)
         files[split] = sorted(
             each
             for each in found[0].glob("*/*")
@@ -374,7 +377,7 @@ def _entries(
     yield "content", digest.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RandomImages:
     """Random images, to try a layout; sample n is a function of (seed, n)."""
 

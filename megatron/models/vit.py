@@ -169,7 +169,8 @@ class Accuracy:
 
     terms = ("loss", "top1", "top5")
 
-    def __init__(self, model: ViT) -> None:
+    def __init__(self, model: Any) -> None:
+        """model: a ViT."""
         self.model = model
 
     def denominators(self, batch: Any) -> list[float]:

@@ -229,8 +229,8 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
     if checkpoint is not None and resumed is not None:
         messages += changes_on_resume(resumed, facts, state, config.parallel.stage_of_zero)
         # A signal prevented the evaluation, or there is nothing to evaluate.
-        is_missing = resumed["validation_loss"] is None
-        is_due = is_missing and (step % config.training.eval_interval == 0 or step >= steps)
+        is_missing, every = resumed["validation_loss"] is None, config.training.eval_interval
+        is_due = is_missing and (step >= steps or (every is not None and step % every == 0))
         if step >= steps:
             end = f"--train-iters is {steps}; --train-iters {2 * step}"
             if flags.training.epochs is not None:
