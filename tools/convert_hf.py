@@ -3,10 +3,10 @@
     python tools/convert_hf.py import --from gpt2 --output checkpoints/gpt2
     python tools/convert_hf.py export --from checkpoints/gpt2 --output exported
 
-Supports GPT-2, Llama, BERT (post-LN and pre-LN), and BERT with the head of a task. Any model that
-was trained with --model huggingface can be exported, and needs no import. Values are copied bit for
-bit. At the end both programs compute the logits of some prompts; if these differ, nothing is
-written.
+Supports GPT-2, Llama, ViT, BERT (post-LN and pre-LN), and BERT with the head of a task. Any model
+that was trained with --model huggingface can be exported, and needs no import. Values are copied
+bit for bit. At the end both programs compute the logits of some prompts; if these differ, nothing
+is written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 from megatron.checkpoint.resume import find_start, newest_readable
 from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.launch import interruptible
+from megatron.config.model import ViTConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse_call, user_errors
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
 from megatron.models.registry import is_unmodified
 from megatron.train.trained import open_trained
@@ -68,15 +70,19 @@ def import_model(
     folder = find_folder(source)
     model = read_description(folder)
     kinds = model.family.tokenizers
-    tokenizer = vocabulary.find_tokenizer(
-        folder,
-        kinds,
-        model.vocab_size,
-        vocab_file=vocab_file,
-        merge_file=merge_file,
-        tokenizer_type=tokenizer_type,
-        no_tokenizer=no_tokenizer,
-    )
+    tokenizer: Tokenizer | vocabulary.NoTokenizer = vocabulary.NoTokenizer(kind="")
+    if kinds:
+        tokenizer = vocabulary.find_tokenizer(
+            folder,
+            kinds,
+            model.vocab_size,
+            vocab_file=vocab_file,
+            merge_file=merge_file,
+            tokenizer_type=tokenizer_type,
+            no_tokenizer=no_tokenizer,
+        )
+    else:
+        refuse_vocabulary(vocab_file, merge_file, tokenizer_type, "a model of images has none")
 
     from tools.convert.compare import compare_logits
     from tools.convert.weights import read_weights
@@ -110,7 +116,8 @@ def export_model(
     tokenizer_type: str | None = None,
 ) -> None:
     """Make a folder from a checkpoint that classes of transformers load: AutoTokenizer, and for a
-    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining. For an unmodified
+    GPT-2 or a Llama AutoModelForCausalLM, for a BERT AutoModelForPreTraining, for a ViT
+    AutoModelForImageClassification. For an unmodified
     model it has the names and files of the folder that the model was trained from.
 
     Args:
@@ -124,12 +131,12 @@ def export_model(
     refuse_existing(output)
     start = find_start(CheckpointConfig(load=source), "--from")
     folders, tokenizer = start.folders, None
-    if is_unmodified(newest_readable(folders, "--from")[0].manifest["kind"]):
-        flags = {"--vocab-file": vocab_file, "--merge-file": merge_file}
-        for name, value in (flags | {"--tokenizer-type": tokenizer_type}).items():
-            if value is not None:
-                allowed = "left out: the checkpoint has the files beside the model"
-                raise UsageError(name, value, allowed)
+    kind = newest_readable(folders, "--from")[0].manifest["kind"]
+    if is_unmodified(kind):
+        reason = "the checkpoint has the files beside the model"
+        refuse_vocabulary(vocab_file, merge_file, tokenizer_type, reason)
+    elif kind == ViTConfig.kind:
+        refuse_vocabulary(vocab_file, merge_file, tokenizer_type, "a model of images has none")
     else:
         trained = TrainedConfig(
             load=source, tokenizer_type=tokenizer_type, vocab_file=vocab_file, merge_file=merge_file
@@ -145,15 +152,25 @@ def export_model(
     checkpoint, passed_over = newest_whole(folders, serial_mesh(), "--from")
     for reason in passed_over:
         warnings.warn(f"passed over: {reason}", stacklevel=2)
-    family = None if tokenizer is None else family_of(checkpoint.manifest)
+    family = None if is_unmodified(kind) else family_of(checkpoint.manifest)
     with staged(output) as staging:
         if family is None:
             write_unmodified(staging, checkpoint)
         else:
             write_model(staging, checkpoint, family, tokenizer)
-            vocabulary.compare_ids(tokenizer, staging, family.tokenizers)
+            if tokenizer is not None:
+                vocabulary.compare_ids(tokenizer, staging, family.tokenizers)
         print(compare_logits(checkpoint.path, staging, family))
     print(f"exported {checkpoint.path} as {output}")
+
+
+def refuse_vocabulary(
+    vocab_file: str | None, merge_file: str | None, tokenizer_type: str | None, reason: str
+) -> None:
+    flags = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+    for name, value in (flags | {"--tokenizer-type": tokenizer_type}).items():
+        if value is not None:
+            raise UsageError(name, value, f"left out: {reason}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ from megatron.errors import UsageError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 # Files that are fetched from the hub: no pickle, no code, and no weights in other formats.
-FETCHED = ("config.json", "model*.safetensors", "model.safetensors.index.json", *BESIDE)
+FETCHED = (
+    "config.json",
+    "preprocessor_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    *BESIDE,
+)
 
 
 def has_weights(name: str, folder: Path) -> bool:

@@ -99,6 +99,7 @@ KINDS = {
         inputs="megatron.train.inputs:open_image_inputs",
         samples="megatron.train.inputs:random_images",
         data="megatron.config.training:ImageDataConfig",
+        conversion="tools.convert.vit:VITS",
     ),
     "finetuned": ModelKind(
         config="megatron.config.model:FinetunedConfig",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PARAMETERS = ("weight", "bias")
 
 
-def _both(ours: str, theirs: str) -> tuple[Row, ...]:
+def both(ours: str, theirs: str) -> tuple[Row, ...]:
     """Rows for the weight and bias of a module."""
     return tuple(Row(f"{ours}.{each}", (f"{theirs}.{each}",)) for each in PARAMETERS)
 
@@ -48,28 +48,28 @@ ENCODER = (
         )
         for each in PARAMETERS
     ),
-    *_both(f"{OURS}.attention.output", f"{THEIRS}.attention.output.dense"),
-    *_both(f"{OURS}.mlp.up", f"{THEIRS}.intermediate.dense"),
-    *_both(f"{OURS}.mlp.down", f"{THEIRS}.output.dense"),
+    *both(f"{OURS}.attention.output", f"{THEIRS}.attention.output.dense"),
+    *both(f"{OURS}.mlp.up", f"{THEIRS}.intermediate.dense"),
+    *both(f"{OURS}.mlp.down", f"{THEIRS}.output.dense"),
 )
 NORMS: dict[ResidualOrder, tuple[Row, ...]] = {
     "post-ln": (
-        *_both("encoder.embedding_norm", "embeddings.LayerNorm"),
-        *_both(f"{OURS}.attention_norm", f"{THEIRS}.attention.output.LayerNorm"),
-        *_both(f"{OURS}.mlp_norm", f"{THEIRS}.output.LayerNorm"),
+        *both("encoder.embedding_norm", "embeddings.LayerNorm"),
+        *both(f"{OURS}.attention_norm", f"{THEIRS}.attention.output.LayerNorm"),
+        *both(f"{OURS}.mlp_norm", f"{THEIRS}.output.LayerNorm"),
     ),
     "pre-ln": (
-        *_both(f"{OURS}.attention_norm", f"{THEIRS}.attention.ln"),
-        *_both(f"{OURS}.mlp_norm", f"{THEIRS}.ln"),
-        *_both("encoder.final_norm", "encoder.ln"),
+        *both(f"{OURS}.attention_norm", f"{THEIRS}.attention.ln"),
+        *both(f"{OURS}.mlp_norm", f"{THEIRS}.ln"),
+        *both("encoder.final_norm", "encoder.ln"),
     ),
 }
-POOLER = _both("pooler.dense", "pooler.dense")
+POOLER = both("pooler.dense", "pooler.dense")
 PRETRAINING = (
-    *_both("mlm.dense", "cls.predictions.transform.dense"),
-    *_both("mlm.norm", "cls.predictions.transform.LayerNorm"),
+    *both("mlm.dense", "cls.predictions.transform.dense"),
+    *both("mlm.norm", "cls.predictions.transform.LayerNorm"),
     Row("mlm.head.bias", ("cls.predictions.bias",)),
-    *_both("sop", "cls.seq_relationship"),
+    *both("sop", "cls.seq_relationship"),
 )
 
 
@@ -179,7 +179,7 @@ def _finetuned(
         auto_class=f"AutoModelFor{task}",
         config=FinetunedConfig,
         fields={**family.fields, "head": head},
-        rows=(*ENCODER, *NORMS[family.fields["residual_order"]], *pooler, *_both("head", theirs)),
+        rows=(*ENCODER, *NORMS[family.fields["residual_order"]], *pooler, *both("head", theirs)),
         keys=(*(key for key in family.keys if key is not TIE), *more),
         spares=POSITIONS,
     )

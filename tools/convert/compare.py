@@ -10,7 +10,7 @@ A constant added to all keys changes no logit, so an error in the keys' bias is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
+from megatron.config.model import ViTConfig
 from megatron.data.bert import BertBatch
+from megatron.data.images import CHANNELS, ImageBatch
 from megatron.huggingface.replacements import Wide
 from megatron.models.registry import KINDS, config_of
+from megatron.models.vit import HALF
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import SEEN
 from megatron.parallel.mesh import Mesh, serial_mesh
@@ -32,6 +35,7 @@ from tools.convert.table import Family
 
 TOLERANCE = 1e-9  # of the largest logit of a head
 LENGTHS = (1, 2, 17, 1024)  # of the prompts; the last bounds the time
+PICTURES = 3
 
 
 Logits = dict[str, Tensor]  # by the head's name in words
@@ -58,12 +62,28 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """Random images. pixels: uint8 [b, size, size, 3]. config: of our model."""
+
+    pixels: Tensor
+    config: ViTConfig
+
+    def for_transformers(self) -> Tensor:
+        """fp64 [b, 3, size, size]"""
+        mean, std = (
+            torch.tensor(each, dtype=torch.float64)
+            for each in (self.config.image_mean, self.config.image_std)
+        )
+        return ((self.pixels.double() / 255 - mean) / std).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
 class Outputs:
     """Functions to the logits of a prompt without its padding, from our model and from theirs.
     padded: whether it may have any."""
 
-    ours: Callable[[Any, Mesh, Prompt], Logits]
-    theirs: Callable[[Any, Prompt], Logits]
+    ours: Callable[[Any, Mesh, Any], Logits]
+    theirs: Callable[[Any, Any], Logits]
     padded: bool = True
 
 
@@ -121,7 +141,17 @@ def _their_spans(model: Any, prompt: Prompt) -> Logits:
     return {"the task": both[prompt.is_real]}
 
 
+def _our_images(model: Any, mesh: Mesh, prompt: Pictures) -> Logits:
+    labels = torch.zeros(len(prompt.pixels), dtype=torch.int64)
+    return {"the classes": model(ImageBatch(images=prompt.pixels, labels=labels))}
+
+
+def _their_images(model: Any, prompt: Pictures) -> Logits:
+    return {"the classes": model(pixel_values=prompt.for_transformers()).logits}
+
+
 OUTPUTS: Mapping[str, Outputs] = {
+    "AutoModelForImageClassification": Outputs(_our_images, _their_images),
     "AutoModelForCausalLM": Outputs(_our_next, _their_next, padded=False),
     "AutoModelForPreTraining": Outputs(_our_pretraining, _their_pretraining),
     "AutoModelForSequenceClassification": Outputs(_our_scores, _their_classes),
@@ -151,16 +181,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The comparison of every head, and the lengths of the prompts."""
+    """The comparison of every head, and what the models read, in words."""
 
     heads: tuple[Head, ...]
-    lengths: tuple[int, ...]
+    prompts: str
 
     def __str__(self) -> str:
         return (
-            f"{' and '.join(map(str, self.heads))} (fp64; prompts of "
-            f"{', '.join(map(str, self.lengths))} tokens; {TOLERANCE:.0e} of the largest is "
-            "allowed)"
+            f"{' and '.join(map(str, self.heads))} (fp64; {self.prompts}; {TOLERANCE:.0e} of the "
+            "largest is allowed)"
         )
 
 
@@ -180,12 +209,19 @@ def compare_logits(checkpoint: Path, folder: Path, family: Family | None) -> Agr
         positions = config.positions or LENGTHS[-1]
     else:
         outputs, auto_class = OUTPUTS[family.auto_class], family.auto_class
-        vocab_size, positions = manifest["vocab_size"], config.max_position_embeddings
-    prompts = make_prompts(vocab_size, positions, padded=outputs.padded)
+        vocab_size = manifest["vocab_size"]
+        positions = getattr(config, "max_position_embeddings", 0)
+    prompts: list[Any]
+    if isinstance(config, ViTConfig):
+        prompts, said = [make_pictures(config)], f"{PICTURES} random images"
+    else:
+        prompts = make_prompts(vocab_size, positions, padded=outputs.padded)
+        lengths = ", ".join(str(each.tokens.shape[1]) for each in prompts)
+        said = f"prompts of {lengths} tokens"
     theirs = _their_logits(folder, auto_class, outputs, prompts)
     ours = _our_logits(checkpoint, outputs, prompts)
     heads = tuple(_compare(name, ours[name], theirs[name]) for name in theirs)
-    found = Agreement(heads, tuple(prompt.tokens.shape[1] for prompt in prompts))
+    found = Agreement(heads, said)
     # Not `difference > ...`: that is false for NaN, too.
     if not all(head.difference <= TOLERANCE * head.largest for head in heads):
         raise ValueError(f"{checkpoint} and {folder} are not the same model: {found}")
@@ -207,6 +243,14 @@ def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Hea
 def _largest(tensors: Sequence[Tensor]) -> float:
     """The largest magnitude; NaN if any of the tensors contains NaN."""
     return float(torch.stack([each.abs().max() for each in tensors]).max())
+
+
+def make_pictures(config: ViTConfig) -> Pictures:
+    """Random images. A config without mean and deviation gets those that the model then uses."""
+    size = (PICTURES, config.image_size, config.image_size, CHANNELS)
+    pixels = torch.randint(256, size, generator=torch.Generator().manual_seed(1234))
+    colors = {name: getattr(config, name) or HALF for name in ("image_mean", "image_std")}
+    return Pictures(pixels.to(torch.uint8), replace(config, **colors))
 
 
 def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Prompt]:
@@ -232,7 +276,7 @@ def make_prompts(vocab_size: int, positions: int, *, padded: bool) -> list[Promp
 
 @torch.no_grad()
 def _their_logits(
-    folder: Path, auto_class: str, outputs: Outputs, prompts: Sequence[Prompt]
+    folder: Path, auto_class: str, outputs: Outputs, prompts: Sequence[Any]
 ) -> dict[str, list[Tensor]]:
     transformers.utils.logging.disable_progress_bar()
     model = getattr(transformers, auto_class).from_pretrained(
@@ -245,7 +289,7 @@ def _their_logits(
 
 @torch.no_grad()
 def _our_logits(
-    checkpoint: Path, outputs: Outputs, prompts: Sequence[Prompt]
+    checkpoint: Path, outputs: Outputs, prompts: Sequence[Any]
 ) -> dict[str, list[Tensor]]:
     mesh = serial_mesh()
     model = load_model(verify(checkpoint, mesh), mesh, torch.float64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import reason
-from megatron.config.model import BESIDE, KEPT, ModelConfig, beside
+from megatron.config.model import BESIDE, KEPT, ModelConfig, ViTConfig, beside
 from megatron.data.tokenizer import Tokenizer
 from megatron.huggingface.weights import INDEX, Bare, layout_of
 from megatron.models.build import build_on_meta
@@ -32,6 +32,7 @@ from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.train.trained import tokenizer_in
 from tools.convert.folder import describe
 from tools.convert.table import Family
+from tools.convert.vit import PREPROCESSOR, preprocessor
 from tools.convert.vocabulary import write_tokenizer
 from tools.convert.weights import Weights, resolve, to_theirs
 
@@ -42,17 +43,22 @@ def write_model(
     folder: Path,
     checkpoint: Checkpoint,
     family: Family,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     shard_size: str = SHARD_SIZE,
 ) -> None:
     """Write configuration, weights in the checkpoint's dtype, and tokenizer.
 
-    checkpoint: already verified to be whole. Raises UsageError for a model that transformers
-    does not have, ValueError if the checkpoint has other tensors than its model, or tensors of
-    several dtypes, OSError if a file cannot be written.
+    checkpoint: already verified to be whole. tokenizer: None for a model of images. Raises
+    UsageError for a model that transformers does not have, ValueError if the checkpoint has other
+    tensors than its model, or tensors of several dtypes, OSError if a file cannot be written.
     """
     manifest = checkpoint.manifest
     config = config_of(manifest)
+    if isinstance(config, ViTConfig):
+        names = range(len(config.class_names), manifest["vocab_size"])
+        config = replace(
+            config, class_names=(*config.class_names, *(f"LABEL_{each}" for each in names))
+        )
     values = family.options_of(config)
     entries = resolve(family, config, manifest["vocab_size"])
     _check_names(checkpoint, {entry.ours for entry in entries})
@@ -72,7 +78,9 @@ def write_model(
         return {key: made[key] for key in keys}
 
     _write_weights(folder, to_theirs(family, entries, outline), read, shard_size)
-    values |= {"architectures": [family.architectures[0]], "vocab_size": manifest["vocab_size"]}
+    values["architectures"] = [family.architectures[0]]
+    if tokenizer is not None:
+        values["vocab_size"] = manifest["vocab_size"]
     values["dtype"] = str(dtype).removeprefix("torch.")
     kept = beside(checkpoint.path, KEPT, ["config.json", *BESIDE])
     if "config.json" in kept:
@@ -85,7 +93,10 @@ def write_model(
         described.save_pretrained(folder)
         if KINDS[config.kind].writes_text:
             transformers.GenerationConfig(**special).save_pretrained(folder)
-    write_tokenizer(folder, tokenizer, config.max_position_embeddings)
+    if isinstance(config, ViTConfig):
+        _write_json(folder / PREPROCESSOR, preprocessor(config))
+    elif tokenizer is not None:
+        write_tokenizer(folder, tokenizer, config.max_position_embeddings)
     for name, content in kept.items():
         (folder / name).write_bytes(content)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from megatron.checkpoint.format import one_step, step_folders
 from megatron.checkpoint.resume import FOREIGN
-from megatron.config.model import BESIDE, ModelConfig, beside
+from megatron.config.model import BESIDE, ModelConfig, ViTConfig, beside
 from megatron.errors import UsageError
 from megatron.huggingface.config import FETCHED, fetch
 from megatron.models.registry import KINDS
 from tools.convert.table import Family, any_of
+from tools.convert.vit import PREPROCESSOR, with_colors
 
 FAMILIES: tuple[Family, ...] = tuple(
     family
@@ -70,7 +71,7 @@ def split_folder(folder: Path, has_tokenizer: bool) -> tuple[dict[str, bytes], l
     names = ("config.json", *(BESIDE if has_tokenizer else BESIDE[:1]))
     kept = beside(folder, names=names)
     # `others` includes files of weights in other formats, which are not read.
-    read = [each for each in FETCHED if "safetensors" in each]
+    read = [each for each in FETCHED if "safetensors" in each or each == PREPROCESSOR]
     others = (
         each.name
         for each in folder.iterdir()
@@ -83,17 +84,22 @@ def read_description(folder: Path) -> Description:
     """Description of the folder's model. Raises ValueError or OSError, naming the file and the
     option, if this project has no such model."""
     file = folder / "config.json"
-    return describe(read_object(file), file)
+    found = describe(read_object(file), file)
+    if isinstance(found.config, ViTConfig):
+        return replace(found, config=with_colors(found.config, folder))
+    return found
 
 
 def describe(options: Mapping[str, Any], file: Path) -> Description:
     """Like read_description. options: the contents of the file."""
     try:
         family = _family(options)
-        vocab_size = options.get("vocab_size")
+        config, vocab_size = family.config_of(options), options.get("vocab_size")
+        if isinstance(config, ViTConfig):
+            vocab_size = len(config.class_names)
         if type(vocab_size) is not int:
             raise UsageError("vocab_size", json.dumps(vocab_size), "a whole number")
-        return Description(family, family.config_of(options), vocab_size)
+        return Description(family, config, vocab_size)
     except UsageError as error:
         raise UsageError(f"{file}: {error.flag}", error.value, error.allowed) from error
 

@@ -180,7 +180,8 @@ class Family:
     """Ends of names in old files, and their replacements."""
 
     tokenizers: tuple[str, ...]
-    """Values of --tokenizer-type for such a model; the first is the default."""
+    """Values of --tokenizer-type for such a model; the first is the default. Empty for a model of
+    images."""
 
     special: Mapping[str, str]
     """Token ids that a configuration repeats, and the tokenizer's attributes with these ids."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.model import KEPT, BertConfig, FinetunedConfig, ModelConfig
+from megatron.config.model import (
+    KEPT,
+    BertConfig,
+    FinetunedConfig,
+    ModelConfig,
+    TextModelConfig,
+)
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.models.build import build_on_meta
@@ -70,9 +76,11 @@ def write_checkpoint(
     for name, spec in specs.items():
         assert weights[name].shape == spec.shape, f"{name}: {weights[name].shape}"
     (dtype,) = {weight.dtype for weight in weights.values()}
-    data = resolve_name(KINDS[config.kind].data)(
-        seq_length=config.max_position_embeddings, tokenizer_type=tokenizer.kind
-    )
+    data = resolve_name(KINDS[config.kind].data)()
+    if isinstance(config, TextModelConfig):
+        data = replace(
+            data, seq_length=config.max_position_embeddings, tokenizer_type=tokenizer.kind
+        )
     loss_scaler = LossScaler.of(PrecisionConfig(), dtype).counters()
     # The facts of a run that has made no step and read no data.
     facts: dict[str, Any] = {
@@ -135,10 +143,14 @@ def tell(
     if KINDS[config.kind].program is not None:
         data = resolve_name(KINDS[config.kind].data)()
         packed = "P_text_sentence" if isinstance(config, BertConfig) else "P_text_document"
+        sizes: list[tuple[str, Any]] = [("--data-path", "FOLDER")]  # of images
+        if isinstance(config, TextModelConfig):
+            length = min(data.seq_length, config.max_position_embeddings)
+            files = "documents.jsonl" if "--pad" in given else packed
+            sizes = [("--data-path", files), ("--seq-length", length)]
         words = ["python", "pretrain.py", "--model", config.kind, *given, "--load", path.parent]
         for name, value in (
-            ("--data-path", "documents.jsonl" if "--pad" in given else packed),
-            ("--seq-length", min(data.seq_length, config.max_position_embeddings)),
+            *sizes,
             ("--train-iters", 1000),
             ("--save", f"{path.parent}_trained"),
         ):

@@ -1,0 +1,142 @@
+"""ViT as transformers has it: ViTForImageClassification.
+
+Mean and deviation of the colors are in preprocessor_config.json beside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.model import ViTConfig
+from megatron.data.images import CHANNELS
+from megatron.errors import UsageError
+from tools.convert.bert import PARAMETERS, Labels, both
+from tools.convert.table import APART, Family, Key, Row, Transform, only
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREPROCESSOR = "preprocessor_config.json"
+HALF = [0.5, 0.5, 0.5]  # mean and deviation where it names none
+OURS, THEIRS = "transformer.layers.{n}", "encoder.layer.{n}"
+
+
+def _with_bias(theirs: Any, shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    class_token, bias = theirs
+    return torch.stack([class_token[0, 0], bias])
+
+
+def _square(ours: Tensor) -> Tensor:
+    """[h, 3 x patch x patch] as the kernel of a convolution."""
+    side = isqrt(ours.shape[1] // CHANNELS)
+    return ours.unflatten(1, (CHANNELS, side, side))
+
+
+# Rows of our embedding of token types are the class token and the bias of the patches.
+TYPES = Transform(lambda ours: (ours[:1][None].clone(), ours[1].clone()), _with_bias)
+KERNEL = Transform(lambda ours: (_square(ours),), lambda theirs, shape: theirs[0].flatten(1))
+ONE_MORE = Transform(lambda ours: (ours[None],), lambda theirs, shape: theirs[0][0])
+ROWS = (
+    Row(
+        "token_type_embedding.weight",
+        ("embeddings.cls_token", "embeddings.patch_embeddings.projection.bias"),
+        TYPES,
+    ),
+    Row("position_embedding.weight", ("embeddings.position_embeddings",), ONE_MORE),
+    Row("patch_embedding.weight", ("embeddings.patch_embeddings.projection.weight",), KERNEL),
+    *(
+        Row(
+            f"{OURS}.attention.qkv.{each}",
+            tuple(f"{THEIRS}.attention.attention.{x}.{each}" for x in ("query", "key", "value")),
+            APART,
+        )
+        for each in PARAMETERS
+    ),
+    *both(f"{OURS}.attention.output", f"{THEIRS}.attention.output.dense"),
+    *both(f"{OURS}.mlp.up", f"{THEIRS}.intermediate.dense"),
+    *both(f"{OURS}.mlp.down", f"{THEIRS}.output.dense"),
+    *both(f"{OURS}.attention_norm", f"{THEIRS}.layernorm_before"),
+    *both(f"{OURS}.mlp_norm", f"{THEIRS}.layernorm_after"),
+    *both("final_norm", "layernorm"),
+    *both("head", "classifier"),
+)
+KEYS = (
+    Key("num_hidden_layers", "num_layers", default=12),
+    Key("hidden_size", "hidden_size", default=768),
+    Key("num_attention_heads", "num_attention_heads", default=12),
+    Key("intermediate_size", "ffn_hidden_size", default=3072, implied="ffn_size"),
+    Key("image_size", "image_size", default=224),
+    Key("patch_size", "patch_size", default=16),
+    Key("layer_norm_eps", "layernorm_epsilon", default=1e-12),
+    Key("initializer_range", "init_method_std", default=0.02),
+    Key("attention_probs_dropout_prob", "attention_dropout", default=0.0),
+    Key("hidden_dropout_prob", "hidden_dropout", default=0.0),
+    # Theirs has one dropout for embeddings and layers.
+    Key("hidden_dropout_prob", "embedding_dropout", default=0.0, implied="dropout_of_embeddings"),
+    Key("hidden_act", "activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}),
+    Key("pooling", "pooling", {None: "class-token"}),
+    Labels("id2label", "class_names"),
+    only("num_channels", CHANNELS),
+    only("qkv_bias", True),
+    only("problem_type", None, "single_label_classification"),
+    only("quantization_config", None),
+)
+VITS = (
+    Family(
+        model_type="vit",
+        architectures=("ViTForImageClassification",),
+        auto_class="AutoModelForImageClassification",
+        config=ViTConfig,
+        fields={},
+        rows=ROWS,
+        keys=KEYS,
+        spares={},
+        prefix="vit.",
+        bare=("classifier.",),
+        old={},
+        tokenizers=(),
+        special={},
+    ),
+)
+
+
+def with_colors(config: ViTConfig, folder: Path) -> ViTConfig:
+    """The config with the mean and deviation of the folder's preprocessor. Raises UsageError for a
+    preprocessor that gives the model other values than (pixel / 255 - mean) / deviation."""
+    file = folder / PREPROCESSOR
+    options = json.loads(file.read_bytes()) if file.is_file() else {}
+    for name, needed in (("do_normalize", True), ("do_rescale", True)):
+        if options.get(name, needed) is not needed:
+            raise UsageError(f"{file}: {name}", json.dumps(options[name]), json.dumps(needed))
+    if abs(options.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+        allowed = f"{1 / 255}, for values from 0 to 1"
+        raise UsageError(f"{file}: rescale_factor", options["rescale_factor"], allowed)
+    colors = {}
+    for name in ("image_mean", "image_std"):
+        values = options.get(name, HALF)
+        if not isinstance(values, list) or len(values) != CHANNELS:
+            raise UsageError(f"{file}: {name}", json.dumps(values), f"{CHANNELS} numbers")
+        colors[name] = tuple(map(float, values))
+    return replace(config, **colors)
+
+
+def preprocessor(config: ViTConfig) -> Mapping[str, Any]:
+    """Content of preprocessor_config.json for this model."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": config.image_size, "width": config.image_size},
+        "resample": 3,  # bicubic
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [*(config.image_mean or HALF)],
+        "image_std": [*(config.image_std or HALF)],
+    }
