@@ -124,6 +124,17 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
+# Of ViT: each mode of tensor parallelism, and what else a model goes through.
+OF_IMAGES = (
+    Case("tensor=2", "vit", frozenset(["dropout"])),
+    Case("tensor=2,sequence", "vit-mean", frozenset(["accumulate", "full"])),
+    Case("data=2", "vit-mean", frozenset(["dropout", "bf16"])),
+    Case("pipeline=2", "vit", frozenset(["dropout", "accumulate"]), samples=3, layers=3),
+    Case("tensor=4:2d", "vit", frozenset(["dropout", "accumulate"])),
+    Case("tensor=8:2.5d:2", "vit-mean", samples=8),
+    Case("tensor=8:3d", "vit", frozenset(["dropout", "full"]), samples=8),
+    Case("tensor=2,data=2,zero=3", "vit", frozenset(["accumulate", "selective"])),
+)
 # Of models that predict the next token.
 OF_TEXT = {"documents", "padded", "unscored", "whole-logits"}
 Row = tuple[str, ...]

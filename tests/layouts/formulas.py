@@ -2,7 +2,7 @@
 
 h hidden   a heads   g of keys and values   f MLP's width
 s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
-k masked tokens   w bytes of a number
+k masked tokens   w bytes of a number   q numbers of a patch of an image
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
 p pipeline ranks   stages: the virtual ones of this rank   d ranks that hold the same shards
 Of grids, 2D, 2.5D and 3D, t is a side; c ranks that the columns of the stream are cut over, e that
@@ -21,7 +21,7 @@ MASKED_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    kind: str  # gpt2, bert, llama; of transformers qwen3 and gpt_neox, too
+    kind: str  # gpt2, bert, llama, vit; of transformers qwen3 and gpt_neox, too
     unmodified: bool  # a model of transformers, by a plan
     post_norm: bool
     untied: bool
@@ -51,6 +51,8 @@ class Shape:
     positions: int
     w: int  # bytes
     k: int  # masked tokens of BERT, of a micro-batch, filled up
+    q: int
+    class_token: bool  # of ViT
     blocks: bool  # attention keeps its probabilities, else it is torch's kernel
     head: int  # elements of a head, filled up to what that kernel multiplies
     documents: bool
@@ -109,6 +111,10 @@ def matmul_flops(x: Shape) -> int:
     layer = 2 * n * h * (2 * h + wide * x.f) // t + 2 * n * h * 2 * x.keys_width + core
     again = {"none": 0, "selective": core, "full": layer}[x.recompute]
     again += 0 if x.blocks else core // 2  # the kernel's backward computes the scores again
+    if x.kind == "vit":  # both ends are whole on every rank, and pixels have no gradient
+        patches = 2 * (2 * n * x.q * h // (x.c * x.r)) * x.is_first
+        of_head = 3 * (2 * x.b * h * x.v // x.c) * x.is_last
+        return x.m * (x.layers * (3 * layer + again) + patches + of_head)
     if x.kind != "bert":
         heads = 2 * n * h * x.v // t
     elif x.unmodified:  # which transforms all tokens, and of which no head tells pairs apart
@@ -155,6 +161,12 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
     behind: Parameters = []
     if x.has_norm:
         (before if x.post_norm else behind).extend(norm)
+    if x.kind == "vit":
+        if x.is_first:  # patches; positions; class token and bias, or the bias alone
+            before += [(each * h // c, "stream") for each in (x.q, x.positions, 1 + x.class_token)]
+        if x.is_last:
+            behind += [(x.v * h // c, "heads of BERT"), (x.v, "heads of BERT")]
+        return before, biased, behind
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // shares, "ends" if is_tied else "")
     if x.is_first:
@@ -236,7 +248,8 @@ def saved_bytes(x: Shape) -> int:
     if x.recompute == "none" and x.blocks:  # the probabilities
         core += x.b * x.a * x.s * x.s // t * w + keys * x.a // t
     elif x.recompute == "none":  # the logarithms of sums, and a mask
-        core += n * x.a // t * x.wide + n * w * (x.s if x.documents else 1)
+        mask = 0 if x.kind == "vit" else x.s if x.documents else 1
+        core += n * x.a // t * x.wide + n * w * mask
         # Several heads come back as the queries lie, and are copied.
         core += size * w // t * (x.is_llama and x.a > t)
     # Heads; MLP before and after its activation, of a gate, too.
@@ -246,13 +259,19 @@ def saved_bytes(x: Shape) -> int:
         layer = of_stream
     if x.whole_logits:
         heads = of_stream + n * x.vocabulary * x.wide + 12 * n  # labels and their mask
+    elif x.kind == "vit":  # the whole stream, of which a row is read; scores and labels
+        pooled = size * w // x.c if x.class_token else x.b * x.h // x.c * w
+        heads = pooled + x.b * (x.v * x.wide + 8)
     elif x.kind != "bert":
         heads = 2 * of_stream + n * (8 + x.wide)  # input and its gradient; labels, scales
     else:  # the whole stream; of masked tokens what dense, GeLU, norm and head keep; a bias
         masked = x.k * (5 * x.h // x.c * w + 3 * x.wide + 16)
         heads = size * w // x.c + masked + x.v // t * x.wide + x.b * x.h // x.c * w
     # Ids of words, of all samples that a grid reads, of positions and types; rows, for dropout.
-    embedding = {"llama": 9 * x.e, "gpt2": 9 * x.e + 8, "bert": 9 * x.e + 16}[x.kind] * n
+    # Own rows are a view of the patches of all ranks.
+    of_patches = x.q * w + 8 + 8 * x.class_token
+    kinds = {"llama": 9 * x.e, "gpt2": 9 * x.e + 8, "bert": 9 * x.e + 16, "vit": of_patches}
+    embedding = kinds[x.kind] * n
     embedding += keys // r
     others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
     if x.recompute == "selective":  # what else the core is called with: rows and a mask
@@ -308,23 +327,26 @@ def of_layers_1d(x: Shape, found: Traffic) -> None:
     again = 0
     if x.recompute == "full":  # the last sum of a layer only where something behind it is kept
         again = 2 if x.dropout or x.post_norm else 1
-    of_head = m * x.is_last
+    of_head, is_text = m * x.is_last, x.kind != "vit"  # whose ends are whole on every rank
     if x.r == 1:
-        sums = x.is_first + (4 + again) * layers
+        sums = x.is_first * is_text + (4 + again) * layers
         add("tensor", t, 2, stream, m * sums)
-        add("tensor", t, 2, scored * x.h * x.w, of_head)  # f of the head
+        add("tensor", t, 2, scored * x.h * x.w, of_head * is_text)  # f of the head
     else:
         again_in = 2 if again else 0
-        gathers = x.is_first + (2 + again_in) * layers + (2 + 2) * layers
-        scatters = x.is_first + (2 + again + 2) * layers
+        gathers = x.is_first * is_text + (2 + again_in) * layers + (2 + 2) * layers
+        scatters = x.is_first * is_text + (2 + again + 2) * layers
         add("tensor", t, 1, stream, m * (gathers + scatters))
-        if x.kind != "bert":  # the head; its backward gathers again, but not that of the fused loss
+        if not is_text:
+            add("tensor", t, 1, stream, of_head)
+        elif x.kind != "bert":
+            # The head; its backward gathers again, but not that of the fused loss.
             add("tensor", t, 1, stream, (2 + x.whole_logits) * of_head)
         else:  # what the encoder returns, and f of the head on masked tokens
             add("tensor", t, 1, stream, of_head)
             add("tensor", t, 2, scored * x.h * x.w, of_head)
     if x.whole_logits:
         add("tensor", t, 1, x.n * x.v * x.w, of_head)
-    else:  # a maximum, then two sums
+    elif is_text:  # a maximum, then two sums
         add("tensor", t, 2, scored * x.wide, of_head)
         add("tensor", t, 2, 2 * scored * x.wide, of_head)

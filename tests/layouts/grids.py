@@ -103,7 +103,8 @@ def of_layers(x: Shape, found: Traffic) -> None:
             to.send(Lane("input", x.t), x.t * n * width, m * x.stages * count)
     if x.has_norm:
         to.norm(n, m)
-    if x.is_first:  # ids; rows of all samples there and back, then their columns
+    if x.is_first and x.kind != "vit":
+        # Ids; rows of all samples there and back, then their columns.
         to.send(to.tokens, x.e * n * 8, m)
         to.send(to.tokens, x.e * n * h * x.w, 2 * m)
         to.cut_columns(n, 2 * m)
@@ -113,6 +114,9 @@ def of_layers(x: Shape, found: Traffic) -> None:
 
 def of_head(x: Shape, to: Sender) -> None:
     scored, m, h = x.k if x.kind == "bert" else x.n, x.m, x.h
+    if x.kind == "vit":
+        to.send(to.hidden, x.b * x.v * x.w, m, passes=2)
+        return
     if x.kind == "bert":
         to.linear(to.outside, x.k, h, h, times=m)
         to.norm(x.k, m)

@@ -45,6 +45,7 @@ from tests.tiny import (
     tiny_state,
     whole_gradients,
 )
+from tests.vit import vit_samples, vit_section
 from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import Counts, measure
 
@@ -80,7 +81,7 @@ OF_A_SIGN = 2 * LR / 0.4
 @dataclass(frozen=True)
 class Case:
     layout: str
-    model: str  # gpt2, bert, bert-post-ln, llama, llama-even; hf-NAME: unmodified
+    model: str  # gpt2, bert, bert-post-ln, llama, llama-even, vit, vit-mean; hf-NAME: unmodified
     options: frozenset[str] = frozenset()
     samples: int = GLOBAL_BATCH  # of a step
     layers: int = 2
@@ -115,6 +116,10 @@ class Case:
             changes |= SETTINGS.get(option, {})
         if self.model == "gpt2":
             return tiny_section(**changes)
+        if self.model.startswith("vit"):
+            changes.pop("make_vocab_size_divisible_by")
+            pooling = "mean" if self.model == "vit-mean" else "class-token"
+            return vit_section(pooling=pooling, **changes)
         if self.model.startswith("llama"):
             changes = {"untie_embeddings_and_output_weights": False} | changes
             heads = {"num_attention_heads": 4, "num_query_groups": 2}
@@ -135,6 +140,8 @@ class Case:
     def draw(self, size: int, first: int = 0) -> Any:
         if self.is_bert:
             return bert_samples(size, first=first)
+        if self.model.startswith("vit"):
+            return vit_samples(size, first=first)
         batch = samples(size, first=first)
         if "unscored" in self.options:  # the second one of every step
             batch.loss_mask[batch.numbers % self.samples == 1] = 0
@@ -303,7 +310,8 @@ def keeps_scores(case: Case, device: torch.device) -> bool:
     """Whether attention without dropout keeps its probabilities for the backward."""
     if device.type == "cuda":
         return case.dtype == torch.float64  # for which torch has no kernel of attention
-    is_causal = not case.is_bert and "documents" not in case.options
+    is_causal = not case.is_bert and not case.model.startswith("vit")
+    is_causal = is_causal and "documents" not in case.options
     is_causal = is_causal and case.unmodified != "mistral"  # whose window is a mask
     return use_cpu_kernels and (is_causal or case.dtype.itemsize < 4)
 
@@ -323,6 +331,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         replicas = "copies" if layout.size("data") > 1 else "depth"
     if case.unmodified:
         section = sizes_of(case)
+    is_vit = case.model.startswith("vit")
     blocks = section.attention_dropout > 0 or keeps_scores(case, device)
     head = section.hidden_size // section.num_attention_heads
     if device.type == "cuda" and case.dtype.itemsize < 4 and not blocks:
@@ -331,7 +340,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         kind=section.kind,
         unmodified=bool(case.unmodified),
         post_norm=case.model in ("bert-post-ln", "hf-bert"),
-        untied=section.untie_embeddings_and_output_weights,
+        untied=getattr(section, "untie_embeddings_and_output_weights", False),
         recompute=section.recompute_granularity,
         dropout=section.hidden_dropout > 0,
         layers=sum(map(len, own)) if own else section.num_layers,
@@ -339,7 +348,7 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         a=section.num_attention_heads,
         g=getattr(section, "query_groups", section.num_attention_heads),
         f=section.ffn_size,
-        s=SEQUENCE,
+        s=section.positions if is_vit else SEQUENCE,
         b=b,
         m=m,
         t=t,
@@ -353,11 +362,13 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         stages=plan.virtual,
         is_first=stage == 0,
         is_last=stage == plan.ranks - 1,
-        v=-(-VOCABULARY // (multiple * t * e)) * multiple * t * e,
+        v=VOCABULARY if is_vit else -(-VOCABULARY // (multiple * t * e)) * multiple * t * e,
         vocabulary=VOCABULARY,
-        positions=section.max_position_embeddings,
+        positions=section.positions if is_vit else section.max_position_embeddings,
         w=case.dtype.itemsize,
         k=16,
+        q=3 * section.patch_size**2 if is_vit else 0,
+        class_token=case.model == "vit",
         blocks=blocks,
         head=head,
         documents="documents" in case.options,

@@ -13,7 +13,15 @@ import torch
 
 from megatron.parallel.mesh import serial_mesh
 from tests.dist import Pool
-from tests.layouts.cover import FACTORS, OF_LLAMA, UNMODIFIED, case_of, cover, every_row
+from tests.layouts.cover import (
+    FACTORS,
+    OF_IMAGES,
+    OF_LLAMA,
+    UNMODIFIED,
+    case_of,
+    cover,
+    every_row,
+)
 from tests.layouts.matrix import (
     GLOBAL_BATCH,
     TOLERANCES,
@@ -57,7 +65,7 @@ def ranks(case: Case) -> int:
 @cache
 def groups(is_full: bool) -> dict[Case, Group]:
     """Of each case those that run in the same call."""
-    cases = [*map(case_of, every_row() if is_full else cover()), *UNMODIFIED]
+    cases = [*map(case_of, every_row() if is_full else cover()), *UNMODIFIED, *OF_IMAGES]
     cases.sort(key=ranks)
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):
