@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when ru
 from megatron.config.launch import interruptible, is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
-from megatron.train.trained import begin_token_of, open_trained
+from megatron.train.trained import begin_token_of, open_model, open_trained
 from tasks import paper
 from tasks.job import check_judged, make_job
 from tasks.protocol import FinetuneSettings, TaskSettings
@@ -40,6 +40,7 @@ TASKS = {
     "MNLI": "tasks.readers.glue:MNLI",
     "QQP": "tasks.readers.glue:QQP",
     "SQUAD": "tasks.readers.squad",
+    "CIFAR10": "tasks.cifar10",
 }
 _KNOWN = f"{', '.join(TASKS)}, or a module of your own such as tasks.mine"
 
@@ -98,8 +99,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
         run_finetuned(name, module, settings, command, environ)
-    else:
+    elif isinstance(settings, TaskSettings):
         run_zero_shot(name, module, settings, command, environ)
+    else:
+        run_images(name, module, settings, command, environ)
 
 
 def run_finetuned(
@@ -172,6 +175,32 @@ def run_zero_shot(
             record = arrange(name, figures, facts | how)
             with user_errors(environ, agreed=True):
                 publish(record, settings.evaluation, name, {"this_model": figures})
+
+
+def run_images(
+    name: str, module: Any, settings: Any, command: Sequence[str], environ: Mapping[str, str]
+) -> None:
+    """Evaluate a ViT, and publish the record."""
+    with user_errors(environ):
+        parallel = settings.parallel
+        folders, manifest = open_model(settings.load, parallel, world_size(environ), ["vit"])
+        task = module.prepare(settings, manifest)
+        data = [{"folder": str(settings.valid_data), "content": task.content}]
+
+    from megatron.train.evaluate import load_newest
+    from megatron.train.launch import launch
+    from megatron.train.state import DTYPES
+
+    size = settings.evaluation.micro_batch_size
+    with launch(parallel, environ) as mesh:
+        with user_errors(environ, agreed=True):
+            checkpoint, model = load_newest(folders, mesh, DTYPES[settings.dtype])
+        figures = task.evaluate(model, mesh, size)
+        if mesh.is_first:
+            facts = describe(checkpoint, model, mesh, settings.dtype)
+            how = {"data": data, "micro_batch_size": size, "command": command}
+            with user_errors(environ, agreed=True):
+                publish(arrange(name, figures, facts | how), settings.evaluation)
 
 
 if __name__ == "__main__":

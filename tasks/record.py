@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 # Only some kinds of model have these.
 FURTHER = ("residual_order", "head", "labels", "num_query_groups", "rotary_base", "rope_scaling")
-FURTHER += ("hf_model",)
+FURTHER += ("hf_model", "image_size", "patch_size", "pooling")
 
 
 def identify(path: Path) -> dict[str, Any]:

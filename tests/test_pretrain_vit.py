@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import pretrain
+import tasks.main
 from tests.programs import assert_equal_bits, newest, start_ranks
 from tests.refusals import refused
 
@@ -71,6 +72,38 @@ def test_epochs_accuracy_and_resuming(data: Path, tmp_path: Path) -> None:
     run(data, f"{words} --exit-interval 5 --save {tmp_path}/half", tmp_path)
     run(data, f"{words} --load {tmp_path}/half --save {tmp_path}/half", tmp_path)
     assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
+
+
+def evaluate(words: list[str]) -> None:
+    tasks.main.main(words, os.environ)
+
+
+def test_the_task_gives_the_accuracy_of_training(data: Path, tmp_path: Path) -> None:
+    run(data, f"{EPOCHS} --save {tmp_path}/run", tmp_path)
+    expected = lines(tmp_path / "run", "validation_top1")[-1]["validation_top1"]
+    words = f"--task CIFAR10 --load {tmp_path}/run --valid-data {data} --output {tmp_path}/out.json"
+    evaluate([*words.split(), "--picture", f"{tmp_path}/some.png"])
+    alone = json.loads((tmp_path / "out.json").read_text())
+    assert (alone["top1"], alone["images"]) == (expected, 3 * TEST)
+    shares = [alone["by_class"][name] for name in COLORS]
+    assert sum(shares) / 3 == pytest.approx(expected)
+    assert sum(number for *_, number in alone["confusions"]) == round((1 - expected) * 3 * TEST)
+    assert Image.open(tmp_path / "some.png").size[0] > 500
+
+    layout = "--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 5"
+    arguments = [*words.split(), *layout.split()]
+    with start_ranks(partial(evaluate, arguments), range(4), 4, tmp_path) as ranks:
+        assert ranks.wait() == [0] * 4, ranks.text()
+    of_ranks = json.loads((tmp_path / "out.json").read_text())
+    for name in ("top1", "top5", "by_class", "confusions"):
+        assert of_ranks[name] == alone[name]
+
+    others = tmp_path / "others"
+    for split in ("train", "val"):
+        (others / split).mkdir(parents=True)
+        for name in COLORS:
+            (others / split / f"a {name}").symlink_to(data / split / name)
+    assert refused(evaluate, words.replace(str(data), str(others))) == "--valid-data"
 
 
 def test_it_learns(data: Path, tmp_path: Path) -> None:

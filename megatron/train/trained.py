@@ -47,6 +47,30 @@ OF_A_RUN = {
 }
 
 
+def open_model(
+    load: str,
+    parallel: ParallelConfig,
+    world_size: int,
+    kinds: Sequence[str] | None = None,
+    given: str = "--load",
+) -> tuple[Sequence[Path], dict[str, Any]]:
+    """(the checkpoints of --load from the newest readable one on, its manifest): see open_trained,
+    which also finds its tokenizer."""
+    start = find_start(CheckpointConfig(load=load), given)
+    newest, passed_over = newest_readable(start.folders, given)
+    path, manifest = newest.path, newest.manifest
+    for reason in passed_over:
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
+    kind = manifest["kind"]
+    if not (find_kind(kind, given).writes_text if kinds is None else kind in kinds):
+        allowed = " or ".join(text_kinds() if kinds is None else kinds)
+        raise UsageError(given, path, f"a model of the kind {allowed}, not {kind}")
+    model = config_of(manifest)
+    parallel.check_kind(model, given)
+    parallel.check(world_size, model.widths)
+    return start.folders[start.folders.index(path) :], manifest
+
+
 def open_trained(
     config: TrainedConfig,
     parallel: ParallelConfig,
@@ -63,20 +87,8 @@ def open_trained(
     its model is of another kind or cannot be sharded over the processes, or if the tokenizer is
     missing or another one.
     """
-    start = find_start(CheckpointConfig(load=config.load), given)
-    newest, passed_over = newest_readable(start.folders, given)
-    path, manifest = newest.path, newest.manifest
-    for reason in passed_over:
-        warnings.warn(f"passed over: {reason}", stacklevel=2)
-    kind = manifest["kind"]
-    if not (find_kind(kind, given).writes_text if kinds is None else kind in kinds):
-        allowed = " or ".join(text_kinds() if kinds is None else kinds)
-        raise UsageError(given, path, f"a model of the kind {allowed}, not {kind}")
-    model = config_of(manifest)
-    parallel.check_kind(model, given)
-    parallel.check(world_size, model.widths)
-
-    kind = config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
+    folders, manifest = open_model(config.load, parallel, world_size, kinds, given)
+    path, kind = folders[0], config.tokenizer_type or manifest["config"]["data"]["tokenizer_type"]
     given_files = [file for file in (config.vocab_file, config.merge_file) if file is not None]
     tokenizer = tokenizer_in(path, manifest, kind) if not given_files else None
     if given_files:
@@ -99,7 +111,7 @@ def open_trained(
     ends: Any = next((each for each in marks if each is not None), [])
     ends = {*ends} if isinstance(ends, list) else {ends}
     tokenizer.more_ends = tuple(sorted(ends - {tokenizer.eod}))
-    return start.folders[start.folders.index(path) :], tokenizer, manifest
+    return folders, tokenizer, manifest
 
 
 def tokenizer_in(path: Path, manifest: Mapping[str, Any], kind: str) -> Tokenizer | None:

@@ -1,0 +1,159 @@
+"""CIFAR-10, or another data set of images by class: the accuracy of a ViT on its validation split.
+
+The folder is that of pretrain.py --model vit, or its packed file. --picture draws some images that
+the model gets right, and some that it does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.checks import writable
+from megatron.config.model import ViTConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.data.files import write_atomically
+from megatron.data.images import Images, open_images
+from megatron.errors import UsageError
+from megatron.models.registry import config_of
+from tasks.protocol import EvaluationConfig
+
+if TYPE_CHECKING:
+    from megatron.models.vit import ViT
+    from megatron.parallel.mesh import Mesh
+
+CONVENTIONS = {
+    "top1": "share of the images whose label has the highest score; of equal scores the first",
+    "top5": "share of the images whose label is among the five highest scores",
+    "by_class": "the same share as top1 of the images of each class",
+    "confusions": "the ten most frequent mistakes: [label, the model's class, images]",
+}
+DRAWN = 8  # pictures in a row, of which there are two of each kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    load: str
+    """Directory of checkpoints, whose newest one is used; or one of its subdirectories."""
+
+    valid_data: Path
+    """Folder of the images, as --data-path of the training; or its packed file."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of weights and activations."""
+
+    picture: Path | None = None
+    """PNG file for pictures of right and wrong predictions."""
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        writable(self, "picture")
+        if self.evaluation.compare_paper:
+            allowed = "left out: the figures of this task are in no table of the paper"
+            raise UsageError("--compare-paper", None, allowed, works=("--no-compare-paper",))
+
+
+@dataclass(frozen=True)
+class Classification:
+    settings: Settings
+    images: Images
+    """The validation split, in the order of its file."""
+    classes: tuple[str, ...]
+    content: str
+    """Identity of the data."""
+
+    def evaluate(self, model: ViT, mesh: Mesh, micro_batch_size: int) -> Mapping[str, Any]:
+        """The figures; every rank calls this."""
+        best = predict(model, mesh, self.images, micro_batch_size)
+        count = len(best)
+        labels = self.images.splits[0].labels
+        right = best[:, 0] == labels
+        if mesh.is_first and self.settings.picture is not None:
+            draw(self.settings.picture, self.images, best[:, 0], self.classes)
+        mistakes = Counter(zip(labels[~right].tolist(), best[~right, 0].tolist(), strict=True))
+        return {
+            "images": count,
+            "confusions": [
+                [self.classes[label], self.classes[other], number]
+                for (label, other), number in mistakes.most_common(10)
+            ],
+            "by_class": {
+                name: float(right[labels == label].mean())
+                for label, name in enumerate(self.classes)
+            },
+            "top5": float((best == labels[:, None]).any(1).mean()),
+            "top1": float(right.mean()),
+            "conventions": CONVENTIONS,
+        }
+
+
+def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
+    """Raises ValueError or OSError, naming the flag, for images of other classes."""
+    config = config_of(manifest)
+    assert isinstance(config, ViTConfig)
+    packed = open_images(settings.valid_data, config.image_size)
+    classes = tuple(packed.classes)
+    if config.class_names and config.class_names != classes:
+        ours, theirs = (", ".join(names) for names in (classes, config.class_names))
+        allowed = f"images of the classes that the model knows, {theirs}; its own are {ours}"
+        raise UsageError("--valid-data", settings.valid_data, allowed)
+    if len(classes) > manifest["vocab_size"]:
+        allowed = f"images of at most {manifest['vocab_size']} classes, not {len(classes)}"
+        raise UsageError("--valid-data", settings.valid_data, allowed)
+    images = packed.series("validation", 0, shuffle=False)
+    return Classification(settings, images, classes, packed.content)
+
+
+def predict(model: ViT, mesh: Mesh, images: Images, micro_batch_size: int) -> NDArray[np.int64]:
+    """The five classes with the highest scores of each image, best first: [images, up to 5]."""
+    import torch
+
+    from megatron.train.executor import on_device
+
+    count, ranks = images.samples_per_epoch, mesh.batch.size
+    # Every rank makes the same calls with equally many images; the last ones may come twice.
+    each = -(-count // ranks)
+    first = mesh.batch.rank * each
+    own = [min(number, count - 1) for number in range(first, first + each)]
+    found = []
+    with torch.no_grad():
+        for start in range(0, each, micro_batch_size):
+            batch = images.batch(own[start : start + micro_batch_size])
+            scores = model(on_device(batch, mesh.device))
+            order = scores.argsort(dim=1, descending=True, stable=True)
+            found.append(order[:, :5].cpu().numpy())
+    best = np.empty((count, found[0].shape[1]), np.int64)
+    for numbers, rows in mesh.control.gather((own, np.concatenate(found))):
+        best[numbers] = rows
+    return best
+
+
+def draw(file: Path, images: Images, best: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+    """Two rows of images that are right, two of others: each spread over the split."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    labels = images.splits[0].labels
+    figure = Figure(figsize=(1.2 * DRAWN, 6), layout="constrained")
+    axes = figure.subplots(4, DRAWN)
+    for first, kind in ((0, best == labels), (2, best != labels)):
+        numbers = np.flatnonzero(kind)
+        chosen = numbers[np.linspace(0, len(numbers) - 1, min(2 * DRAWN, len(numbers)), dtype=int)]
+        for place, number in zip(axes[first : first + 2].flat, chosen.tolist(), strict=False):
+            place.imshow(images.batch([number]).images[0])
+            name, other = classes[labels[number]], classes[best[number]]
+            place.set_title(name if first == 0 else f"{other}, not\n{name}", fontsize=8)
+    for place in axes.flat:
+        place.axis("off")
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    write_atomically(file, content.getvalue())
