@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -14,6 +13,7 @@ import pretrain
 import tasks.main
 from tests.programs import assert_equal_bits, newest, start_ranks
 from tests.refusals import refused
+from tests.vit import write_images
 
 SHAPE = "--model vit --num-layers 2 --hidden-size 32 --num-attention-heads 4 --image-size 8"
 SHAPE += " --patch-size 4 --crop-padding 1 --no-bf16 --lr 1e-3 --log-interval 1"
@@ -24,16 +24,7 @@ COLORS = {"bright": (220, 220, 220), "dark": (30, 30, 30), "red": (220, 30, 30)}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise around a color of each class."""
-    folder, random = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    for split, count in (("train", TRAIN), ("val", TEST)):
-        for name, color in COLORS.items():
-            (folder / split / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(-30, 31, size=(8, 8, 3)) + color
-                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-                image.save(folder / split / name / f"{number}.png")
-    return folder
+    return write_images(tmp_path_factory.mktemp("data"), COLORS, {"train": TRAIN, "val": TEST})
 
 
 def main(words: list[str]) -> None:

@@ -1,8 +1,11 @@
-"""A ViT small enough for tests, and its batches."""
+"""A ViT small enough for tests, its batches, and folders of images."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from megatron.config.model import ViTConfig
 from megatron.data.images import CHANNELS, ImageBatch
@@ -40,3 +43,21 @@ def vit_samples(count: int, *, first: int = 0, changes: bool = True) -> ImageBat
         flips=np.array(flips, bool) if changes else None,
         numbers=numbers,
     )
+
+
+def write_images(
+    folder: Path, colors: Mapping[str, tuple[int, int, int]], counts: Mapping[str, int]
+) -> Path:
+    """Images of 8 x 8 pixels, noise around the color of each class.
+
+    counts: of a class, by split.
+    """
+    random = np.random.default_rng(0)
+    for split, count in counts.items():
+        for name, color in colors.items():
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = (random.integers(-30, 31, size=(8, 8, CHANNELS)) + color).clip(0, 255)
+                image = Image.fromarray(pixels.astype(np.uint8))
+                image.save(folder / split / name / f"{number}.png")
+    return folder
