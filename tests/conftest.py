@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slowest", action="store_true", help="print the files that take longest")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def test_data() -> Path:
     """The folder of real files; a test that asks for it is marked real_data."""
     if VARIABLE not in os.environ:
