@@ -5,6 +5,7 @@
 #     bash benchmarks/gpu.sh                       # hardware 124m profile loss dropout
 #     bash benchmarks/gpu.sh speed                 # 124m 355m 1.2b llama: GPT-2 and a Llama of 1B
 #     bash benchmarks/gpu.sh graph sizes offload modes hf
+#     CIFAR10=cifar10_jpeg.tar.xz bash benchmarks/gpu.sh vit # 60 epochs on images by class: 480 s
 #     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
 # profile is 124m again: milliseconds by kind of kernel, launches and host; 355m, 1.2b and llama have
@@ -21,7 +22,7 @@ while (($#)); do
         --device) device=${2-} && shift ;;
         --small) small=yes ;;
         speed) groups+=(124m 355m 1.2b llama) ;;
-        hardware | 124m | 355m | 1.2b | llama | sizes | profile | graph | loss | dropout | offload | modes | hf)
+        hardware | 124m | 355m | 1.2b | llama | sizes | profile | graph | loss | dropout | offload | modes | hf | vit)
             groups+=("$1") ;;
         *) echo "error: $1 is no group of this script; its first lines name them" >&2 && exit 2 ;;
     esac
@@ -138,9 +139,19 @@ hf() { # unmodified models by a plan on one rank
     [[ $small ]] && sizes=("--program-flags=--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512")
     question huggingface huggingface --tensor-parallel 1 --dtypes bf16 --turns 10 "${sizes[@]}"
 }
+vit() { # wanted: 82 % of the test images
+    local flags=(--mock-data --num-layers 1 --hidden-size 32 --image-size 8 --global-batch-size 64 --train-iters 3)
+    if [[ ! $small ]]; then
+        [[ -f ${CIFAR10-} ]] || { echo "error: CIFAR10=FILE.tar.xz names no file of images" >&2 && exit 2; }
+        mkdir "$work/cifar10" && tar -xf "$CIFAR10" -C "$work/cifar10"
+        flags=(--data-path "$work/cifar10" --num-workers 8 --micro-batch-size 512)
+    fi
+    run vit pretrain.py --model vit --preset vit_tiny_cifar10 --metrics-file "$out/vit.jsonl" "${flags[@]}"
+}
 
 for group in "${groups[@]}"; do
     limit=120
+    [[ $group = vit ]] && limit=480
     [[ $group = sizes ]] && limit=200
     [[ $device = cpu ]] && limit=1800
     until=$(($(date +%s) + limit))

@@ -45,6 +45,10 @@ class Settings:
     valid_data: Path
     """Folder of the images, as --data-path of the training; or its packed file."""
 
+    cache_dir: Path | None = None
+    """Folder of the packed images, made where they are first used; that of the images if not
+    given."""
+
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and activations."""
 
@@ -99,7 +103,11 @@ def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
     """Raises ValueError or OSError, naming the flag, for images of other classes."""
     config = config_of(manifest)
     assert isinstance(config, ViTConfig)
-    packed = open_images(settings.valid_data, config.image_size)
+    try:
+        packed = open_images(settings.valid_data, config.image_size, beside=settings.cache_dir)
+    except UsageError as error:  # which names the flag of the pretraining program
+        name = "--valid-data" if error.flag == "--data-path" else error.flag
+        raise UsageError(name, error.value, error.allowed, works=error.works) from error
     classes = tuple(packed.classes)
     if config.class_names and config.class_names != classes:
         ours, theirs = (", ".join(names) for names in (classes, config.class_names))

@@ -95,6 +95,7 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, tmp_path: Path) -> 
         for name in COLORS:
             (others / split / f"a {name}").symlink_to(data / split / name)
     assert refused(evaluate, words.replace(str(data), str(others))) == "--valid-data"
+    assert refused(evaluate, words.replace(str(data), "/nowhere")) == "--valid-data"
 
 
 def test_it_learns(data: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -162,15 +163,20 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
     what is no data set of images.
     """
     if path.is_file():
+        if path.suffix != SUFFIX:
+            allowed = f"a folder with train/CLASS/ and test/CLASS/, or a packed file ({SUFFIX})"
+            raise UsageError("--data-path", path, allowed)
         return _open_packed(path, size, None)
     place = path if beside is None else beside / path.resolve().name
     file = place / f".images_{size}{SUFFIX}"
     listing = list_images(path)
     key = hashlib.sha256(json.dumps([size, listing.key]).encode()).hexdigest()
 
+    with suppress(OSError):  # for the lock, before a rank packs
+        place.mkdir(parents=True, exist_ok=True)
+
     def make() -> Packed:
         try:
-            place.mkdir(parents=True, exist_ok=True)
             pack(listing, size, file, key, workers)
         except OSError as error:
             allowed = f"a folder that can be written, for the packed images: {error}"
@@ -384,7 +390,7 @@ class RandomImages:
     classes: int
     size: int
     seed: int
-    samples_per_epoch: int = 1 << 40
+    samples_per_epoch: int = 1024
 
     def batch(self, numbers: Sequence[int]) -> ImageBatch:
         images, labels = [], []

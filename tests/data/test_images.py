@@ -184,8 +184,9 @@ def mislabel(folder: Path) -> None:
         (truncate, "binary", "data_batch_1.bin"),
         (mislabel, "binary", "data_batch_1.bin"),
         (lambda folder: None, "nothing", "nothing"),
+        (lambda folder: None, "train/cat/00.png", "00.png"),
     ],
-    ids=["a class", "a split", "no split", "two splits", "truncated", "label", "no folder"],
+    ids=["a class", "a split", "no split", "two splits", "truncated", "label", "none", "a file"],
 )
 def test_a_folder_is_refused(
     folder: Path, spoil: Callable[[Path], Any], inside: str, named: str
