@@ -37,6 +37,7 @@ import numpy as np
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
 from benchmarks.processes import ROOT, status_bytes
 from benchmarks.watched import below
+from megatron.errors import UsageError
 from megatron.train.metrics import read_metrics
 from tools.corpus.tokenize.writer import IndexedDatasetWriter
 
@@ -54,7 +55,7 @@ def checked_out(against: str) -> Path:
     archive, folder = scratch() / "tree.tar", scratch() / "tree"
     command = ["git", "archive", f"--output={archive}", against]
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise ValueError(f"--against {against}: neither a commit nor a folder")
+        raise UsageError("--against", against, "a commit or a folder")
     unpack_archive(archive, folder, filter="data")
     return folder
 
@@ -139,7 +140,7 @@ def contenders(
         tolerance: relative difference allowed in losses, for commits that change the last bits.
     """
     if unknown := {*groups} - {*GROUPS}:
-        raise ValueError(f"--groups {sorted(unknown)[0]!r}: there are {GROUPS}")
+        raise UsageError("--groups", sorted(unknown)[0], f"one of: {'; '.join(GROUPS)}")
     trees = {"this tree": ROOT, Path(against).name: checked_out(against)}
     texts = {preset: random_text(size) for preset, size in PRESETS.items()}
     for group in groups:

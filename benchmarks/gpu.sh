@@ -127,7 +127,7 @@ dropout() { # wanted: attention's dropout by coordinates at most 1.1 of the kern
 offload() { # memory, time and copies beside kernels, with and without
     local sizes=()
     [[ $small ]] && sizes=(--layers 2 --hidden-size 64 --samples 2 --seq-length 32)
-    run offload benchmarks/offload.py --device "$device" "${sizes[@]}"
+    question offload offload "${sizes[@]}"
 }
 modes() { # kernels of one rank of 2 x 2 beside one of four, without calls
     local sizes=(--hidden-sizes 1536 4096 --tokens 16384)

@@ -29,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from megatron.errors import UsageError
 from megatron.libraries import failure
 
 Figures = dict[str, Any]
@@ -91,8 +92,9 @@ class Rank:
 class Contender:
     """run: called with a Rank and `arguments` in each process; prepares, and returns a turn.
 
-    needs, memory: required modules, and GB of the machine; without them the contender is left out.
-    The modules are imported before memory is measured. missing: another reason to leave it out.
+    needs: required modules, imported before memory is measured; without them the contender is left
+    out. missing: another reason to leave it out.
+    memory_of_turns: peak memory does not include the preparation.
     facts: figures known in advance; also shown if it is left out. x: its x in a picture of lines.
     same: figures of the warm-up turns (or, without any, of the timed ones), each with its largest
     relative difference from the first of the group; if it is exceeded, nothing is reported.
@@ -106,8 +108,8 @@ class Contender:
     ranks: int = 1
     threads: int = 1  # per rank
     needs: Sequence[str] = ()
-    memory: float = 0.0
     missing: str = ""
+    memory_of_turns: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, float] = field(default_factory=dict)
     x: float | None = None
@@ -116,8 +118,6 @@ class Contender:
         """Why it is not measured, or "". launched: number of ranks; 1 if they are started here."""
         if lacking := [*filter(None, map(failure, self.needs))]:
             return "; ".join(lacking)
-        if self.memory > memory_gb():
-            return f"takes {self.memory:g} GB of memory, there are {memory_gb():.0f}"
         if self.ranks > launched > 1:
             return f"takes {self.ranks} ranks, {launched} were started"
         if device == "cuda" and launched == 1:
@@ -126,10 +126,6 @@ class Contender:
             if self.ranks > (gpus := torch.cuda.device_count()):
                 return f"takes {self.ranks} GPUs, there are {gpus}"
         return self.missing
-
-
-def memory_gb() -> float:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,8 @@ class Question:
             given.update(arguments)
             is_cuda = arguments["flags"].device == "cuda"
             if is_cuda and not import_module("torch").cuda.is_available():
-                raise ValueError("--device cuda: torch finds no GPU here; --device cpu works")
+                works = ("--device", "cpu")
+                raise UsageError("--device", "cuda", "one that torch finds here", works=works)
             return list(self.contenders(**arguments))
 
         with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
@@ -221,16 +218,16 @@ class Question:
         from benchmarks.processes import Agents, measure
         from benchmarks.report import Machine, others_in, report
         from megatron.config.checks import writable
+        from megatron.data.files import write_atomically
 
         agents = Agents.of(os.environ)
         if unknown := {*flags.contenders} - {each.name for each in contenders}:
             names = ", ".join(dict.fromkeys(each.name for each in contenders)) or "none"
-            raise ValueError(
-                f"--contenders {sorted(unknown)[0]}: at these settings there are {names}"
-            )
+            allowed = f"one of the contenders at these settings: {names}"
+            raise UsageError("--contenders", sorted(unknown)[0], allowed)
         for name in ("rounds", "turns"):
             if (number := getattr(flags, name)) is not None and number < 1:
-                raise ValueError(f"--{name} {number}: must be 1 or more")
+                raise UsageError(f"--{name}", number, "1 or more")
         writable(flags, "json", ".json")
         writable(flags, "page", ".md")
         machine = Machine(contenders, flags.device, agents)
@@ -239,7 +236,8 @@ class Question:
         for rounds, measured in enumerate(measure(self, contenders, flags, agents), start=1):
             record = machine.facts() | given | {"rounds": rounds, "contenders": measured}
             if agents.rank == 0 and flags.json is not None:  # after each round: the next may fail
-                flags.json.write_text(json.dumps([record, *others]) + "\n")
+                text = json.dumps([record, *others]) + "\n"
+                write_atomically(flags.json, text.encode())
         if agents.rank != 0:
             return
         if failure := self.failure(report(self, flags.page, [record, *others])):

@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
@@ -39,13 +37,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import llama, peers, steps
 from benchmarks.harness import Contender, Flags, Question, Rank, Turn
-from benchmarks.processes import forget_peak
 from benchmarks.report import Results
-from megatron.config.pretrain import (
-    PretrainConfig,
-    PretrainGPT2Config,
-    PretrainLlamaConfig,
-)
+from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config, PretrainLlamaConfig
 from megatron.huggingface.config import HuggingFaceConfig
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.huggingface.weights import layout_of
@@ -65,62 +58,45 @@ SETTINGS: dict[str, type[PretrainConfig]] = {
 }
 
 
-def unmodified(config: PretrainConfig) -> Any:
-    """The model as transformers builds it, with the initial weights of the native model."""
-    return peers.MODELS[config.model.kind](config.model, open_samples(config)[1])
-
-
-def by_plan(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
-    native = steps.read(flags, rank.size, SETTINGS[kind])
-    theirs = unmodified(native)
-    described = HuggingFaceConfig(hf_model=kind, hf_config=theirs.config.to_json_string())
+def by_plan(rank: Rank, flags: Sequence[str], settings: type[PretrainConfig]) -> Turn:
+    native = steps.read(flags, rank.size, settings)
+    theirs = peers.transformers_model(native.model, open_samples(native)[1])
+    described = HuggingFaceConfig(
+        hf_model=native.model.kind, hf_config=theirs.config.to_json_string()
+    )
     same = {name: getattr(native, name) for name in ("optimizer", "parallel", "precision")}
     config = PretrainHuggingFaceConfig(model=described, training=native.training, **same)
     state = steps.build(config, steps.mesh_of(rank, config))
-    whole = theirs.state_dict()
+    weights = theirs.state_dict()
     with torch.no_grad():
         for each in state.optimizer.masters():
-            values = whole[each.key.removeprefix("model.")]
-            held = layout_of(state.model, each.key).from_original(values)
-            load_whole(each.local, held, each.spec)
+            whole = weights[each.key.removeprefix("model.")]
+            layout = layout_of(state.model, each.key)
+            load_whole(each.local, layout.from_original(whole), each.spec)
     state.optimizer.publish()
-    del theirs, whole
-    forget_peak(rank.device_type)
     return steps.Run(native, state)
 
 
-def ours(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
-    turn = steps.ours(rank, flags, settings=SETTINGS[kind])
-    forget_peak(rank.device_type)
-    return turn
-
-
-def transformers(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
+def transformers(rank: Rank, flags: Sequence[str], settings: type[PretrainConfig]) -> Turn:
     from transformers.distributed import DistributedConfig
 
-    config = steps.read(flags, rank.size, SETTINGS[kind])
-    theirs = unmodified(config)
+    config = steps.read(flags, rank.size, settings)
+    whole = peers.transformers_model(config.model, open_samples(config)[1])
     rank.connect()
-    model = type(theirs).from_pretrained(
+    model: Any = type(whole).from_pretrained(
         None,
-        config=theirs.config,
-        state_dict=theirs.state_dict(),
-        dtype=llama.dtype_of(config),
+        config=whole.config,
+        state_dict=whole.state_dict(),
+        dtype=steps.dtype_of(config),
         distributed_config=DistributedConfig(tp_size=rank.size),
     )
-    return trained(rank, config, model)
+    return peers.Training(rank, config, model.train(), peers.causal_loss(model, dtype=None))
 
 
-def as_it_is(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
-    config = steps.read(flags, 1, SETTINGS[kind])
-    return trained(rank, config, unmodified(config).to(rank.device, llama.dtype_of(config)))
-
-
-def torchs(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
-    config = steps.read(flags, rank.size, SETTINGS[kind])
-    model = unmodified(config).to(rank.device, llama.dtype_of(config))
+def plan() -> dict[str, Any]:
+    """The tutorial's plan with loss parallel, without sequence parallelism."""
     whole, columns = Replicate(), parallel.ColwiseParallel()
-    plan = {
+    return {
         "model.embed_tokens": parallel.RowwiseParallel(input_layouts=whole),
         "model.layers.*.self_attn.[qkv]_proj": columns,
         "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
@@ -129,41 +105,21 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
         "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
         "lm_head": parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
-    return trained(rank, config, model)
 
 
-def tutorial(rank: Rank, flags: Sequence[str], kind: str) -> Turn:
-    turn = llama.torchs(rank, flags, own_heads=True)
-    forget_peak(rank.device_type)
-    return turn
-
-
-def trained(rank: Rank, config: PretrainConfig, model: nn.Module) -> Turn:
-    model.train()
-
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-    turn = llama.trained(rank, config, model, loss)
-    forget_peak(rank.device_type)
-    return turn
-
-
-RUNS: dict[str, dict[str, Callable[..., Turn]]] = {
-    "llama": {
-        BY_PLAN: by_plan,
-        NATIVE: ours,
+NATIVES: dict[str, Callable[..., Turn]] = {BY_PLAN: by_plan, NATIVE: steps.ours}
+UNMODIFIED = partial(peers.transformers_in_dtype, logits=None)
+RUNS: dict[tuple[str, int], dict[str, Callable[..., Turn]]] = {
+    ("llama", 1): NATIVES | {TRANSFORMERS: UNMODIFIED},
+    ("gpt2", 1): NATIVES | {TRANSFORMERS: UNMODIFIED},
+    ("llama", 2): NATIVES
+    | {
         TRANSFORMERS: transformers,
-        TORCH: torchs,
-        TUTORIAL: tutorial,
+        TORCH: partial(UNMODIFIED, plan=plan),
+        TUTORIAL: partial(llama.torchs, own_heads=True),
     },
-    "gpt2": {BY_PLAN: by_plan, NATIVE: ours},
+    ("gpt2", 2): NATIVES,
 }
-
-
-ALONE: dict[str, Callable[..., Turn]] = {BY_PLAN: by_plan, NATIVE: ours, TRANSFORMERS: as_it_is}
 
 
 def contenders(
@@ -185,29 +141,25 @@ def contenders(
         words = f"{WORDS[kind]} {llama.DTYPES[dtype]}"
         words += f" --tensor-model-parallel-size {tensor_parallel}"
         own = shlex.split(f"{words} {program_flags}")
-        runs = RUNS[kind] if tensor_parallel == 2 else ALONE
-        for name, run in runs.items():
+        for name, run in RUNS[kind, tensor_parallel].items():
             yield Contender(
                 name,
-                partial(run, kind=kind),
-                {"flags": own},
+                run,
+                {"flags": own, "settings": SETTINGS[kind]},
                 group=f"{kind}, {dtype}",
                 ranks=tensor_parallel,
                 needs=("transformers",),
+                memory_of_turns=True,
                 same={"loss": llama.TOLERANCES[dtype]},
             )
 
 
 def result(found: Results) -> str:
-    texts = [
-        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
-        for group, name in found.rows
-        if name != BY_PLAN and (cell := found.cell(group, name, llama.RATIO))
-    ]
-    return f"Time of a step, of that by plan: {'; '.join(texts) or '(not measured)'}."
+    return f"Time of a step, of that by plan: {found.ratios(llama.RATIO, {BY_PLAN})}."
 
 
-QUESTION = Question(contenders, llama.COLUMNS, result, turns=3, drawn=[llama.RATIO])
+# The second loss, too, is compared: it depends on the first update.
+QUESTION = Question(contenders, llama.COLUMNS, result, turns=3, warm_up=2, drawn=[llama.RATIO])
 
 if __name__ == "__main__":
     QUESTION.run()

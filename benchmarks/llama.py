@@ -20,21 +20,20 @@ if sys.hexversion < 0x30B0000:
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import Replicate, Shard, parallel
 
 if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import peers, steps
-from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from megatron.config.model import LlamaConfig
 from megatron.config.pretrain import PretrainLlamaConfig
@@ -48,16 +47,6 @@ SEQUENCE_PARALLEL, TRANSFORMERS = "this project, sequence parallel", "transforme
 WORDS = "--preset llama_tutorial --train-iters 3000 --micro-batch-size 2 --no-compile"
 DTYPES = {"fp32": "--no-bf16", "bf16": "--pure-bf16"}
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
-
-
-def config_of(flags: Sequence[str], ranks: int = 1) -> PretrainLlamaConfig:
-    return steps.read(flags, ranks, PretrainLlamaConfig)
-
-
-def initial_weights(model: LlamaConfig, vocab_size: int) -> dict[str, Tensor]:
-    """This project's initial weights, by transformers' names."""
-    weights = peers.initial_weights(model, vocab_size)
-    return to_theirs(LLAMA, resolve(LLAMA, model, vocab_size), weights)
 
 
 class Attention(nn.Module):
@@ -110,39 +99,28 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Stack(nn.Module):
-    def __init__(self, config: LlamaConfig, vocab_size: int, of_query: Tensor | None) -> None:
+class PlainLlama(nn.Module):
+    """Llama in a tutorial's style; parameters have transformers' names without "model."."""
+
+    def __init__(
+        self, config: LlamaConfig, vocab_size: int, of_query: Tensor | None = None
+    ) -> None:
         super().__init__()
         h, self.rotary = config.hidden_size, RotaryEmbedding(config.head_size)
         self.embed_tokens = nn.Embedding(vocab_size, h)
-        layers = (Layer(config, of_query) for _ in range(config.num_layers))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(Layer(config, of_query) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(h, config.layernorm_epsilon)
+        self.lm_head = nn.Linear(h, vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss over int64 [b, s] tokens."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         x = self.embed_tokens(tokens)
         tables = self.rotary(positions, x.dtype)
         cos, sin = (torch.cat([each, each], dim=-1).to(x.dtype) for each in tables)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
-
-
-class PlainLlama(nn.Module):
-    """Llama in a tutorial's style; parameters have transformers' names."""
-
-    def __init__(
-        self, config: LlamaConfig, vocab_size: int, of_query: Tensor | None = None
-    ) -> None:
-        super().__init__()
-        self.model = Stack(config, vocab_size, of_query)
-        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over int64 [b, s] tokens."""
-        logits = self.lm_head(self.model(tokens))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 def plan(own_heads: bool) -> dict[str, Any]:
@@ -151,31 +129,37 @@ def plan(own_heads: bool) -> dict[str, Any]:
     columns = parallel.ColwiseParallel
     gathered = columns(output_layouts=whole)
     return {
-        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=whole, output_layouts=cut),
-        "model.layers.*.input_layernorm": parallel.SequenceParallel(),
-        "model.layers.*.self_attn": parallel.PrepareModuleInput(
+        "embed_tokens": parallel.RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "layers.*.input_layernorm": parallel.SequenceParallel(),
+        "layers.*.self_attn": parallel.PrepareModuleInput(
             input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
         ),
-        "model.layers.*.self_attn.q_proj": columns() if own_heads else gathered,
-        "model.layers.*.self_attn.k_proj": gathered,
-        "model.layers.*.self_attn.v_proj": gathered,
-        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(
+        "layers.*.self_attn.q_proj": columns() if own_heads else gathered,
+        "layers.*.self_attn.k_proj": gathered,
+        "layers.*.self_attn.v_proj": gathered,
+        "layers.*.self_attn.o_proj": parallel.RowwiseParallel(
             input_layouts=Shard(-1) if own_heads else whole, output_layouts=cut
         ),
-        "model.layers.*.post_attention_layernorm": parallel.SequenceParallel(),
-        "model.layers.*.mlp": parallel.PrepareModuleInput(
+        "layers.*.post_attention_layernorm": parallel.SequenceParallel(),
+        "layers.*.mlp": parallel.PrepareModuleInput(
             input_layouts=(cut,), desired_input_layouts=(whole,)
         ),
-        "model.layers.*.mlp.gate_proj": columns(),
-        "model.layers.*.mlp.up_proj": columns(),
-        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(output_layouts=cut),
-        "model.norm": parallel.SequenceParallel(),
+        "layers.*.mlp.gate_proj": columns(),
+        "layers.*.mlp.up_proj": columns(),
+        "layers.*.mlp.down_proj": parallel.RowwiseParallel(output_layouts=cut),
+        "norm": parallel.SequenceParallel(),
         "lm_head": columns(input_layouts=cut, output_layouts=Shard(-1), use_local_output=False),
     }
 
 
-def torchs(rank: Rank, flags: Sequence[str], *, own_heads: bool) -> Turn:
-    config = config_of(flags, rank.size)
+def torchs(
+    rank: Rank,
+    flags: Sequence[str],
+    *,
+    own_heads: bool,
+    settings: type[PretrainLlamaConfig] = PretrainLlamaConfig,
+) -> Turn:
+    config = steps.read(flags, rank.size, settings)
     ours, vocab_size = config.model, open_samples(config)[1]
     of_query = None
     if own_heads:
@@ -183,72 +167,14 @@ def torchs(rank: Rank, flags: Sequence[str], *, own_heads: bool) -> Turn:
         own = torch.arange(rank.rank * each, (rank.rank + 1) * each)
         of_query = own * ours.query_groups // ours.num_attention_heads
     model = PlainLlama(ours, vocab_size, of_query)
-    model.load_state_dict(initial_weights(ours, vocab_size))
-    model.to(rank.device, dtype_of(config))
-    parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan(own_heads))
-    return trained(rank, config, model, model)
-
-
-def transformers(rank: Rank, flags: Sequence[str]) -> Turn:
-    config = config_of(flags)
-    model = peers.transformers_llama(config.model, open_samples(config)[1])
-    assert model.config._attn_implementation == "sdpa"
-    model.to(rank.device, dtype_of(config))
-
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(tokens, use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-    return trained(rank, config, model, loss)
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def dtype_of(config: PretrainLlamaConfig) -> torch.dtype:
-    return steps.DTYPES[steps.precision_of(config)]
-
-
-def trained(
-    rank: Rank, config: PretrainLlamaConfig, model: nn.Module, loss: Callable[..., Tensor]
-) -> Turn:
-    """Training steps as in the tutorial. Parameters may be plain tensors, DTensors or a mixture,
-    which neither clip_grad_norm_ nor a fused optimizer accepts in one call."""
-    own, number, parameters = config.optimizer, count(), list(model.parameters())
-    betas = own.adam_beta1, own.adam_beta2
-    kinds = [[x for x in parameters if isinstance(x, DTensor) is cut] for cut in (True, False)]
-    groups = [each for each in kinds if each]
-    adamw = torch.optim.AdamW(
-        [{"params": each} for each in groups],
-        steps.LEARNING_RATE,
-        betas,
-        own.adam_eps,
-        own.weight_decay,
-        fused=True,
+    weights = to_theirs(
+        LLAMA, resolve(LLAMA, ours, vocab_size), peers.initial_weights(ours, vocab_size)
     )
-
-    def clip() -> None:
-        norms = [get_total_norm(x.grad for x in each) for each in groups]
-        norm = torch.stack([whole(each) for each in norms]).norm()
-        for each in groups:
-            clip_grads_with_norm_(each, own.clip_grad, norm)
-
-    def turn() -> Figures:
-        batch = steps.batch_of(config, next(number))
-        tokens, labels = (
-            torch.from_numpy(each).to(rank.device).contiguous()
-            for each in (batch.tokens, batch.labels)
-        )
-        adamw.zero_grad(set_to_none=True)
-        with parallel.loss_parallel():  # no effect on plain tensors
-            mean = loss(tokens, labels)
-            mean.backward()
-        clip()
-        adamw.step()
-        return {"loss": mean.item(), "tokens": batch.num_tokens}
-
-    return turn
+    model.load_state_dict({name.removeprefix("model."): x for name, x in weights.items()})
+    del weights
+    model.to(rank.device, steps.dtype_of(config))
+    parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan(own_heads))
+    return peers.Training(rank, config, model, model)
 
 
 def contenders(
@@ -269,10 +195,12 @@ def contenders(
         words = shlex.split(
             f"{WORDS} {DTYPES[dtype]} --tensor-model-parallel-size {size} {program_flags}"
         )
-        ours = partial(steps.ours, settings=PretrainLlamaConfig)
+        settings = PretrainLlamaConfig
+        ours = partial(steps.ours, settings=settings)
         runs: dict[str, tuple[Callable[..., Turn], list[str]]] = {OURS: (ours, words)}
         if size == 1:
-            runs[TRANSFORMERS] = (transformers, words)
+            theirs = partial(peers.transformers_in_dtype, settings=settings)
+            runs[TRANSFORMERS] = (theirs, words)
         else:
             runs[SEQUENCE_PARALLEL] = (ours, [*words, "--sequence-parallel"])
             runs[ALL_HEADS] = (partial(torchs, own_heads=False), words)
@@ -290,12 +218,7 @@ def contenders(
 
 
 def result(found: Results) -> str:
-    texts = [
-        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
-        for group, name in found.rows
-        if name not in (OURS, SEQUENCE_PARALLEL) and (cell := found.cell(group, name, RATIO))
-    ]
-    return f"Time of a step, of this project's: {'; '.join(texts) or '(not measured)'}."
+    return f"Time of a step, of this project's: {found.ratios(RATIO, {OURS, SEQUENCE_PARALLEL})}."
 
 
 RATIO, MEMORY = "time / ours", "memory / ours"

@@ -1,104 +1,72 @@
-"""Costs and savings of offload: time per step, peak device memory, and how long copies between host
-and device overlap with kernels, by torch.profiler. Not yet run on a GPU.
+"""Offload to the host: its cost in time, and the memory of a device that it saves.
 
-    python benchmarks/offload.py --device cuda
+Training steps of GPT-2 in bf16, with the optimizer's state, the saved activations or both kept on
+the host. Copies are those of one step under the profiler: the time in which any runs, and the part
+of it in which kernels run, too. Not yet run on a GPU; on a CPU nothing is copied.
 """
-
-from __future__ import annotations
 
 import sys
 
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
-import argparse
-from time import perf_counter
+from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.model import GPT2Config
-from megatron.config.training import OptimizerConfig
-from megatron.data.gpt2 import GPT2Batch
-from megatron.parallel.mesh import serial_mesh
-from megatron.train.state import build_state
-from megatron.train.step import train_step
+from benchmarks import steps
+from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.profiles import copies_beside_kernels, events_of
 
-VOCABULARY = 50304
-
-
-def random_batch(samples: int, length: int) -> GPT2Batch:
-    ids = np.random.default_rng(0).integers(VOCABULARY, size=(samples, length + 1))
-    return GPT2Batch(
-        tokens=ids[:, :-1],
-        labels=ids[:, 1:],
-        loss_mask=np.ones((samples, length), dtype=np.float32),
-        positions=np.broadcast_to(np.arange(length), (samples, length)).copy(),
-        document_starts=None,
-        numbers=np.arange(samples),
-    )
+NONE = "none"
+OFFLOADS = {
+    NONE: "",
+    "optimizer": "--optimizer-cpu-offload",
+    "activations": "--cpu-offload-activations",
+    "optimizer and activations": "--optimizer-cpu-offload --cpu-offload-activations",
+}
+RATIO, MEMORY = "time / without", "memory / without"
 
 
-def overlap(trace: profile) -> tuple[float, float]:
-    """(milliseconds of copies between host and device, those of them that overlap kernels)."""
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in trace.events() or []:
-        if event.device_type.name == "CUDA":
-            span = event.time_range.start, event.time_range.end
-            spans["Memcpy" in event.name].append(span)
-    copied = sum(stop - start for start, stop in spans[True])
-    beside = sum(
-        max(0.0, min(stop, end) - max(start, first))
-        for start, stop in spans[True]
-        for first, end in spans[False]
-    )
-    return copied / 1e3, beside / 1e3
+def train(rank: Rank, flags: list[str]) -> Turn:
+    step = steps.ours(rank, flags)
+    step()
+    copies = copies_beside_kernels(events_of(step, rank)[0])
+    return lambda: step() | copies
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--seq-length", type=int, default=1024)
-    given = parser.parse_args()
-    device, is_cuda = torch.device(given.device), given.device == "cuda"
-    batch = random_batch(given.samples, given.seq_length)
-    print("| offload | ms a step | peak GiB | ms of copies | beside kernels |")
-    print("|---|---|---|---|---|")
-    for optimizer, activations in ((False, False), (True, False), (False, True), (True, True)):
-        model = GPT2Config(
-            num_layers=given.layers,
-            hidden_size=given.hidden_size,
-            num_attention_heads=given.hidden_size // 64,
-            max_position_embeddings=given.seq_length,
-            cpu_offload_activations=activations,
-        )
-        config = OptimizerConfig(optimizer_cpu_offload=optimizer)
-        mesh = serial_mesh(device)
-        state = build_state(model, mesh, VOCABULARY, seed=1, dtype=torch.bfloat16, optimizer=config)
-        train_step(state, [batch], 1e-4)
-        if is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        started = perf_counter()
-        for _ in range(3):
-            train_step(state, [batch], 1e-4)
-        if is_cuda:
-            torch.cuda.synchronize()
-        seconds = (perf_counter() - started) / 3
-        peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else float("nan")
-        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * is_cuda]
-        with profile(activities=kinds) as trace:
-            train_step(state, [batch], 1e-4)
-        copied, beside = overlap(trace)
-        chosen = ["optimizer"] * optimizer + ["activations"] * activations
-        name = " and ".join(chosen) or "none"
-        print(f"| {name} | {1e3 * seconds:.1f} | {peak:.2f} | {copied:.1f} | {beside:.1f} |")
-        del state
+def contenders(
+    flags: Flags,
+    layers: int = 24,
+    hidden_size: int = 1024,
+    samples: int = 8,
+    seq_length: int = 1024,
+) -> Iterator[Contender]:
+    """Compare steps with and without offload. Heads have 64 channels."""
+    words = f"--num-layers {layers} --hidden-size {hidden_size} --micro-batch-size {samples} "
+    words += f"--num-attention-heads {hidden_size // 64} --seq-length {seq_length} "
+    words += f"--max-position-embeddings {seq_length} --vocab-size 50304 --bf16 "
+    words += "--no-compile --no-cuda-graph --train-iters 1000 "
+    for name, offload in OFFLOADS.items():
+        own = {"flags": (words + offload).split()}
+        yield Contender(name, train, own, threads=2, memory_of_turns=True)
 
+
+QUESTION = Question(
+    contenders,
+    (
+        Column("ms", "wall", "{:.1f}", unit=1e-3),
+        Column(RATIO, "wall", "{:.2f}", "its / first"),
+        Column("peak GiB", "peak_bytes", "{:.2f}", unit=2**30),
+        Column(MEMORY, "peak_bytes", "{:.2f}", "its / first"),
+        Column("ms of copies", "copies", "{:.1f}", unit=1e-3),
+        Column("beside kernels", "beside_kernels", "{:.1f}", unit=1e-3),
+    ),
+    lambda found: f"{RATIO}: {found.ratios(RATIO)}; {MEMORY}: {found.ratios(MEMORY)}.",
+    turns=3,
+)
 
 if __name__ == "__main__":
-    main()
+    QUESTION.run()

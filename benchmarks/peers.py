@@ -8,18 +8,20 @@ Megatron-Core    GPTModel (pip install megatron-core, next to this project); on 
 floor            only the matmuls of the step, each in the memory layout that is fastest here
 
 In bf16 this project and Megatron-Core compute on bf16 weights with fp32 masters. The others run as
-their users do, on fp32 weights under autocast, whose conversions are part of their steps.
+their users do, on fp32 weights under autocast, whose conversions are part of their steps. Peers of
+llama.py and huggingface.py keep weights, gradients and moments in bf16 (Training).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.harness import Rank, Turn
-from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, precision_of, read
-from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
+from benchmarks.harness import Figures, Rank, Turn
+from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, dtype_of, precision_of, read
+from megatron.config.model import LlamaConfig, TextModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
@@ -46,11 +48,8 @@ from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 from tools.plan.trace import Step
 
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel, LlamaForCausalLM
-
 TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
-"""Only contenders that call `transformers_gpt2` need this module; its import takes seconds."""
+"""Only contenders that call `transformers_model` need this module; its import takes seconds."""
 
 
 def initial_weights(
@@ -78,33 +77,45 @@ def in_parts(weights: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
 
 @dataclass
 class Training:
-    """Training steps as a user of torch writes them. AdamW updates plain fp32 tensors: a rank's
-    local parameters, or their masters if they are half precision.
+    """Training steps as a user of torch writes them: AdamW updates the parameters in their dtype.
 
-    loss: mean over int64 [b, s] inputs and labels. is_cut: whether a parameter is sharded.
-    models: number of ranks that read different samples, and whose gradients are averaged.
+    loss: mean over int64 [b, s] inputs and labels. models: number of ranks that read different
+    samples, and whose gradients are averaged. autocast: compute in bf16.
     """
 
     rank: Rank
     config: PretrainConfig
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
-    is_cut: Callable[[Tensor], bool] = lambda parameter: False
     models: int = 1
+    autocast: bool = False
     number: int = 0
 
     def __post_init__(self) -> None:
-        self.weights = list(self.model.parameters())
-        self.masters = [local(each.detach()).float() for each in self.weights]
-        self.is_narrow = self.weights[0].dtype != torch.float32
-        self.is_cast = precision_of(self.config) == "bf16" and not self.is_narrow
-        own, matrices = self.config.optimizer, [x for x in self.masters if x.dim() > 1]
-        others = {"params": [x for x in self.masters if x.dim() < 2], "weight_decay": 0.0}
-        betas, decay = (own.adam_beta1, own.adam_beta2), own.weight_decay
-        groups = [{"params": matrices, "weight_decay": decay}, others]
-        self.adamw = torch.optim.AdamW(groups, LEARNING_RATE, betas, own.adam_eps, fused=True)
+        self.parameters = list(self.model.parameters())
+        self.adamw = self.optimizer()
 
-    def __call__(self) -> dict[str, Any]:
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(self.parameters), fused=True, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        own = self.config.optimizer
+        betas = (own.adam_beta1, own.adam_beta2)
+        return {"lr": LEARNING_RATE, "betas": betas, "eps": own.adam_eps}
+
+    def groups(self, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """With and without weight decay, and with DTensors apart from plain tensors, as a fused
+        AdamW does not take both."""
+        own, found = self.config.optimizer, defaultdict[tuple[bool, bool], list[Tensor]](list)
+        for each in parameters:
+            decays = own.decay_biases_and_norms or each.dim() > 1
+            found[decays, isinstance(each, DTensor)].append(each)
+        return [
+            {"params": several, "weight_decay": own.weight_decay if decays else 0.0}
+            for (decays, _), several in found.items()
+        ]
+
+    def __call__(self) -> Figures:
         """A turn is one update; the loss is that before the update."""
         own, device = self.rank.rank % self.models, self.rank.device
         batch = batch_of(self.config, self.number, own, self.models)
@@ -112,7 +123,7 @@ class Training:
         tokens, labels = to_device(device, batch.tokens, batch.labels)
         self.adamw.zero_grad(set_to_none=True)
         with parallel.loss_parallel():  # no effect on plain tensors
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.is_cast):
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
                 loss = self.loss(tokens.contiguous(), labels.contiguous())
             loss.backward()
         self.update()
@@ -122,20 +133,47 @@ class Training:
         return {"loss": mean, "tokens": batch.num_tokens * self.models}
 
     def update(self) -> None:
-        """Apply and free the gradients of the weights."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            master.grad, weight.grad = local(weight.grad).float(), None
+        """Clip by the global norm, and update. clip_grad_norm_ does not take DTensors and plain
+        tensors in one call."""
+        kinds = [
+            [each for each in self.parameters if isinstance(each, DTensor) is distributed]
+            for distributed in (True, False)
+        ]
+        kinds = [each for each in kinds if each]
+        norms = [get_total_norm(x.grad for x in each) for each in kinds]
+        norm = torch.stack([whole(each) for each in norms]).norm()
+        for each in kinds:
+            clip_grads_with_norm_(each, self.config.optimizer.clip_grad, norm)
+        self.adamw.step()
+
+
+@dataclass
+class MasterTraining(Training):
+    """AdamW updates plain fp32 tensors: a rank's local parameters, or their masters if these are in
+    half precision. is_cut: whether a parameter is sharded."""
+
+    is_cut: Callable[[Tensor], bool] = lambda parameter: False
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        self.masters = [local(each.detach()).float() for each in self.parameters]
+        self.is_half = self.parameters[0].dtype != torch.float32
+        return torch.optim.AdamW(self.groups(self.masters), fused=True, **self.options())
+
+    def update(self) -> None:
+        """Apply and free the gradients of the parameters."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad, parameter.grad = local(parameter.grad).float(), None
         total = self.norm([each.grad for each in self.masters])
         clip_grads_with_norm_(self.masters, self.config.optimizer.clip_grad, total)
         self.adamw.step()
-        if self.is_narrow:
+        if self.is_half:
             with torch.no_grad():
-                torch._foreach_copy_(self.weights, self.masters)
+                torch._foreach_copy_(self.parameters, self.masters)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Global norm; gradients that are whole on every rank count once."""
-        pairs = zip(gradients, self.weights, strict=True)
-        own = [g for g, weight in pairs if not self.rank.rank or self.is_cut(weight)]
+        pairs = zip(gradients, self.parameters, strict=True)
+        own = [g for g, parameter in pairs if not self.rank.rank or self.is_cut(parameter)]
         square = get_total_norm(own).square()
         if self.rank.size > 1:
             dist.all_reduce(square)
@@ -144,6 +182,10 @@ class Training:
 
 def local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Block(nn.Module):
@@ -166,39 +208,60 @@ class Block(nn.Module):
 
 
 class PlainGPT2(nn.Module):
-    def __init__(self, config: TextModelConfig, vocab_size: int) -> None:
-        super().__init__()
-        h = config.hidden_size
-        self.word_embedding = nn.Embedding(vocab_size, h)
-        self.position_embedding = nn.Embedding(config.max_position_embeddings, h)
-        blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.transformer = nn.ModuleDict({"layers": blocks})
-        self.final_norm = nn.LayerNorm(h, config.layernorm_epsilon)
-        self.head = nn.Linear(h, vocab_size, bias=False)
+    """GPT-2, or the pipeline stage of it with these layers. Parameters have this project's names,
+    and `head.weight`."""
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over int64 [b, s] tokens."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.word_embedding(tokens) + self.position_embedding(positions)
-        for block in self.transformer.layers:
+    def __init__(
+        self, config: TextModelConfig, vocab_size: int, layers: range | None = None
+    ) -> None:
+        super().__init__()
+        h, layers = config.hidden_size, layers or range(config.num_layers)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        if self.is_first:
+            self.word_embedding = nn.Embedding(vocab_size, h)
+            self.position_embedding = nn.Embedding(config.max_position_embeddings, h)
+        blocks = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.transformer = nn.ModuleDict({"layers": blocks})
+        if self.is_last:
+            self.final_norm = nn.LayerNorm(h, config.layernorm_epsilon)
+            self.head = nn.Linear(h, vocab_size, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """x: int64 [b, s] tokens, or [b, s, h] of the previous stage. Returns the mean loss over
+        labels, or without them [b, s, h] or logits."""
+        if self.is_first:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.word_embedding(x) + self.position_embedding(positions)
+        for block in self.transformer.layers.values():
             x = block(x)
-        return F.cross_entropy(self.head(self.final_norm(x)).flatten(0, 1), labels.flatten())
+        if self.is_last:
+            x = self.head(self.final_norm(x))
+        return x if labels is None else F.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+def plain_gpt2(
+    config: PretrainConfig, device: torch.device, *, parts: int = 1, fast: bool = False
+) -> PlainGPT2:
+    """GPT-2 with this project's initial weights, and the head tied. parts: see in_parts. fast: see
+    steps.build."""
+    vocab_size = open_samples(config)[1]
+    weights = in_parts(initial_weights(config.model, vocab_size, device if fast else None), parts)
+    with device:
+        model = PlainGPT2(config.model, vocab_size)
+    model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
+    model.head.weight = model.word_embedding.weight
+    return model
 
 
 def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: bool = False) -> Turn:
     """On several ranks, DTensor shards it as in the paper, loss included. fast: see steps.build."""
-    config: PretrainGPT2Config = read(flags, rank.size)
-    vocab_size = open_samples(config)[1]
-    weights = initial_weights(config.model, vocab_size, rank.device if fast else None)
-    weights = in_parts(weights, rank.size)
-    with rank.device:
-        model = PlainGPT2(config.model, vocab_size)
-    model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
+    config = read(flags, rank.size)
+    model = plain_gpt2(config, rank.device, parts=rank.size, fast=fast)
     if rank.size > 1:
-        whole = Replicate()  # norms stay plain tensors: dispatch through DTensor is slower
+        replicated = Replicate()  # norms stay plain tensors: dispatch through DTensor is slower
         by_rows, by_columns = parallel.RowwiseParallel, parallel.ColwiseParallel
         plan = {
-            "word_embedding": by_rows(input_layouts=whole, output_layouts=whole),
+            "word_embedding": by_rows(input_layouts=replicated, output_layouts=replicated),
             "transformer.layers.*.attention.qkv": by_columns(),
             "transformer.layers.*.attention.output": by_rows(),
             "transformer.layers.*.mlp.up": by_columns(),
@@ -206,45 +269,57 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
             "head": by_columns(output_layouts=Shard(-1), use_local_output=False),
         }
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan)
-    model.head.weight = model.word_embedding.weight  # here, as parallelize_module unties them
+        model.head.weight = model.word_embedding.weight  # parallelize_module unties them
     if compiled:
         model.compile()
-    return Training(rank, config, model, model, is_cut=lambda x: local(x).shape != x.shape)
+    return MasterTraining(
+        rank,
+        config,
+        model,
+        model,
+        autocast=precision_of(config) == "bf16",
+        is_cut=lambda parameter: local(parameter).shape != parameter.shape,
+    )
 
 
-def transformers_gpt2(
-    config: GPT2Config, vocab_size: int, device: torch.device | None = None
-) -> GPT2LMHeadModel:
-    """GPT-2 with this project's initial weights, converted as in tools/convert_hf.py. device: see
-    initial_weights."""
-    from transformers import GPT2Config as TheirConfig
-    from transformers import GPT2LMHeadModel
+def transformers_model(
+    config: TextModelConfig, vocab_size: int, device: torch.device | None = None
+) -> Any:
+    """GPT2LMHeadModel or LlamaForCausalLM with this project's initial weights, converted as in
+    tools/convert_hf.py. device: see initial_weights."""
+    import transformers
 
-    options = GPT2.options_of(config)
-    theirs = TheirConfig(vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, **options)
-    weights = initial_weights(config, vocab_size, device)
+    theirs: Any
+    if isinstance(config, LlamaConfig):
+        family, build = LLAMA, transformers.LlamaForCausalLM
+        theirs = transformers.LlamaConfig(vocab_size=vocab_size, **family.options_of(config))
+    else:
+        family, build = GPT2, transformers.GPT2LMHeadModel
+        options = family.options_of(config) | {"bos_token_id": None, "eos_token_id": None}
+        theirs = transformers.GPT2Config(vocab_size=vocab_size, **options)
+    weights = to_theirs(
+        family, resolve(family, config, vocab_size), initial_weights(config, vocab_size, device)
+    )
     with device or nullcontext():
-        model = GPT2LMHeadModel(theirs)
-    model.load_state_dict(to_theirs(GPT2, resolve(GPT2, config, vocab_size), weights), strict=False)
+        model = build(theirs)
+    # GPT-2's buffers of masks are not among the weights.
+    model.load_state_dict(weights, strict=family is not GPT2)
+    assert model.config._attn_implementation == "sdpa"
     return model.train()
 
 
-def transformers_llama(
-    config: LlamaConfig, vocab_size: int, device: torch.device | None = None
-) -> LlamaForCausalLM:
-    """Llama, as in transformers_gpt2."""
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
+def causal_loss(
+    model: nn.Module,
+    entropy: Callable[..., Tensor] = F.cross_entropy,
+    dtype: torch.dtype | None = torch.float32,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Mean loss of a model of transformers. dtype: of the logits; None leaves theirs."""
 
-    theirs = TheirConfig(vocab_size=vocab_size, **LLAMA.options_of(config))
-    weights = initial_weights(config, vocab_size, device)
-    with device or nullcontext():
-        model = LlamaForCausalLM(theirs)
-    model.load_state_dict(to_theirs(LLAMA, resolve(LLAMA, config, vocab_size), weights))
-    return model.train()
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = model(tokens, use_cache=False).logits
+        return entropy(logits.to(dtype or logits.dtype).flatten(0, 1), labels.flatten())
 
-
-MODELS: dict[str, Callable[..., Any]] = {"gpt2": transformers_gpt2, "llama": transformers_llama}
+    return loss
 
 
 def transformers(
@@ -256,21 +331,34 @@ def transformers(
     fast: bool = False,
 ) -> Turn:
     config, entropy = read(flags, 1, settings), F.cross_entropy
-    build = partial(MODELS[config.model.kind], config.model, open_samples(config)[1])
-    model = (build(rank.device) if fast else build()).to(rank.device)
-    assert model.config._attn_implementation == "sdpa"
+    drawn_on = rank.device if fast else None
+    model = transformers_model(config.model, open_samples(config)[1], drawn_on).to(rank.device)
     if compiled:
         # Block by block: if the whole model is compiled, attention gets its mask as a tensor, and
         # torch has no flash attention with that.
         entropy = torch.compile(entropy)
         for block in model.transformer.h if config.model.kind == "gpt2" else model.model.layers:
             block.compile()
+    loss = causal_loss(model, entropy)
+    return MasterTraining(rank, config, model, loss, autocast=precision_of(config) == "bf16")
 
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(tokens, use_cache=False).logits
-        return entropy(logits.float().flatten(0, 1), labels.flatten())
 
-    return Training(rank, config, model, loss)
+def transformers_in_dtype(
+    rank: Rank,
+    flags: Sequence[str],
+    *,
+    settings: type[PretrainConfig],
+    plan: Callable[[], dict[str, Any]] | None = None,
+    logits: torch.dtype | None = torch.float32,
+) -> Turn:
+    """Weights, gradients and moments are in the dtype of the flags. plan: of torch's
+    parallelize_module. logits: see causal_loss."""
+    config = read(flags, rank.size, settings)
+    model = transformers_model(config.model, open_samples(config)[1])
+    model.to(rank.device, dtype_of(config))
+    if plan is not None:
+        parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan())
+    return Training(rank, config, model, causal_loss(model, dtype=logits))
 
 
 CORE_NAMES = {  # theirs: ours; Transformer Engine's norms are part of the next matmul
@@ -310,7 +398,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     else:  # its own layers run on a CPU after two patches: device of a buffer, dropout's state
         torch.cuda.current_device = lambda: device
         tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
-    ours, dtype, s = config.model, DTYPES[precision_of(config)], config.data.seq_length
+    ours, dtype, s = config.model, dtype_of(config), config.data.seq_length
     settings = TransformerConfig(
         num_layers=ours.num_layers,
         hidden_size=ours.hidden_size,
@@ -349,7 +437,7 @@ def megatron_core(rank: Rank, flags: Sequence[str]) -> Turn:
     positions = torch.arange(s, device=device).expand(config.training.micro_batch_size, -1)
     mask = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)[None, None]
     mask = None if has_engine else mask  # its kernels apply the causal mask themselves
-    return Training(
+    return MasterTraining(
         rank,
         config,
         model,

@@ -44,10 +44,10 @@ from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
+from megatron.errors import UsageError
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.partition import head_weight, partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, check, schedule
-from megatron.train.state import DTYPES
 from megatron.train.step import count, forward_backward, train_step
 from tools.layouts.job import open_samples
 
@@ -57,7 +57,7 @@ KINDS: tuple[Any, ...] = ("1f1b", "interleaved", "zb-h1", "gpipe")
 VIRTUAL = {"interleaved": 2}  # virtual stages per rank; 1 for other schedules
 WORDS = """--preset gpt2_124m --num-layers 7 --seq-length 512 --vocab-size 10240
 --micro-batch-size 1 --untie-embeddings-and-output-weights --attention-dropout 0
---hidden-dropout 0 --no-fp16"""
+--hidden-dropout 0"""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}  # of the losses
 RATIO, MEMORY = "time / the first's", "peak memory / the first's"
 MEASURED, PROMISED = "time per micro-batch / the first's", "by the schedule"
@@ -105,43 +105,17 @@ def ours(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, update
     return turn
 
 
-class Stage(nn.Module):
-    """Maps [b, s] tokens, or [b, s, h] from the previous stage, to [b, s, h], or logits. Parameters
-    have this project's names."""
-
-    def __init__(self, job: Job, stage: int) -> None:
-        super().__init__()
-        config, stages = job.config.model, job.plan.stages
-        h, layers = config.hidden_size, (job.plan.layers or (range(config.num_layers),))[stage]
-        self.is_first, self.is_last = stage == 0, stage == stages - 1
-        if self.is_first:
-            self.word_embedding = nn.Embedding(job.vocab_size, h)
-            self.position_embedding = nn.Embedding(config.max_position_embeddings, h)
-        blocks = nn.ModuleDict({str(number): peers.Block(config) for number in layers})
-        self.transformer = nn.ModuleDict({"layers": blocks})
-        if self.is_last:
-            self.final_norm = nn.LayerNorm(h, config.layernorm_epsilon)
-            self.head = nn.Linear(h, job.vocab_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_first:
-            positions = torch.arange(x.shape[1], device=x.device)
-            x = self.word_embedding(x) + self.position_embedding(positions)
-        for block in self.transformer.layers.values():
-            x = block(x)
-        return self.head(self.final_norm(x)) if self.is_last else x
-
-
 def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, updates: bool) -> Turn:
     """The peer in plain torch; a single process runs the micro-batches one after another."""
     job = Job(rank, flags, kind, micro_batches)
-    device, dtype = rank.device, DTYPES[steps.precision_of(job.config)]
+    device, model = rank.device, job.config.model
     own = range(rank.rank, job.plan.stages, rank.size)
-    modules = [Stage(job, stage) for stage in own]
-    weights = peers.in_parts(peers.initial_weights(job.config.model, job.vocab_size), 1)
+    layers = job.plan.layers or (range(model.num_layers),)
+    modules = [peers.PlainGPT2(model, job.vocab_size, layers[stage]) for stage in own]
+    weights = peers.in_parts(peers.initial_weights(model, job.vocab_size), 1)
     for module in modules:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
-        module.to(device, dtype)
+        module.to(device, steps.dtype_of(job.config))
     del weights
     tokens, labels = (
         torch.cat([torch.from_numpy(getattr(each, name)) for each in job.batches]).to(device)
@@ -152,8 +126,8 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
         """A micro-batch's share of the mean loss over all micro-batches."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / micro_batches
 
-    training = peers.Training(
-        rank, job.config, nn.ModuleList(modules), loss_of, is_cut=lambda weight: True
+    training = peers.MasterTraining(
+        rank, job.config, nn.ModuleList(modules), loss_of, is_cut=lambda parameter: True
     )
     run = alone(modules[0], loss_of, micro_batches)
     if rank.size > 1:
@@ -288,11 +262,15 @@ def contenders(
         program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 7 --hidden-size 64".
     """
     if max(bubble_micro_batches) != bubble_micro_batches[0]:
-        raise ValueError("--bubble-micro-batches: must begin with the largest; 4 2 1 works")
-    words = {
-        dtype: shlex.split(
-            f"{WORDS} {'--bf16' if dtype == 'bf16' else '--no-bf16'} {program_flags}"
+        ordered = sorted(bubble_micro_batches, reverse=True)
+        raise UsageError(
+            "--bubble-micro-batches",
+            " ".join(map(str, bubble_micro_batches)),
+            "numbers of which the first is the largest",
+            works=("--bubble-micro-batches", *map(str, ordered)),
         )
+    words = {
+        dtype: shlex.split(f"{WORDS} {steps.DTYPE_FLAGS[dtype]} {program_flags}")
         for dtype in dtypes
     }
     for dtype, kind, scope in product(dtypes, schedules, scopes):
@@ -310,6 +288,7 @@ def contenders(
                 group=f"{dtype}, {kind}, m = {micro_batches}, {scope}",
                 ranks=ranks,
                 same={"loss": TOLERANCES[dtype]},
+                facts={"updates": scope == UPDATE},
             )
     for kind, m in product(bubble_schedules, bubble_micro_batches):
         virtual = VIRTUAL.get(kind, 1)
@@ -328,15 +307,9 @@ def contenders(
 
 def result(found: Results) -> str:
     """The peer's time and memory, and the bubble's largest deviation from the schedules."""
-    texts = []
-    for group, name in found.rows:
-        time, memory = (found.cell(group, name, title) for title in (RATIO, MEMORY))
-        if name == TORCH and time and memory:
-            text = f"{time.text('{:.2f}', is_ratio=True)} of the time"
-            if group.endswith(UPDATE):
-                text += f" and {memory.text('{:.2f}', is_ratio=True)} of the memory"
-            texts.append(f"{text} ({group})")
-    text = f"Torch's pipelining takes, of this project's: {'; '.join(texts) or '(not measured)'}."
+    others = {OURS, ALONE, PLAIN}
+    text = f"Time of torch's pipelining over this project's: {found.ratios(RATIO, others)}."
+    text += f" Peak memory: {found.ratios(MEMORY, others)}."
     apart = [
         abs(cells[0].median / cells[1].median - 1)
         for row in found.rows
@@ -347,11 +320,12 @@ def result(found: Results) -> str:
     return text
 
 
-def beside(key: str) -> Callable[[Figures, Figures], float]:
-    """Ratio of a figure to the first's, in the rows that have a peer."""
+def compared(key: str, *, with_update: bool = False) -> Callable[[Figures, Figures], float]:
+    """Ratio of a figure to the first's; not in rows of the bubble, and in the others only with an
+    update if it says so."""
 
     def ratio(own: Figures, first: Figures) -> float:
-        if "elapsed" in own:
+        if own["updates"] < with_update:
             raise KeyError(key)
         return float(own[key] / first[key])
 
@@ -370,9 +344,9 @@ def promised(own: Figures, first: Figures) -> float:
 COLUMNS = (
     Column("seconds", "wall", "{:.3f}"),
     Column("CPU seconds", "cpu", "{:.3f}"),
-    Column(RATIO, beside("wall"), "{:.3f}", "its / first"),
+    Column(RATIO, compared("wall"), "{:.3f}", "its / first"),
     Column("peak MiB", "peak_bytes", "{:,.0f}", unit=2**20),
-    Column(MEMORY, beside("peak_bytes"), "{:.3f}", "its / first"),
+    Column(MEMORY, compared("peak_bytes", with_update=True), "{:.3f}", "its / first"),
     Column(MEASURED, measured, "{:.3f}", "its / first"),
     Column(PROMISED, promised, "{:.3f}"),
     Column("idle / ideal time", "idle_share", "{:.3f}"),

@@ -352,6 +352,8 @@ def work(pipe: Connection, contender: Contender, rank: Rank) -> None:
         pipe.recv()
         peak = peak_memory(rank.device_type)  # from here on: memory of modules does not count
         running = Running(contender.run(rank, **contender.arguments), rank, peak)
+        if contender.memory_of_turns:
+            forget_peak(rank.device_type)
         pipe.send({"notes": rank.notes})
         while True:
             try:

@@ -73,6 +73,12 @@ def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], fl
     return found, json.loads(file.read_text())["traceEvents"], whole
 
 
+def events_of(turn: Turn, rank: Rank) -> tuple[Sequence[Event], float]:
+    """(events, seconds) of one turn, without a file that stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        return traced(turn, rank, Path(folder, "trace.json"))[1:]
+
+
 def write_profile(turn: Turn, rank: Rank, folder: Path, name: str, wall: float) -> Figures:
     """Write a trace of every rank and, for the first one, torch's table of operators. wall, and the
     returned figures: see by_kind."""
@@ -92,14 +98,22 @@ def shares_by_axis(turn: Turn, rank: Rank, mesh: Any) -> dict[str, float]:
     waits for its ranks; "axis, exposed": the same without time in which anything computes. gloo's
     events do not name their group: on a CPU the result is empty if several axes communicate."""
     axes, is_named = [axis for axis in mesh.axes if axis.size > 1], rank.device_type == "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        _, events, whole = traced(turn, rank, Path(folder, "trace.json"))
+    events, whole = events_of(turn, rank)
     found = {}
     for axis in axes if is_named or len(axes) == 1 else ():
         group = axis.group.group_name if is_named else ""
         runs, exposed = communication(events, group)
         found |= {axis.name: runs / whole, f"{axis.name}, exposed": exposed / whole}
     return found
+
+
+def copies_beside_kernels(events: Iterable[Event]) -> Figures:
+    """Seconds in which the GPU copies from or to the host, and those of them in which kernels run,
+    too."""
+    on_gpu = [each for each in events if each.get("cat") in ON_GPU]
+    kernels = [each for each in on_gpu if each["cat"] == "kernel"]
+    copies = [each for each in on_gpu if re.match("Memcpy (DtoH|HtoD)", each["name"])]
+    return {"copies": seconds(copies), "beside_kernels": seconds(copies) - exposed(copies, kernels)}
 
 
 def kind_of(name: str) -> str:
@@ -180,7 +194,12 @@ def communication(events: Iterable[Event], group: str = "") -> tuple[float, floa
         others = [each for each in others if each["name"].startswith(OPERATORS)]
     if group:
         own = [each for each in own if each.get("args", {}).get("Process Group Name") == group]
-    return seconds(own), seconds([*own, *others]) - seconds(others)
+    return seconds(own), exposed(own, others)
+
+
+def exposed(own: Sequence[Event], others: Sequence[Event]) -> float:
+    """Seconds in which at least one of `own` runs, and none of the others."""
+    return seconds([*own, *others]) - seconds(others)
 
 
 def seconds(events: Iterable[Event]) -> float:

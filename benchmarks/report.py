@@ -13,7 +13,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from itertools import cycle, product
 from math import comb
@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.harness import Column, Contender, Figures, Question, memory_gb
+from benchmarks.harness import Column, Contender, Figures, Question
 from benchmarks.processes import ROOT, Agents, cpu_seconds
+from megatron.data.files import write_atomically
 from megatron.libraries import Library, failure
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "am
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors")
 NOISY = 0.05  # share of the cores that other programs may take
 NOTES = "\n## Notes\n"
+NOT_MEASURED = "(not measured)"
 
 
 class Machine:
@@ -53,7 +55,7 @@ class Machine:
             "commit": commit(),
             "processor": processor(),
             "cores": os.cpu_count() or 1,
-            "memory_gb": round(memory_gb()),
+            "memory_gb": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9),
             "python": platform.python_version(),
             **{name: installed[name] for name in names},
         }
@@ -175,9 +177,21 @@ class Results:
         """Range of the medians of all rows that have this cell, such as "1.2 to 1.8"."""
         cells = [self.cell(*row, title) for row in self.rows]
         if not (found := [each.median for each in cells if each is not None]):
-            return "(not measured)"
+            return NOT_MEASURED
         low, high = form.format(min(found)), form.format(max(found))
         return low if low == high else f"{low} to {high}"
+
+    def ratios(self, title: str, leave_out: Collection[str] = (), *, of: str = "") -> str:
+        """The cells of this column, such as "DTensor 1.20 (1.15 to 1.30) (fp32, t = 2)", without
+        contenders of the names in leave_out. of: a figure that is true where a claim is made."""
+        texts = []
+        for group, name in self.rows:
+            is_claim = not of or self.rounds[group, name][0][of]
+            cell = self.cell(group, name, title)
+            if cell and is_claim and name not in leave_out:
+                place = f" ({group})" if group else ""
+                texts.append(f"{name} {cell.text('{:.2f}', is_ratio=True)}{place}")
+        return "; ".join(texts) or NOT_MEASURED
 
     def table(self) -> str:
         width = 2 if any(group for group, _ in self.rows) else 1
@@ -259,7 +273,8 @@ def write_page(file: Path, question: Question, records: Sequence[Record]) -> Non
         parts += [f"## On {each.record['processor']}", question.result(each)]
         parts += [f"    {each.record['command']}", about(each.record), *each.notes(), each.table()]
     text = "\n\n".join(filter(None, parts)) + "\n"
-    file.write_text(text + (NOTES + notes if notes else ""))
+    text += NOTES + notes if notes else ""
+    write_atomically(file, text.encode())
 
 
 COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#8c9aae")
@@ -358,4 +373,4 @@ def gather(folder: Path, names: Sequence[str]) -> None:
     whole: Record = {key: known[key] for key in facts if key in known}
     whole["without_figures"] = [name for name in names if name not in records]
     whole["rows"] = [{"run": name} | row for name, each in records.items() for row in rows(each)]
-    (folder / "gpu.json").write_text(json.dumps(whole, indent=1) + "\n")
+    write_atomically(folder / "gpu.json", (json.dumps(whole, indent=1) + "\n").encode())

@@ -33,6 +33,7 @@ from tools.layouts.job import open_samples
 AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 SEED = 1234
 LEARNING_RATE = 1e-3
+DTYPE_FLAGS = {"fp32": "--no-fp16 --no-bf16", "bf16": "--no-fp16 --bf16"}
 # Dense bf16 FLOP/s in NVIDIA's datasheets of H100 SXM and H200.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
@@ -59,6 +60,10 @@ def precision_of(config: PretrainConfig) -> str:
     return config.precision.name or "fp32"
 
 
+def dtype_of(config: PretrainConfig) -> torch.dtype:
+    return DTYPES[precision_of(config)]
+
+
 def batch_of(config: PretrainConfig, step: int, rank: int = 0, ranks: int = 1) -> Batch:
     """The batch of a step for data-parallel rank `rank` of `ranks`."""
     size = config.training.micro_batch_size
@@ -81,7 +86,7 @@ def build(
         mesh,
         open_samples(config)[1],
         seed=None if fast else SEED,
-        dtype=DTYPES[precision_of(config)],
+        dtype=dtype_of(config),
         optimizer=config.optimizer,
         precision=config.precision,
         compiled=compiled,
@@ -114,17 +119,23 @@ def draw(name: str, spec: ShardingSpec, values: Tensor) -> None:
 
 
 def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
-    """The mesh of the contender's ranks for these settings. of_ranks: see stubbed_mesh."""
-    sizes, mode = config.parallel.sizes, config.parallel.tensor_parallel_mode
-    options: Any = {"tensor_parallel_mode": mode, "sequence_parallel": config.parallel.cuts_stream}
+    """The mesh of the contender's ranks for these settings. of_ranks: see make_mesh."""
+    own = config.parallel
+    return make_mesh(
+        rank,
+        own.sizes,
+        of_ranks,
+        tensor_parallel_mode=own.tensor_parallel_mode,
+        sequence_parallel=own.cuts_stream,
+    )
+
+
+def make_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int = 1, **options: Any) -> Mesh:
+    """of_ranks: if above 1, the mesh has so many ranks, of which only the first runs; collectives
+    do not change their tensors, and take no time. Other arguments: see build_mesh."""
     if of_ranks == 1:
-        return rank.mesh(sizes, **options)
-    return stubbed_mesh(rank, sizes, of_ranks, **options)
-
-
-def stubbed_mesh(rank: Rank, sizes: Mapping[str, int], of_ranks: int, **options: Any) -> Mesh:
-    """A mesh of `of_ranks` ranks of which only the first runs; its collectives do not change their
-    tensors, and take no time. Other arguments: see build_mesh."""
+        made: Mesh = rank.mesh(sizes, **options)
+        return made
     from torch.testing._internal.distributed.fake_pg import FakeStore  # there is no public one
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=of_ranks)

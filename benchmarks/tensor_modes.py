@@ -29,7 +29,7 @@ if sys.hexversion < 0x30B0000:
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,8 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from benchmarks.processes import forget_peak
 from benchmarks.report import Results
-from benchmarks.steps import SEED, stubbed_mesh
+from benchmarks.steps import SEED, make_mesh
 from megatron.config.model import GPT2Config
 from megatron.models.gpt import MLP, Sequences, Transformer
 from megatron.parallel.buckets import GradientBuckets
@@ -125,11 +124,8 @@ def differences(model: nn.Module, buckets: GradientBuckets, mesh: Mesh, hidden: 
 
 def pair(rank: Rank, name: str, dtype: str, hidden: int, tokens: int) -> Turn:
     mode, sizes = MESHES[name]
-    options: Any = {"tensor_parallel_mode": mode}
-    if is_stubbed := rank.size == 1:
-        mesh = stubbed_mesh(rank, sizes, RANKS, **options)
-    else:
-        mesh = rank.mesh(sizes, **options)
+    is_stubbed = rank.size == 1
+    mesh = make_mesh(rank, sizes, RANKS if is_stubbed else 1, tensor_parallel_mode=mode)
     model = build(name, mesh, hidden)
     materialize(model, device=mesh.device, dtype=DTYPES[dtype], seed=SEED)
     buckets = GradientBuckets.for_master_weights(model)
@@ -152,7 +148,6 @@ def pair(rank: Rank, name: str, dtype: str, hidden: int, tokens: int) -> Turn:
     with counting(mesh) as counts:
         step()
     figures |= {"calls": counts.calls.total(), "sent": counts.sent_bytes.total()}
-    forget_peak(rank.device_type)
 
     def turn() -> Figures:
         step()
@@ -209,6 +204,7 @@ def contenders(
             {"name": name, "dtype": dtype, **sizes},
             group=f"{dtype}, hidden {hidden}",
             ranks=1 if stub_communication else RANKS,
+            memory_of_turns=True,
             facts={
                 "formula": formula(name, **sizes, width=DTYPES[dtype].itemsize),
                 "pair": peak(name, dtype, **sizes),
@@ -232,12 +228,7 @@ COLUMNS = (
 
 
 def result(found: Results) -> str:
-    texts = []
-    for group, name in found.rows:
-        cell = found.cell(group, name, RATIO)
-        if name != ONE and cell:
-            texts.append(f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})")
-    return f"Time over that of 1D: {'; '.join(texts) or '(not measured)'}."
+    return f"Time over that of 1D: {found.ratios(RATIO, {ONE})}."
 
 
 QUESTION = Question(contenders, COLUMNS, result, drawn=[RATIO])

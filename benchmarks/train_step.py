@@ -28,8 +28,9 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import peers, profiles, steps
 from benchmarks.harness import Column, Contender, Flags, Question
-from benchmarks.report import Results
+from benchmarks.report import NOT_MEASURED, Results
 from megatron.config.pretrain import PretrainGPT2Config, PretrainLlamaConfig, PretrainTextConfig
+from megatron.errors import UsageError
 from tools.plan.trace import Step
 
 OURS, FLOOR = "this project", "floor"
@@ -86,17 +87,12 @@ RATIO = "time / the first's"
 
 def result(found: Results) -> str:
     """Figures of the models for which claims are made."""
-    claims = [
-        f"{name} {cell.text('{:.2f}', is_ratio=True)} ({group})"
-        for group, name in found.rows
-        if name in PEERS and name != FLOOR and found.rounds[group, name][0]["is_large"]
-        if (cell := found.cell(group, name, RATIO))
-    ]
-    if claims:
-        return f"Time of a step over this project's: {'; '.join(claims)}."
-    if any(rounds[0]["is_large"] for rounds in found.rounds.values()):
-        return f"MFU {found.range('MFU, %', '{:.1f}')} %; no peer was measured."
-    return "These models are too small for a claim."
+    if not any(rounds[0]["is_large"] for rounds in found.rounds.values()):
+        return "These models are too small for a claim."
+    texts = found.ratios(RATIO, {*VARIANTS, FLOOR}, of="is_large")
+    if texts != NOT_MEASURED:
+        return f"Time of a step over this project's: {texts}."
+    return f"MFU {found.range('MFU, %', '{:.1f}')} %; no peer was measured."
 
 
 def contenders(
@@ -125,15 +121,15 @@ def contenders(
     """
     names = list(dict.fromkeys(flags.contenders or USUAL))
     if unknown := set(names) - {*VARIANTS, *PEERS}:
-        raise ValueError(f"--contenders {sorted(unknown)[0]}: there are {[*VARIANTS, *PEERS]}")
+        known = ", ".join([*VARIANTS, *PEERS])
+        raise UsageError("--contenders", sorted(unknown)[0], f"one of: {known}")
     if small:
         presets, dtypes, tensor_parallel = presets[:1], dtypes[:1], tensor_parallel[:1]
         of_kind = SMALL_LLAMA if presets[0].startswith("llama") else ""
         program_flags = SMALL + of_kind + program_flags
     if fast_weights and max(tensor_parallel) > 1 and not stub_communication:
-        raise ValueError(
-            "--fast-weights: several ranks would differ; --tensor-parallel 1 would work"
-        )
+        allowed = "left out with several ranks, which would differ"
+        raise UsageError("--fast-weights", None, allowed, works=("--no-fast-weights",))
     for preset, dtype, ranks, name in product(presets, dtypes, tensor_parallel, names):
         run, sizes = PEERS.get(name, (steps.ours, ANY))
         if ranks not in sizes or (stub_communication and name in PEERS):
@@ -141,7 +137,7 @@ def contenders(
         model = Path(preset).name.removesuffix(".toml")
         kind: type[PretrainTextConfig] = PretrainGPT2Config
         kind = PretrainLlamaConfig if model.startswith("llama") else kind
-        words = f"{SIZES.get(preset, '')} --no-fp16 {'--bf16' if dtype == 'bf16' else '--no-bf16'} "
+        words = f"{SIZES.get(preset, '')} {steps.DTYPE_FLAGS[dtype]} "
         words += NO_DROPOUT if kind is PretrainGPT2Config else ""
         words += f" --tensor-model-parallel-size {ranks} {program_flags} {VARIANTS.get(name, '')}"
         given = ["--preset", MADE_OF.get(preset, preset), *shlex.split(words)]

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -41,9 +40,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
-from benchmarks.processes import forget_peak
 from benchmarks.report import Results
-from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.machine import keep_freed_memory
 from tools.layouts.job import open_samples
 
@@ -58,36 +55,20 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
 RANKS = 2
 
 
-def ours(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
-    turn = steps.ours(rank, [*flags, "--zero-stage", str(stage)])
-    forget_peak(rank.device_type)
-    return turn
-
-
-def without(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
-    return ours(rank, flags, 0)
-
-
-def whole_weights(config: PretrainGPT2Config) -> tuple[int, dict[str, Tensor]]:
-    """(unpadded vocabulary size, weights of PlainGPT2 by name)"""
-    vocab_size = open_samples(config)[1]
-    weights = peers.initial_weights(config.model, vocab_size)
-    return vocab_size, peers.in_parts(weights, 1)
-
-
-def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False) -> Turn:
+def sharded(rank: Rank, flags: Sequence[str], *, keeps: bool = False) -> Turn:
     """keeps: see `keep_freed_memory`."""
     if keeps:
         keep_freed_memory()
-    config: PretrainGPT2Config = steps.read(flags, rank.size)
+    config = steps.read(flags, rank.size)
     rank.connect()
-    vocab_size, weights = whole_weights(config)
+    vocab_size = open_samples(config)[1]
+    weights = peers.in_parts(peers.initial_weights(config.model, vocab_size), 1)
     with torch.device("meta"):
         model = peers.PlainGPT2(config.model, vocab_size)
     model.head.weight = model.word_embedding.weight
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(rank.device_type, (rank.size,)),
-        "reshard_after_forward": stage == 3,
+        "reshard_after_forward": config.parallel.stage_of_zero == 3,
     }
     if steps.precision_of(config) == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -102,64 +83,43 @@ def sharded(rank: Rank, flags: Sequence[str], stage: int, *, keeps: bool = False
         for name, own in parameters:
             whole = weights.pop(name).to(rank.device)
             own.copy_(distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None))
-    turn = Sharded(rank, config, model, model, is_cut=lambda _: True, models=rank.size)
-    del weights, whole
-    forget_peak(rank.device_type)
-    return turn
+    # No autocast: the units' policy casts.
+    return peers.MasterTraining(
+        rank, config, model, model, models=rank.size, is_cut=lambda parameter: True
+    )
 
 
-class Sharded(peers.Training):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.is_cast = False  # no autocast: the units' policy casts
-
-
-def redundancy(rank: Rank, flags: Sequence[str], stage: int) -> Turn:
-    """stage: 1."""
-    config: PretrainGPT2Config = steps.read(flags, rank.size)
+def redundancy(rank: Rank, flags: Sequence[str]) -> Turn:
+    config = steps.read(flags, rank.size)
     rank.connect()
-    vocab_size, weights = whole_weights(config)
-    model = peers.PlainGPT2(config.model, vocab_size)
-    model.load_state_dict(weights | {"head.weight": weights["word_embedding.weight"]})
-    model.head.weight = model.word_embedding.weight
-    turn = Redundancy(rank, config, model.to(rank.device))
-    del weights
-    forget_peak(rank.device_type)
-    return turn
+    model = peers.plain_gpt2(config, rank.device)
+    return Redundancy(
+        rank,
+        config,
+        model,
+        DistributedDataParallel(model, gradient_as_bucket_view=True),
+        models=rank.size,
+        autocast=steps.precision_of(config) == "bf16",
+    )
 
 
 class Redundancy(peers.Training):
     """The optimizer state is sharded over the ranks."""
 
-    def __init__(self, rank: Rank, config: PretrainGPT2Config, model: nn.Module) -> None:
-        self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        super().__init__(rank, config, model, self.parallel, models=rank.size)
-
-    def __post_init__(self) -> None:
-        own, parameters = self.config.optimizer, list(self.model.parameters())
-        groups = [
-            {"params": [x for x in parameters if (x.dim() > 1) is decays], "weight_decay": decay}
-            for decays, decay in ((True, own.weight_decay), (False, 0.0))
-        ]
-        self.is_cast = steps.precision_of(self.config) == "bf16"
-        self.adamw: Any = ZeroRedundancyOptimizer(
-            groups,
-            torch.optim.AdamW,
-            lr=steps.LEARNING_RATE,
-            betas=(own.adam_beta1, own.adam_beta2),
-            eps=own.adam_eps,
-            fused=True,
+    def optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            self.groups(self.parameters), torch.optim.AdamW, fused=True, **self.options()
         )
 
     def update(self) -> None:
-        clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+        clip_grad_norm_(self.parameters, self.config.optimizer.clip_grad)
         self.adamw.step()
 
 
 PEERS: dict[int, dict[str, Callable[..., Turn]]] = {
     1: {REDUNDANCY: redundancy},
     2: {FULLY_SHARD: sharded},
-    3: {FULLY_SHARD: sharded, KEEPING: partial(sharded, keeps=True), WHOLE: without},
+    3: {FULLY_SHARD: sharded, KEEPING: partial(sharded, keeps=True), WHOLE: steps.ours},
 }
 
 
@@ -177,30 +137,22 @@ def contenders(
         program_flags: flags of pretrain_gpt2.py: --program-flags="--num-layers 2".
     """
     for dtype, stage in product(dtypes, stages):
-        precision = "--bf16" if dtype == "bf16" else "--no-bf16"
-        words = shlex.split(f"{WORDS} {precision} {program_flags}")
-        for name, run in ({OURS: ours} | PEERS[stage]).items():
+        words = f"{WORDS} {steps.DTYPE_FLAGS[dtype]} {program_flags} --zero-stage "
+        for name, run in ({OURS: steps.ours} | PEERS[stage]).items():
             yield Contender(
                 name,
                 run,
-                {"flags": words, "stage": stage},
+                {"flags": shlex.split(words + str(0 if name == WHOLE else stage))},
                 group=f"{dtype}, stage {stage}",
                 ranks=RANKS,
+                memory_of_turns=True,
                 same={"loss": TOLERANCES[dtype]},
             )
 
 
 def result(found: Results) -> str:
-    texts = []
-    for group, name in found.rows:
-        speed, memory = (found.cell(group, name, column) for column in (SPEED, MEMORY))
-        if name != OURS and speed and memory:
-            text = (
-                f"{speed.text('{:.2f}', is_ratio=True)} and {memory.text('{:.2f}', is_ratio=True)}"
-            )
-            texts.append(f"{text} of {name} ({group})")
-    listed = "; ".join(texts) or "(not measured)"
-    return f"Tokens/s and peak memory of this project, over those of others: {listed}."
+    text = f"Tokens/s of this project over those of others: {found.ratios(SPEED, {OURS})}."
+    return f"{text} Peak memory: {found.ratios(MEMORY, {OURS})}."
 
 
 SPEED, MEMORY = "speed of ours / its", "memory of ours / its"

@@ -1,54 +1,65 @@
-"""A question of benchmarks/ as its users run it, or on ranks of the pool, in miniature."""
+"""A question of benchmarks/ in miniature, with processes from the fork server of tests/dist.py."""
 
+import atexit
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import torch.distributed as dist
-
-from benchmarks.harness import Contender, Figures, Rank
+from benchmarks.harness import scratch
+from benchmarks.processes import work
+from tests.dist import PRELOADED
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words, in the project's folder."""
-    command, environ = [sys.executable, *map(str, words)], {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+@contextmanager
+def forked() -> Iterator[None]:
+    """Contenders' processes start in a tenth of a second, in place of four seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "benchmarks.peers"])
+    with patch.multiple("benchmarks.processes", SPAWN=context, work=work_and_exit):
+        yield
 
 
-def run(folder: Path, question: str, *words: object, status: int = 0) -> dict[str, Any]:
-    """The record of one round of one turn, with its page as "page" and the output as "printed"."""
+def work_and_exit(*arguments: Any) -> None:
+    """A forked process ends without the functions that atexit has."""
+    try:
+        work(*arguments)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run(
+    folder: Path, question: str, *words: object, status: int = 0, **changes: Any
+) -> dict[str, Any]:
+    """The record of one round of one turn by this command line, with its page as "page". changes:
+    of the question's fields."""
     file, page = folder / "record.json", folder / "page.md"
-    common = ["--rounds", "1", "--turns", "1", "--json", file, "--page", page]
-    ended = start(f"benchmarks/{question}.py", *words, *common)
-    assert ended.returncode == status, ended.stdout[-3000:] + ended.stderr[-3000:]
+    common = ["--rounds", 1, "--turns", 1, "--json", file, "--page", page]
+    command = [f"benchmarks/{question}.py", *words, *common]
+    module, ended = import_module(f"benchmarks.{question}"), 0
+    scratch.cache_clear()  # as in a new process
+    with forked(), patch.object(sys, "argv", [str(word) for word in command]):
+        try:
+            replace(module.QUESTION, **changes).run()
+        except SystemExit as stop:  # Python exits with 1 where the code is a text
+            ended = stop.code if isinstance(stop.code, int) else 1
+    assert ended == status
     record: dict[str, Any] = json.loads(file.read_text())[0]
-    return record | {"page": page.read_text(), "printed": ended.stdout}
+    return record | {"page": page.read_text()}
 
 
 def figures(record: dict[str, Any], name: str, group: str = "") -> dict[str, Any]:
-    """Of the only round of a contender."""
+    """A contender's figures of the only round."""
     found = [c for c in record["contenders"] if (c["name"], c["group"]) == (name, group)]
     (contender,) = found
     assert not contender["reason"], contender["reason"]
     (only,) = contender["rounds"]
     return only
-
-
-class Connected(Rank):
-    """A rank of the pool."""
-
-    def connect(self) -> None: ...
-
-
-def turns(contenders: Sequence[Contender]) -> list[Figures | None]:
-    """Of each its first turn on this rank of the pool."""
-    rank = Connected(dist.get_rank(), dist.get_world_size())
-    return [each.run(rank, **each.arguments)() for each in contenders]

@@ -34,7 +34,10 @@ def on_a_gpu(rank: Rank, number: float, log: str) -> Turn:
     return steady(rank, number, log)
 
 
-def hungry(rank: Rank, megabytes: int) -> Turn:
+def hungry(rank: Rank, megabytes: int, prepared: int = 0) -> Turn:
+    """Fills so many megabytes in a turn, and `prepared` before the first."""
+    bytearray(b"x" * (prepared * 2**20))
+
     def turn() -> dict[str, Any]:
         return {"last": bytearray(b"x" * (megabytes * 2**20))[-1]}
 

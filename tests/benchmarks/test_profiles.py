@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.profiles import TURN, by_kind, communication, kind_of
+from benchmarks.profiles import TURN, by_kind, communication, copies_beside_kernels, kind_of
 
 
 def event(name: str, start: float, stop: float, thread: int = 1, **more: Any) -> dict[str, Any]:
@@ -50,6 +50,19 @@ def test_kernels_name_their_group_on_a_gpu() -> None:
     ]
     assert communication(events, "5") == (pytest.approx(4), pytest.approx(2))
     assert communication(events, "6") == (pytest.approx(4), pytest.approx(4))
+
+
+def test_copies_beside_kernels() -> None:
+    events = [
+        event("Memcpy HtoD (Pinned -> Device)", 0, 4, cat="gpu_memcpy"),
+        event("Memcpy DtoH (Device -> Pinned)", 3, 6, 2, cat="gpu_memcpy"),
+        event("Memcpy DtoD (Device -> Device)", 7, 9, cat="gpu_memcpy"),
+        event("nvjet", 1, 2, 3, cat="kernel"),
+        event("nvjet", 5, 8, 3, cat="kernel"),
+        event("aten::mm", 0, 9),
+    ]
+    found = copies_beside_kernels(events)
+    assert found == {"copies": pytest.approx(6), "beside_kernels": pytest.approx(2)}
 
 
 KERNELS = {  # as torch, its compiler, cuBLAS, cuDNN and NCCL name them, and operators

@@ -1,30 +1,20 @@
-"""Each question once, in miniature, as its users run it: all contenders have figures, and what is
-known of these beforehand is so."""
+"""Each question once, in miniature: all contenders have figures, those that train have the same
+losses (the harness compares them), and the figures are those of the formulas."""
 
-import json
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from benchmarks import (
-    activations,
-    commits,
-    data,
-    huggingface,
-    llama,
-    pipeline,
-    tensor_modes,
-    zero,
-)
-from benchmarks.data_path import CACHE, DISK, DOCUMENT, SPARSE, SPLIT, configure, write_sparse
-from benchmarks.harness import Flags
+from benchmarks import activations, commits, pipeline, tensor_modes, train_step, zero
+from benchmarks.harness import Flags, Rank
 from benchmarks.report import Results
-from megatron.data.indexed import IndexedDataset
 from tests.benchmarks.run import ROOT, figures, run
-from tools.layouts.job import open_samples
+from tests.refusals import field_of, refusal
 
 PRESET = """
 num_layers = 2
@@ -42,7 +32,7 @@ SIZES = "--num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 32
 GPT2 = f"{SIZES} --max-position-embeddings 32"
 STAGES = GPT2.replace("layers 2", "layers 4")
 LLAMA = "--num-layers 1 --hidden-size 96 --ffn-hidden-size 192 --seq-length 32 --vocab-size 512"
-ONE_RANK = "quickstart, fp32, t = 1"
+DRAWN = "--dtypes fp32 --tensor-parallel 1 --fast-weights"
 Record = dict[str, Any]
 
 
@@ -90,7 +80,7 @@ def of_activations(record: Record, folder: Path) -> None:
     assert (whole["sent"], whole["formula"], stream["formula"]) == (0, 34, 34 / 4)
     assert stream["kept"] == pytest.approx(whole["kept"] / 4, rel=0.01)
     assert stream["kept"] < cut["kept"] < whole["kept"]
-    # Four all-reduces of the stream in bf16; or reduce-scatters and gathers, one more each way.
+    # Four all-reduces in bf16; or reduce-scatters and all-gathers, with one more of each.
     assert cut["sent"] == 4 * 2 * 2 * 3 / 4
     assert stream["sent"] > 5 / 4 * cut["sent"]
 
@@ -118,100 +108,153 @@ def of_scaling(record: Record, folder: Path) -> None:
     assert record["contenders"][2]["reason"] == "takes 4 ranks, there are 2"
 
 
-def of_data_path(record: Record, folder: Path) -> None:
-    for name in (CACHE, DISK, SPARSE):
-        found = figures(record, name)
-        assert 0.5 < found["tokens"] / (32 * 64 * 1024) <= 1
-        assert found["opened"] < 2**25 > found["peak_bytes"]
-    assert found["index"] > 10**10
+def of_pipeline(record: Record, folder: Path) -> None:
+    """The micro-batches whose bytes are kept are those that the schedule promises."""
+    bubbles = [each for each in record["contenders"] if each["x"]]
+    assert len(bubbles) == 2
+    for each in bubbles:
+        (found,), facts = each["rounds"], each["facts"]
+        promised = [5, 5] if "gpipe" in each["group"] else [2, 1]
+        assert [facts["in_flight_0"], facts["in_flight_1"]] == promised
+        assert [found["kept_0"], found["kept_1"]] == pytest.approx(promised, rel=0.01)
 
 
-# Of each question words, names of contenders that run, and what is known of their figures.
-QUESTIONS: dict[str, tuple[Sequence[object], Sequence[str], Callable[..., None] | None]] = {
-    "checkpoints": (
-        ["--preset", "{preset}", "--directory", "{folder}/disk"],
-        ["synchronous save", "asynchronous save", "verify and load"], of_checkpoints,
-    ),
-    "safeguards": ([], ["check"], of_safeguards),
-    "output_layer": (
-        ["--vocab-size", 16_000, "--hidden-size", 16, "--tokens", 8_000, "--tensor-parallel", 1],
-        [], of_output_layer,
-    ),
-    "compiled": (
-        ["--hidden-size", 64, "--tokens", 16, "--groups", "gpt2", "host", "--backend", "aot_eager"],
-        ["this project", "plain torch"], of_compiled,
-    ),
-    "activations": (
-        ["--tensor-parallel", 1, 4],
-        ["selective", "selective, sequence parallel", "host reads"], of_activations,
-    ),
-    "dropout_quality": (["--rows", 512, "--columns", 64], [], None),
-    "train_step": (
-        ["--presets", "quickstart", "--dtypes", "fp32", "--tensor-parallel", 1, 2,
-         "--program-flags", GPT2, "--profile", "{folder}/profile"],
-        [OURS, "plain torch", "DTensor", "floor"], of_train_step,
-    ),
-    "growth": (["--preset", "{preset}", "--axes", "ranks"], ["1", "2"], of_growth),
-    "commits": (["--against", ROOT, "--groups", ONE_RANK, "--turns", 2], [], None),
-    "scaling": (
-        [], [f"{size}, t x d = {t} x 1" for size, t in
-             (("1.2B, 8 heads", 1), ("2.5B, 10 heads", 2), ("4.2B, 12 heads", 4))], of_scaling,
-    ),
-    "pipeline": (
-        ["--micro-batches", 2, "--dtypes", "fp32", "--program-flags", STAGES,
-         "--schedules", "interleaved", "--scopes", pipeline.UPDATE,
-         "--bubble-schedules", "gpipe", "--bubble-micro-batches", 2, 1],
-        [], None,
-    ),
-    "tensor_modes": (
-        ["--hidden-sizes", 64, "--tokens", 128, "--dtypes", "fp32"],
-        [tensor_modes.ONE, tensor_modes.SUMMA], None,
-    ),
-    "zero": (
-        ["--dtypes", "fp32", "--stages", 3, "--program-flags", SIZES],
-        [zero.OURS, zero.FULLY_SHARD], None,
-    ),
-    "llama": (
-        ["--dtypes", "fp32", "--program-flags", LLAMA],
-        [llama.OURS, llama.TRANSFORMERS, llama.OWN_HEADS], None,
-    ),
-    "huggingface": (
-        ["--models", "llama", "--dtypes", "fp32", "--program-flags", LLAMA],
-        [huggingface.BY_PLAN, huggingface.TRANSFORMERS, huggingface.TORCH], None,
-    ),
-    "data_path": (["--tokens", 3_000_000], [], of_data_path),
-}  # fmt: skip
+def of_tensor_modes(record: Record, folder: Path) -> None:
+    # Two sums; or of each layer 6 gathers and sums, which SUMMA takes in two steps.
+    calls = {tensor_modes.ONE: 2, tensor_modes.SUMMA: 24, tensor_modes.GATHERED: 12}
+    for each in record["contenders"]:
+        (found,) = each["rounds"]
+        dtype = each["group"].partition(",")[0]
+        assert found["difference"] < tensor_modes.TOLERANCES[dtype]
+        assert found["sent"] == each["facts"]["formula"]
+        assert found["calls"] == calls[each["name"]]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_is_answered_in_miniature(question: str, tmp_path: Path) -> None:
-    words, names, check = QUESTIONS[question]
-    places = {"folder": tmp_path, "preset": tmp_path / "preset.toml"}
-    places["preset"].write_text(PRESET)
-    given = [str(word).format(**places) for word in words]
-    if "--program-flags" in given:  # whose value begins with dashes
-        at = given.index("--program-flags")
-        given[at : at + 2] = ["=".join(given[at : at + 2])]
-    record = run(tmp_path, question, *given, *(["--contenders", *names] if names else []))
-    found = [each for each in record["contenders"] if not each["reason"]]
-    left = {each["name"] for each in record["contenders"]} - {each["name"] for each in found}
-    assert not left or question == "scaling"
-    assert {each["name"] for each in found} | left >= {*names}
-    assert all(len(each["rounds"]) == 1 for each in found)
+class Small(NamedTuple):
+    """A question in miniature: its words, the contenders to run (all by default), and what is known
+    of their figures."""
+
+    words: str = ""
+    contenders: tuple[str, ...] = ()
+    check: Callable[[Record, Path], None] | None = None
+    warm_up: int | None = None  # turns; by default the question's own number
+
+
+QUESTIONS = {  # the file's name, and after a blank the case
+    "checkpoints": Small(
+        "--preset {preset} --directory {folder}/disk",
+        ("synchronous save", "asynchronous save", "verify and load"),
+        of_checkpoints,
+    ),
+    "safeguards": Small("", ("check",), of_safeguards),
+    "output_layer": Small(
+        "--vocab-size 16000 --hidden-size 16 --tokens 8000 --tensor-parallel 1",
+        check=of_output_layer,
+    ),
+    "compiled": Small(
+        "--hidden-size 64 --tokens 16 --groups gpt2 host --backend aot_eager",
+        ("this project", "plain torch"),
+        of_compiled,
+    ),
+    "activations": Small(
+        "--tensor-parallel 1 4",
+        ("selective", "selective, sequence parallel", "host reads"),
+        of_activations,
+    ),
+    "train_step": Small(
+        "--presets quickstart --dtypes fp32 --tensor-parallel 1 2 --profile {folder}/profile "
+        f"--program-flags='{GPT2}'",
+        (OURS, "plain torch", "DTensor", "floor"),
+        of_train_step,
+    ),
+    "train_step drawn on the device": Small(
+        f"--presets gpt2_124m {DRAWN} --program-flags='{GPT2}'",
+        (OURS, "plain torch", "transformers"),
+    ),
+    "growth": Small("--preset {preset} --axes ranks", ("1", "2"), of_growth),
+    "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=2),
+    "scaling": Small(
+        "",
+        (
+            "1.2B, 8 heads, t x d = 1 x 1",
+            "2.5B, 10 heads, t x d = 2 x 1",
+            "4.2B, 12 heads, t x d = 4 x 1",
+        ),
+        of_scaling,
+        warm_up=0,
+    ),
+    "pipeline 1f1b": Small(
+        "--micro-batches 4 --dtypes fp32 --schedules 1f1b --bubble-schedules 1f1b gpipe "
+        f"--bubble-micro-batches 5 --program-flags='{STAGES}'",
+        check=of_pipeline,
+    ),
+    "pipeline interleaved": Small(
+        "--micro-batches 4 --dtypes fp32 --schedules interleaved --bubble-schedules gpipe "
+        f"--scopes '{pipeline.ALL}' --bubble-micro-batches 2 --program-flags='{STAGES}'",
+        (pipeline.OURS, pipeline.TORCH),
+    ),
+    "tensor_modes": Small("--hidden-sizes 64 --tokens 128", check=of_tensor_modes),
+    "zero": Small(
+        f"--dtypes fp32 --stages 1 3 --program-flags='{SIZES}'",
+        (zero.OURS, zero.REDUNDANCY, zero.FULLY_SHARD),
+    ),
+    "llama": Small(f"--dtypes fp32 --program-flags='{LLAMA}'"),
+    "huggingface": Small(f"--models llama --dtypes fp32 --program-flags='{LLAMA}'"),
+    "offload": Small("--layers 1 --hidden-size 64 --samples 2 --seq-length 32"),
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_question(case: str, tmp_path: Path) -> None:
+    small = QUESTIONS[case]
+    preset = tmp_path / "preset.toml"
+    preset.write_text(PRESET)
+    words = shlex.split(small.words.format(folder=tmp_path, preset=preset))
+    if small.contenders:
+        words += ["--contenders", *small.contenders]
+    changes = {} if small.warm_up is None else {"warm_up": small.warm_up}
+    record = run(tmp_path, case.partition(" ")[0], *words, **changes)
+    measured = [each for each in record["contenders"] if not each["reason"]]
+    assert case == "scaling" or measured == record["contenders"]
+    assert {each["name"] for each in record["contenders"]} >= {*small.contenders}
+    assert [len(each["rounds"]) for each in measured] == [1] * len(measured)
     assert record["page"].startswith("# ")
-    if check is not None:
-        check(record, tmp_path)
+    if small.check is not None:
+        small.check(record, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "flags", "peer"),
+    [
+        ("gpt2_124m", GPT2, "plain torch, compiled"),
+        ("llama_1b", "--num-query-groups 2", "transformers, compiled"),
+    ],
+)
+def test_peers_that_compile(preset: str, flags: str, peer: str) -> None:
+    """They are the same model, drawn on the device; not compiled here, which takes minutes."""
+    found = train_step.contenders(
+        Flags(contenders=(OURS, peer)),
+        (preset,),
+        ("fp32",),
+        (1,),
+        program_flags=f"{LLAMA} --num-attention-heads 4 {flags}",
+        fast_weights=True,
+    )
+    with torch.compiler.set_stance("force_eager"):
+        turns = [each.run(Rank(), **each.arguments) for each in found]
+        ours, its = ([float((turn() or {})["loss"]) for _ in range(3)] for turn in turns)
+    assert its == pytest.approx(ours, rel=1e-5)
 
 
 @pytest.mark.parametrize("reads", [1, 2])
-def test_a_step_that_reads_more_than_once_is_a_failure(reads: int) -> None:
+def test_more_than_one_read_of_a_step_is_a_failure(reads: int) -> None:
     only = {"group": "step", "name": "host reads", "first": "host reads", "reason": "", "facts": {}}
     found = Results(activations.QUESTION, {"contenders": [only | {"rounds": [{"reads": reads}]}]})
     assert bool(activations.QUESTION.failure(found)) is (reads > 1)
 
 
 @pytest.mark.skipif(find_spec("megatron.core") is None, reason="megatron-core is not installed")
-def test_megatron_core_trains_the_same_model(tmp_path: Path) -> None:
+def test_megatron_core(tmp_path: Path) -> None:
     words = ["--presets", "quickstart", "--dtypes", "fp32", "--tensor-parallel", 1, 2]
     words += [f"--program-flags={GPT2}", "--contenders", OURS, "Megatron-Core"]
     record = run(tmp_path, "train_step", *words)
@@ -219,47 +262,31 @@ def test_megatron_core_trains_the_same_model(tmp_path: Path) -> None:
         assert figures(record, "Megatron-Core", f"quickstart, fp32, t = {size}")["peak_bytes"] > 0
 
 
-def test_losses_of_a_commit_are_compared_unless_elements_are_dropped() -> None:
+def test_losses_of_commits_are_compared_without_dropout() -> None:
     for dropout, same in ((0.0, {"losses": 0}), (0.1, {})):
         found = commits.contenders(Flags(), str(ROOT), commits.GROUPS[:1], dropout)
         assert [each.same for each in found] == [same, same]
-    with pytest.raises(ValueError, match="^--against no-such-commit"):
-        next(commits.contenders(Flags(), "no-such-commit"))
 
 
-def test_sources_of_data_are_read_and_trained_on(tmp_path: Path) -> None:
-    documents, words, samples, steps_of_run, batch = 900, 40, 32 * 64, 2, 4
-    text = tmp_path / "text.jsonl"
-    text.write_text(f"{json.dumps({'text': ' word' * words})}\n" * documents)
-    rows = {data.threads(name, 2): True for name in (data.LINES, data.SAVED, data.PARQUET)}
-    rows |= {data.threads(name, 1): False for name in (data.PACKED, "mock")}
-    flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
-    flags += " --max-position-embeddings 16"
-    given = ["--text", text, "--vocab-size", 270, "--steps", steps_of_run]
-    record = run(tmp_path, "data", *given, f"--program-flags={flags}", "--contenders", *rows)
-    for row, is_padded in rows.items():
-        found = figures(record, row, data.READING)
-        assert found["tokens"] == samples * (words + 1 if is_padded else 1024)
-        assert found["places"] == samples * 1024
-        step = figures(record, row, data.TRAINING)
-        assert step["tokens"] == step["places"] == steps_of_run * batch * 16
-        assert step.get("cut") == (steps_of_run * batch if is_padded else None)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "commit": (lambda: next(commits.contenders(Flags(), "no-such-commit")), "--against"),
+    "group": (lambda: next(commits.contenders(Flags(), str(ROOT), ("x",))), "--groups"),
+    "micro-batches": (
+        lambda: next(pipeline.contenders(Flags(), bubble_micro_batches=(2, 4))),
+        "--bubble-micro-batches",
+    ),
+    "contender": (
+        lambda: next(train_step.contenders(Flags(contenders=("x",)))),
+        "--contenders",
+    ),
+    "fast weights": (
+        lambda: next(train_step.contenders(Flags(), fast_weights=True)),
+        "--fast-weights",
+    ),
+}
 
 
-def test_a_text_is_evaluated_once_and_again_by_article(tmp_path: Path, test_data: Path) -> None:
-    files = ["--wikitext-data", test_data / "wikitext103" / "wiki.valid.tokens"]
-    files += ["--tokenizer", test_data / "gpt2"]
-    record = run(tmp_path, "evaluation", "--characters", 2000, *files)
-    found = [each["rounds"][0] for each in record["contenders"]]
-    assert len(found) == 3  # and equal sums, which the question itself compares
-    assert len({each["tokens"] for each in found}) == 1
-
-
-def test_the_sparse_data_set_opens_as_a_whole_one(tmp_path: Path) -> None:
-    write_sparse(tmp_path / "p", 909_090_909)
-    data = IndexedDataset(str(tmp_path / "p"))
-    assert data.num_tokens == data.num_documents * DOCUMENT == 999_999_999_900
-    assert sum(512 * file.stat().st_blocks for file in tmp_path.iterdir()) < 2**20
-    train, _ = open_samples(configure("--split", SPLIT, "--data-path", f"{tmp_path}/p"))
-    assert train.samples_per_epoch == pytest.approx(0.949e12 / 1024)
-    assert not train.batch(range(10**8, 10**8 + 4)).tokens.any()
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    call, field = REFUSED[case]
+    assert field_of(refusal(call)) == field
