@@ -61,11 +61,9 @@ def assert_same_model(step: Path, parts: list[Rank], version: int, eps: float = 
     torch.testing.assert_close(our_logits(step), expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_logits_are_the_old_models_at_every_order_and_cut(
-    tmp_path: Path, version: int, ranks: int
-) -> None:
+def test_logits(tmp_path: Path, version: int, ranks: int) -> None:
     parts = old_weights(ranks)
     source = write_old(tmp_path / "old", parts, args=old_args(ranks), version=float(version))
     assert_same_model(run(source, tmp_path / "new"), parts, version)
@@ -87,24 +85,23 @@ def later(part: Rank) -> Any:
     return nested(part, "encoder", "self_attention")
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("model", [nested, flat, wrapped, later])
-def test_names_of_all_years_in_both_formats(
-    tmp_path: Path, model: Callable[[Rank], Any], zipped: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("model", "zipped"), [(nested, False), (flat, True), (wrapped, False), (later, True)]
+)
+def test_names_and_formats(tmp_path: Path, model: Callable[[Rank], Any], zipped: bool) -> None:
     parts = old_weights(2)
     source = write_old(tmp_path / "old", parts, model=model, zipped=zipped, iteration="release")
     assert_same_model(run(source, tmp_path / "new", FLAGS), parts, 0)
 
 
-def test_an_iteration_or_a_file_is_read_as_well(tmp_path: Path) -> None:
+def test_iteration_or_file(tmp_path: Path) -> None:
     parts = old_weights(1)
     folder = write_old(tmp_path / "old", parts, args=old_args(1)) / "iter_0250000"
     for number, source in enumerate((folder, folder / "mp_rank_00" / "model_optim_rng.pt")):
         assert_same_model(run(source, tmp_path / f"new_{number}"), parts, 0)
 
 
-def test_settings_come_from_args_and_else_from_flags(tmp_path: Path) -> None:
+def test_settings(tmp_path: Path) -> None:
     parts = old_weights(1)
     args = old_args(1, layernorm_epsilon=0.01)
     with_args = run(write_old(tmp_path / "a", parts, args=args), tmp_path / "new_a")
@@ -118,7 +115,7 @@ def test_settings_come_from_args_and_else_from_flags(tmp_path: Path) -> None:
     assert not torch.allclose(our_logits(with_args), old_logits(parts, 0, TOKENS)[..., :VOCABULARY])
 
 
-def test_fp16_stays_fp16_and_the_manifest_tells_where_it_is_from(tmp_path: Path) -> None:
+def test_fp16_and_manifest(tmp_path: Path) -> None:
     parts = old_weights(2, torch.float16)
     args = old_args(2, bias_gelu_fusion=False, openai_gelu=False)
     step = run(write_old(tmp_path / "old", parts, args=args), tmp_path / "new")
@@ -146,27 +143,12 @@ def add(name: str) -> Break:
     return lambda parts: [part.update({name: torch.ones(HIDDEN)}) for part in parts]
 
 
-def inside_itself(folder: Path) -> None:
-    model: dict[str, Any] = {}
-    model["module"] = model
-    torch.save({"model": model}, folder / FILE)
-
-
 def doubled(folder: Path) -> None:
     """2^60 names, by dicts that each stand in two places."""
     model: dict[str, Any] = {}
     for _ in range(60):
         model = {"module": model, "encoder": model}
     torch.save({"model": model}, folder / FILE)
-
-
-def content(*pieces: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / FILE).write_bytes(b"".join(pieces))
-
-
-def cut_in_half(folder: Path) -> None:
-    whole = (folder / FILE).read_bytes()
-    (folder / FILE).write_bytes(whole[: len(whole) // 2])
 
 
 DENSE = "transformer.layers.1.attention.dense.bias"
@@ -208,20 +190,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("--from", {"files": shutil.rmtree}),
     ("--from", {"files": lambda f: shutil.rmtree(f.parent)}),
     ("../up", {"files": lambda f: (f.parent / POINTER).write_text("../up")}),
-    (FILE, {"files": content()}),
-    (FILE, {"files": content(b"hello, world\n" * 9)}),
-    (FILE, {"files": content(b'{"model": 1}')}),
-    (FILE, {"files": cut_in_half}),
-    ("two places", {"files": inside_itself}),
+    (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"")}),
+    (FILE, {"files": lambda folder: (folder / FILE).write_bytes(b"hello, world\n" * 9)}),
     ("two places", {"files": doubled}),
     (FILE, {"files": lambda folder: torch.save({"state_dict": {}}, folder / FILE)}),
 ]
 
 
 @pytest.mark.parametrize(("named", "wrong"), REFUSED)
-def test_the_flag_file_tensor_or_setting_is_named(
-    tmp_path: Path, named: str, wrong: dict[str, Any]
-) -> None:
+def test_refusals(tmp_path: Path, named: str, wrong: dict[str, Any]) -> None:
     parts = old_weights(2)
     wrong.get("parts", len)(parts)
     changes = wrong.get("args", {})
@@ -236,13 +213,10 @@ def test_the_flag_file_tensor_or_setting_is_named(
         assert named in str(error)
 
 
-@pytest.mark.parametrize("program", [["tools/import_megatron.py"], ["-m", "tools.import_megatron"]])
-def test_the_program_ends_with_a_line_and_knows_the_earlier_flag(
-    tmp_path: Path, program: list[str]
-) -> None:
+def test_program(tmp_path: Path) -> None:
     source = write_old(tmp_path / "old", old_weights(2), args=old_args(2, num_layers=3))
     words = ["--to" if word == "--output" else word for word in words_of(source, tmp_path / "new")]
-    command = [sys.executable, *program, *words]
+    command = [sys.executable, "tools/import_megatron.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "num_layers 3" in done.stderr
