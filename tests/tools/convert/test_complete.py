@@ -118,7 +118,7 @@ def assert_complete(folder: Path, back: Path) -> None:
 
 
 @KINDS
-def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str) -> None:
+def test_complete_folder(imported: Find, tmp_path: Path, kind: str) -> None:
     made = imported(kind)
     export_model(str(made.ours), tmp_path / "back")
     models.assert_same_weights(made.folder, tmp_path / "back")
@@ -130,9 +130,7 @@ def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
-    imported: Find, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_ids(imported: Find, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = imported(kind)
     model = AutoModelForCausalLM.from_pretrained(made.folder)
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
@@ -148,7 +146,7 @@ def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> None:
+def test_padding_rows_of_the_softmax(imported: Find, kind: str) -> None:
     """In evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
     made, mesh = imported(kind), serial_mesh()
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
@@ -187,7 +185,7 @@ def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
 
 
 @KINDS
-def test_the_printed_command_trains(
+def test_printed_command(
     imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
@@ -233,7 +231,7 @@ def test_the_printed_command_trains(
         ("bert", "--residual-order pre-ln", "post-ln"),
     ],
 )
-def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_its_value(
+def test_contradicting_flags(
     imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str,
     saved: str,
 ) -> None:  # fmt: skip
