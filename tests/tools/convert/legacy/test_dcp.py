@@ -38,17 +38,7 @@ from tests.refusals import leaving_nothing, refusal, refused
 from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, whole_weights
 from tests.tools.convert.legacy import tutorial
 from tests.tools.convert.legacy.test_pickles import PAYLOADS, write_zip
-from tests.tools.convert.legacy.tutorial import (
-    BASE,
-    BATCH,
-    HEADS,
-    HIDDEN,
-    POSITIONS,
-    STEPS,
-    VOCABULARY,
-    Rotary,
-    Script,
-)
+from tests.tools.convert.legacy.tutorial import BASE, BATCH, HEADS, POSITIONS, Script
 from tools.convert.folder import read_description
 from tools.convert.legacy.dcp_tutorial import read_schedule
 from tools.convert.writing import check_weights
@@ -558,7 +548,7 @@ def rotary(base: float, dtype: torch.dtype, factor: float) -> Break:
     """With tables of this base, the slower half of the turns slower by a factor."""
 
     def change(model: dict[str, Any]) -> None:
-        new = Rotary(HIDDEN // HEADS, base)
+        new = tutorial.Rotary(tutorial.HIDDEN // HEADS, base)
         new.frequencies[2:] /= factor
         new.fill(torch.float32)
         model |= {f"base_model.rotary_emb.{name}": new.get_buffer(name) for name in ("cos", "sin")}
@@ -658,7 +648,7 @@ OTHERS = {
 def save_other(name: str, to: Path) -> None:
     """A checkpoint of a model that the script has not."""
     section = OTHERS[name]
-    state = build_state(section, mesh_of_ranks(1), VOCABULARY, seed=1, dtype=torch.float32)
+    state = build_state(section, mesh_of_ranks(1), tutorial.VOCABULARY, seed=1, dtype=torch.float32)
     facts = {"kind": section.kind, "config": {"model": asdict(section)}, "vocab_size": 263}
     facts = state.facts() | (facts if name != "unknown" else {})
     save_checkpoint(to, 0, state.slices(), facts, state.mesh)
@@ -667,7 +657,7 @@ def save_other(name: str, to: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "flags", "field"),
     [
-        ("", f"--lr-warmup-iters {STEPS}", "--lr-warmup-iters"),
+        ("", f"--lr-warmup-iters {tutorial.STEPS}", "--lr-warmup-iters"),
         ("", "--lr-warmup-iters 0", "--lr-warmup-iters"),
         ("", "--lr-warmup-init 1", "--lr-warmup-init"),
         ("", "--lr-warmup-init 0", "--lr-warmup-init"),
