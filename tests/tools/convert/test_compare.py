@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from tools.convert.compare import compare_logits
 from tools.convert.folder import family_of
 from tools.convert_hf import import_model
 
-KINDS = ("gpt2", "llama", "post-ln", "pre-ln")
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "gpt2": models.write_model,
+    "llama": partial(models.write_llama, num_key_value_heads=6),
+    "post-ln": models.write_bert,
+    "pre-ln": partial(models.write_bert, order="pre-ln"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +37,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = place / kind / "hf"
         if not folder.exists():
             folder.parent.mkdir()
-            if kind == "gpt2":
-                models.write_model(folder)
-            elif kind == "llama":
-                models.write_llama(folder, num_key_value_heads=6)
-            else:
-                models.write_bert(folder, kind)
-            models.imported(folder)
+            models.imported(KINDS[kind](folder))
         return folder
 
     return find

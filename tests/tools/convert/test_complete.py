@@ -188,7 +188,7 @@ def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
 def test_printed_command(
     imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
+    """Word by word, for a step that changes nothing: it is exported as complete as it came."""
     made = imported(kind)
     monkeypatch.chdir(tmp_path)
     (line,) = (each for each in made.said.splitlines() if "pretrain.py" in each)
@@ -198,13 +198,16 @@ def test_printed_command(
     assert words[words.index("--data-path") + 1] == data
     write_text_of(made.folder, kind, tmp_path / data)
     fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
+    still = "--lr 1e-30 --min-lr 0 --weight-decay 0"
     agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
-    pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
+    pretrain.main([*words, *fewer.split(), *still.split(), *agreeing.split()], {})
     before, after = map(read_manifest, (made.ours / models.STEP, newest(Path("trained"))))
     model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
     assert after["config"]["model"] == model
     assert after["tokenizer"] == before["tokenizer"] != ""
+    assert after["weights_of"] == before["run"]
     export_model("trained", tmp_path / "back")
+    models.assert_same_weights(made.folder, tmp_path / "back")
     theirs, ours = (
         models.json_of(each / "config.json") for each in (made.folder, tmp_path / "back")
     )
