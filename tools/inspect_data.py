@@ -146,7 +146,8 @@ def open_gpt2(settings: Settings) -> tuple[Corpus, Tokenizer, GPT2Dataset]:
     require_sequences(corpus, sentences=False)
     tokenizer = given or find_tokenizer(corpus)
     if tokenizer is None:
-        allowed = "given with --merge-file, as no tokenizer is beside --data-path"
+        what = "given, with --merge-file or --tokenizer-type"
+        allowed = f"{what}, as no tokenizer is beside --data-path"
         raise UsageError("--vocab-file", None, allowed)
     train, _, _ = open_splits(
         corpus,

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: the one formatter of sizes, durations and shares."""
+"""Numbers as a reader wants them: the one formatter of sizes, durations, shares and columns."""
 
 from collections.abc import Sequence
 
