@@ -14,7 +14,7 @@ if sys.hexversion < 0x30B0000:
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from json import dumps
 from math import prod
@@ -76,7 +76,7 @@ def ls(directory: Directory, json: bool = False) -> None:
             state if row["kind"] == "checkpoint" else row["kind"],
         ]
         lines.append(cells)
-    print(_aligned(lines))
+    print(numbers.aligned(lines))
     if not any(row["latest"] for row in rows) and (directory / "latest").is_file():
         print(f"latest names {(directory / 'latest').read_text().strip()}, which does not exist")
 
@@ -131,13 +131,13 @@ def show(directory: Directory, step: int | None = None, json: bool = False) -> N
         return
     del manifest["tensors"]
     facts = {"checkpoint": folder, "parameters": f"{parameters:,}", **dict(_flat(manifest))}
-    print(_aligned([[name, str(value)] for name, value in facts.items()]))
+    print(numbers.aligned([[name, str(value)] for name, value in facts.items()]))
     print()
     rows = [
         [name, each["dtype"], str(each["shape"]), str(len(each["slices"]))]
         for name, each in tensors.items()
     ]
-    print(_aligned([["tensor", "dtype", "shape", "slices"], *rows]))
+    print(numbers.aligned([["tensor", "dtype", "shape", "slices"], *rows]))
 
 
 def _folders(directory: Path) -> list[Path]:
@@ -197,14 +197,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(each, f"{prefix}{name}.")
         else:
             yield prefix + name, each
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 if __name__ == "__main__":

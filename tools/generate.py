@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.format import Checkpoint
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import non_negative, positive, writable
 from megatron.config.launch import interruptible, world_size
@@ -96,24 +95,16 @@ class Settings:
         if self.temperature is not None:
             non_negative(self, "temperature")
         if self.top_p > 1:
-            raise UsageError(
-                "--top-p", self.top_p, "above 0 and at most 1", works=("--top-p", "0.9")
-            )
+            works = ("--top-p", "0.9")
+            raise UsageError("--top-p", self.top_p, "above 0 and at most 1", works=works)
         if self.greedy and self.temperature:
-            raise UsageError(
-                "--greedy",
-                None,
-                f"left out with --temperature {self.temperature}",
-                works=("--no-greedy",),
-            )
+            allowed = f"left out with --temperature {self.temperature}"
+            raise UsageError("--greedy", None, allowed, works=("--no-greedy",))
         given = bool(self.prompt) + (self.prompt_file is not None) + self.interactive
         if given != 1:
-            raise UsageError(
-                "--prompt",
-                None,
-                "given alone, or --prompt-file, or --interactive",
-                works=() if given else ("--prompt", "In the beginning"),
-            )
+            works = () if given else ("--prompt", "In the beginning")
+            allowed = "given alone, or --prompt-file, or --interactive"
+            raise UsageError("--prompt", None, allowed, works=works)
         writable(self, "output")
 
     @property
@@ -185,26 +176,21 @@ def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
 
 
 def of_file(file: Path) -> dict[str, bytes]:
-    """{file and line number: content}. Raises ValueError or FileNotFoundError."""
+    """{file and line number: content}. Raises UsageError."""
     if not file.exists():
-        raise UsageError("--prompt-file", file, "a file that is there")
+        raise UsageError("--prompt-file", file, "a file that exists")
     fault = "is a folder" if file.is_dir() else "" if file.is_file() else "is no regular file"
     content = b"" if fault else file.read_bytes().removeprefix(BOM_UTF8)
     if not content:
-        raise UsageError(
-            "--prompt-file", file, f"a file of texts, one a line: it {fault or 'is empty'}"
-        )
-    lines = content.removesuffix(b"\n").split(b"\n")
-    for number, line in enumerate(lines, start=1):
+        allowed = f"a file of texts, one a line: it {fault or 'is empty'}"
+        raise UsageError("--prompt-file", file, allowed)
+    prompts = {}
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
         if not line.strip():
-            raise UsageError(
-                "--prompt-file",
-                file,
-                f'without blank lines, as line {number}; --prompt "" is an empty prompt',
-            )
-    return {
-        f"--prompt-file {file}, line {n}": e.removesuffix(b"\r") for n, e in enumerate(lines, 1)
-    }
+            allowed = f'without blank lines, as line {number}; --prompt "" is an empty prompt'
+            raise UsageError("--prompt-file", file, allowed)
+        prompts[f"--prompt-file {file}, line {number}"] = line.removesuffix(b"\r")
+    return prompts
 
 
 def typed_lines(mesh: Mesh) -> Iterator[bytes]:
@@ -214,20 +200,16 @@ def typed_lines(mesh: Mesh) -> Iterator[bytes]:
     """
     lines = Lines(sys.stdin.fileno()) if mesh.is_first else None
     is_seen = mesh.is_first and sys.stdin.isatty() and sys.stderr.isatty()
-    _show("ready: an empty line ends\n", is_seen)
+    sign = "ready: an empty line ends\n> "
     while True:
-        _show("> ", is_seen)
-        line = None
+        if is_seen:
+            print(sign, end="", file=sys.stderr, flush=True)
+        line, sign = None, "> "
         while line is None:
             line = mesh.control.gather(None if lines is None else lines.next(1.0))[0]
         if not line:
             return
         yield line
-
-
-def _show(sign: str, is_seen: bool) -> None:
-    if is_seen:
-        print(sign, end="", file=sys.stderr, flush=True)
 
 
 class Lines:
@@ -340,15 +322,6 @@ def as_text(records: Sequence[Mapping[str, Any]]) -> str:
     return "[\n" + ",\n".join(f" {{\n{body}\n }}" for body in bodies) + "\n]"
 
 
-def publish(records: Sequence[Mapping[str, Any]], settings: Settings) -> None:
-    """Print the records unless they were typed and answered; write the file whole or not at all."""
-    text = as_text(records)
-    if not settings.interactive:
-        print(text, flush=True)
-    if settings.output is not None:
-        write_atomically(settings.output, text.encode() + b"\n")
-
-
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         settings = parse(Settings, arguments, environ)
@@ -369,20 +342,19 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         # Any other error is a bug in the program, and keeps its traceback.
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
             records = answer(model, mesh, prompts, reader, settings)
+        facts = {
+            "checkpoint": str(checkpoint.path),
+            "checkpoint_hash": checkpoint.manifest["checksum"],
+            "dtype": settings.trained.dtype,
+            "begin_token": reader.begin_token,
+        }
+        text = as_text([record | facts for record in records])
         if mesh.is_first:
             with user_errors(environ):
-                facts = describe(checkpoint, settings, reader)
-                publish([record | facts for record in records], settings)
-
-
-def describe(checkpoint: Checkpoint, settings: Settings, reader: Reader) -> dict[str, str | None]:
-    """The weights that generated the text, and the dtype of the computation."""
-    return {
-        "checkpoint": str(checkpoint.path),
-        "checkpoint_hash": checkpoint.manifest["checksum"],
-        "dtype": settings.trained.dtype,
-        "begin_token": reader.begin_token,
-    }
+                if not settings.interactive:  # these were printed as they came
+                    print(text, flush=True)
+                if settings.output is not None:
+                    write_atomically(settings.output, text.encode() + b"\n")
 
 
 if __name__ == "__main__":

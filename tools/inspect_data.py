@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ from megatron.data.gpt2 import GPT2Batch, GPT2Dataset, open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import Corpus, find_tokenizer, open_corpus, require_sequences
 from megatron.data.tokenizer import BertTokenizer, GPT2BPETokenizer, Tokenizer, build_tokenizer
-from megatron.errors import flag
+from megatron.errors import UsageError, flag, switch
 from megatron.train.inputs import open_bert_data
 
 WIDTH = 100  # characters per line
@@ -80,8 +81,7 @@ class Settings:
         non_negative(self, "samples", "first", "statistics", "seed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A line of the table of statistics; found and expected are shares, at most 1."""
 
     name: str
@@ -89,11 +89,8 @@ class Row:
     expected: float | None = None
 
     def __str__(self) -> str:
-        cells = [
-            "" if number is None else f"{100 * number:.2f} %"
-            for number in (self.found, self.expected)
-        ]
-        return f"{self.name:<44}{cells[0]:>12}{cells[1]:>12}".rstrip()
+        expected = "" if self.expected is None else f"{100 * self.expected:.2f} %"
+        return f"{self.name:<44}{f'{100 * self.found:.2f} %':>12}{expected:>12}".rstrip()
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -104,9 +101,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             lines = [described(corpus, documents_tokenizer), ""]
             lines += shown_gpt2(data, corpus, documents_tokenizer, settings)
         else:
-            flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-            if given := [flag(name) for name in flags if getattr(settings, name)]:
-                raise ValueError(f"{' '.join(given)}: only for --data-path of whole documents")
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+                if getattr(settings, name):
+                    allowed = "left out, as --data-path is not of whole documents"
+                    raise UsageError(flag(name), None, allowed, works=(switch(name, False),))
             tokenizer, inputs = open_bert_data(settings.data, settings.seed)
             assert isinstance(inputs.train, BertDataset)
             lines = [described(inputs.corpus, tokenizer), ""]
@@ -148,23 +146,22 @@ def open_gpt2(settings: Settings) -> tuple[Corpus, Tokenizer, GPT2Dataset]:
     require_sequences(corpus, sentences=False)
     tokenizer = given or find_tokenizer(corpus)
     if tokenizer is None:
-        raise ValueError(
-            "no tokenizer is beside --data-path; the --vocab-file and --merge-file that made it "
-            "would work"
-        )
+        what = "given, with --merge-file or --tokenizer-type"
+        allowed = f"{what}, as no tokenizer is beside --data-path"
+        raise UsageError("--vocab-file", None, allowed)
     train, _, _ = open_splits(
         corpus,
         split=data.split,
         seq_length=data.seq_length,
         seed=settings.seed,
+        shuffle=data.shuffle,
         reset_position_ids=settings.reset_position_ids,
         reset_attention_mask=settings.reset_attention_mask,
         eod_mask_loss=settings.eod_mask_loss,
     )
     if train is None:
-        raise ValueError(
-            f"--split {data.split} keeps nothing for training; --split 1,0,0 would work"
-        )
+        allowed = "such that a document is left for training"
+        raise UsageError("--split", data.split, allowed, works=("--split", "1,0,0"))
     return corpus, tokenizer, train
 
 
@@ -212,16 +209,14 @@ def gpt2_statistics(data: GPT2Dataset, corpus: Corpus, settings: Settings) -> It
     if corpus.eod is not None:
         total = sum(source.weight for source in corpus.sources)
         for source in corpus.sources:
-            data_set = source.data
             share = float(source.weight / total)
-            marks += share * data_set.num_documents / data_set.num_tokens
-    yield Row(name="end marks", found=is_mark.mean(), expected=marks)
+            marks += share * source.data.num_documents / source.data.num_tokens
+    yield Row("end marks", is_mark.mean(), marks)
     counted = 1 - marks if settings.eod_mask_loss else 1
-    yield Row(name="tokens that count in the loss", found=in_loss.mean(), expected=counted)
-    inner = is_mark[:, :-1].any(axis=1)
-    yield Row(name="samples of several documents", found=inner.mean())
+    yield Row("tokens that count in the loss", in_loss.mean(), counted)
+    yield Row("samples of several documents", is_mark[:, :-1].any(axis=1).mean())
     ids = np.unique(np.concatenate([np.unique(batch.tokens) for batch in batches]))
-    yield Row(name="ids of the vocabulary that occur", found=len(ids) / corpus.vocab_size)
+    yield Row("ids of the vocabulary that occur", len(ids) / corpus.vocab_size)
 
 
 def heading(samples: int) -> str:
@@ -274,61 +269,44 @@ def marked(
 def bert_statistics(
     data: BertDataset, tokenizer: BertTokenizer, settings: Settings
 ) -> Iterator[Row]:
-    numbers, section = range(settings.statistics), settings.data
-    samples = [each for some in _chunks(numbers) for each in data.samples(some)]
-    yield from _of_masks(samples, tokenizer, section.mask_prob)
-    yield from _of_ngrams(samples, tokenizer, section.max_ngram_size)
-    swapped = np.mean([sample.pair.is_swapped for sample in samples])
-    yield Row(name="swapped pairs", found=swapped, expected=0.5)
-    short = np.mean([sample.pair.is_short for sample in samples])
-    yield Row(name="samples short on purpose", found=short, expected=section.short_seq_prob)
-    yield from _costs(data, samples, section.seq_length)
-    ids = np.concatenate([each for sample in samples for each in sample.labels])
-    yield Row(name="tokens that are [UNK]", found=(ids == tokenizer.unknown).mean())
-
-
-def _of_masks(
-    samples: Sequence[BertSample], tokenizer: BertTokenizer, mask_prob: float
-) -> Iterator[Row]:
+    """Unused shares of the text and of the samples' tokens depend on the documents: nothing is
+    expected of them."""
+    config, count = settings.data, settings.statistics
+    samples = [each for some in _chunks(range(count)) for each in data.samples(some)]
     is_masked = np.concatenate([each for sample in samples for each in sample.is_masked])
-    labels = np.concatenate([each for sample in samples for each in sample.labels])[is_masked]
-    tokens = np.concatenate([each for sample in samples for each in sample.tokens])[is_masked]
-    yield Row(name="tokens to be predicted", found=is_masked.mean(), expected=mask_prob)
-    words = np.concatenate([each for sample in samples for each in _words(sample, tokenizer)])
-    yield Row(name="words to be predicted, whole", found=words.mean(), expected=mask_prob)
-    is_mark, is_kept = tokens == tokenizer.mask, tokens == labels
+    labels = np.concatenate([each for sample in samples for each in sample.labels])
+    tokens = np.concatenate([each for sample in samples for each in sample.tokens])
+    words = [each for sample in samples for each in _words(sample, tokenizer)]
+    yield Row("tokens to be predicted", is_masked.mean(), config.mask_prob)
+    yield Row("words to be predicted, whole", np.concatenate(words).mean(), config.mask_prob)
+    is_mark = tokens[is_masked] == tokenizer.mask
+    is_kept = tokens[is_masked] == labels[is_masked]
     for name, found, expected in (
         ("as [MASK]", is_mark, MASK_SHARE),
         ("as a random id", ~is_mark & ~is_kept, RANDOM_SHARE),
         ("as it stands", is_kept, 1 - MASK_SHARE - RANDOM_SHARE),
     ):
-        yield Row(name=f"token to be predicted read {name}", found=found.mean(), expected=expected)
-
-
-def _of_ngrams(
-    samples: Sequence[BertSample], tokenizer: BertTokenizer, longest: int
-) -> Iterator[Row]:
-    words = [each for sample in samples for each in _words(sample, tokenizer)]
-    counts = np.bincount(np.concatenate([_runs(each) for each in words]), minlength=longest + 1)
+        yield Row(f"token to be predicted read {name}", found.mean(), expected)
+    longest = config.max_ngram_size
+    runs = np.bincount(np.concatenate([_runs(each) for each in words]), minlength=longest + 1)
     total = sum(1 / n for n in range(1, longest + 1))
     for n in range(1, longest + 1):
-        found = counts[n] / counts.sum()
-        name = f"n-grams of {n} word{'s' if n > 1 else ''}"
-        yield Row(name=name, found=found, expected=1 / n / total)
-
-
-def _costs(data: BertDataset, samples: Sequence[BertSample], seq_length: int) -> Iterator[Row]:
-    """Unused shares of the text and of the samples' tokens, which depend on the documents."""
-    count = len(samples)
-    content = sum(len(ids) for sample in samples for ids in sample.labels)
-    truncated = sum(sample.pair.truncated for sample in samples)
+        yield Row(f"n-grams of {n} word{'s' if n > 1 else ''}", runs[n] / runs.sum(), 1 / n / total)
+    pairs = [sample.pair for sample in samples]
+    swapped = float(np.mean([pair.is_swapped for pair in pairs]))
+    yield Row("swapped pairs", swapped, 0.5)
+    short = float(np.mean([pair.is_short for pair in pairs]))
+    yield Row("samples short on purpose", short, config.short_seq_prob)
+    padding = 1 - (len(labels) + SPECIAL * count) / (count * config.seq_length)
+    truncated = sum(pair.truncated for pair in pairs)
     counts = [each.one_sentence(count) for each in data.splits]
     single, documents = map(sum, zip(*counts, strict=True))
-    yield Row(name="padding", found=1 - (content + SPECIAL * count) / (count * seq_length))
-    yield Row(name="tokens that did not fit", found=truncated / (content + truncated))
+    yield Row("padding", padding)
+    yield Row("tokens that did not fit", truncated / (len(labels) + truncated))
     spare = sum(sample.is_spare for sample in samples)
-    yield Row(name="spare numbers, another block drawn", found=spare / count)
-    yield Row(name="documents of one sentence, passed over", found=single / documents)
+    yield Row("spare numbers, another block drawn", spare / count)
+    yield Row("documents of one sentence, passed over", single / documents)
+    yield Row("tokens that are [UNK]", (labels == tokenizer.unknown).mean())
 
 
 def _words(sample: BertSample, tokenizer: BertTokenizer) -> Iterator[NDArray[np.bool_]]:

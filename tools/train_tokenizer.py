@@ -32,7 +32,7 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.parse import parse_call, user_errors
-from megatron.data.files import atomic_writer
+from megatron.data.files import write_atomically
 from megatron.data.json_lines import find_shards
 from megatron.data.text_checks import WARN_UNKNOWN
 from megatron.data.tokenizer import (
@@ -91,19 +91,14 @@ def train_tokenizer(
     check_vocab_size(vocab_size, tokenizer_type, len(special_tokens))
     special = {"special_tokens": special_tokens} if special_tokens else {}
     files = TRAINERS[tokenizer_type](input, vocab_size, **special)
-    if replaced := [name for name, content in files.items() if differs(output / name, content)]:
+    there = {name: output / name for name in files if (output / name).is_file()}
+    if replaced := [name for name, file in there.items() if file.read_bytes() != files[name]]:
         print(f"replaced {' and '.join(replaced)} in {output}", file=sys.stderr)
     for name, content in files.items():
-        with atomic_writer(output / name) as file:
-            file.write(content)
+        write_atomically(output / name, content)
     size = read_tokenizer(tokenizer_type, output).vocab_size
     smaller = "" if size == vocab_size else f" (asked for {vocab_size}: no more pairs)"
     print(f"{size} ids in {output}{smaller}", file=sys.stderr)
-
-
-def differs(file: Path, content: bytes) -> bool:
-    """Whether the file exists with other content."""
-    return file.is_file() and file.read_bytes() != content
 
 
 def check_special_tokens(special_tokens: Sequence[str], tokenizer_type: str) -> None:
@@ -135,12 +130,8 @@ def check_vocab_size(
     else:
         least, needed = 100, f"{len(MARKS)} marks, the letters and their continuations"
     if vocab_size < least:
-        raise UsageError(
-            "--vocab-size",
-            vocab_size,
-            f"at least {least}, for {needed}",
-            works=("--vocab-size", str(least)),
-        )
+        works = ("--vocab-size", str(least))
+        raise UsageError("--vocab-size", vocab_size, f"at least {least}, for {needed}", works=works)
 
 
 def build_byte_pairs(
@@ -280,19 +271,17 @@ def texts(paths: Sequence[Path], *, again: bool = False) -> Iterator[str]:
     for unit in cut(find_shards(paths), UNIT_BYTES):
         for document in read_documents(unit, accounting):
             yield document.text
-    bad = [
+    count = len(accounting.rejected)
+    first = "".join(
         "{file}, byte {offset}: {reason}".format(**line) for line in islice(accounting.rejected, 1)
-    ]
-    if documents(accounting.input) == len(accounting.rejected):
+    )
+    if documents(accounting.input) == count:
         raise ValueError(
-            f"--input {' '.join(map(str, paths))} holds no document{f' ({bad[0]})' if bad else ''};"
-            ' a line of {"text": "..."} each would work'
+            f"--input {' '.join(map(str, paths))} holds no document{f' ({first})' if first else ''}"
+            '; a line of {"text": "..."} each would work'
         )
-    if bad and not again:
-        print(
-            f"warning: {len(accounting.rejected)} lines set aside, the first: {bad[0]}",
-            file=sys.stderr,
-        )
+    if first and not again:
+        print(f"warning: {count} lines set aside, the first: {first}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Source C: the tutorial's Llama, a small one here, by its example, by pretrain.py, and in plain
-torch; its own tensor parallelism is in tests/tools/convert/legacy/test_dcp_tutorial.py."""
+torch; its own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."""
 
 import json
 import os

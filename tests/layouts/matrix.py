@@ -447,7 +447,7 @@ def failures(
             plain, its_mesh = replace(layout, zero=0), mesh
             tolerance = WITHOUT_STAGES
         else:
-            plain = Layout(layout.sizes) if layout.switches else Layout()
+            plain = Layout(layout.sizes) if layout.cuts_stream else Layout()
             its_mesh = meshes(plain)
         wanted = run(case, plain, its_mesh, case.dtype)
     else:

@@ -13,6 +13,8 @@ from tests.checkpoint.files import FILES, make_checkpoint
 from tests.refusals import field_of, refusal
 from tools.checkpoint import ls, show, verify
 
+Capture = pytest.CaptureFixture[str]
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
 COMMANDS = {"ls": ls, "verify": verify, "show": show}
 
@@ -35,15 +37,13 @@ def call(words: Sequence[object]) -> int | None:
     return parse_call(COMMANDS, [*map(str, words)], {})()
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: object, status: int | None = None) -> str:
+def printed(capsys: Capture, *words: object, status: int | None = None) -> str:
     capsys.readouterr()
     assert call(words) == status
     return capsys.readouterr().out
 
 
-def test_ls_lists_every_folder_and_what_is_wrong_with_it(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls(directory: Path, capsys: Capture) -> None:
     rows = {
         row["checkpoint"]: row for row in json.loads(printed(capsys, "ls", directory, "--json"))
     }
@@ -64,7 +64,7 @@ def test_ls_lists_every_folder_and_what_is_wrong_with_it(
     assert "step_00000099" in lines[-1]
 
 
-def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify(directory: Path, capsys: Capture) -> None:
     found = json.loads(printed(capsys, "verify", directory, "--json", status=1))
     assert found["step_00000040"] == []
     assert "shard_00000.safetensors" in "".join(found["step_00000020"])
@@ -76,9 +76,7 @@ def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[
     assert call(["verify", directory / "step_00000040"]) == 0
 
 
-def test_show_tells_settings_counters_and_tensors(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show(directory: Path, capsys: Capture) -> None:
     text = printed(capsys, "show", directory)
     assert text == printed(capsys, "show", directory / "step_00000040")
     words = [line.split() for line in text.splitlines()]
@@ -99,9 +97,7 @@ def test_show_tells_settings_counters_and_tensors(
         ("show bad", "bad/step_00000001/manifest.json"),
     ],
 )
-def test_bad_input_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, named: str
-) -> None:
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, named: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     make_checkpoint(tmp_path / "some", 7)
@@ -110,7 +106,7 @@ def test_bad_input_is_named(
     assert call(["verify", "some", "--step", 7]) == 0
 
 
-def test_a_reader_that_has_gone_is_no_error(directory: Path) -> None:
+def test_closed_pipe(directory: Path) -> None:
     shown = subprocess.Popen(
         [sys.executable, str(TOOL), "ls", str(directory)],
         stdout=subprocess.PIPE,
@@ -121,7 +117,7 @@ def test_a_reader_that_has_gone_is_no_error(directory: Path) -> None:
     assert shown.communicate()[1] == b""
 
 
-def test_the_tool_starts_without_torch() -> None:
+def test_no_torch() -> None:
     code = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

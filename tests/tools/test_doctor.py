@@ -34,7 +34,7 @@ def problem_of(found: dict[str, Any], named: str) -> dict[str, Any]:
     return next(each for each in found["problems"] if named in each["what"])
 
 
-def test_one_process_lists_what_is_wrong_with_its_cure(tmp_path: Path) -> None:
+def test_problems_and_cures(tmp_path: Path) -> None:
     """A low limit of open files and a package that only has apex's name end no training; a folder
     that cannot be written does."""
     (tmp_path / "apex").mkdir()
@@ -67,7 +67,7 @@ def examine(words: list[str]) -> None:
     sys.exit(doctor.main(words, os.environ))
 
 
-def test_two_processes_measure_their_axis_and_one_reports(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     words = ["--tensor-model-parallel-size", "2", "--json", str(file)]
     with start_ranks(partial(examine, words), range(2), 2, tmp_path) as ranks:
@@ -97,7 +97,7 @@ def spoiled_sums() -> list[str]:
     return [each.what for each in findings if isinstance(each, Problem) and each.is_needed]
 
 
-def test_a_wrong_sum_is_a_problem_of_its_rank(gloo: Pool) -> None:
+def test_wrong_sum(gloo: Pool) -> None:
     for whats in gloo.run(4, spoiled_sums):
         assert len(whats) == 6
         for what, axis in zip(whats, ["data"] * 3 + ["tensor"] * 3, strict=True):
@@ -105,7 +105,7 @@ def test_a_wrong_sum_is_a_problem_of_its_rank(gloo: Pool) -> None:
             assert "rank 3" in what
 
 
-def test_facts_found_before_a_probe_failed_are_kept() -> None:
+def test_failed_probe() -> None:
     def probe() -> Iterator[Fact]:
         yield Fact("first", 1)
         raise OSError("gone\nfor good")
@@ -120,12 +120,12 @@ def test_facts_found_before_a_probe_failed_are_kept() -> None:
     assert not report.is_healthy
 
 
-def test_a_library_is_installed_again_from_the_requirements_only_if_they_have_it() -> None:
+def test_cures_of_libraries() -> None:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     required = {line.partition("==")[0] for line in lines}
     assert machine.libraries(torch.device("cpu")).keys() - required == doctor.CURES.keys()
 
 
-def test_a_missing_folder_for_the_report_is_refused_at_once(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     words = ["--json", str(tmp_path / "none" / "report.json")]
     assert field_of(refusal(lambda: doctor.main(words, {}))) == "--json"

@@ -1,7 +1,7 @@
-"""tools/generate.py: its text against transformers', its records, its layouts, what it refuses, and
-lines that are typed at a terminal, into a pipe or to several processes.
+"""tools/generate.py: its text against transformers', its records, prompts and what it refuses of
+them, and lines that are typed at a terminal, into a pipe or to several processes.
 
-What is drawn, and how, is tested in tests/inference/test_generate.py.
+What is drawn, and how, also at several layouts, is tested in tests/inference/test_generate.py.
 """
 
 import json
@@ -18,17 +18,28 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from transformers import AutoTokenizer
 
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
-from megatron.train.trained import open_trained
+from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
+from tests.data.samples import write_tokenizer
 from tests.dist import Pool
 from tests.programs import start_ranks
-from tests.refusals import refused
+from tests.refusals import field_of, refusal, refused
 from tests.tools.convert.models import write_model
-from tests.tools.texts import POSITIONS, TEXTS, failure_of, generated, texts_of
+from tests.tools.texts import (
+    POSITIONS,
+    TEXTS,
+    failure_of,
+    generated,
+    texts_of,
+    texts_of_transformers,
+)
 from tools.convert_hf import import_model
-from tools.generate import Reader, Settings, main, read_prompts
+from tools.generate import Lines, Reader, Settings, main, of_command_line, of_file
+
+Capture = pytest.CaptureFixture[str]
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,34 +58,21 @@ def trained(exported: Path) -> Path:
     return checkpoint
 
 
-def test_greedy_text_is_that_of_transformers_on_the_same_model(
-    exported: Path, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(exported)
+def test_greedy_text(exported: Path, trained: Path, capsys: Capture) -> None:
+    expected = texts_of_transformers(exported, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     words = ["--prompt", *TEXTS, "--max-new-tokens", "12", "--greedy"]
     for size in ("1", "4"):
         records = generated(capsys, trained, *words, "--micro-batch-size", size)
-        for text, record in zip(TEXTS, records, strict=True):
-            inputs = tokenizer(text, return_tensors="pt")
-            whole = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
-            new = whole[inputs["input_ids"].shape[1] :].tolist()
-            is_ended = new[-1] == tokenizer.eos_token_id
-            new = new[:-1] if is_ended else new
-            expected = {
-                "prompt": text,
-                "text": tokenizer.decode(new),
-                "tokens": new,
-                "finished": "end of document" if is_ended else "length",
-            }
-            assert expected.items() <= record.items()
+        assert [record["prompt"] for record in records] == TEXTS
+        assert [record["tokens"] for record in records] == expected
+        for record in records:
+            is_ended = len(record["tokens"]) < 12
+            assert record["text"] == tokenizer.decode(record["tokens"])
+            assert record["finished"] == ("end of document" if is_ended else "length")
 
 
-def test_a_record_says_what_its_text_depends_on(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_record(trained: Path, capsys: Capture) -> None:
     words = ["--prompt", "in", "in", "--max-new-tokens", "9", "--top-k", "5", "--top-p", "0.9"]
     records = generated(capsys, trained, *words, "--seed", "7", "--dtype", "bf16")
     assert [record["number"] for record in records] == [1, 2]
@@ -96,14 +94,7 @@ def test_a_record_says_what_its_text_depends_on(
         assert ([record["tokens"] for record in again] == texts) == is_same
 
 
-def test_an_empty_prompt_begins_with_the_end_mark_and_no_other_does(trained: Path) -> None:
-    settings = parse(Settings, ["--load", str(trained), "--prompt", "", "in"], {})
-    tokenizer = open_trained(settings.trained, settings.parallel, 1)[1]
-    prompts = read_prompts(settings, Reader(tokenizer, POSITIONS, 10))
-    assert [prompt.tokens for prompt in prompts] == [[tokenizer.eod], tokenizer.encode("in")]
-
-
-def test_a_text_ends_with_its_document(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_end_of_document(trained: Path, capsys: Capture) -> None:
     """A model of 261 tokens that knows nothing draws the end mark now and then."""
     words = ["--prompt", *["in"] * 40, "--max-new-tokens", "40", "--temperature", "3"]
     records = generated(capsys, trained, *words)
@@ -114,9 +105,7 @@ def test_a_text_ends_with_its_document(trained: Path, capsys: pytest.CaptureFixt
         assert 260 not in record["tokens"]
 
 
-def test_prompts_of_a_file_are_continued_like_those_of_the_command_line(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompt_file(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "texts.json"
     texts = [*TEXTS, "\u00fc\u2028x"]  # which is one line
     file.write_text("\n".join([*texts, ""]), encoding="utf-8")
@@ -127,13 +116,13 @@ def test_prompts_of_a_file_are_continued_like_those_of_the_command_line(
     assert generated(capsys, trained, "--prompt", *texts, "--max-new-tokens", "8") == found
 
 
-@pytest.mark.parametrize("choice", ["--greedy", "--top-p=0.9"])
-def test_the_texts_are_the_same_at_every_layout(gloo: Pool, trained: Path, choice: str) -> None:
-    words = ["--load", str(trained), "--prompt", *TEXTS, "x", "--max-new-tokens", "12", choice]
-    words += ["--micro-batch-size", "2"]
+def test_layouts(gloo: Pool, trained: Path) -> None:
+    """A draw depends on the number of the prompt, whichever rank and batch continues it."""
+    words = ["--load", str(trained), "--prompt", *TEXTS, "x", "--max-new-tokens", "12"]
+    words += ["--top-p", "0.9"]
     expected = texts_of(1, words)
-    for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1)):
-        for found in gloo.run(world, texts_of, tensor_size, words):
+    for world, tensor_size in ((2, 1), (4, 2)):
+        for found in gloo.run(world, texts_of, tensor_size, [*words, "--micro-batch-size", "2"]):
             assert found == expected
 
 
@@ -155,12 +144,12 @@ def settings_of(words: Sequence[str]) -> Settings:
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_settings_that_cannot_be_are_refused(flag: str) -> None:
+def test_settings_refused(flag: str) -> None:
     for words in REFUSED[flag].split("|"):
         assert refused(settings_of, words) == flag
 
 
-def test_a_prompt_may_begin_with_hyphens_and_greedy_is_temperature_0() -> None:
+def test_settings() -> None:
     settings = settings_of(["--prompt=--greedy"])
     assert (settings.prompt, settings.greedy) == (("--greedy",), False)
     assert settings.sampling.temperature == 1
@@ -168,16 +157,106 @@ def test_a_prompt_may_begin_with_hyphens_and_greedy_is_temperature_0() -> None:
         assert settings_of(["--prompt", "a", *words]).sampling.temperature == 0
 
 
-def test_a_model_that_diverges_on_one_rank_is_told_on_all(gloo: Pool, trained: Path) -> None:
+# Prompts
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    write_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(GPT2BPETokenizer.kind, tmp_path)
+    return Reader(tokenizer, positions=20, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(("length", "works"), [(0, 19), (9, 11), (19, 1), (20, 12), (50, 12)])
+def test_long_prompt(reader: Reader, length: int, works: int) -> None:
+    longer = Reader(reader.tokenizer, positions=20, max_new_tokens=20 if length == 0 else 12)
+    error = refusal(lambda: longer.prompt("here", b"x" * length))
+    assert field_of(error) == "here"
+    assert f"--max-new-tokens {works} " in str(error)
+    if length < 20:
+        Reader(reader.tokenizer, positions=20, max_new_tokens=works).prompt("here", b"x" * length)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"in\n\nthe\n", "line 2"),
+        (b"", "prompts.txt"),
+        (b"\xef\xbb\xbf", "prompts.txt"),
+        (b"\n", "line 1"),
+        (b"in\n \t\r\n", "line 2"),
+        (b"in\nthe \xff\n", "line 2"),
+        (b"in\n" + b"x" * 30, "line 2"),
+    ],
+)
+def test_prompt_file_refused(reader: Reader, tmp_path: Path, content: bytes, named: str) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    error = refusal(lambda: prompts_of(reader, of_file(file)))
+    assert field_of(error) == "--prompt-file"
+    assert named in str(error)
+
+
+def prompts_of(reader: Reader, contents: dict[str, bytes]) -> list[str]:
+    return [reader.prompt(place, content).text for place, content in contents.items()]
+
+
+def test_line_ends(reader: Reader, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfin\r\n the \nno end")
+    assert prompts_of(reader, of_file(file)) == ["in", " the ", "no end"]
+
+
+def test_irregular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (Path("nowhere"), tmp_path, tmp_path / "pipe"):
+        error = refusal(partial(of_file, file))
+        assert field_of(error) == "--prompt-file"
+        assert str(file) in str(error)
+
+
+def test_begin_token(reader: Reader) -> None:
+    tokenizer = reader.tokenizer
+    begun = Reader(tokenizer, positions=20, max_new_tokens=12, begin_token="the")
+    for text in ("in the", ""):
+        tokens = tokenizer.encode(text)
+        assert reader.prompt("here", text.encode()).tokens == (tokens or [tokenizer.eod])
+        found = begun.prompt("here", text.encode()).tokens
+        assert found == [tokenizer.token_id("the"), *tokens]
+    other = partial(Reader, tokenizer, positions=20, max_new_tokens=12, begin_token="[BOT]")
+    assert field_of(refusal(other)) == "--begin-token"
+    refusal(lambda: begun.prompt("here", b"x" * 8))
+
+
+def test_no_utf8(reader: Reader) -> None:
+    error = refusal(lambda: prompts_of(reader, of_command_line(["\u00fc", "x\udcff"])))
+    assert "--prompt 2" in str(error)
+
+
+def test_lines() -> None:
+    end, keyboard = os.pipe()
+    lines = Lines(end)
+    assert lines.next(0) is None
+    os.write(keyboard, b"the")
+    assert lines.next(0) is None, "it has no end"
+    os.write(keyboard, b" wind\r\nin\n\xff")
+    assert [lines.next(0) for _ in range(3)] == [b"the wind", b"in", None]
+    os.close(keyboard)
+    assert [lines.next(0) for _ in range(3)] == [b"\xff", b"", b""]
+    os.close(end)
+
+
+# Ranks and terminals
+
+
+def test_divergence(gloo: Pool, trained: Path) -> None:
     words = ["--load", str(trained), "--prompt", *TEXTS[1:3], "--max-new-tokens", "2"]
     words += ["--micro-batch-size", "1"]  # one prompt a rank, of which only the second is long
     for failure in gloo.run(2, failure_of, 1, words, 8):
         assert failure.startswith("prompt 2: ")
 
 
-def test_typed_lines_are_continued_to_an_empty_one(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_typed_lines(trained: Path, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
     lines = [TEXTS[0].encode(), b"the " * POSITIONS, b"\xff", TEXTS[1].encode(), b"", b"never"]
     typed, output = tmp_path / "typed", tmp_path / "texts.json"
     typed.write_bytes(b"\n".join(lines))
@@ -229,9 +308,7 @@ def rest(typed: int) -> str:
     return seen.decode()
 
 
-def test_a_blank_line_at_a_terminal_ends_in_silence(
-    terminal: Terminal, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_blank_line(terminal: Terminal, trained: Path, capsys: Capture) -> None:
     typed, process = terminal
     for line in (b"in\n", b"\n"):
         read_until(typed, "> ")
@@ -242,7 +319,7 @@ def test_a_blank_line_at_a_terminal_ends_in_silence(
     assert process.communicate()[0] == generated(capsys, trained, *words)[0]["text"] + "\n"
 
 
-def test_ctrl_c_at_a_terminal_ends_without_a_traceback(terminal: Terminal) -> None:
+def test_terminal_ctrl_c(terminal: Terminal) -> None:
     typed, process = terminal
     read_until(typed, "> ")
     process.send_signal(signal.SIGINT)
@@ -255,9 +332,7 @@ def typed_on_a_rank(words: list[str], typed: Path) -> None:
         main(words, os.environ)
 
 
-def test_several_processes_type_and_continue_together(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_lines_of_two_processes(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     typed = tmp_path / "typed"
     typed.write_text("\n".join([*TEXTS[:2], ""]))
     words = ["--max-new-tokens", "8", "--greedy"]

@@ -6,26 +6,32 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.data.bert import open_bert_splits
+from megatron.data.bert import BertDataset, open_bert_splits
 from megatron.data.files import tokenizer_folder
 from megatron.data.gpt2 import open_splits
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus
 from megatron.data.tokenizer import BertWordPieceLowerCase, GPT2BPETokenizer
+from megatron.errors import switch
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
 from tests.refusals import refused
 from tools.inspect_data import main
+
+Capture = pytest.CaptureFixture[str]
+Sentences = tuple[str, BertWordPieceLowerCase]  # a data set and its tokenizer
+Documents = tuple[str, GPT2BPETokenizer]
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("alpha", "beta", "gamma", "delta", "##on")
 
 
 @pytest.fixture(scope="module")
-def sentences(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertWordPieceLowerCase]:
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Sentences:
     """300 documents of 1 to 12 sentences, every tenth of one, with their tokenizer beside them."""
     prefix = str(tmp_path_factory.mktemp("data") / "p_text_sentence")
     folder = tokenizer_folder(prefix)
@@ -44,7 +50,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertWordPi
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT2BPETokenizer]:
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
     """300 documents of 5 to 44 tokens and an end mark."""
     prefix = tmp_path_factory.mktemp("data") / "p_text_document"
     draw = random.Random(2)
@@ -52,7 +58,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT2BPETok
     return str(prefix), write_data_of_tokenizer(prefix, content)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys: Capture, *arguments: str) -> str:
     main(arguments, {})
     return capsys.readouterr().out
 
@@ -68,18 +74,21 @@ def table(text: str) -> dict[str, list[float]]:
     return {name: [float(cell.rstrip(" %")) for cell in cells] for name, *cells in rows}
 
 
-def test_a_sample_of_bert_reads_as_it_is_trained_on(
-    capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
-) -> None:
+def training_split(sentences: Sentences, **settings: Any) -> BertDataset:
+    prefix, tokenizer = sentences
+    corpus = open_corpus([prefix], None)
+    splits = open_bert_splits(corpus, tokenizer, split="29,1,0", seq_length=64, seed=5, **settings)
+    assert isinstance(splits[0], BertDataset)
+    return splits[0]
+
+
+def test_sample_of_bert(capsys: Capture, sentences: Sentences) -> None:
     """Every mark of what is hidden taken back, the text is that of the batch."""
     prefix, tokenizer = sentences
     words = ["--data-path", prefix, "--seq-length", "64", "--statistics", "0", "--seed", "5"]
     text = printed(capsys, *words, "--samples", "3", "--first", "17")
     settings = {"mask_prob": 0.15, "short_seq_prob": 0.1, "max_ngram_size": 3}
-    training = open_bert_splits(
-        open_corpus([prefix], None), tokenizer, split="29,1,0", seq_length=64, seed=5, **settings
-    )[0]
-    batch = training.batch(range(17, 20))
+    batch = training_split(sentences, **settings).batch(range(17, 20))
     shown = re.split(r"sample (\d+): segments ", text)[1:]
     assert shown[::2] == ["17", "18", "19"]
     for row, (facts, *lines) in enumerate(each.strip().splitlines() for each in shown[1::2]):
@@ -97,12 +106,9 @@ def test_a_sample_of_bert_reads_as_it_is_trained_on(
             assert found == whole.replace(" ", "").replace("##", "")
 
 
-def test_statistics_of_bert_are_near_what_is_expected(
-    capsys: pytest.CaptureFixture[str], sentences: tuple[str, BertWordPieceLowerCase]
-) -> None:
+def test_statistics_of_bert(capsys: Capture, sentences: Sentences) -> None:
     """In percent, of some 14,000 words to be predicted; 300 of 1,500 pairs are short."""
-    prefix, tokenizer = sentences
-    words = ["--data-path", prefix, "--seq-length", "64", "--samples", "0", "--seed", "5"]
+    words = ["--data-path", sentences[0], "--seq-length", "64", "--samples", "0", "--seed", "5"]
     words += ["--statistics", "1500", "--short-seq-prob", "0.2"]
     rows = table(printed(capsys, *words, "--max-ngram-size", "4", "--mask-prob", "0.3"))
     expected = {name: cells for name, cells in rows.items() if len(cells) == 2}
@@ -120,21 +126,15 @@ def test_statistics_of_bert_are_near_what_is_expected(
         "tokens that are [UNK]",
     }
     settings = {"mask_prob": 0.3, "short_seq_prob": 0.2, "max_ngram_size": 4}
-    training = open_bert_splits(
-        open_corpus([prefix], None), tokenizer, split="29,1,0", seq_length=64, seed=5, **settings
-    )[0]
-    padding = 100 * (1 - training.batch(range(1500)).is_real.mean())
+    is_real = training_split(sentences, **settings).batch(range(1500)).is_real
+    padding = 100 * (1 - is_real.mean())
     assert others["padding"] == pytest.approx(padding, abs=0.1)
     assert others["tokens that are [UNK]"] == 0
     assert others["documents of one sentence, passed over"] == 10
     assert 0 < others["spare numbers, another block drawn"] < 60
 
 
-def test_counts_of_preprocessing_are_told_exactly(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    sentences: tuple[str, BertWordPieceLowerCase],
-) -> None:
+def test_counts_of_preprocessing(capsys: Capture, tmp_path: Path, sentences: Sentences) -> None:
     """However few samples are looked at."""
     _, tokenizer = sentences
     folder = tokenizer_folder(str(tmp_path / "q"))
@@ -151,19 +151,19 @@ def test_counts_of_preprocessing_are_told_exactly(
     assert table(text)["tokens that are [UNK]"] == [pytest.approx(15, abs=0.5)]
 
 
-def test_a_sample_of_gpt2_is_shown_document_by_document(
-    capsys: pytest.CaptureFixture[str], documents: tuple[str, GPT2BPETokenizer]
-) -> None:
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_sample_of_gpt2(capsys: Capture, documents: Documents, shuffle: bool) -> None:
     """With the flags of pretrain_gpt2.py; {text} counts in no loss."""
     prefix, tokenizer = documents
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    flags["shuffle"] = shuffle
     training, _, _ = open_splits(
         open_corpus([prefix], None), split="29,1,0", seq_length=32, seed=5, **flags
     )
     batch = training.batch(range(3, 7))
     words = ["--data-path", prefix, *["--seq-length", "32", "--seed", "5", "--statistics", "0"]]
     words += ["--samples", "4", "--first", "3"]
-    words += [f"--{name.replace('_', '-')}" for name in flags]
+    words += [switch(name, value) for name, value in flags.items()]
     text = printed(capsys, *words)
     shown = re.split(r"sample (\d+): ", text)[1:]
     assert shown[::2] == ["3", "4", "5", "6"]
@@ -186,9 +186,7 @@ def test_a_sample_of_gpt2_is_shown_document_by_document(
         assert lines[-1].endswith(repr(tokenizer.decode([batch.labels[row, -1]])))
 
 
-def test_statistics_of_gpt2_are_near_what_is_expected(
-    capsys: pytest.CaptureFixture[str], documents: tuple[str, GPT2BPETokenizer]
-) -> None:
+def test_statistics_of_gpt2(capsys: Capture, documents: Documents) -> None:
     words = ["--data-path", documents[0], "--seq-length", "32", "--samples", "0"]
     rows = table(printed(capsys, *words, "--statistics", "400", "--eod-mask-loss"))
     share = 100 * 300 / IndexedDataset(documents[0]).num_tokens
@@ -211,15 +209,13 @@ def test_statistics_of_gpt2_are_near_what_is_expected(
         ("documents", "--vocab-file nowhere"),
     ],
 )
-def test_bad_input_is_refused_by_its_flag(
-    request: pytest.FixtureRequest, kind: str, words: str
-) -> None:
+def test_refusals(request: pytest.FixtureRequest, kind: str, words: str) -> None:
     given = ["--data-path", request.getfixturevalue(kind)[0], "--statistics", "5"]
     given += ["--seq-length", "64", *words.split()]
     assert refused(lambda each: main(each, {}), given) == words.split()[0]
 
 
-def test_it_runs_as_a_program_without_torch(sentences: tuple[str, BertWordPieceLowerCase]) -> None:
+def test_it_runs_as_a_program_without_torch(sentences: Sentences) -> None:
     program = str(ROOT / "tools" / "inspect_data.py")
     words = ["--data-path", sentences[0], "--samples", "1", "--statistics", "10"]
     command = [sys.executable, "-X", "importtime", program, *words]

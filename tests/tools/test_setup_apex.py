@@ -48,7 +48,7 @@ def installs(folder: Path) -> list[str]:
     return [call for call in calls if "-m pip install" in call]
 
 
-def test_nothing_is_installed_where_a_part_of_apex_is_missing(folder: Path) -> None:
+def test_missing_parts(folder: Path) -> None:
     (folder / "tools" / "nvcc").unlink()
     for words, torch, missing in (
         (["nowhere"], True, {"checkout", "nvcc"}),
@@ -60,7 +60,7 @@ def test_nothing_is_installed_where_a_part_of_apex_is_missing(folder: Path) -> N
     assert not installs(folder)
 
 
-def test_apex_is_built_with_its_cuda_extensions_where_it_is_asked_for(folder: Path) -> None:
+def test_build_of_apex(folder: Path) -> None:
     for _ in range(2):  # the second time all is complete
         assert setup(folder, "--test").returncode == 0
         assert len(installs(folder)) == 2

@@ -15,6 +15,8 @@ from megatron.data.documents import open_documents
 from tests.refusals import field_of, refusal
 from tools.stream_to_jsonl import alone, stream_to_jsonl
 
+Capture = pytest.CaptureFixture[str]
+
 ROOT = Path(__file__).parents[2]
 TEXTS = ["one", "zwei\n漢字", '"three"', " four "]
 ROWS = [TEXTS[0], None, TEXTS[1], "", TEXTS[2], " \n", TEXTS[3]]
@@ -39,9 +41,7 @@ def source(tmp_path: Path, datasets_cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [json_lines, parquet])
-def test_the_file_holds_the_texts_of_the_stream(
-    source: Path, kind: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts(source: Path, kind: Callable[[Path], Path], capsys: Capture) -> None:
     output = source.parent / "new folder" / "out.jsonl"
     stream_to_jsonl(str(kind(source)), output)
     documents = open_documents(str(output))  # which would warn of a line that holds none
@@ -52,7 +52,7 @@ def test_the_file_holds_the_texts_of_the_stream(
     assert "3 rows" in told.err
 
 
-def test_documents_limits_how_much_of_a_stream_is_read(source: Path) -> None:
+def test_documents(source: Path) -> None:
     json_lines(source)
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"
@@ -60,7 +60,7 @@ def test_documents_limits_how_much_of_a_stream_is_read(source: Path) -> None:
     assert [json.loads(line)["text"] for line in output.open()] == TEXTS[:3]
 
 
-def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source: Path) -> None:
+def test_broken_stream(source: Path) -> None:
     json_lines(source)
     (source / "b.jsonl").write_text("no JSON")
     output = source.parent / "out.jsonl"
@@ -87,17 +87,15 @@ def test_a_stream_that_breaks_off_leaves_nothing_and_can_be_started_again(source
         ("--output", {"output": Path(__file__)}),
     ],
 )
-@pytest.mark.parametrize("kind", [json_lines, parquet])
-def test_settings_that_do_not_fit_are_refused_by_their_flag(
-    source: Path, kind: Callable[[Path], Path], flag: str, more: dict[str, object]
-) -> None:
+def test_refusals(source: Path, flag: str, more: dict[str, object]) -> None:
     arguments = {"output": source.parent / "out.jsonl", **more}
-    place = str(kind(source))
-    assert field_of(refusal(lambda: stream_to_jsonl(place, **arguments))) == flag
+    for kind in (json_lines, parquet):
+        place = str(kind(source))
+        assert field_of(refusal(lambda place=place: stream_to_jsonl(place, **arguments))) == flag
     assert list(source.parent.iterdir()) == [source]
 
 
-def test_a_run_that_is_at_it_is_left_alone(source: Path) -> None:
+def test_another_run(source: Path) -> None:
     """It has a name with the signs of a glob, too."""
     output = source.parent / "o[ut]*.jsonl"
     other, others = source.parent / "out*.jsonl.1.part", json_lines(source)
@@ -113,9 +111,7 @@ def test_a_run_that_is_at_it_is_left_alone(source: Path) -> None:
     assert field_of(refusal(lambda: stream_to_jsonl(str(others), output))) == "--output"
 
 
-def test_a_text_that_no_reader_would_take_is_told_apart(
-    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_text(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("tools.stream_to_jsonl.LONGEST_LINE", 18)
     output = source.parent / "out.jsonl"
     stream_to_jsonl(str(json_lines(source)), output)
@@ -123,14 +119,14 @@ def test_a_text_that_no_reader_would_take_is_told_apart(
     assert re.findall(r"(\d+) rows", capsys.readouterr().err) == ["3", "2"]
 
 
-def test_rows_without_any_text_are_refused(source: Path) -> None:
+def test_no_text(source: Path) -> None:
     (source / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
     error = refusal(lambda: stream_to_jsonl(str(source), source.parent / "out.jsonl"))
     assert field_of(error) == "--dataset-name"
     assert list(source.parent.iterdir()) == [source]
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, datasets_cache: Path) -> None:
+def test_no_network(tmp_path: Path, datasets_cache: Path) -> None:
     words = ["--dataset-name", "nobody/nothing", "--output", tmp_path / "out.jsonl"]
     command = [sys.executable, "-m", "tools.stream_to_jsonl", *map(str, words)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
+from megatron.config.parse import parse_call
 from megatron.data.tokenizer import (
     MARKS,
     BertWordPieceCase,
@@ -18,14 +18,16 @@ from megatron.data.tokenizer import (
     HuggingFaceTokenizer,
     read_tokenizer,
 )
-from tests.refusals import field_of, refusal
+from tests.refusals import refusal, refused
 from tests.tools.corpus.lines import write_jsonl
 from tools.train_tokenizer import train_tokenizer
+
+Capture = pytest.CaptureFixture[str]
 
 PROGRAM = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 
 
-def test_the_tokenizer_has_the_shape_of_gpt2s(tmp_path: Path) -> None:
+def test_shape_of_gpt2(tmp_path: Path) -> None:
     records = [{"id": name, "text": text} for name, text in sorted(topics.items())]
     train_tokenizer((write_jsonl(tmp_path / "in.jsonl", records),), 1000, tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
@@ -37,26 +39,23 @@ def test_the_tokenizer_has_the_shape_of_gpt2s(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_folder_of_lines_and_texts(tmp_path: Path) -> None:
+def test_folder_of_lines_and_texts(tmp_path: Path) -> None:
     folder = write_jsonl(tmp_path / "in" / "a.jsonl", [{"text": "aa ab"}]).parent
     (folder / "b.txt").write_text("zyx\n" * 9)
     train_tokenizer((folder,), 280, tmp_path)
     assert {"aa", "zyx"} <= json.loads((tmp_path / "vocab.json").read_text()).keys()
 
 
-def test_a_small_corpus_gives_a_smaller_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_corpus(tmp_path: Path, capsys: Capture) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "aa ab"}])
     train_tokenizer((source,), 5000, tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text())
     assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1 < 300
     assert "5000" in capsys.readouterr().err
-    assert refused_field((source,), 256, tmp_path) == "--vocab-size"
 
 
 @pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, BertWordPieceCase.kind])
-def test_a_wordpiece_begins_with_its_marks(tmp_path: Path, kind: str) -> None:
+def test_wordpiece(tmp_path: Path, kind: str) -> None:
     records = [{"text": text} for _, text in sorted(topics.items())]
     source = write_jsonl(tmp_path / "in.jsonl", records)
     train_tokenizer((source,), 1000, tmp_path / "a", kind)
@@ -73,7 +72,7 @@ def test_a_wordpiece_begins_with_its_marks(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [BertWordPieceLowerCase.kind, HuggingFaceTokenizer.kind])
-def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path, kind: str) -> None:
+def test_same_tokenizer(tmp_path: Path, kind: str) -> None:
     """In processes with other hashes: the library's own order changes from run to run."""
     records = [{"text": text} for _, text in sorted(topics.items())[:30]]
     write_jsonl(tmp_path / "in.jsonl", [*records, {"body": 1}])
@@ -95,9 +94,9 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize(
     ("count", "size", "words", "share"), [(1500, 9000, "", 33.3), (500, 100, "words ", 98.2)]
 )
-def test_letters_beyond_the_vocabulary_are_unknown_and_their_share_is_told(
+def test_unknown_letters(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     count: int,
     size: int,
     words: str,
@@ -112,7 +111,7 @@ def test_letters_beyond_the_vocabulary_are_unknown_and_their_share_is_told(
     assert 1 not in tokenizer.encode(words)
 
 
-def test_a_kind_is_replaced_by_another_run_of_it_alone(tmp_path: Path) -> None:
+def test_replaced_files(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "some words here"}])
     out = tmp_path / "out"
     for kind, size in (
@@ -126,26 +125,29 @@ def test_a_kind_is_replaced_by_another_run_of_it_alone(tmp_path: Path) -> None:
     assert len((out / "vocab.txt").read_text().splitlines()) <= 100
 
 
-def refused_field(*arguments: Any) -> str:
-    return field_of(refusal(lambda: train_tokenizer(*arguments)))
-
-
 @pytest.mark.parametrize(
-    ("size", "kind", "flag"),
+    ("words", "field"),
     [
-        (99, "BertWordPieceCase", "--vocab-size 99"),
-        (100, "T5", "--tokenizer-type T5"),
-        (100, "BertWordPieceCase", "--tokenizer-type BertWordPieceLowerCase"),
+        ("--vocab-size 256", "--vocab-size"),
+        ("--vocab-size 99 --tokenizer-type BertWordPieceCase", "--vocab-size"),
+        ("--vocab-size 100 --tokenizer-type T5", "--tokenizer-type"),
+        ("--vocab-size 300 --input none.jsonl", "--input"),
     ],
 )
-def test_a_wordpiece_that_cannot_be_is_refused(
-    tmp_path: Path, size: int, kind: str, flag: str
-) -> None:
+def test_refusals(tmp_path: Path, words: str, field: str) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "All of it in one line"}])
+    given = ["--input", str(source)] if "--input" not in words else []
+    given += ["--output", str(tmp_path / "out"), *words.split()]
+    assert refused(lambda each: parse_call(train_tokenizer, each, {})(), given) == field
+
+
+def test_case_of_a_text_in_lower_case(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"text": "all in lower case"}])
-    assert flag in str(refusal(lambda: train_tokenizer((source,), size, tmp_path, kind)))
+    error = refusal(lambda: train_tokenizer((source,), 100, tmp_path, BertWordPieceCase.kind))
+    assert "--tokenizer-type BertWordPieceLowerCase" in str(error)
 
 
-def test_a_folder_of_shards_gives_what_one_file_gives(tmp_path: Path) -> None:
+def test_shards(tmp_path: Path) -> None:
     records = [{"text": f"{name} {text}"} for name, text in sorted(topics.items())[:20]]
     whole = write_jsonl(tmp_path / "whole.jsonl", records)
     write_jsonl(tmp_path / "shards" / "part-0.jsonl", records[:9])
@@ -157,13 +159,10 @@ def test_a_folder_of_shards_gives_what_one_file_gives(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_bad_lines_are_counted_and_no_document_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_lines(tmp_path: Path, capsys: Capture) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "some words here"}\n{"body": 1}\n')
     train_tokenizer((source,), 260, tmp_path)
     assert "warning: 1 " in capsys.readouterr().err
     source.write_text('{"body": 1}\n')
     assert "in.jsonl, byte 0" in str(refusal(lambda: train_tokenizer((source,), 260, tmp_path)))
-    assert refused_field((tmp_path / "none.jsonl",), 300, tmp_path) == "--input"

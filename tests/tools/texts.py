@@ -1,11 +1,13 @@
 """The work of tools/generate.py, as a function that ranks can run, and its output."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.config.parse import parse
 from megatron.inference.generate import DivergedError
@@ -33,6 +35,24 @@ def texts_of(tensor_size: int, words: list[str], broken: int = POSITIONS) -> lis
         with torch.no_grad():
             model.position_embedding.weight[broken:] = torch.nan
     return [record["tokens"] for record in answer(model, mesh, prompts, reader, settings)]
+
+
+def texts_of_transformers(
+    folder: Path, prompts: Sequence[str], begin: Sequence[str] = (), new: int = 12
+) -> list[list[int]]:
+    """The new tokens of each prompt, greedily, as transformers continues it; begin: tokens before
+    each prompt. The end mark is left out."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for prompt in prompts:
+        ids = [*tokenizer.convert_tokens_to_ids(list(begin)), *tokenizer.encode(prompt)]
+        mask = torch.ones(1, len(ids))
+        whole = model.generate(
+            torch.tensor([ids]), attention_mask=mask, max_new_tokens=new, do_sample=False
+        )[0].tolist()
+        texts.append([each for each in whole[len(ids) :] if each != tokenizer.eos_token_id])
+    return texts
 
 
 def failure_of(tensor_size: int, words: list[str], broken: int) -> str:

@@ -43,6 +43,7 @@ from megatron.errors import UsageError, flag, switch
 from tools.layouts.job import Job, of_pretraining, open_samples, program_of
 from tools.layouts.layout import parse_layout
 from tools.layouts.processes import count_gpus, on_ranks
+from tools.report.numbers import aligned
 
 if TYPE_CHECKING:
     from tools.layouts.train import Report
@@ -238,34 +239,22 @@ def largest(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = [
-        "layout",
-        *DIFFERENCES,
-        "matrix GFLOPs",
-        "parameters between steps, MB",
-        "saved, MB",
-        "sent, MB",
-        "calls",
-    ]
-    lines = [header]
+    costs = ("matrix GFLOPs", "parameters between steps, MB", "saved, MB", "sent, MB", "calls")
+    lines = [["layout", *DIFFERENCES, *costs]]
     for each in rows:
         differences = [each[f"{name}_difference"] for name in DIFFERENCES]
-        busiest = [max(each[name]) for name in ("matmul_flops", "parameter_bytes", "saved_bytes")]
-        scales = (1e9, 1e6, 1e6)
         lines.append(
             [
                 each["layout"],
                 *("no number" if value is None else f"{value:.1e}" for value in differences),
-                *(f"{value / scale:,.3f}" for value, scale in zip(busiest, scales, strict=True)),
+                f"{max(each['matmul_flops']) / 1e9:,.3f}",
+                f"{max(each['parameter_bytes']) / 1e6:,.3f}",
+                f"{max(each['saved_bytes']) / 1e6:,.3f}",
                 by_axis(each["sent_bytes"], lambda value: f"{value / 1e6:,.3f}"),
                 by_axis(each["calls"], str),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def by_axis(ranks: Sequence[Mapping[str, int]], shown: Callable[[int], str]) -> str:

@@ -21,14 +21,14 @@ AXES = ("tensor", "data", "pipeline")
 NUMBERS = (*AXES, "virtual", "zero")
 MODES = ("2d", "2.5d", "3d")  # of tensor=N:MODE
 STAGES_OF_ZERO = 3
-SWITCHES = ("sequence",)
 
 
 @dataclass(frozen=True)
 class Layout:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Size of each axis that is named."""
-    switches: frozenset[str] = frozenset()
+    cuts_stream: bool = False
+    """Whether sequence parallelism is on."""
     virtual: int = 1
     """Virtual stages of a pipeline rank."""
     schedule: str | None = None
@@ -51,7 +51,8 @@ class Layout:
         words += [f"virtual={self.virtual}"] if self.virtual > 1 else []
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
-        return ",".join([*words, *sorted(self.switches)]) or "serial"
+        words += ["sequence"] if self.cuts_stream else []
+        return ",".join(words) or "serial"
 
     @property
     def ranks(self) -> int:
@@ -78,10 +79,6 @@ class Layout:
             "use_distributed_optimizer": False,
         }
 
-    @property
-    def cuts_stream(self) -> bool:
-        return "sequence" in self.switches
-
     def mesh(self, device: torch.device) -> Mesh:
         """Mesh of all ranks of the process group, as many as the layout has. Every rank calls
         this."""
@@ -91,45 +88,36 @@ class Layout:
             return serial_mesh(device)
         sizes = TrainingParallelConfig(**self.settings).sizes
         return build_mesh(
-            sizes,
-            device,
-            tensor_parallel_mode=self.mode,
-            sequence_parallel=self.cuts_stream,
+            sizes, device, tensor_parallel_mode=self.mode, sequence_parallel=self.cuts_stream
         )
 
 
 def parse_layout(text: str) -> Layout:
     """The layout of this name. Raises UsageError naming a word that is invalid."""
-    sizes: dict[str, int] = {}
-    switches: set[str] = set()
+    numbers: dict[str, int] = {}
     schedule: str | None = None
-    mode, depth = "1d", 1
+    cuts_stream, mode, depth = False, "1d", 1
     for word in text.split(",") if text != "serial" else []:
         name, _, value = word.partition("=")
-        if name == "tensor" and ":" in value and "tensor" not in sizes:
+        if name == "tensor" and ":" in value and name not in numbers:
             value, mode, *rest = value.split(":")
             depth = int(rest[0]) if len(rest) == 1 and rest[0].isdecimal() else 0 if rest else 1
             value = value if mode in MODES and depth else ""
-        if word in SWITCHES and word not in switches:
-            switches.add(word)
-        elif (
-            name in NUMBERS
-            and value.isdecimal()
-            and (int(value) > 0 or name == "zero")
-            and name not in sizes
-        ):
-            sizes[name] = int(value)
+        is_number = name in NUMBERS and name not in numbers and value.isdecimal()
+        if word == "sequence" and not cuts_stream:
+            cuts_stream = True
+        elif is_number and (int(value) > 0 or name == "zero"):
+            numbers[name] = int(value)
         elif name == "schedule" and value in KINDS and schedule is None:
             schedule = value
         else:
-            known = ", ".join([f"{each}=N" for each in NUMBERS] + list(SWITCHES))
-            known += (
-                f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH, schedule={'|'.join(KINDS)}"
-            )
+            known = ", ".join([*(f"{each}=N" for each in NUMBERS), "sequence"])
+            known += f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH"
+            known += f", schedule={'|'.join(KINDS)}"
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
-    virtual, zero = sizes.pop("virtual", 1), sizes.pop("zero", 0)
-    sizes = {axis: n for axis, n in sizes.items() if n > 1}
-    layout = Layout(sizes, frozenset(switches), virtual, schedule, zero, mode, depth)
+    virtual, zero = numbers.pop("virtual", 1), numbers.pop("zero", 0)
+    sizes = {axis: n for axis, n in numbers.items() if n > 1}
+    layout = Layout(sizes, cuts_stream, virtual, schedule, zero, mode, depth)
     if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))

@@ -29,6 +29,7 @@ from megatron.huggingface.config import (
     kind_of,
     read_hf_config,
 )
+from tools.report.numbers import aligned
 
 if TYPE_CHECKING:
     from tools.layouts.proofs import Outcome
@@ -64,37 +65,29 @@ def prove_plan(
     config = read(model, plan, masked)
     if json is not None:
         writable(type("Settings", (), {"json": json}), "json")
-    refused, shown = {}, {}
-    for size in SIZES:
-        rows = modules_of(config, size)
-        if isinstance(rows, str):
-            refused[size] = rows
-            continue
-        shown[size] = rows
-        if show:
-            print(f"t = {size}:\n{table([HEADER, *rows])}\n", flush=True)
+    rows = {size: modules_of(config, size) for size in SIZES}
+    shown = {size: each for size, each in rows.items() if not isinstance(each, str)}
+    found: dict[int, Outcome] = {size: each for size, each in rows.items() if isinstance(each, str)}
     if show and shown:
+        for size, each in shown.items():
+            print(f"t = {size}:\n{aligned([HEADER, *each])}\n")
         print(f"{LEGEND}\n", flush=True)
-    if not shown and len({*refused.values()}) == 1:
-        allowed = f"one that fits {model}: {refused[SIZES[0]]}"
+    if not shown and len({*found.values()}) == 1:
+        allowed = f"one that fits {model}: {found[SIZES[0]]}"
         raise UsageError("--plan", None if plan == "auto" else plan, allowed)
-    found: dict[int, Outcome] = dict(refused)
     if shown:
         from tools.layouts.processes import on_ranks
         from tools.layouts.proofs import prove_at
 
         (outcomes,), *_ = on_ranks(max(shown), prove_at, [config], list(shown))
-        found |= {
-            size: f"not proved by a tiny model: {outcome}" if isinstance(outcome, str) else outcome
-            for size, outcome in zip(shown, outcomes, strict=True)
-        }
+        for size, outcome in zip(shown, outcomes, strict=True):
+            is_proof = not isinstance(outcome, str)
+            found[size] = outcome if is_proof else f"not proved by a tiny model: {outcome}"
     for size in SIZES:
         outcome = found[size]
         wrong = [] if isinstance(outcome, str) else outcome.wrong
-        if isinstance(outcome, str) or not wrong:
-            print(f"t = {size}: {outcome}")
-        for sentence in wrong:
-            print(f"t = {size}: {sentence}")
+        for line in wrong or [outcome]:
+            print(f"t = {size}: {line}")
     if json is not None:
         write_atomically(json, (dumped(found, shown) + "\n").encode())
     outcomes = [found[size] for size in shown]
@@ -106,26 +99,15 @@ def prove_plan(
 def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
     """The config of the model. Raises UsageError if the model or plan cannot be read, or if
     `masked` contradicts the model's kind in pretrain.py."""
-    try:
-        described = read_hf_config(model)
-        own = kind_of({"model_type": "", **json.loads(described)})
-        if masked is None:
-            masked = own == HuggingFaceMaskedConfig.kind
-        kind = HuggingFaceMaskedConfig if masked else HuggingFaceConfig
-        if own not in (None, kind.kind):
-            what = "the next token" if masked else "masked tokens"
-            allowed = f"left out: {model} predicts {what}"
-            raise UsageError(switch("masked", masked), None, allowed)
-        return kind(hf_model=model, plan=plan, hf_config=described)
-    except UsageError as error:
-        raise renamed(error) from None
-
-
-def renamed(error: UsageError) -> UsageError:
-    """The error with this program's flag --model in place of --hf-model."""
-    name = "--model" if error.flag == "--hf-model" else error.flag
-    works = () if name == "--model" else error.works  # these would be flags of pretrain.py
-    return UsageError(name, error.value, error.allowed, works=works)
+    described = read_hf_config(model)
+    own = kind_of({"model_type": "", **json.loads(described)})
+    if masked is None:
+        masked = own == HuggingFaceMaskedConfig.kind
+    kind = HuggingFaceMaskedConfig if masked else HuggingFaceConfig
+    if own not in (None, kind.kind):
+        what = "the next token" if masked else "masked tokens"
+        raise UsageError(switch("masked", masked), None, f"left out: {model} predicts {what}")
+    return kind(hf_model=model, plan=plan, hf_config=described)
 
 
 def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
@@ -149,7 +131,7 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
         if isinstance(error.__cause__, PlanError):
             return str(error.__cause__)
         if isinstance(error, UsageError):
-            raise renamed(error) from error
+            raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         allowed = f"a model that transformers builds ({reason})"
         raise UsageError("--model", config.hf_model, allowed) from error
@@ -213,14 +195,6 @@ def sent(module: Any) -> str:
     return "sum of the gradient" if isinstance(module, layers.SummedParameters) else ""
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
 def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
     rows = []
     for size, outcome in found.items():
@@ -244,4 +218,10 @@ def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; returns the exit status."""
     with interruptible(environ), user_errors(environ):
-        return parse_call(prove_plan, arguments, environ)()
+        command = parse_call(prove_plan, arguments, environ)
+        try:
+            return int(command())
+        except UsageError as error:  # of a config of pretrain.py, whose cure would be its flags
+            if error.flag != "--hf-model":
+                raise
+            raise UsageError("--model", error.value, error.allowed) from None

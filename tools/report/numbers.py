@@ -1,4 +1,6 @@
-"""Numbers as a reader wants them: the one formatter of sizes, durations and shares."""
+"""Numbers as a reader wants them: the one formatter of sizes, durations, shares and columns."""
+
+from collections.abc import Sequence
 
 NONE = "\N{EN DASH}"  # stands for a number that does not exist
 SIZES = ("kB", "MB", "GB", "TB", "PB")
@@ -45,3 +47,12 @@ def percent(share: float | None, places: int = 1) -> str:
     if 1 - 0.005 * least <= share < 1:
         return f"> {100 - least:.{places}f} %"
     return f"{100 * share:.{places}f} %"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as lines of text, with columns two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

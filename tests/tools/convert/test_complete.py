@@ -118,7 +118,7 @@ def assert_complete(folder: Path, back: Path) -> None:
 
 
 @KINDS
-def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str) -> None:
+def test_complete_folder(imported: Find, tmp_path: Path, kind: str) -> None:
     made = imported(kind)
     export_model(str(made.ours), tmp_path / "back")
     models.assert_same_weights(made.folder, tmp_path / "back")
@@ -130,9 +130,7 @@ def test_a_folder_comes_back_complete(imported: Find, tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
-    imported: Find, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_ids(imported: Find, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = imported(kind)
     model = AutoModelForCausalLM.from_pretrained(made.folder)
     tokenizer = AutoTokenizer.from_pretrained(made.folder)
@@ -148,7 +146,7 @@ def test_a_text_ends_at_every_end_id_and_may_hold_ids_without_a_token(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
-def test_rows_without_a_token_are_in_the_softmax(imported: Find, kind: str) -> None:
+def test_padding_rows_of_the_softmax(imported: Find, kind: str) -> None:
     """In evaluation, whose log-probabilities and hits all tasks and lm-evaluation-harness use."""
     made, mesh = imported(kind), serial_mesh()
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float64)
@@ -187,10 +185,10 @@ def write_text_of(folder: Path, kind: str, prefix: Path) -> None:
 
 
 @KINDS
-def test_the_printed_command_trains(
+def test_printed_command(
     imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Word by word, for fewer steps; what comes of it is exported as complete as it came."""
+    """Word by word, for a step that changes nothing: it is exported as complete as it came."""
     made = imported(kind)
     monkeypatch.chdir(tmp_path)
     (line,) = (each for each in made.said.splitlines() if "pretrain.py" in each)
@@ -200,13 +198,16 @@ def test_the_printed_command_trains(
     assert words[words.index("--data-path") + 1] == data
     write_text_of(made.folder, kind, tmp_path / data)
     fewer = "--train-iters 1 --eval-iters 0 --no-bf16 --save trained"
+    still = "--lr 1e-30 --min-lr 0 --weight-decay 0"
     agreeing = f"--num-layers 2 --vocab-size {ROWS[kind]} --hidden-dropout 0.25"
-    pretrain.main([*words, *fewer.split(), *agreeing.split()], {})
+    pretrain.main([*words, *fewer.split(), *still.split(), *agreeing.split()], {})
     before, after = map(read_manifest, (made.ours / models.STEP, newest(Path("trained"))))
     model = before["config"]["model"] | {"vocab_size": ROWS[kind], "hidden_dropout": 0.25}
     assert after["config"]["model"] == model
     assert after["tokenizer"] == before["tokenizer"] != ""
+    assert after["weights_of"] == before["run"]
     export_model("trained", tmp_path / "back")
+    models.assert_same_weights(made.folder, tmp_path / "back")
     theirs, ours = (
         models.json_of(each / "config.json") for each in (made.folder, tmp_path / "back")
     )
@@ -233,7 +234,7 @@ def test_the_printed_command_trains(
         ("bert", "--residual-order pre-ln", "post-ln"),
     ],
 )
-def test_a_flag_that_contradicts_the_checkpoint_is_refused_with_its_value(
+def test_contradicting_flags(
     imported: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str,
     saved: str,
 ) -> None:  # fmt: skip

@@ -115,7 +115,7 @@ OPTIONS: dict[str, list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_configurations_of_other_models_are_refused(make: Make, kind: str) -> None:
+def test_configs(make: Make, kind: str) -> None:
     folder = make(kind)
     content = (folder / CONFIG).read_bytes()
     for option, value, *named in OPTIONS[kind]:
@@ -124,7 +124,7 @@ def test_configurations_of_other_models_are_refused(make: Make, kind: str) -> No
         (folder / CONFIG).write_bytes(content)
 
 
-def test_damaged_and_missing_files_are_refused_by_their_names(make: Make) -> None:
+def test_damaged_files(make: Make) -> None:
     folder = make("gpt2")
     config, weights = folder / CONFIG, folder / "model.safetensors"
     damaged = [(config, b""), (config, b"[]"), (config, b"{"), (weights, weights.read_bytes()[:-1])]
@@ -139,7 +139,7 @@ def test_damaged_and_missing_files_are_refused_by_their_names(make: Make) -> Non
     assert said(folder).startswith(str(config))
 
 
-def test_an_index_that_does_not_fit_its_files_is_refused(make: Make) -> None:
+def test_index(make: Make) -> None:
     folder = make("parts")
     index = folder / "model.safetensors.index.json"
     save_file({"a": torch.zeros(1)}, folder / "elsewhere.safetensors")
@@ -166,32 +166,30 @@ ONES, PLACES = torch.ones(7), torch.arange(1, 17)[None]
 
 
 # The name in the error, and the tensors that are replaced, added, or removed (None).
-@pytest.mark.parametrize(
-    ("kind", "named", "change"),
-    [
-        ("gpt2", "h.0.ln_2.bias", lambda t: {"transformer.h.0.ln_2.bias": None}),
-        ("gpt2", "score.weight", lambda t: {"score.weight": torch.zeros(2, 8)}),
-        ("gpt2", "wpe.weight", lambda t: {"wpe.weight": t["transformer.wpe.weight"].clone()}),
-        ("gpt2", "lm_head.weight", lambda t: {"lm_head.weight": t["transformer.wte.weight"] + 1}),
-        ("gpt2", "ln_f.weight torch.float16", lambda t: {"transformer.ln_f.weight": ONES.half()}),
-        ("gpt2", "torch.float64", lambda t: {key: tensor.double() for key, tensor in t.items()}),
-        ("gpt2", "h.0.attn.bias", lambda t: {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}),
-        ("gpt2", "h.0.attn.masked_bias", lambda t: {"h.0.attn.masked_bias": torch.tensor(-1.0)}),
-        ("gpt2", "h.1.attn.masked_bias", lambda t: {"h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("llama", "layers.1.mlp.up_proj", lambda t: {"model.layers.1.mlp.up_proj.weight": None}),
-        ("llama", "inv_freq", lambda t: {f"{LAYER}.rotary_emb.inv_freq": ONES}),
-        ("llama", "norm.weight", lambda t: {"model.norm.weight": ONES}),
-        ("bert", "LayerNorm.bias", lambda t: dict.fromkeys([POOLER, f"{NORM}.bias"])),
-        ("bert", "classifier.weight", lambda t: {"classifier.weight": torch.zeros(2, 32)}),
-        ("bert", "LayerNorm.weight", lambda t: {f"{NORM}.gamma": t[f"{NORM}.weight"] + 0}),
-        ("bert", "decoder.weight", lambda t: {"cls.predictions.decoder.weight": t[EMBEDDING] + 1}),
-        ("bert", "position_ids", lambda t: {"bert.embeddings.position_ids": PLACES}),
-        ("bert", f"{BIAS} torch.float16", lambda t: {BIAS: t[BIAS].half()}),
-    ],
-)  # fmt: skip
-def test_weights_that_are_not_the_model_are_refused(
-    make: Make, kind: str, named: str, change: Callable[[Tensors], dict[str, Tensor | None]]
-) -> None:
+WEIGHTS: list[tuple[str, str, Callable[[Tensors], dict[str, Tensor | None]]]] = [
+    ("gpt2", "h.0.ln_2.bias", lambda t: {"transformer.h.0.ln_2.bias": None}),
+    ("gpt2", "score.weight", lambda t: {"score.weight": torch.zeros(2, 8)}),
+    ("gpt2", "wpe.weight", lambda t: {"wpe.weight": t["transformer.wpe.weight"].clone()}),
+    ("gpt2", "lm_head.weight", lambda t: {"lm_head.weight": t["transformer.wte.weight"] + 1}),
+    ("gpt2", "ln_f.weight torch.float16", lambda t: {"transformer.ln_f.weight": ONES.half()}),
+    ("gpt2", "torch.float64", lambda t: {key: tensor.double() for key, tensor in t.items()}),
+    ("gpt2", "h.0.attn.bias", lambda t: {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}),
+    ("gpt2", "h.0.attn.masked_bias", lambda t: {"h.0.attn.masked_bias": torch.tensor(-1.0)}),
+    ("gpt2", "h.1.attn.masked_bias", lambda t: {"h.1.attn.masked_bias": torch.tensor(-1e4)}),
+    ("llama", "layers.1.mlp.up_proj", lambda t: {"model.layers.1.mlp.up_proj.weight": None}),
+    ("llama", "inv_freq", lambda t: {f"{LAYER}.rotary_emb.inv_freq": ONES}),
+    ("llama", "norm.weight", lambda t: {"model.norm.weight": ONES}),
+    ("bert", "LayerNorm.bias", lambda t: dict.fromkeys([POOLER, f"{NORM}.bias"])),
+    ("bert", "classifier.weight", lambda t: {"classifier.weight": torch.zeros(2, 32)}),
+    ("bert", "LayerNorm.weight", lambda t: {f"{NORM}.gamma": t[f"{NORM}.weight"] + 0}),
+    ("bert", "decoder.weight", lambda t: {"cls.predictions.decoder.weight": t[EMBEDDING] + 1}),
+    ("bert", "position_ids", lambda t: {"bert.embeddings.position_ids": PLACES}),
+    ("bert", f"{BIAS} torch.float16", lambda t: {BIAS: t[BIAS].half()}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "named", "change"), WEIGHTS)
+def test_weights(make: Make, kind: str, named: str, change: Any) -> None:
     folder = make(kind)
     models.change_tensors(folder, change(models.weights_of(folder)))
     assert named in said(folder)
@@ -232,7 +230,7 @@ TOKENIZERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizers_that_give_other_ids_are_refused(make: Make, kind: str) -> None:
+def test_tokenizers(make: Make, kind: str) -> None:
     folder = make(kind)
     for name, changes in TOKENIZERS[kind]:
         file = folder / name
@@ -269,17 +267,17 @@ REPLACE = {"type": "Replace", "pattern": {"String": "zebra"}, "content": "horse"
         ("gpt2", "dropout", lambda parts: {"model": parts["model"] | {"dropout": 1e-9}}),
     ],
 )  # fmt: skip
-def test_a_tokenizer_that_differs_for_rare_texts_alone_is_refused_by_the_difference(
+def test_rare_tokenizers(
     make: Make, kind: str, named: str, change: Callable[[Any], dict[str, Any]]
 ) -> None:
     folder = make(kind)
     models.change_json(folder / TOKENIZER, **change(models.json_of(folder / TOKENIZER)))
     message = said(folder)
     assert named in message
-    assert ("HuggingFaceTokenizer takes any other" in message) == (kind == "gpt2")
+    assert ("HuggingFaceTokenizer" in message) == (kind == "gpt2")
 
 
-def test_a_bert_needs_no_marks_in_its_file_if_its_class_adds_them(make: Make) -> None:
+def test_marks_of_bert(make: Make) -> None:
     folder = make("bert")
     models.change_json(folder / TOKENIZER, post_processor=None)
     models.imported(folder)
@@ -346,7 +344,7 @@ def paths(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         ("export --from {gpt2} --output {here}", "--output"),
     ],
 )  # fmt: skip
-def test_flags_are_refused_and_what_works_instead_converts(
+def test_flags(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, field: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
@@ -364,20 +362,18 @@ def test_flags_are_refused_and_what_works_instead_converts(
         "{cased} --vocab-file {capitals} --tokenizer-type BertWordPieceCase",
     ],
 )
-def test_the_files_of_a_tokenizer_work_in_the_folder_or_as_flags(
-    paths: dict[str, str], tmp_path: Path, words: str
-) -> None:
+def test_tokenizer_files(paths: dict[str, str], tmp_path: Path, words: str) -> None:
     given = shlex.split(words.format(**paths))
     convert(["import", "--from", *given, "--output", str(tmp_path / "ours")])
 
 
-def test_values_that_mean_the_same_are_accepted(make: Make) -> None:
+def test_equal_values(make: Make) -> None:
     folder = make("gpt2")
     models.change_json(folder / CONFIG, n_inner=32, activation_function="gelu_pytorch_tanh")
     models.imported(folder)
 
 
-def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make: Make) -> None:
+def test_damaged_checkpoint(make: Make) -> None:
     """The latter is not the same model in both programs, as nothing is."""
     folder = make("gpt2")
     step = models.imported(folder)
@@ -395,7 +391,7 @@ def test_a_damaged_checkpoint_and_one_that_computes_no_numbers_are_refused(make:
     assert shard.name in str(error)
 
 
-def test_a_checkpoint_with_other_tensors_than_its_model_is_not_exported(make: Make) -> None:
+def test_other_tensors(make: Make) -> None:
     step = models.imported(make("gpt2"))
     manifest = read_manifest(step)
     norm = manifest["tensors"]["model.final_norm.weight"]
@@ -411,9 +407,7 @@ def test_a_checkpoint_with_other_tensors_than_its_model_is_not_exported(make: Ma
         assert (field_of(error), named in str(error)) == (str(step), True)
 
 
-def test_a_name_that_is_no_folder_is_fetched_from_the_hub(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = make("gpt2"), []
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
@@ -428,7 +422,7 @@ def test_a_name_that_is_no_folder_is_fetched_from_the_hub(
     assert not [pattern for pattern in patterns if "bin" in pattern]
 
 
-def test_the_program_without_a_network_ends_with_one_error(tmp_path: Path) -> None:
+def test_no_network(tmp_path: Path) -> None:
     command = [sys.executable, "tools/convert_hf.py", "import", "--from", "someone/nothing"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "ours")],

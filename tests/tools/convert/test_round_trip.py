@@ -1,6 +1,7 @@
 """A folder of transformers becomes a checkpoint and comes back: the same bits, in every form."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ TASKS = {
 
 @pytest.mark.parametrize("order", models.ORDERS)
 @pytest.mark.parametrize("task", TASKS)
-def test_heads_of_tasks_make_the_round_trip(tmp_path: Path, order: str, task: str) -> None:
+def test_heads_of_tasks(tmp_path: Path, order: str, task: str) -> None:
     head, labels = TASKS[task]
     names = {"id2label": dict(enumerate(labels)), "label2id": {x: n for n, x in enumerate(labels)}}
     folder = models.write_bert(tmp_path / "hf", order, task, **(names if labels else {}))
@@ -120,7 +121,7 @@ def logits_of(checkpoint: Path, tokens: torch.Tensor, tensor_size: int) -> torch
     ],
 )
 @torch.no_grad()
-def test_a_checkpoint_of_any_layout_has_the_logits_and_is_exported(
+def test_layouts(
     gloo: Pool, tmp_path: Path, kind: str, changes: dict[str, Any], tensor_size: int
 ) -> None:
     folder = models.WRITERS[kind](tmp_path / "hf", **changes)
@@ -137,30 +138,17 @@ def test_a_checkpoint_of_any_layout_has_the_logits_and_is_exported(
     models.exported(tmp_path / "cut", folder)
 
 
-def assert_imports_alike(folder: Path) -> None:
-    """As the folder did before it was changed."""
-    models.imported(folder, "again")
-    models.assert_same_weights(
-        *(folder.with_name(name) / models.STEP for name in ("ours", "again"))
-    )
-
-
-def test_names_without_the_prefix_and_old_buffers_of_a_gpt2_are_read(tmp_path: Path) -> None:
-    folder = models.write_model(tmp_path / "hf")
-    models.imported(folder)
+def older_gpt2(folder: Path) -> None:
+    """Without the prefix of the names, with the head beside the embedding, and with buffers."""
     tensors = {key.removeprefix("transformer."): t for key, t in models.weights_of(folder).items()}
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     for layer in range(2):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 16, 16).tril().to(torch.uint8)
         tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert_imports_alike(folder)
 
 
-@pytest.mark.parametrize("order", models.ORDERS)
-def test_names_and_buffers_of_an_old_bert_are_read(tmp_path: Path, order: str) -> None:
-    folder = models.write_bert(tmp_path / "hf", order)
-    models.imported(folder)
+def older_bert(folder: Path) -> None:
     tensors = models.weights_of(folder)
     old = {
         name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensor
@@ -171,27 +159,18 @@ def test_names_and_buffers_of_an_old_bert_are_read(tmp_path: Path, order: str) -
     old["cls.predictions.decoder.bias"] = old["cls.predictions.bias"].clone()
     old["bert.embeddings.position_ids"] = torch.arange(16)[None]
     models.change_tensors(folder, {**dict.fromkeys(tensors), **old})
-    models.change_json(folder / "config.json", architectures=[f"{models.ORDERS[order]}ForMaskedLM"])
-    assert_imports_alike(folder)
+    (kind,) = models.json_of(folder / "config.json")["architectures"]
+    masked = kind.replace("PreTraining", "MaskedLM")
+    models.change_json(folder / "config.json", architectures=[masked])
 
 
-@pytest.mark.parametrize(
-    ("key", "changes"), [("rope_type", {}), ("type", {"rope_parameters": models.SCALED})]
-)
-def test_the_files_of_an_old_llama_are_read(
-    tmp_path: Path, key: str, changes: dict[str, Any]
-) -> None:
-    """In several files, with frequencies beside the weights, no key/value heads named, and
-    rotary positions as transformers wrote them before its version 5."""
-    folder = models.write_llama(
-        tmp_path / "hf", shard_size="20KB", num_key_value_heads=12, **changes
-    )
-    config = read_description(folder).config
-    models.imported(folder)
+def older_llama(folder: Path) -> None:
+    """With frequencies in a file of their own, no key/value heads named, and rotary positions as
+    transformers wrote them before its version 5."""
     options = models.json_of(folder / "config.json")
     rope = options.pop("rope_parameters")
     options["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    options["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
+    options["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     options |= {"num_key_value_heads": None, "pretraining_tp": 1}
     del options["head_dim"]
     (folder / "config.json").write_text(json.dumps(options))
@@ -203,8 +182,36 @@ def test_the_files_of_an_old_llama_are_read(
     index = folder / "model.safetensors.index.json"
     listed = models.json_of(index)["weight_map"] | dict.fromkeys(old, "model-old.safetensors")
     models.change_json(index, weight_map=listed)
+
+
+def with_head(folder: Path) -> None:
+    embedding = models.weights_of(folder)["model.embed_tokens.weight"]
+    models.change_tensors(folder, {"lm_head.weight": embedding.clone()})
+
+
+SEVERAL = {"shard_size": "20KB", "num_key_value_heads": 12}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "older"),
+    [
+        ("gpt2", {}, older_gpt2),
+        *(("bert", {"order": order}, older_bert) for order in models.ORDERS),
+        ("llama", SEVERAL, older_llama),
+        ("llama", SEVERAL | {"rope_parameters": models.SCALED}, older_llama),
+        ("llama", {"tie_word_embeddings": True}, with_head),
+    ],
+)
+def test_older_files(
+    tmp_path: Path, kind: str, changes: dict[str, Any], older: Callable[[Path], None]
+) -> None:
+    folder = models.WRITERS[kind](tmp_path / "hf", **changes)
+    config = read_description(folder).config
+    paths = [models.imported(folder)]
+    older(folder)
     assert read_description(folder).config == config
-    assert_imports_alike(folder)
+    paths.append(models.imported(folder, "again"))
+    models.assert_same_weights(*paths)
 
 
 UNSTARTED = {name: models.SCALED[name] for name in models.SCALED if not name.startswith("original")}
@@ -221,7 +228,7 @@ UNSTARTED = {name: models.SCALED[name] for name in models.SCALED if not name.sta
         ({"rope_parameters": UNSTARTED}, 500.0, (8.0, 1.0, 4.0, 16.0)),
     ],
 )
-def test_rotary_positions_are_read_as_transformers_reads_them(
+def test_rotary_positions(
     tmp_path: Path, changes: dict[str, Any], base: float, scaling: tuple[float, ...] | None
 ) -> None:
     folder = models.write_llama(tmp_path / "hf")
@@ -232,21 +239,11 @@ def test_rotary_positions_are_read_as_transformers_reads_them(
     models.imported(folder)
 
 
-def test_the_head_of_a_tied_llama_may_be_there_too(tmp_path: Path) -> None:
-    folder = models.write_llama(tmp_path / "hf", tie_word_embeddings=True)
-    models.imported(folder)
-    embedding = models.weights_of(folder)["model.embed_tokens.weight"]
-    models.change_tensors(folder, {"lm_head.weight": embedding.clone()})
-    assert_imports_alike(folder)
-
-
 @pytest.mark.parametrize(
     ("kind", "value"),
     [("gpt2", "swiglu"), ("gpt2", "geglu"), ("llama", "silu"), ("llama", "gelu_tanh")],
 )
-def test_an_activation_that_transformers_cannot_say_is_not_exported(
-    tmp_path: Path, kind: str, value: str
-) -> None:
+def test_unknown_activation(tmp_path: Path, kind: str, value: str) -> None:
     checkpoint = read_checkpoint(models.imported(models.WRITERS[kind](tmp_path / "hf")))
     checkpoint.manifest["config"]["model"]["activation"] = value
     family, name = family_of(checkpoint.manifest), checkpoint.manifest["config"]["data"]
@@ -256,7 +253,7 @@ def test_an_activation_that_transformers_cannot_say_is_not_exported(
 
 
 @pytest.mark.parametrize("kind", models.WRITERS)
-def test_a_large_model_is_exported_in_several_files(tmp_path: Path, kind: str) -> None:
+def test_several_files(tmp_path: Path, kind: str) -> None:
     """Some have only a part of a parameter of this project."""
     folder, back = models.WRITERS[kind](tmp_path / "hf"), tmp_path / "back"
     checkpoint = read_checkpoint(models.imported(folder))
@@ -269,7 +266,7 @@ def test_a_large_model_is_exported_in_several_files(tmp_path: Path, kind: str) -
     models.imported(back, "again")
 
 
-def test_gpt2s_tokenizer_is_a_llamas_if_the_flag_says_so(tmp_path: Path) -> None:
+def test_gpt2_tokenizer_of_a_llama(tmp_path: Path) -> None:
     ids = {"bos_token_id": None, "eos_token_id": 260, "pad_token_id": None}
     folder = models.write_llama(tmp_path / "hf", vocab_size=261, **ids)
     for file in folder.glob("*token*"):
@@ -287,7 +284,7 @@ def test_gpt2s_tokenizer_is_a_llamas_if_the_flag_says_so(tmp_path: Path) -> None
     assert kinds == ["GPT2BPETokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"]
 
 
-def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
+def test_sentencepiece(tmp_path: Path) -> None:
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     folder = models.write_llama(tmp_path / "hf", vocab_size=317, **ids)
     models.write_sentencepiece(folder, 317)
@@ -307,9 +304,7 @@ def test_a_tokenizer_of_sentencepiece_comes_and_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", models.WRITERS)
-def test_weights_alone_come_and_go_and_readers_of_text_bring_a_tokenizer_that_fits(
-    tmp_path: Path, kind: str
-) -> None:
+def test_no_tokenizer(tmp_path: Path, kind: str) -> None:
     folder, small = (
         models.WRITERS[kind](tmp_path / "hf"),
         models.WRITERS[kind](tmp_path / "s", vocab_size=90),
@@ -340,9 +335,7 @@ def test_weights_alone_come_and_go_and_readers_of_text_bring_a_tokenizer_that_fi
 
 
 @pytest.mark.parametrize("lower", [True, False])
-def test_both_casings_of_a_bert_are_kept_and_the_marks_stand_around_the_ids(
-    tmp_path: Path, lower: bool
-) -> None:
+def test_casing_of_bert(tmp_path: Path, lower: bool) -> None:
     folder = models.write_bert(tmp_path / "hf", do_lower_case=lower)
     kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
     ours = read_tokenizer(kind, models.imported(folder))

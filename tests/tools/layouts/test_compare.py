@@ -73,7 +73,7 @@ def compare(preset: Path, *arguments: str) -> tuple[int, Any]:
     return status, json.loads(file.read_text()) if file.exists() else None
 
 
-def test_equal_layouts_and_their_cost(preset: Path) -> None:
+def test_equal_layouts(preset: Path) -> None:
     status, rows = compare(preset, "serial", "tensor=2", f"data=2,{CUT}", "data=2,zero=2")
     assert status == 0
     names = ["serial", "tensor=2", "tensor=2,data=2,sequence", "data=2,zero=2"]
@@ -101,23 +101,19 @@ def test_equal_layouts_and_their_cost(preset: Path) -> None:
     ],
     ids=["pure bf16", "fp16 that overflows", "fp32 with dropout", "bert"],
 )
-def test_other_models_and_precisions_are_equal_within_their_tolerance(
-    preset: Path, arguments: tuple[str, ...]
-) -> None:
+def test_models_and_precisions(preset: Path, arguments: tuple[str, ...]) -> None:
     status, (row,) = compare(preset, CUT, *arguments)
     assert status == 0
     assert row["loss_difference"] < 1e-2
 
 
-@pytest.mark.parametrize("precision", [(), ("--bf16",)])
-def test_layouts_that_differ_end_with_status_1(
-    preset: Path, tmp_path: Path, precision: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp64", "bf16"])
+def test_different_layouts(preset: Path, tmp_path: Path, precision: list[str]) -> None:
     """Here on data of one's own: dropout that attention's kernel draws depends on the layout."""
     write_data(tmp_path / "data", [[*range(1, 90)]] * 20)
-    drawn = ("--attention-dropout", "0.5", "--attention-dropout-rng", "kernel")
-    data = ("--data-path", str(tmp_path / "data"), "--vocab-size", "100")
-    words = (*data, *drawn, *precision, "--lr-warmup-iters", "9")  # after which weights hardly move
+    words = ["--data-path", str(tmp_path / "data"), "--vocab-size", "100"]
+    words += ["--attention-dropout", "0.5", "--attention-dropout-rng", "kernel"]
+    words += ["--lr-warmup-iters", "9", *precision]  # after which weights hardly move
     status, (row,) = compare(preset, "tensor=2", *words, "--tokenizer-type", "test")
     assert status == 1
     assert row["gradient_difference"] > 0.1
@@ -136,7 +132,7 @@ def test_equal_numbers_that_say_nothing_end_with_status_2(
     assert row["loss_difference"] == 0
 
 
-def test_a_failure_names_its_layout(preset: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failure(preset: Path, capfd: pytest.CaptureFixture[str]) -> None:
     diverges = ("--lr", "1e30", "--bf16", "--against", "tensor=2")
     assert compare(preset, "tensor=2", *diverges) == (2, None)
     assert "layout tensor=2" in capfd.readouterr().err
@@ -166,14 +162,12 @@ ROWS = [(row, field) for field, rows in REFUSED.items() for row in re.split(r"[|
 
 
 @pytest.mark.parametrize(("words", "field"), ROWS)
-def test_a_wrong_argument_is_refused_before_anything_starts(
-    preset: Path, words: str, field: str
-) -> None:
+def test_refusals(preset: Path, words: str, field: str) -> None:
     given = ["--preset", str(preset), *words.split()]
     assert field_of(refusal(lambda: compare_layouts.main(given, {}))) == field
 
 
-def test_presets_do_not_ask_for_dropout_or_a_precision(preset: Path) -> None:
+def test_presets(preset: Path) -> None:
     plain, precision = read_settings(["--preset", str(preset), CUT], {})
     assert precision == "fp64"
     assert (plain.model.hidden_dropout, plain.model.dropout_of_embeddings) == (0, 0)
@@ -184,7 +178,7 @@ def test_presets_do_not_ask_for_dropout_or_a_precision(preset: Path) -> None:
     assert (asked.model.hidden_dropout, asked.model.dropout_of_embeddings) == (0.2, 0.2)
 
 
-def test_a_loss_that_is_no_number_is_not_equal() -> None:
+def test_nan_loss() -> None:
     counts = Counts(calls=Counter())
     found, wanted = (
         Report(
@@ -203,7 +197,7 @@ def test_a_loss_that_is_no_number_is_not_equal() -> None:
     assert largest([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
 
 
-def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
+def test_settings_of_a_layout(preset: Path) -> None:
     words = "virtual=2,tensor=2,schedule=interleaved,data=2,pipeline=2,sequence"
     layout = parse_layout(words)
     assert layout.ranks == 8
@@ -223,7 +217,7 @@ def test_a_layout_of_stages_is_the_settings_of_a_run(preset: Path) -> None:
         assert jobs[name].config.parallel.pipeline_model_parallel_size == stages
 
 
-def test_a_layout_has_one_name() -> None:
+def test_names_of_layouts() -> None:
     for words, name in (
         ("sequence,data=3,tensor=2", "tensor=2,data=3,sequence"),
         ("data=2,tensor=8:2.5d:2", "tensor=8:2.5d:2,data=2"),
