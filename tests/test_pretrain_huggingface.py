@@ -193,22 +193,23 @@ def of_run(model: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", KINDS)
 def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
-    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with dropout, and
-    with ZeRO before or after, are four steps of one process."""
+    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with ZeRO, or the
+    other way round, with dropout, are four steps of one process."""
     write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
     given, save = of_run(model, tmp_path), tmp_path / "checkpoints"
     other = tmp_path / "plan.toml"
     other.write_text(f"# The same styles but of the embedding\n{OTHER}")
     full = "--random-weights --zero-stage 3 --recompute-granularity full"
-    plan, zero, first = (
-        (f"--plan {other}", full, 4) if model == "gpt2" else ("--zero-stage 2", "", 2)
-    )
+    first, last = {
+        "gpt2": (full, f"{TENSOR} 2 --plan {other}"),
+        "bert": (f"{TENSOR} 2", "--zero-stage 2"),
+    }[model]
     every = "--train-iters 4 --eval-iters 2 --eval-interval 4 --log-interval 1"
     alone, halves = tmp_path / "alone.jsonl", save / "metrics.jsonl"
     runs = [
         (f"{every} --metrics-file {alone}", 1),
-        (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2 {zero}", first),
-        (f"{every} --save {save} --load {save} {plan}", 2),
+        (f"{every} --save {save} --exit-interval 2 {first}", 2),
+        (f"{every} --save {save} --load {save} {last}", 2),
     ]
     for words, world in runs:
         finished(words, world=world, **given)
