@@ -195,7 +195,6 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     assert max(id for tokens in found for id in tokens) < VOCABULARY
 
 
-CPU = torch.device("cpu")
 TEXTS = [row.tolist() for row in torch.from_numpy(samples(4).tokens)]
 LENGTHS = [3, 7, 1, 7]  # of the prompts, so that two rows are padded
 STEPS = SEQUENCE - max(LENGTHS)
@@ -285,18 +284,6 @@ def test_rows_that_end_leave_and_change_no_other() -> None:
     reader.follow(torch.tensor([TEXTS[row][LENGTHS[row]] for row in range(4)]))
     reader.keep(kept)
     torch.testing.assert_close(reader.logits(), everything[1][kept], rtol=1e-12, atol=1e-12)
-
-
-def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
-    cache = KeyValueCache(4, torch.tensor([0, 2]))
-    mask = cache.mask(3, CPU)
-    assert mask is not None
-    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert mask[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    cache.advance(3)
-    mask = cache.mask(1, CPU)
-    assert mask is not None
-    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
 
 @torch.no_grad()
