@@ -106,9 +106,7 @@ LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
         4, "bf16", f"--bf16 --global-batch-size 2 {TENSOR} 2 {SEQUENCE}", ZERO
     ),
     # Of two micro-batches.
-    "2d": (
-        4, "fp32", f"{GRID} 2d {TENSOR} 4 --global-batch-size 4", (GPT2, AGAIN, BERT, LLAMA)
-    ),
+    "2d": (4, "fp32", f"{GRID} 2d {TENSOR} 4 --global-batch-size 4", (GPT2, BERT, LLAMA)),
     "2d, zero 1": (
         8, "fp32", f"{GRID} 2d {TENSOR} 4 --zero-stage 1 --global-batch-size 8", (AGAIN, LLAMA)
     ),
@@ -116,9 +114,7 @@ LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
         8, "fp32", f"{GRID} 2.5d {TENSOR} 8 --tensor-parallel-depth 2 --global-batch-size 8",
         (GPT2, BERT),
     ),
-    "3d": (
-        8, "fp32", f"{GRID} 3d {TENSOR} 8 --global-batch-size 8", (GPT2, AGAIN, BERT, LLAMA)
-    ),
+    "3d": (8, "fp32", f"{GRID} 3d {TENSOR} 8 --global-batch-size 8", (AGAIN, BERT, LLAMA)),
 }  # fmt: skip
 
 
