@@ -286,6 +286,19 @@ def test_rows_that_end_leave_and_change_no_other() -> None:
     torch.testing.assert_close(reader.logits(), everything[1][kept], rtol=1e-12, atol=1e-12)
 
 
+def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
+    """torch's attention on a CPU gives zeros where a query sees nothing, other kernels NaN."""
+    cache = KeyValueCache(4, torch.tensor([0, 2]))
+    mask = cache.mask(3, torch.device("cpu"))
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    cache.advance(3)
+    mask = cache.mask(1, torch.device("cpu"))
+    assert mask is not None
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
 @torch.no_grad()
 def test_padding_leaves_no_nan() -> None:
     """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
