@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron.config.model import BertConfig
 from megatron.data.bert import BertBatch
-from megatron.parallel.mesh import Mesh
-from tests.tiny import SEQUENCE, VOCABULARY, tiny_model, tiny_section
+from tests.tiny import SEQUENCE, VOCABULARY, tiny_section
 
 MASK = VOCABULARY - 1  # the id that stands for a hidden token
 
@@ -16,13 +14,6 @@ MASK = VOCABULARY - 1  # the id that stands for a hidden token
 def bert_section(order: Any = "pre-ln", **changes: Any) -> BertConfig:
     settings = {**vars(tiny_section()), "activation": "gelu", "residual_order": order}
     return BertConfig(**(settings | changes))
-
-
-def bert_model(
-    mesh: Mesh, order: str = "pre-ln", *, dtype: torch.dtype = torch.float64, **changes: Any
-) -> Any:
-    """A model whose every parameter, biases and norms too, is random."""
-    return tiny_model(mesh, bert_section(order, **changes), dtype=dtype)
 
 
 def bert_samples(count: int, *, seed: int = 0, first: int = 0) -> BertBatch:

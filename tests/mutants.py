@@ -565,7 +565,7 @@ end-mark-ignored | inference/test_generate::test_a_text_ends_at
 padding-of-the-vocabulary-is-drawn | inference/test_generate::test_padding
 - gather_from(logits, -1, mesh.vocabulary)[:, : model.vocab_size]
 + gather_from(logits, -1, mesh.vocabulary)
-@ megatron/models/cache.py | inference/test_cache
+@ megatron/models/cache.py | inference/test_generate::test_the_logits_of_each_step
 cache-position-off-by-one
 - self.length += columns
 + self.length += columns - (self.length > 0)

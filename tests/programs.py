@@ -6,6 +6,7 @@ They come from the fork server of tests/dist.py, so that a start takes a tenth o
 import json
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from megatron.train.metrics import read_metrics
 from tests.data.samples import write_data
 from tests.dist import PATIENCE, PRELOADED
 
@@ -159,6 +161,30 @@ def finished(words: str, *, world: int = 1, code: int = 0, **options: Any) -> st
         assert run.wait() == [code] * world, run.text()
         assert "Traceback" not in run.text()
         return run.text(0)
+
+
+def run_script(file: Path, *words: object, world: int = 1, folder: Path) -> str:
+    """A script to its end, as its user starts it on so many ranks; returns the first rank's text.
+    folder: of the logs."""
+    target = partial(_script, file, [*map(str, words)])
+    with start_ranks(target, range(world), world, folder) as run:
+        assert run.wait() == [0] * world, run.text()
+        return run.text(0)
+
+
+def _script(file: Path, words: Sequence[str]) -> None:
+    sys.argv = [str(file), *words]
+    runpy.run_path(str(file), run_name="__main__")
+
+
+def lines_of(place: Path, key: str = "loss") -> list[dict[str, Any]]:
+    """The lines of a run's record that have this key; place: the file, or its folder."""
+    file = place / "metrics.jsonl" if place.is_dir() else place
+    return [line for line in read_metrics(file) if key in line]
+
+
+def values_of(place: Path, key: str = "loss") -> list[float]:
+    return [line[key] for line in lines_of(place, key)]
 
 
 def arguments_of(words: str, data: Path, shape: str = SHAPE) -> list[str]:

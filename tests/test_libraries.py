@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,11 +25,11 @@ FOLDERS = ("megatron", "tools", "tasks", "benchmarks", "examples")
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "tyro", "pytest")
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
 TINY += "--seq-length 16 --train-iters 2 --micro-batch-size 2 --global-batch-size 4 --mock-data"
+PYTEST = "-m pytest -q -x -p no:cacheprovider"
 LAYOUT = "tests/layouts/test_matrix.py::test_a_layout_equals_one_process_and_divides_the_work"
-LAYOUT += "[tensor=2-gpt2-fp32] -p no:cacheprovider -q"
 RUNS = {  # the words after `python`, and whether the packages are absent or broken
     "gpt2": (f"pretrain_gpt2.py {TINY} --save {{folder}}", "broken"),
-    "layout": (f"-m pytest {LAYOUT}", "absent"),
+    "layout": (f"{PYTEST} {LAYOUT}[tensor=2-gpt2-fp32]", "absent"),
     "benchmark": (
         "benchmarks/train_step.py --rounds 1 --small --turns 1 --contenders floor",
         "absent",
@@ -111,6 +112,32 @@ def test_programs_need_no_library_of_another_feature(tmp_path: Path) -> None:
         assert process.returncode == 0, f"{name}: {said[name]}"
     assert "1 passed" in said["layout"]
     assert "| seconds |" in said["benchmark"]
+
+
+OTHERS = [f"{LAYOUT}[tensor=2-{each}]" for each in ("bert-post-ln-selective", "llama")]
+
+
+def test_the_rest_works_without_huggingface(tmp_path: Path) -> None:
+    """A copy, since the ranks that a test starts import the folder, too. megatron is a namespace:
+    what the copy lacks would be found in an installation, so a file that raises takes its place."""
+    for name in ("megatron", "tools", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "huggingface" if name == "megatron" else "")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("pyproject.toml", "pretrain.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    folder = tmp_path / "megatron" / "huggingface"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise ModuleNotFoundError(__name__)\n")
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    assert "ModuleNotFoundError" in run("-c", "import megatron.huggingface.config").stderr
+    words = f"pretrain.py --model gpt2 {TINY} --vocab-size 96 --no-bf16 --save saved"
+    for ended in (run(*words.split()), run(*PYTEST.split(), *OTHERS)):
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_no_module_imports_a_library_but_through_the_mechanism() -> None:

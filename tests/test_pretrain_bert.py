@@ -1,6 +1,5 @@
 """pretrain_bert.py as its users run it: layouts, resuming, precision, and what it refuses."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from tests.data.samples import (
     write_tokenizer_json,
     write_wordpiece,
 )
-from tests.programs import arguments_of, assert_equal_bits, finished, newest
+from tests.programs import arguments_of, assert_equal_bits, finished, lines_of, newest, values_of
 from tests.refusals import field_of, refusal
 
 KIND = "BertWordPieceLowerCase"
@@ -47,24 +46,25 @@ def run(data: Path, words: str, *, world: int = 1) -> str:
 
 
 def losses(save: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "loss" in k} for line in lines if "mlm_loss" in line]
+    return [{k: v for k, v in line.items() if "loss" in k} for line in lines_of(save, "mlm_loss")]
 
 
-ONE_BY_ONE = "--train-iters 4 --log-interval 1 --lr 1e-3"
+ONE_BY_ONE = "--train-iters 4 --log-interval 1"
 
 
 def test_layouts_agree_and_resuming_is_exact(data: Path, tmp_path: Path) -> None:
-    """Dropout included."""
-    run(data, f"{ONE_BY_ONE} --save {tmp_path}/whole")
-    run(data, f"{ONE_BY_ONE} --exit-interval 2 --save {tmp_path}/half")
-    run(data, f"{ONE_BY_ONE} --save {tmp_path}/half --load {tmp_path}/half")
+    """Dropout included; without a preset the rate falls linearly to nothing."""
+    words = f"{ONE_BY_ONE} --lr-warmup-iters 1"
+    run(data, f"{words} --save {tmp_path}/whole")
+    assert values_of(tmp_path / "whole", "lr") == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0.0])
+    run(data, f"{words} --exit-interval 2 --save {tmp_path}/half")
+    run(data, f"{words} --save {tmp_path}/half --load {tmp_path}/half")
     assert_equal_bits(newest(tmp_path / "whole"), newest(tmp_path / "half"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "half")
 
-    two = f"{ONE_BY_ONE} --tensor-model-parallel-size 2"
+    two = f"{words} --tensor-model-parallel-size 2"
     run(data, f"{two} --sequence-parallel --save {tmp_path}/sequence", world=2)
-    run(data, f"{ONE_BY_ONE} --save {tmp_path}/data", world=2)
+    run(data, f"{words} --save {tmp_path}/data", world=2)
     expected = losses(tmp_path / "whole")
     assert len(expected) == 4
     assert set(expected[0]) == {"loss", "mlm_loss", "sop_loss"}
@@ -86,14 +86,6 @@ def test_the_samples_are_those_that_the_flags_ask_for(data: Path) -> None:
     for seed in (1, 2):
         again = open_bert_data(section, seed)[1].train.batch(range(40)).tokens
         assert (again == plain).all() == (seed == 1)
-
-
-def test_without_a_preset_the_rate_falls_linearly_to_nothing(data: Path, tmp_path: Path) -> None:
-    words = "--train-iters 4 --log-interval 1 --lr-warmup-iters 1"
-    run(data, f"{words} --save {tmp_path}/run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rates = [line["lr"] for line in map(json.loads, lines) if "lr" in line]
-    assert rates == pytest.approx([1e-4, 2e-4 / 3, 1e-4 / 3, 0.0])
 
 
 def test_data_and_settings_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:

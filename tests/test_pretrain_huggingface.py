@@ -2,11 +2,9 @@
 another layout, and what is refused."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ from megatron.models.registry import find_kind
 from pretrain import main
 from tests.data.samples import write_data, write_data_of_tokenizer, write_sentences, write_wordpiece
 from tests.huggingface import DESCRIBED, DROPOUT, HIDDEN, hf_section, write_folder
-from tests.programs import Run, refused_before_torch, start_ranks
+from tests.programs import finished, pretrain, refused_before_torch, values_of
 from tests.refusals import field_of, refused
 from tests.tiny import VOCABULARY
 from tools.plan.absent import absent_mesh
@@ -164,7 +162,6 @@ def test_settings_that_do_not_fit_are_refused_before_torch_is_imported(tmp_path:
     assert {each.count("\n") for each in said} == {1}
 
 
-RUN = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
 KINDS = {"gpt2": "huggingface", "bert": "huggingface-masked"}
 OTHER = """
 "*.attn" = { style = "local", attributes = ["num_heads", "split_size"] }
@@ -176,67 +173,50 @@ OTHER = """
 SIZE = 270  # of the models' vocabularies, which is larger than those of the tokenizers
 
 
-def data_of(model: str, folder: Path) -> list[str]:
-    """--data-path with documents in which a token is often followed by the next one, and flags of
-    its tokenizer."""
+def of_run(model: str, folder: Path) -> dict[str, Any]:
+    """What `pretrain` needs to run the program on the folder's model, and on documents in which a
+    token is often followed by the next one."""
     random = np.random.default_rng(0)
     texts = [(5 + start + np.arange(40)) % 90 for start in random.integers(60, size=30)]
     prefix = folder / "some_text_document"
+    shape = f"--model {KINDS[model]} --hf-model {folder / 'model'}"
     if model != "bert":
         write_data_of_tokenizer(prefix, [[*text, 260] for text in texts])
-        return ["--data-path", str(prefix)]
+        return {"program": "pretrain", "shape": shape, "folder": folder, "data": prefix}
     file = write_wordpiece(folder)
     tokenizer = build_tokenizer("BertWordPieceLowerCase", file, None)
     facts = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     write_sentences(prefix, [np.split(text, 5) for text in texts], **facts)
-    return ["--data-path", str(prefix), "--vocab-file", file]
-
-
-def started(
-    words: str, kind: str, model: Path, data: list[str], folder: Path, *, world: int
-) -> AbstractContextManager[Run]:
-    arguments = ["--model", kind, "--hf-model", str(model), *data]
-    target = partial(run_program, [*arguments, *RUN.split(), *words.split()])
-    return start_ranks(target, range(world), world, folder)
-
-
-def run_program(arguments: list[str]) -> None:
-    main(arguments, os.environ)
-
-
-def losses_of(record: Path) -> list[float]:
-    """Of each step, with the validation losses behind them."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    found = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    last = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    return [*(found[step] for step in sorted(found)), *last[-1:]]
+    shape += f" --vocab-file {file}"
+    return {"program": "pretrain", "shape": shape, "folder": folder, "data": prefix}
 
 
 @pytest.mark.parametrize("model", KINDS)
 def test_a_run_goes_on_at_another_layout(model: str, tmp_path: Path) -> None:
-    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with dropout, and
-    with ZeRO before or after, are four steps of one process."""
-    folder = write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
-    data, save = data_of(model, tmp_path), tmp_path / "checkpoints"
+    """Two steps on 2 tensor-parallel ranks and two more on 2 data-parallel ones, with ZeRO, or the
+    other way round, with dropout, are four steps of one process."""
+    write_folder(tmp_path / "model", model, vocab_size=SIZE, **DROPOUT[model])
+    given, save = of_run(model, tmp_path), tmp_path / "checkpoints"
     other = tmp_path / "plan.toml"
     other.write_text(f"# The same styles but of the embedding\n{OTHER}")
     full = "--random-weights --zero-stage 3 --recompute-granularity full"
-    plan, zero, first = (
-        (f"--plan {other}", full, 4) if model == "gpt2" else ("--zero-stage 2", "", 2)
-    )
-    start = partial(started, kind=KINDS[model], model=folder, data=data, folder=tmp_path)
+    first, last = {
+        "gpt2": (full, f"{TENSOR} 2 --plan {other}"),
+        "bert": (f"{TENSOR} 2", "--zero-stage 2"),
+    }[model]
     every = "--train-iters 4 --eval-iters 2 --eval-interval 4 --log-interval 1"
     alone, halves = tmp_path / "alone.jsonl", save / "metrics.jsonl"
     runs = [
         (f"{every} --metrics-file {alone}", 1),
-        (f"{every} --save {save} --exit-interval 2 --tensor-model-parallel-size 2 {zero}", first),
-        (f"{every} --save {save} --load {save} {plan}", 2),
+        (f"{every} --save {save} --exit-interval 2 {first}", 2),
+        (f"{every} --save {save} --load {save} {last}", 2),
     ]
     for words, world in runs:
-        with start(words, world=world) as run:
-            assert run.wait() == [0] * world, run.text()
-    assert len(losses_of(alone)) == 5
-    assert losses_of(halves) == pytest.approx(losses_of(alone), rel=1e-5)
+        finished(words, world=world, **given)
+    for key, number in (("loss", 4), ("validation_loss", 1)):
+        expected = values_of(alone, key)
+        assert len(expected) == number
+        assert values_of(halves, key)[-number:] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -285,11 +265,10 @@ def layouts(section: Any) -> dict[str, list[int]]:
 
 def test_every_rank_refuses_alike(tmp_path: Path) -> None:
     """A plan that would mix the heads of queries, keys and values."""
-    folder = write_folder(tmp_path / "model", "gpt2", vocab_size=SIZE)
+    write_folder(tmp_path / "model", "gpt2", vocab_size=SIZE)
     (tmp_path / "plan.toml").write_text('"*.c_attn" = "column"\n"*.attn.c_proj" = "row"\n')
     words = f"--train-iters 1 --tensor-model-parallel-size 2 --plan {tmp_path / 'plan.toml'}"
-    data = data_of("gpt2", tmp_path)
-    with started(words, "huggingface", folder, data, tmp_path, world=2) as run:
+    with pretrain(words, world=2, **of_run("gpt2", tmp_path)) as run:
         assert run.wait() == [2, 2]
     assert run.text(0).count("error: --plan") == 1
     assert "c_attn" in run.text(0)

@@ -15,7 +15,7 @@ from megatron.data.batch import TextBatch
 from pretrain_gpt2 import main
 from tests.data.samples import write_data, write_tokenizer, write_wordpiece
 from tests.dist import PATIENCE
-from tests.programs import arguments_of, finished, pretrain
+from tests.programs import arguments_of, finished, lines_of, pretrain, values_of
 from tests.refusals import field_of, refusal
 from tests.test_faults import at_call
 
@@ -25,7 +25,10 @@ REFERENCE = "--train-iters 6 --eval-iters 2 --lr-decay-iters 6 --log-interval 1"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizer files and a.jsonl, of 40 documents of which some are too long; b.jsonl has them
-    under another key as well, c.jsonl the short ones alone."""
+    under another key as well, c.jsonl the short ones alone. saved, rows.parquet and named hold
+    them in the forms of `datasets`, the last two with rows without text, too."""
+    import datasets  # not above: a run's process imports this module before `use_cache`
+
     folder, random = tmp_path_factory.mktemp("padded"), Random(0)
     write_tokenizer(folder)
     texts = ["".join(random.choices("abcdefg ", k=random.randint(1, 20))) + "x" for _ in range(40)]
@@ -37,7 +40,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, records in lines.items():
         content = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(content + "no JSON\n")
+    splits = {"train": datasets.Dataset.from_dict({"text": texts})}
+    splits["test"] = splits["train"].select(range(20))
+    datasets.DatasetDict(splits).save_to_disk(folder / "saved")
+    rows = [*texts[:7], None, *texts[7:], " "]
+    datasets.Dataset.from_dict({"text": rows}).to_parquet(folder / "rows.parquet", batch_size=6)
+    (folder / "named").mkdir()
+    reverse = [row and row[::-1] for row in rows]
+    both = datasets.Dataset.from_dict({"text": reverse, "body": rows})
+    both.to_csv(folder / "named" / "data.csv", index=False)
     return folder
+
+
+def use_cache(place: Path, then: Any) -> None:
+    """In a process of a run, which comes from a server that is older than a test's environment."""
+    os.environ |= {"HF_DATASETS_CACHE": str(place), "HF_HUB_OFFLINE": "1"}
+    if then is not None:
+        then()
 
 
 def files(folder: Path, given: str = "") -> str:
@@ -46,26 +65,17 @@ def files(folder: Path, given: str = "") -> str:
     return f"--pad --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"
 
 
-def run(folder: Path, words: str, *, data: str = "a", **more: Any) -> str:
-    path = folder / f"{data}.jsonl"
-    return finished(f"{files(folder)} {words}", folder=folder, data=path, **more)
-
-
-def record(save: Path) -> list[dict[str, float]]:
-    """The lines of the steps and evaluations."""
-    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
-    return [each for each in lines if "loss" in each or "validation_loss" in each]
-
-
-def losses(save: Path) -> list[float]:
-    return [each.get("loss", each.get("validation_loss", 0)) for each in record(save)]
+def run(folder: Path, words: str, *, data: str = "a.jsonl", before: Any = None, **more: Any) -> str:
+    more["before"] = partial(use_cache, folder / "cache", before)
+    return finished(f"{files(folder)} {words}", folder=folder, data=folder / data, **more)
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The checkpoints of an undisturbed run on b.jsonl."""
     save = folder / "whole"
-    assert "1 of 41 " in run(folder, f"{REFERENCE} --save {save}", data="b")
+    assert "1 of 41 " in run(folder, f"{REFERENCE} --save {save}", data="b.jsonl")
+    assert len({*values_of(save)}) == 6
     return save
 
 
@@ -81,27 +91,37 @@ def read_by_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world"),
-    [("", 1), ("--micro-batch-size 2 --num-workers 1", 1), ("--micro-batch-size 2", 2),
-     ("--tensor-model-parallel-size 2 --num-workers 3 --log-ranks", 2)],
-)  # fmt: skip
+    ("before", "after", "layout", "world"),
+    [
+        ("b.jsonl", "b.jsonl", "", 1),
+        ("b.jsonl", "b.jsonl", "--micro-batch-size 2 --num-workers 1", 1),
+        ("b.jsonl", "b.jsonl", "--micro-batch-size 2", 2),
+        ("b.jsonl", "b.jsonl", "--tensor-model-parallel-size 2 --num-workers 3 --log-ranks", 2),
+        ("rows.parquet", "rows.parquet", "--dataset-name {folder}/rows.parquet", 1),
+        ("rows.parquet", "named", "--dataset-name {folder}/named --text-column body", 1),
+        ("rows.parquet", "saved", "--micro-batch-size 2", 2),
+    ],
+)
 def test_resuming_padded_data_is_exact(
-    folder: Path, whole: Path, tmp_path: Path, layout: str, world: int
+    folder: Path, whole: Path, tmp_path: Path, before: str, after: str, layout: str, world: int
 ) -> None:
+    """Also on another form of the same texts."""
     way = f"{REFERENCE} --save {tmp_path} --load {tmp_path}"
-    run(folder, f"{way} --exit-interval 3", data="b")
-    before = read_by_three if "--num-workers 3" in layout else None
-    text = run(folder, f"{way} {layout}", data="b", world=world, before=before)
+    first = run(folder, f"{way} --exit-interval 3", data=before)
+    action = read_by_three if "--num-workers 3" in layout else None
+    words = f"{way} {layout.format(folder=folder)}"
+    text = run(folder, words, data=after, world=world, before=action)
+    assert ("1 of 41 " if before == "b.jsonl" else "2 of 42 ") in first
+    assert ("2 of 42 " in text) == (after in ("rows.parquet", "named"))
     assert ("data 0, tensor 1" in text) == ("--log-ranks" in layout)
-    ours, theirs = record(tmp_path), record(whole)
-    # The evaluation of the exit at step 3 comes in between.
-    found = [each.get("loss") for each in ours if "loss" in each]
-    expected = [each.get("loss") for each in theirs if "loss" in each]
-    assert found == (pytest.approx(expected, rel=1e-6) if layout else expected)
-    assert ours[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-6)
-    cut = [[each["cut_documents"] for each in lines if "loss" in each] for lines in (ours, theirs)]
-    assert cut[0] == cut[1]
-    assert sum(cut[0]) > 0
+    found, expected = values_of(tmp_path), values_of(whole)
+    is_alike = not layout or "--dataset-name" in layout
+    assert found == (expected if is_alike else pytest.approx(expected, rel=1e-6))
+    last, its_last = (values_of(each, "validation_loss")[-1] for each in (tmp_path, whole))
+    assert last == pytest.approx(its_last, rel=1e-6)
+    cut = values_of(tmp_path, "cut_documents")
+    assert cut == values_of(whole, "cut_documents")
+    assert sum(cut) > 0
 
 
 @pytest.mark.parametrize(
@@ -115,9 +135,12 @@ def test_resuming_padded_data_is_exact(
         ("--no-shuffle", "--no-shuffle"),
         ("--data-path {folder}/a.jsonl", "--data-path"),
         ("--mock-data --vocab-size 261", "--mock-data"),
+        ("--dataset-name {folder}/named", "--dataset-name"),
+        ("--data-path {folder}/saved --dataset-split test", "--data-path"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*no JSON")
+@pytest.mark.usefixtures("datasets_cache")
 def test_a_run_of_other_samples_is_not_resumed(
     folder: Path, whole: Path, words: str, field: str
 ) -> None:
@@ -130,29 +153,30 @@ def test_a_run_of_other_samples_is_not_resumed(
 def test_padding_changes_no_loss(folder: Path, tmp_path: Path) -> None:
     for length in (12, 16):
         words = f"{REFERENCE} --seq-length {length} --save {tmp_path / str(length)}"
-        run(folder, words, data="c")
-    assert losses(tmp_path / "12") == pytest.approx(losses(tmp_path / "16"), rel=1e-6)
-    assert not any(each.get("cut_documents") for each in record(tmp_path / "12"))
+        run(folder, words, data="c.jsonl")
+    for key in ("loss", "validation_loss"):
+        one, other = (values_of(tmp_path / length, key) for length in ("12", "16"))
+        assert one == pytest.approx(other, rel=1e-6)
+    assert not any(values_of(tmp_path / "12", "cut_documents"))
 
 
 def test_epochs_end_with_the_last_whole_batch_and_go_on(folder: Path, tmp_path: Path) -> None:
     way = f"--global-batch-size 3 --eval-iters 0 --log-interval 1 --save {tmp_path}"
     run(folder, f"{way} --epochs 1 --lr-decay-iters 9")
-    assert [line["samples"] for line in record(tmp_path)] == [3, 6, 9, 12, 15, 18]
+    assert values_of(tmp_path, "samples") == [3, 6, 9, 12, 15, 18]
     run(folder, f"{way} --load {tmp_path} --epochs 2 --lr-decay-iters 9")
-    assert [line["samples"] for line in record(tmp_path)][-1] == 39
+    assert values_of(tmp_path, "samples")[-1] == 39
     refused = run(folder, f"{way}_2 --epochs 1 --lr-warmup-iters 7", code=2)
     assert "error: --lr-warmup-iters" in refused
     assert "--epochs 3" in run(folder, f"{way} --load {tmp_path} --epochs 2 --lr-decay-iters 9")
-    assert [line["samples"] for line in record(tmp_path)][-1] == 39
+    assert values_of(tmp_path, "samples")[-1] == 39
 
 
 def test_epochs_hold_all_samples_at_any_batch_size(folder: Path, tmp_path: Path) -> None:
     way = f"--epochs 3 --eval-iters 0 --log-interval 1 --lr-decay-iters 9 --save {tmp_path}"
     for words in ("4 --exit-interval 2", "10 --exit-interval 4", "4"):
         run(folder, f"{way} --load {tmp_path} --global-batch-size {words}")
-    samples = [line["samples"] for line in record(tmp_path)]
-    assert samples == [4, 8, 18, 28, *range(32, 61, 4)]
+    assert values_of(tmp_path, "samples") == [4, 8, 18, 28, *range(32, 61, 4)]
 
 
 def enter(folder: Path) -> None:
@@ -219,9 +243,8 @@ def test_documents_without_a_token_are_counted_and_alone_are_one_error(tmp_path:
     data, some = tmp_path / "unseen.jsonl", ["a", "\x7f", "ab", "\x7f"]
     words = unseen(tmp_path, [*some, "a", "a", "a", "\x7f"] * 2)
     run_words = f"{words} --save {tmp_path}"
-    with pretrain(run_words, world=2, folder=tmp_path, data=data) as started:
-        assert started.wait() == [0, 0], started.text()
-    lines = record(tmp_path)
+    finished(run_words, world=2, folder=tmp_path, data=data)
+    lines = lines_of(tmp_path)
     assert [(each["cut_documents"], each["empty_documents"]) for each in lines] == [(0, 2), (0, 1)]
     words = unseen(tmp_path, ["a"] * 4 + ["\x7f"] * 12)
     with pretrain(words, world=2, folder=tmp_path, data=data) as started:
@@ -243,10 +266,9 @@ def test_mock_data_train_and_resume_without_files(tmp_path: Path, kind: str) -> 
     start(f"{way} --train-iters 4 --tensor-model-parallel-size 2", world=2)
     (tmp_path / "save").rename(tmp_path / "resumed")
     start(f"{way} --train-iters 4")
-    resumed, straight = (record(tmp_path / name) for name in ("resumed", "save"))
-    resumed = [each for each in resumed if "loss" in each or each["step"] == 4]
-    for ours, theirs in zip(resumed, straight, strict=True):
-        (key,) = {"loss", "validation_loss"} & theirs.keys()
-        assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
+    for key, last in (("loss", 4), ("validation_loss", 1)):  # the exit has one of its own
+        resumed, straight = (values_of(tmp_path / name, key) for name in ("resumed", "save"))
+        assert len(straight) == last
+        assert resumed[-last:] == pytest.approx(straight, rel=1e-5)
     manifest = json.loads(next((tmp_path / "save").glob("step_*/manifest.json")).read_text())
     assert manifest["data"] == ["1 of mock data"]

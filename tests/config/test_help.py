@@ -19,33 +19,29 @@ PROGRAMS = sorted(
 )
 
 
-def start(program: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
-    """As its user starts it: the programs of a folder of tools/ as modules."""
-    words = [program]
+def start(program: str, *arguments: str, folder: Path, stdout: int) -> subprocess.Popen[str]:
+    """As its user starts it in any folder: the programs of a folder of tools/ as modules."""
+    words = [str(ROOT / program)]
     if Path(program).parent not in (Path(), Path("tools"), Path("tasks")):
         words = ["-m", program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")]
-    return subprocess.Popen(
-        [sys.executable, *words, *arguments],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
+        folder = ROOT
+    command = [sys.executable, *words, *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_is_printed_without_a_word_beside_it(program: str) -> None:
-    with start(program, "--help", stdout=subprocess.PIPE) as running:
+def test_help_is_printed_without_a_word_beside_it(program: str, tmp_path: Path) -> None:
+    with start(program, "--help", folder=tmp_path, stdout=subprocess.PIPE) as running:
         output, errors = running.communicate()
     assert (running.returncode, errors) == (0, "")
     assert len(output.splitlines()) > 5
 
 
 @pytest.mark.parametrize("words", ["pretrain_gpt2.py", "tasks/main.py --task SQUAD"])
-def test_a_reader_that_went_away_is_no_error(words: str) -> None:
+def test_a_reader_that_went_away_is_no_error(words: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with start(*words.split(), "--help", stdout=writing) as running:
+    with start(*words.split(), "--help", folder=tmp_path, stdout=writing) as running:
         os.close(writing)
         _, errors = running.communicate()
     assert (running.returncode, errors) == (141, "")

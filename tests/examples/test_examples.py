@@ -1,13 +1,10 @@
 """Each example as a program, and beside plain torch in one process, in fp64."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,61 +14,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples import own_dataset, own_loop, tensor_parallel_mlp
+from examples import mlp_2d, own_dataset, own_loop, tensor_parallel_mlp, zero_own_model
+from examples.zero_own_model import Model
 from megatron.api import (
     GPT2Config,
+    GradientBuckets,
+    MasterWeights,
+    Mesh,
     OptimizerConfig,
     RandomText,
     Samples,
     build_state,
+    gather_whole,
     learning_rate,
+    materialize,
+    serial_mesh,
 )
-from tests import plain
+from tests import plain, threads
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks, whole_weights
+from tests.programs import run_script
+from tests.refusals import refusal
+from tests.tiny import mesh_of_ranks, scatter_weights, whole_weights
 
 ROOT = Path(__file__).resolve().parents[2]
-# Others have a test file of their own beside this one.
-EXAMPLES = sorted(
-    file
-    for file in (ROOT / "examples").glob("*.py")
-    if not Path(__file__).with_name(f"test_{file.name}").exists()
-)
+# Others are run below, or have a test file of their own beside this one.
+OTHERS = {"mlp_2d", "zero_own_model", "huggingface_gpt2", "hybrid_gpt", "llama_2d"}
+EXAMPLES = sorted(f for f in (ROOT / "examples").glob("*.py") if f.stem not in OTHERS)
 STEPS = 4
 TEXT = own_dataset.Characters(bytes(range(256)) * 3, seed=1)
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
-
-
-def printed(file: Path, *words: str | Path, processes: int = 2) -> list[list[float]]:
-    """The numbers of each line that the program prints on so many processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    ended = run(*launcher, file, *words)
-    assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("step")]
-    return [[float(number) for number in re.findall(r"\d+(?:\.\d+)?", line)] for line in lines]
+def printed(file: str | Path, *words: object, folder: Path) -> np.ndarray:
+    """The numbers of each step that the program prints on two processes."""
+    text = run_script(ROOT / file, *words, world=2, folder=folder)
+    lines = [line for line in text.splitlines() if line.startswith("step")]
+    return np.array([[*map(float, re.findall(r"\d+(?:\.\d+)?", line))] for line in lines])
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_an_example_prints_the_same_at_each_layout(file: Path, tmp_path: Path) -> None:
-    helped = run(file, "--help")
-    assert helped.returncode == 0, helped.stderr
-    axis = "--tensor" if "--tensor" in helped.stdout else "--pipeline"
-    found = printed(file, axis, "2", "--steps", "4")
-    other = [axis, "1"]
-    if "--save" in helped.stdout:  # and it goes on where it ended
-        assert len(printed(file, axis, "2", "--steps", "2", "--save", tmp_path)) == 2
-        other += ["--save", str(tmp_path)]
+    helped = run_script(file, "--help", folder=tmp_path)
+    axis = "--tensor" if "--tensor" in helped else "--pipeline"
+    start = partial(printed, file, folder=tmp_path)
+    found, other = start(axis, 2, "--steps", 4), [axis, 1]
+    if "--save" in helped:  # and it goes on where it ended
+        other += ["--save", tmp_path / "save"]
+        assert len(start(axis, 2, "--steps", 2, *other[2:])) == 2
         found = found[2:]
-    assert np.array(printed(file, *other, "--steps", "4")) == pytest.approx(
-        np.array(found), abs=2e-4
-    )
+    assert start(*other, "--steps", 4) == pytest.approx(found, abs=2e-4)
 
 
 @contextmanager
@@ -199,3 +189,174 @@ def test_gpt2_is_that_of_plain_torch(gloo: Pool, name: str) -> None:
     for tensor in (1, 2):
         for found in gloo.run(2, train_gpt2, name, tensor):
             assert_equal(found, plain_gpt2(name, found.before))
+
+
+WIDTH = 8
+MODES = [
+    ("1d", {"tensor": 4}),
+    ("2d", {"row": 2, "column": 2}),
+    ("2d", {"data": 2, "row": 2, "column": 2}),
+    ("2.5d", {"depth": 2, "row": 2, "column": 2}),
+    ("3d", {"weight": 2, "input": 2, "output": 2}),
+]
+
+
+@cache
+def initial_mlp_weights() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    weights = whole_weights(mlp_2d.build(serial_mesh(), WIDTH))
+    return {name: each.double() for name, each in weights.items()}
+
+
+def train_mlp_2d(mesh: Mesh, weights: dict[str, Tensor]) -> None:
+    with torch.device("meta"):
+        model = mlp_2d.build(mesh, WIDTH)
+    materialize(model, device=mesh.device, dtype=torch.float64, seed=None)
+    scatter_weights(model, weights)
+    twin = mlp_2d.plain_twin(model, WIDTH)
+    losses = list(mlp_2d.train(mesh, model, twin, WIDTH, STEPS))
+    assert len({loss for loss, _ in losses}) == STEPS
+    for loss, expected in losses:
+        assert loss == pytest.approx(expected, rel=1e-12)
+    after = dict(twin.named_parameters())
+    for name, weight in whole_weights(model).items():
+        torch.testing.assert_close(weight, after[name].detach(), rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(("mode", "sizes"), MODES, ids=str)
+def test_the_mlp_of_every_mode_is_plain_torch(mode: str, sizes: dict[str, int]) -> None:
+    threads.run(mode, sizes, train_mlp_2d, initial_mlp_weights())
+
+
+@pytest.mark.parametrize(("processes", "mode"), [(1, "1d"), (4, "2d")])
+def test_mlp_2d_prints_both_losses_and_what_ranks_hold(
+    tmp_path: Path, processes: int, mode: str
+) -> None:
+    words = ("--mode", mode, "--width", 8, "--steps", 2)
+    text = run_script(Path(mlp_2d.__file__), *words, world=processes, folder=tmp_path)
+    losses = re.findall(r"loss (\S+) \| plain torch (\S+)", text)
+    assert len(losses) == 2
+    assert all(float(loss) == pytest.approx(float(other), abs=2e-4) for loss, other in losses)
+    held = re.findall(r"rank \d+ holds (\d+) parameters", text)
+    assert len(held) == processes
+    least, vectors = 2 * mlp_2d.INSIDE * 8 * 8 // processes, 8 + 3 * mlp_2d.INSIDE * 8
+    assert all(least < int(each) <= least + vectors for each in held)
+
+
+ZeroRun = tuple[list[tuple[float, float]], float, dict[str, Tensor]]
+
+
+def build_zero(seed: int = 1) -> Model:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def train_zero(stages: list[int], folder: Path | None = None) -> ZeroRun:
+    """Losses and norms, loss of unseen samples, weights; of several stages each goes on from the
+    checkpoint of the one before, in a model with other initial weights."""
+    mesh, rows = mesh_of_ranks(1), list[tuple[float, float]]()
+    for number, stage in enumerate(stages, start=1):
+        model, steps = build_zero(number), STEPS * number // len(stages)
+        save = None if folder is None else str(folder)
+        found = zero_own_model.train(mesh, model, stage, steps, save)
+        rows += [(loss, norm) for _, loss, norm in found]
+    with torch.no_grad():
+        return rows, zero_own_model.evaluate(mesh, model), weights_in_layers(mesh, model)
+
+
+def weights_in_layers(mesh: Mesh, model: nn.Module) -> dict[str, Tensor]:
+    """Whole, as its layers see them: in stage 3 they are there while a layer is called."""
+    found = dict[str, Tensor]()
+
+    def keep(module: nn.Module, *_: object) -> None:
+        found.update({names[id(p)]: p.detach().clone() for p in module.parameters(recurse=False)})
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    zero_own_model.evaluate(mesh, model)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@cache
+def plain_zero() -> ZeroRun:
+    model, mesh, rows = build_zero(), serial_mesh(), list[tuple[float, float]]()
+    optimizer = plain.adamw(model, OptimizerConfig(weight_decay=0.1))
+    for step in range(STEPS):
+        first = step * zero_own_model.BATCH
+        loss = zero_own_model.loss_of(model, mesh, range(first, first + zero_own_model.BATCH))
+        norm = plain.update(optimizer, loss, zero_own_model.CLIP)
+        rows.append((loss.item(), norm.item()))
+    after = {name: each.detach() for name, each in model.named_parameters()}
+    return rows, zero_own_model.evaluate(mesh, model), after
+
+
+def assert_plain(found: ZeroRun) -> None:
+    rows, unseen, weights = plain_zero()
+    close = torch.testing.assert_close
+    close(found[0], rows, rtol=1e-11, atol=0)
+    assert found[1] == pytest.approx(unseen, rel=1e-10)
+    assert found[2].keys() == weights.keys()
+    for name, whole in weights.items():
+        assert (found[2][name] - whole).norm() <= 1e-10 * whole.norm(), name
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 3)])
+def test_each_zero_stage_is_plain_torch(gloo: Pool, stage: int, world: int) -> None:
+    for found in gloo.run(world, train_zero, [stage]):
+        assert_plain(found)
+
+
+@pytest.mark.parametrize("stages", [[3, 1], [2, 3]], ids=str)
+def test_a_run_goes_on_at_another_zero_stage(gloo: Pool, stages: list[int], tmp_path: Path) -> None:
+    for found in gloo.run(2, train_zero, stages, tmp_path):
+        assert_plain(found)
+
+
+def with_other_weights(stage: int) -> str:
+    mesh = mesh_of_ranks(1)
+    model = build_zero()
+    if mesh.rank("data") == 1:
+        model.blocks[1].up = nn.Linear(64, 256).double()
+    make = GradientBuckets.for_master_weights
+    return str(refusal(lambda: make(model, mesh=mesh, zero_stage=stage)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_initial_weights_that_differ_are_named(gloo: Pool, stage: int) -> None:
+    for message in gloo.run(2, with_other_weights, stage):
+        assert {"blocks.1.up.weight", "blocks.1.up.bias"} <= {*re.split(r"[ ,]+", message)}
+        assert "blocks.1.down.weight" not in message
+
+
+def fill_from_meta() -> tuple[dict[str, Tensor], float, str]:
+    """(whole weights, loss, error of a wrong name) of a model that is built on meta."""
+    mesh, values = mesh_of_ranks(1), build_zero()
+    with torch.device("meta"):
+        model = Model().double()
+    gradients = GradientBuckets.for_master_weights(model, mesh=mesh, zero_stage=3)
+    assert not any(each.is_meta for each in model.parameters())
+    optimizer = MasterWeights(gradients, OptimizerConfig())
+    optimizer.fill((name, each) for name, each in values.named_parameters())
+    whole = {each.key: gather_whole(each.local, each.spec) for each in optimizer.weights()}
+    wrong = refusal(lambda: optimizer.fill([("blocks.7.up.bias", torch.zeros(256))]))
+    return whole, zero_own_model.evaluate(mesh, model), str(wrong)
+
+
+def test_a_model_on_meta_is_filled_one_weight_at_a_time(gloo: Pool) -> None:
+    model = build_zero()
+    expected = zero_own_model.evaluate(serial_mesh(), model)
+    for whole, loss, message in gloo.run(2, fill_from_meta):
+        for name, each in model.named_parameters():
+            assert torch.equal(whole[f"model.{name}"], each), name
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert "blocks.7.up.bias" in message
+
+
+def test_zero_own_model_prints_what_one_process_computes(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = [*zero_own_model.train(serial_mesh(), Model(), 0, 3)]
+    words = ("--zero-stage", 3, "--steps", 3)
+    found = printed("examples/zero_own_model.py", *words, folder=tmp_path)
+    assert found == pytest.approx(np.array(expected), abs=2e-4)

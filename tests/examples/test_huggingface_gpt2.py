@@ -2,13 +2,10 @@
 each plan computes and sends."""
 
 import json
-import re
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from examples import huggingface_gpt2 as example
 from megatron.api import build_mesh, parallelize, serial_mesh, whole_state_dict
 from tests import plain
 from tests.dist import Pool
-from tests.programs import start_ranks
+from tests.examples.test_examples import printed
 from tests.tiny import assert_relative, mesh_of_ranks
 from tools.layouts.work import Meter
 
@@ -84,29 +81,15 @@ def assert_run(found: Run, wanted: Run) -> None:
         assert_relative(ours, weight, 1e-10, name)
 
 
-def program(words: list[str]) -> None:
-    with patch.object(sys, "argv", ["huggingface_gpt2.py", *words]):
-        example.main()
-
-
-def printed(place: Path, *words: object) -> np.ndarray:
-    """[steps, 2] that the program prints on two processes."""
-    target = partial(program, ["--tensor", "2", *map(str, words)])
-    with start_ranks(target, range(2), 2, place) as started:
-        assert started.wait() == [0, 0], started.text()
-        lines = [line for line in started.text(0).splitlines() if line.startswith("step")]
-    return np.array([[*map(float, re.findall(r"\d+\.\d+", line))] for line in lines])
-
-
 def test_its_folders_are_of_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "trained"
-    assert len(printed(tmp_path, "--steps", 2, "--save", folder)) == 2
+    start = partial(printed, "examples/huggingface_gpt2.py", "--tensor", 2, folder=tmp_path)
+    assert len(start("--steps", 2, "--save", folder)) == 2
     file = folder / "config.json"  # by which most folders drop, as its own do not
     file.write_text(json.dumps(json.loads(file.read_text()) | {"resid_pdrop": 0.1}))
     wanted = plain_run(GPT2LMHeadModel.from_pretrained(folder, resid_pdrop=0.0))
-    words = ("--load", folder, "--plan", "literal", "--checkpoint", "--steps", STEPS)
-    found = printed(tmp_path, *words)
-    assert found == pytest.approx(np.array(wanted.steps), abs=2e-4)
+    found = start("--load", folder, "--plan", "literal", "--checkpoint", "--steps", STEPS)
+    assert found[:, 1:] == pytest.approx(np.array(wanted.steps), abs=2e-4)
     assert wanted.steps[0][0] != pytest.approx(plain_run(built()).steps[0][0], abs=1e-3)
 
 

@@ -3,6 +3,7 @@ torch; its own tensor parallelism is in tests/tools/convert/legacy/test_dcp.py."
 
 import json
 import os
+import shutil
 import signal
 import sys
 from argparse import Namespace
@@ -16,13 +17,13 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-import pretrain
 from examples import llama_2d
 from megatron.api import StepResult, build_state
 from tests import plain
 from tests.data.samples import write_tokenizer_json
 from tests.dist import Pool
-from tests.programs import assert_equal_bits, start_ranks
+from tests.examples.test_examples import ROOT
+from tests.programs import assert_equal_bits, newest, run_script, start_ranks, values_of
 from tests.tiny import mesh_of_ranks, set_weights
 from tools import generate
 
@@ -123,9 +124,10 @@ def test_killed_and_resumed_it_is_the_same_run(
     save = ("--save-interval", "4", "--save")
     run(folder, tmp_path / "whole", *save, tmp_path / "one", world=2)
     killed = {"world": 2, "code": -signal.SIGKILL, "killed_before": 11}
-    for name in ("same", "other"):
-        run(folder, tmp_path / name, *save, tmp_path / f"{name}_save", **killed)
-        assert max((tmp_path / f"{name}_save").glob("step_*")).name == "step_00000008"
+    run(folder, tmp_path / "same", *save, tmp_path / "same_save", **killed)
+    assert newest(tmp_path / "same_save").name == "step_00000008"
+    for name in ("", "_save"):
+        shutil.copytree(tmp_path / f"same{name}", tmp_path / f"other{name}")
     run(folder, tmp_path / "same", *save, tmp_path / "same_save", world=2)
     other = (*TENSOR, "--zero-stage", "1", "--save", tmp_path / "other_save")
     run(folder, tmp_path / "other", *other, world=4)
@@ -137,10 +139,6 @@ def test_killed_and_resumed_it_is_the_same_run(
     assert_equal_bits(tmp_path / "one" / last, tmp_path / "same_save" / last)
     for words in (("--epochs", "3"), ("--global-batch-size", "4")):  # another run is refused
         run(folder, tmp_path / "refused", "--save", tmp_path / "one", *words, code=2)
-
-
-def program(arguments: list[str]) -> None:
-    pretrain.main(arguments, os.environ)
 
 
 def test_pure_bf16_keeps_bf16_alone(folder: Path, serial: list[float], tmp_path: Path) -> None:
@@ -181,12 +179,9 @@ def test_the_preset_is_the_same_run(folder: Path, serial: list[float], tmp_path:
     words += f" --log-interval 1 --eval-iters 0 --metrics-file {tmp_path}/metrics.jsonl"
     words += " --zero-stage 3"
     arguments = words_of(folder, *words.split(), **OF_EXAMPLE)
-    with start_ranks(partial(program, arguments), range(2), 2, tmp_path) as started:
-        assert started.wait() == [0, 0], started.text()
-    found = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    lines = [each for each in found if "loss" in each]
-    assert [each["loss"] for each in lines] == pytest.approx(serial, rel=1e-5)
-    assert lines[0]["lr"] == 1e-4
+    run_script(ROOT / "pretrain.py", *arguments, world=2, folder=tmp_path)
+    assert values_of(tmp_path) == pytest.approx(serial, rel=1e-5)
+    assert values_of(tmp_path, "lr")[0] == 1e-4
 
 
 # The tutorial's loop in plain torch, in one process.

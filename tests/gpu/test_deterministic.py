@@ -15,7 +15,7 @@ import torch._inductor.config as inductor
 from megatron.errors import UsageError
 from megatron.train.launch import launch
 from pretrain_gpt2 import main
-from tests.programs import arguments_of, newest, start_ranks, whole_tensors
+from tests.programs import arguments_of, lines_of, newest, start_ranks, whole_tensors
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 LARGER = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --max-position-embeddings 256 "
@@ -69,8 +69,7 @@ def test_runs_and_a_resumed_one_have_the_same_bits(
                 (place / "switches").unlink()
     for name in RUNS:
         save = tmp_path / name
-        lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = {line["step"]: line["loss"] for line in lines if "grad_norm" in line}
+        losses[name] = {line["step"]: line["loss"] for line in lines_of(save, "grad_norm")}
         weights[name] = {key: each.tobytes() for key, each in whole_tensors(newest(save)).items()}
     assert len({*losses["one"].values()}) == 6
     assert losses["one"] == losses["two"] == losses["resumed"]

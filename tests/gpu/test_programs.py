@@ -1,6 +1,5 @@
 """Each program for 20 steps, and resumed after 10."""
 
-import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.huggingface import write_folder
-from tests.programs import SHAPE, pretrain
+from tests.programs import SHAPE, lines_of, pretrain
 
 pytestmark = pytest.mark.gpu
 STEPS, HALF = 20, 10
@@ -51,11 +50,10 @@ def run(folder: Path, device: torch.device, names: list[str], words: dict[str, s
 
 def record(place: Path) -> tuple[list[dict[str, Any]], dict[int, tuple[float, float]]]:
     """(what each start says of itself, loss and norm by step)."""
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "grad_norm" in line]
+    steps = lines_of(place, "grad_norm")
     by_step = {line["step"]: (line["loss"], line["grad_norm"]) for line in steps}
     assert len(by_step) == len(steps)
-    return [line for line in lines if "started" in line], by_step
+    return lines_of(place, "started"), by_step
 
 
 @pytest.mark.parametrize("names", [["gpt2"], [*PROGRAMS][1:]], ids=["gpt2", "others"])

@@ -1,15 +1,19 @@
-"""Generation: the same text at every layout and batch, its end, and the draws.
+"""Generation: the same text at every layout and batch, its end, and the draws; and its cache of
+keys and values, by which reading token by token gives what reading at once gives.
 
 Greedy text beside that of transformers is in test_unmodified.py and tests/tools/test_generate.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron.data.gpt2 import GPT2Batch
 from megatron.inference.generate import (
     BatchReader,
     DivergedError,
@@ -18,9 +22,12 @@ from megatron.inference.generate import (
     generate,
     probabilities,
 )
+from megatron.models.cache import KeyValueCache
+from megatron.models.gpt import GPT2
+from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import whole_logits
 from tests.dist import Pool
-from tests.tiny import VOCABULARY, mesh_of_ranks, tiny_model, tiny_section
+from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, samples, tiny_model, tiny_section
 
 POSITIONS = 64
 PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [], [5, 6], [99, 100, 0, 1]]
@@ -28,9 +35,10 @@ GREEDY = Sampling(24, temperature=0.0)
 DRAWN = Sampling(24, seed=5)
 
 
-def continued(
-    tensor_size: int | str, sampling: Sampling, batch: int = len(PROMPTS)
-) -> list[list[int]]:
+Texts = list[list[int]]
+
+
+def continued(tensor_size: int | str, sampling: Sampling, batch: int = len(PROMPTS)) -> Texts:
     """The new tokens of PROMPTS, so many of them together."""
     mesh = mesh_of_ranks(tensor_size)
     config = tiny_section(max_position_embeddings=POSITIONS)
@@ -43,15 +51,18 @@ def continued(
     return new
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, Sampling(24, 0.8, top_k=20, top_p=0.9)])
-def test_the_text_is_the_same_at_every_layout_and_in_every_batch(
-    gloo: Pool, sampling: Sampling
-) -> None:
-    expected = continued(1, sampling)
-    assert len({tuple(tokens) for tokens in expected}) >= 5, "not all the same"
-    assert continued(1, sampling, batch=1) == continued(1, sampling, batch=4) == expected
+def each_way(tensor_size: int | str, batch: int) -> list[Texts]:
+    ways = (Sampling(12, temperature=0.0), Sampling(12, seed=5), Sampling(12, 0.8, 20, 0.9))
+    return [continued(tensor_size, sampling, batch) for sampling in ways]
+
+
+def test_the_text_is_the_same_at_every_layout_and_in_every_batch(gloo: Pool) -> None:
+    expected = each_way(1, len(PROMPTS))
+    for texts in expected:
+        assert len({tuple(tokens) for tokens in texts}) >= 5, "not all the same"
+    assert each_way(1, 1) == each_way(1, 4) == expected
     for world, size in ((2, 2), (4, 4), (4, "4:2d"), (8, "8:3d")):
-        for found in gloo.run(world, continued, size, sampling, 4):
+        for found in gloo.run(world, each_way, size, 4):
             assert found == expected
 
 
@@ -182,3 +193,117 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     """At so high a temperature all logits are alike, those of padding too."""
     found = continued(1, Sampling(24, temperature=1e6))
     assert max(id for tokens in found for id in tokens) < VOCABULARY
+
+
+TEXTS = [row.tolist() for row in torch.from_numpy(samples(4).tokens)]
+LENGTHS = [3, 7, 1, 7]  # of the prompts, so that two rows are padded
+STEPS = SEQUENCE - max(LENGTHS)
+
+
+def with_cache(model: GPT2) -> Iterator[Tensor]:
+    """Logits [4, v/t] of each step, where row r reads TEXTS[r] from LENGTHS[r] tokens on."""
+    prompts = [text[:length] for text, length in zip(TEXTS, LENGTHS, strict=True)]
+    reader = BatchReader(model, prompts, STEPS)
+    for step in range(STEPS):
+        yield reader.logits()
+        following = [text[length + step] for text, length in zip(TEXTS, LENGTHS, strict=True)]
+        reader.follow(torch.tensor(following))
+
+
+@torch.no_grad()
+def largest_difference(tensor_size: int, dtype: torch.dtype) -> float:
+    """Between the two ways, over all steps and rows; each row alone is read at once."""
+    mesh = mesh_of_ranks(tensor_size)
+    model = tiny_model(mesh, dtype=dtype)
+    differences = []
+    for step, cached in enumerate(with_cache(model.eval())):
+        for row, length in enumerate(LENGTHS):
+            text = torch.tensor([TEXTS[row][: length + step]])
+            whole = whole_logits(model, mesh, text)[0, -1]
+            start = mesh.tensor.rank * cached.shape[1]
+            own = whole[start : start + cached.shape[1]]  # of the last rank maybe none
+            differences += (cached[row, : len(own)] - own).abs().tolist()
+    return torch.tensor([0.0, *differences]).max().item()  # NaN, if one is
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "tolerance"),
+    [(1, torch.float32, 1e-5), *((size, torch.float64, 1e-12) for size in (1, 2, 4))],
+)
+def test_the_logits_of_each_step_are_those_without_a_cache(
+    gloo: Pool, size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    for difference in gloo.run(size, largest_difference, size, dtype):
+        assert difference <= tolerance
+
+
+def behind_layers(
+    model: GPT2, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None
+) -> Tensor:
+    batch = GPT2Batch(tokens=tokens, positions=positions)
+    return model.layers(model.embed(batch), batch, cache)
+
+
+@torch.no_grad()
+def test_a_cache_is_filled_in_parts_of_any_size() -> None:
+    model = tiny_model(serial_mesh())
+    tokens = torch.tensor(TEXTS)
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    cache = KeyValueCache(SEQUENCE)
+    bounds = [0, 5, 6, 10, 11, SEQUENCE]
+    parts = []
+    for start, stop in pairwise(bounds):
+        own = slice(start, stop)
+        x = behind_layers(model.eval(), tokens[:, own], positions[:, own], cache)
+        parts.append(x.view(len(tokens), stop - start, -1))
+    together = behind_layers(model, tokens, positions).view(*tokens.shape, -1)
+    torch.testing.assert_close(torch.cat(parts, 1), together, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cache_is_read_where_gradients_are_recorded() -> None:
+    model = tiny_model(serial_mesh(), dtype=torch.bfloat16)
+    tokens = torch.tensor(TEXTS)
+    positions = torch.arange(SEQUENCE).expand_as(tokens)
+    found = []
+    for recorded in (True, False):
+        cache = KeyValueCache(SEQUENCE)
+        with torch.set_grad_enabled(recorded):
+            behind_layers(model.eval(), tokens[:, :5], positions[:, :5], cache)
+            x = behind_layers(model, tokens[:, 5:6], positions[:, 5:6], cache)
+            found.append(x.detach())
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+@torch.no_grad()
+def test_rows_that_end_leave_and_change_no_other() -> None:
+    model = tiny_model(serial_mesh())
+    kept = [3, 0]
+    everything = list(with_cache(model.eval()))
+    reader = BatchReader(model, [TEXTS[row][: LENGTHS[row]] for row in range(4)], STEPS)
+    reader.logits()
+    reader.follow(torch.tensor([TEXTS[row][LENGTHS[row]] for row in range(4)]))
+    reader.keep(kept)
+    torch.testing.assert_close(reader.logits(), everything[1][kept], rtol=1e-12, atol=1e-12)
+
+
+def test_a_padded_query_sees_itself_alone_and_nothing_sees_padding() -> None:
+    """torch's attention on a CPU gives zeros where a query sees nothing, other kernels NaN."""
+    cache = KeyValueCache(4, torch.tensor([0, 2]))
+    mask = cache.mask(3, torch.device("cpu"))
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask[1, 0].int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    cache.advance(3)
+    mask = cache.mask(1, torch.device("cpu"))
+    assert mask is not None
+    assert mask[:, 0, 0].int().tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+
+
+@torch.no_grad()
+def test_padding_leaves_no_nan() -> None:
+    """Of padding either: a weight of 0 times NaN is NaN, in the rows that look elsewhere."""
+    model = tiny_model(serial_mesh())
+    cache = KeyValueCache(8, torch.tensor([0, 6]))
+    positions = torch.arange(8).repeat(2, 1)
+    x = behind_layers(model.eval(), torch.tensor(TEXTS)[:2, :8], positions, cache)
+    assert x.isfinite().all()

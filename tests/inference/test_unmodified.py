@@ -23,7 +23,7 @@ from tests.models.test_hf_weights import (
 )
 from tests.tiny import VOCABULARY
 
-NEW = 8
+NEW = 6
 MODELS = {
     "GPT-2": GPT2,
     "Llama with one key/value head": CASES["Llama with one key/value head"],
@@ -46,14 +46,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def texts_of(folders: dict[str, str], tensor_size: int) -> dict[str, list[list[list[int]]]]:
-    """Of each model what it writes: all prompts in one batch, and each alone."""
+    """Of each model what it writes: all prompts in one batch, and each, or the first, alone."""
     found = {}
     for name, folder in folders.items():
         section = section_of(Path(folder), MODELS[name])
         state = state_of(section, tensor_size, torch.float64, draws=False)
         state.load_folder(folder)
         model, sampling = state.model.eval(), Sampling(max_new_tokens=NEW, temperature=0.0)
-        batches = [PROMPTS, *([prompt] for prompt in PROMPTS)]
+        batches = [PROMPTS, *([prompt] for prompt in PROMPTS[: 4 // tensor_size])]
         together, *alone = [
             generate(model, state.mesh, batch, sampling, ends=[0]) for batch in batches
         ]
@@ -78,15 +78,23 @@ def their_texts(folder: str) -> list[list[int]]:
     return texts
 
 
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, str]) -> dict[str, list[list[int]]]:
+    found = {name: their_texts(folder) for name, folder in folders.items()}
+    for name, texts in found.items():
+        assert len({*map(tuple, texts)}) == len(texts), f"{name} says the same of any prompt"
+    return found
+
+
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
 def test_a_text_goes_on_as_by_the_model_s_own_generate(
-    gloo: Pool, folders: dict[str, str], tensor_size: int
+    gloo: Pool,
+    folders: dict[str, str],
+    expected: dict[str, list[list[int]]],
+    tensor_size: int,
 ) -> None:
-    expected = {name: their_texts(folder) for name, folder in folders.items()}
-    for name, texts in expected.items():
-        assert len({*map(tuple, texts)}) == len(texts), f"{name} says the same of any prompt"
     for of_rank in gloo.run(tensor_size, texts_of, folders, tensor_size):
         for name, texts in expected.items():
             together, alone = of_rank[name]
-            assert alone == texts, name
+            assert alone == texts[: len(alone)], name
             assert together == texts, f"{name}, padded"

@@ -41,7 +41,8 @@ META = torch.device("meta")
 
 
 def preset(name: str, *flags: str) -> PretrainConfig:
-    words = ["--preset", name, *flags]
+    """flags: words, or several of them in a string."""
+    words = " ".join(["--preset", name, *flags]).split()
     kind = words[words.index("--kind") : words.index("--kind") + 2] if "--kind" in words else []
     return parse(program_of([*words[:2], *kind]), [word for word in words if word not in kind], {})
 

@@ -21,6 +21,7 @@ from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import count, forward_backward, train_step
 from tests.dist import Pool
+from tests.tiny import GRANULARITIES
 from tests.tools.plan.counted import (
     META,
     Sums,
@@ -38,16 +39,18 @@ from tools.plan.absent import absent_mesh
 from tools.plan.trace import Step
 
 CPU = torch.device("cpu")
-SHORT = ("--num-layers", "2", "--global-batch-size", "128")  # two micro-batches of few layers
-FEW = ("--num-layers", "4")
-SHAPE = ("--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "64")
-OWN = ("--kind", "tests.models.own_kind:KIND", "--num-layers", "1", *SHAPE)
-UNTIED = ("--embedding-dropout", "0", "--untie-embeddings-and-output-weights")
-GATED = ("--activation", "swiglu", "--ffn-hidden-size", "8192", *UNTIED)
-SEQUENCE = ("--sequence-parallel",)
-XL = ("--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "25")
-SHORT_SAMPLES = ("--seq-length", "128", "--max-position-embeddings", "128")
-NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "4000")
+SHORT = "--num-layers 2 --global-batch-size 128"  # two micro-batches of few layers
+FEW = "--num-layers 4"
+OWN = "--kind tests.models.own_kind:KIND --num-layers 1 --hidden-size 48 --num-attention-heads 12"
+OWN += " --seq-length 64"
+GATED = "--activation swiglu --ffn-hidden-size 8192 --embedding-dropout 0"
+GATED += " --untie-embeddings-and-output-weights"
+SEQUENCE, TENSOR = "--sequence-parallel", "--tensor-model-parallel-size"
+XL = "--num-layers 48 --hidden-size 1600 --num-attention-heads 25"
+SMALL = "--seq-length 128 --max-position-embeddings 128 --hidden-size 256 --num-attention-heads 4"
+SMALL += " --vocab-size 4000"
+RECOMPUTED = "--recompute-granularity"
+DROPS = [f"--attention-dropout {p} --hidden-dropout {p}" for p in (0, 0.1)]
 
 
 @pytest.mark.parametrize(
@@ -56,22 +59,22 @@ NARROW = ("--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", 
         ("gpt2_scaling_1.2b", 512, FEW),
         ("gpt2_scaling_2.5b", 512, FEW),
         ("gpt2_scaling_8.3b", 512, FEW),
-        ("gpt2_scaling_8.3b", 512, (*SEQUENCE, *FEW)),
-        ("gpt2_scaling_8.3b", 8, ("--hidden-dropout", "0", *FEW)),
-        ("gpt2_scaling_8.3b", 16, (*GATED, *FEW)),
-        ("gpt2_8.3b", 64, ("--recompute-granularity", "none", *SHORT)),
-        ("gpt2_8.3b", 64, ("--recompute-granularity", "selective", *SEQUENCE, *SHORT)),
+        ("gpt2_scaling_8.3b", 512, f"{SEQUENCE} {FEW}"),
+        ("gpt2_scaling_8.3b", 8, f"--hidden-dropout 0 {FEW}"),
+        ("gpt2_scaling_8.3b", 16, f"{GATED} {FEW}"),
+        ("gpt2_8.3b", 64, f"{RECOMPUTED} none {SHORT}"),
+        ("gpt2_8.3b", 64, f"{RECOMPUTED} selective {SEQUENCE} {SHORT}"),
         ("bert_1.3b", 256, FEW),
-        ("bert_3.9b", 512, ("--residual-order", "post-ln", *FEW)),
-        ("bert_3.9b", 512, (*SEQUENCE, *FEW)),
-        ("llama3_8b", 64, (*FEW, "--global-batch-size", "16")),
+        ("bert_3.9b", 512, f"--residual-order post-ln {FEW}"),
+        ("bert_3.9b", 512, f"{SEQUENCE} {FEW}"),
+        ("llama3_8b", 64, f"{FEW} --global-batch-size 16"),
         # Keys and values of 2 heads on 4 ranks.
-        ("miniature_llama", 4, ("--tensor-model-parallel-size", "4", *FEW)),
-        ("quickstart", 8, ("--tensor-model-parallel-size", "4", "--global-batch-size", "8", *OWN)),
+        ("miniature_llama", 4, f"{TENSOR} 4 {FEW}"),
+        ("quickstart", 8, f"{TENSOR} 4 --global-batch-size 8 {OWN}"),
     ],
 )
-def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: tuple[str, ...]) -> None:
-    config = preset(name, *flags)
+def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: str) -> None:
+    config = preset(name, flags)
     config.check(ranks)
     step = Step(config, ranks, "fp16")
     counted = count_step(config, ranks, "fp16", step.micro_batches)
@@ -90,21 +93,29 @@ def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: tuple[
     assert +sizes == counted.bytes
 
 
-ZERO = ("--num-layers", "3", *SHORT_SAMPLES, *NARROW, "--micro-batch-size", "1", "--bf16")
-ZERO_LAYOUTS = {  # flags and ranks
-    "d2": ((*ZERO, "--global-batch-size", "2"), 2),
-    "d2, two micro-batches": ((*ZERO, "--global-batch-size", "4"), 2),
-    "d2 t2 sequence": (
-        (*ZERO, "--global-batch-size", "2", "--tensor-model-parallel-size", "2", *SEQUENCE),
-        4,
+PARTS = f"--num-layers 3 {SMALL} --micro-batch-size 1"
+GPT2, BERT = f"quickstart {RECOMPUTED} none", f"miniature_bert {RECOMPUTED} none"
+AGAIN, LLAMA = f"quickstart {RECOMPUTED} full", f"miniature_llama {RECOMPUTED} selective"
+GRID = "--tensor-parallel-mode"
+ZERO = tuple(f"quickstart --zero-stage {stage}" for stage in (1, 2, 3))
+# Ranks, precision, flags, and the presets with theirs.
+LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
+    "zero, d2": (2, "bf16", "--bf16 --global-batch-size 2", ZERO),
+    "zero, d2, two micro-batches": (2, "bf16", "--bf16 --global-batch-size 4", ZERO),
+    "zero, d2 t2 sequence": (
+        4, "bf16", f"--bf16 --global-batch-size 2 {TENSOR} 2 {SEQUENCE}", ZERO
     ),
-}
-
-
-def zero_steps(layout: str) -> list[Step]:
-    flags, ranks = ZERO_LAYOUTS[layout]
-    stages = ([*flags, "--zero-stage", str(stage)] for stage in (1, 2, 3))
-    return [Step(preset("quickstart", *words), ranks, "bf16", "cpu") for words in stages]
+    # Of two micro-batches.
+    "2d": (4, "fp32", f"{GRID} 2d {TENSOR} 4 --global-batch-size 4", (GPT2, BERT, LLAMA)),
+    "2d, zero 1": (
+        8, "fp32", f"{GRID} 2d {TENSOR} 4 --zero-stage 1 --global-batch-size 8", (AGAIN, LLAMA)
+    ),
+    "2.5d": (
+        8, "fp32", f"{GRID} 2.5d {TENSOR} 8 --tensor-parallel-depth 2 --global-batch-size 8",
+        (GPT2, BERT),
+    ),
+    "3d": (8, "fp32", f"{GRID} 3d {TENSOR} 8 --global-batch-size 8", (AGAIN, BERT, LLAMA)),
+}  # fmt: skip
 
 
 def sent_by_train_step(steps: list[Step]) -> list[Counts]:
@@ -120,62 +131,27 @@ def sent_by_train_step(steps: list[Step]) -> list[Counts]:
     return found
 
 
-def assert_sends_what_is_planned(gloo: Pool, steps: list[Step]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_sends_what_is_planned(gloo: Pool, layout: str) -> None:
     """The optimizer's part, too."""
-    planned = []
+    ranks, precision, flags, models = LAYOUTS[layout]
+    configs = [preset(model, PARTS, flags) for model in models]
+    steps, planned = [Step(config, ranks, precision, "cpu") for config in configs], []
     for step in steps:
         calls = Counter[str]()
         for call, times in sum(step.calls.values(), Counter[Call]()).items():
             calls[call.axis] += times
         planned.append((calls, {axis: step.sent(axis) for axis in calls}))
     fresh = [replace(step, config=of_pretraining(step.config)) for step in steps]
-    for found in gloo.run(steps[0].ranks, sent_by_train_step, fresh):
+    for found in gloo.run(ranks, sent_by_train_step, fresh):
         assert [(counts.calls, counts.sent_bytes) for counts in found] == planned
 
 
-@pytest.mark.parametrize("layout", ZERO_LAYOUTS)
-def test_a_step_of_zero_sends_what_is_planned(gloo: Pool, layout: str) -> None:
-    assert_sends_what_is_planned(gloo, zero_steps(layout))
-
-
-GPT2, GPT2_AGAIN, BERT, LLAMA = MODELS = (  # and what of it is recomputed
-    ("quickstart", "none"), ("quickstart", "full"), ("miniature_bert", "none"),
-    ("miniature_llama", "selective"),
-)  # fmt: skip
-# Ranks, tensor-parallel ranks, settings and models of each mode.
-MODES: dict[str, tuple[int, int, dict[str, int], tuple[tuple[str, str], ...]]] = {
-    "2d": (4, 4, {}, MODELS),
-    "2d, zero 1": (8, 4, {"zero_stage": 1}, (GPT2_AGAIN, LLAMA)),
-    "2.5d": (8, 8, {"tensor_parallel_depth": 2}, (GPT2, BERT)),
-    "3d": (8, 8, {}, MODELS),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_of_every_mode_sends_what_is_planned(gloo: Pool, mode: str) -> None:
-    """Of two micro-batches."""
-    ranks, tensor, settings, models = MODES[mode]
-    steps = []
-    for name, recompute in models:
-        flags = ["--num-layers", "3", *SHORT_SAMPLES, *NARROW, "--micro-batch-size", "1"]
-        config = preset(name, *flags, "--recompute-granularity", recompute)
-        parallel = replace(
-            config.parallel, tensor_model_parallel_size=tensor,
-            tensor_parallel_mode=mode.partition(",")[0], **settings,
-        )  # fmt: skip
-        batch = 2 * parallel.batch_parallel_size(ranks)
-        training = replace(config.training, global_batch_size=batch)
-        config = replace(config, parallel=parallel, training=training)
-        steps.append(Step(config, ranks, "fp32", "cpu"))
-    assert_sends_what_is_planned(gloo, steps)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("dropout", ["0", "0.1"])
+@pytest.mark.parametrize("recompute", GRANULARITIES)
+@pytest.mark.parametrize("dropout", DROPS)
 def test_flops_are_those_of_the_model(recompute: str, dropout: str) -> None:
     """By torch's own counter, with the kernels of a CPU, whose attention goes block by block."""
-    flags = ("--attention-dropout", dropout, "--recompute-granularity", recompute)
-    config = preset("quickstart", "--num-layers", "3", *flags)
+    config = preset("quickstart --num-layers 3", dropout, RECOMPUTED, recompute)
     state = state_on(serial_mesh("meta"), config, "bf16")
     with FlopCounterMode(display=False) as counter:
         forward_backward(state, batches(config), torch.ones(2, dtype=torch.float64, device="meta"))
@@ -187,8 +163,8 @@ def test_flops_are_those_of_the_model(recompute: str, dropout: str) -> None:
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_flops_are_those_of_the_papers_formula(tensor: int) -> None:
     """4 x the layers' forward with recomputation, 3 x the logits."""
-    rows = ("--make-vocab-size-divisible-by", str(51_200 // tensor))
-    config = preset("gpt2_scaling_4.2b", "--tensor-model-parallel-size", str(tensor), *rows)
+    rows = f"--make-vocab-size-divisible-by {51_200 // tensor}"
+    config = preset("gpt2_scaling_4.2b", f"{TENSOR} {tensor} {rows}")
     step = Step(config, 4 * tensor, "fp16")
     n, h, s, depth = 8 * 1024, 2304, 1024, 64
     layers, logits = depth * (24 * n * h**2 + 4 * n * s * h), 2 * n * h * 51_200
@@ -197,7 +173,7 @@ def test_flops_are_those_of_the_papers_formula(tensor: int) -> None:
 
 
 def test_flops_of_a_bert_leave_out_what_fills_up_its_masked_tokens() -> None:
-    config = preset("bert_336m", "--recompute-granularity", "none")
+    config = preset("bert_336m", RECOMPUTED, "none")
     step = Step(config, 128, "fp16")
     n, b, h, s, k, depth = 8 * 512, 8, 1024, 512, round(0.15 * 8 * 512), 24
 
@@ -218,8 +194,8 @@ def test_39_tflops_are_23_percent_mfu() -> None:
 
 def test_a_kind_of_ones_own_is_counted_as_it_is() -> None:
     """One layer, whatever --num-layers says, RMSNorm and shared keys: nothing knows of them."""
-    config = preset("quickstart", *OWN)
-    two = preset("quickstart", *OWN, "--num-layers", "2")
+    config = preset("quickstart", OWN)
+    two = preset("quickstart", OWN, "--num-layers 2")
     one, other = (Step(each, 1, "fp32") for each in (config, two))
     model = state_on(serial_mesh("meta"), config, "fp32").model
     assert one.model.local == sum(each.numel() for each in model.parameters())
@@ -237,10 +213,7 @@ def test_lasting_memory_has_its_bytes_a_parameter() -> None:
     Pure bf16 has four numbers of two bytes.
     """
     small = [Step(preset("gpt2_30m"), 1, precision) for precision in ("fp32", "bf16")]
-    zero = [
-        Step(preset("gpt2_124m", *XL, "--zero-stage", str(stage)), 4, "bf16")
-        for stage in (0, 1, 2, 3)
-    ]
+    zero = [Step(preset("gpt2_124m", XL, f"--zero-stage {n}"), 4, "bf16") for n in range(4)]
     pure = Step(preset("llama_tutorial", "--pure-bf16"), 1, "bf16")
     for step, each in zip([*small, pure, *zero], (16, 18, 8, 18, 9, 6, 4), strict=True):
         assert sum(step.lasting.values()) == pytest.approx(each * step.model.local, rel=1e-3)
@@ -251,9 +224,8 @@ def test_lasting_memory_has_its_bytes_a_parameter() -> None:
 def test_gpt2_xl_on_four_ranks_takes_what_is_planned_of_stage_3() -> None:
     """At its full depth: forward and backward of one micro-batch of so few tokens, recomputed, that
     weights and gradients take the memory."""
-    few = ("--seq-length", "16", "--micro-batch-size", "1", "--global-batch-size", "4")
-    recomputed = ("--recompute-granularity", "full")
-    config = preset("gpt2_124m", *XL, *few, *recomputed, "--zero-stage", "3")
+    few = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --zero-stage 3"
+    config = preset("gpt2_124m", XL, few, RECOMPUTED, "full")
     step, mesh = Step(config, 4, "bf16", "cpu"), absent_mesh({"data": 4}, META)
     state, sums = state_on(mesh, config, step.precision), Sums()
     buckets = state.gradients.buckets
@@ -276,31 +248,24 @@ def test_gpt2_xl_on_four_ranks_takes_what_is_planned_of_stage_3() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_recomputation_keeps_less(device: str) -> None:
-    settings = ("full", "selective", "none")
-    steps = [preset("gpt2_124m", "--recompute-granularity", each) for each in settings]
-    kept = [Step(each, 1, "bf16", device).trace.kept for each in steps]
+    order = ("full", "selective", "none")
+    steps = [Step(preset("gpt2_124m", RECOMPUTED, each), 1, "bf16", device) for each in order]
+    kept = [step.trace.kept for step in steps]
     assert kept == sorted(set(kept))
 
 
 @pytest.mark.skipif(not use_cpu_kernels, reason="torch's attention keeps other tensors")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "granularity", "flags"),
+    "flags",
     [
-        *(
-            ("quickstart", granularity, ("--attention-dropout", p, "--hidden-dropout", p))
-            for granularity in ("none", "selective", "full")
-            for p in ("0", "0.1")
-        ),
-        ("miniature_llama", "none", ()),
-        ("miniature_llama", "selective", ()),
+        *(f"quickstart {drop} {RECOMPUTED} {each}" for drop in DROPS for each in GRANULARITIES),
+        f"miniature_llama {RECOMPUTED} none",
+        f"miniature_llama {RECOMPUTED} selective",
     ],
 )
-def test_what_is_kept_is_what_autograd_saves(
-    precision: str, name: str, granularity: str, flags: tuple[str, ...]
-) -> None:
-    flags += ("--recompute-granularity", granularity, "--num-layers", "4")
-    config = preset(name, *NARROW, *SHORT_SAMPLES, *flags)
+def test_what_is_kept_is_what_autograd_saves(precision: str, flags: str) -> None:
+    config = preset(flags, SMALL, "--num-layers 4")
     state = state_on(serial_mesh(), config, precision)
     saved = saved_bytes(state, batches(config)[0])
     assert Step(config, 1, precision, "cpu").trace.kept == pytest.approx(saved, rel=0.01)
@@ -309,16 +274,11 @@ def test_what_is_kept_is_what_autograd_saves(
 def test_dropout_by_two_calls_of_flex_attention_is_planned() -> None:
     """It keeps what one call does, and of the second 16 columns and sums; it computes those, too,
     which are no use."""
-    config = preset("quickstart", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-    of_call, by_flex = (
-        Step(
-            replace(config, model=replace(config.model, attention_dropout_rng=rng)),
-            1,
-            "bf16",
-            "cuda",
-        )
-        for rng in ("kernel", "coordinates-flex")
+    config = preset("quickstart", DROPS[1])
+    models = (
+        replace(config.model, attention_dropout_rng=rng) for rng in ("kernel", "coordinates-flex")
     )
+    of_call, by_flex = (Step(replace(config, model=m), 1, "bf16", "cuda") for m in models)
     model, length = config.model, config.data.seq_length
     micro_batch, heads = config.training.micro_batch_size, model.num_attention_heads
     queries = micro_batch * heads * length * model.num_layers
@@ -344,16 +304,16 @@ def most_allocated(step: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("precision", "granularity", "batch", "tensor", "cut"),
     [
-        ("fp32", "none", 1, 1, ()),
-        ("fp32", "full", 8, 1, ()),
-        ("bf16", "none", 8, 1, ()),
-        ("bf16", "full", 1, 1, ()),
-        ("fp32", "none", 8, 4, ()),
+        ("fp32", "none", 1, 1, ""),
+        ("fp32", "full", 8, 1, ""),
+        ("bf16", "none", 8, 1, ""),
+        ("bf16", "full", 1, 1, ""),
+        ("fp32", "none", 8, 4, ""),
         ("fp32", "none", 8, 4, SEQUENCE),
         ("bf16", "full", 8, 2, SEQUENCE),
         ("bf16", "selective", 8, 4, SEQUENCE),
-        ("bf16", "full", 4, 4, ("--tensor-parallel-mode", "2d")),
-        ("fp32", "none", 4, 8, ("--tensor-parallel-mode", "3d")),
+        ("bf16", "full", 4, 4, f"{GRID} 2d"),
+        ("fp32", "none", 4, 8, f"{GRID} 3d"),
     ],
 )
 def test_a_step_allocates_what_is_planned(
@@ -361,16 +321,15 @@ def test_a_step_allocates_what_is_planned(
     granularity: str,
     batch: int,
     tensor: int,
-    cut: tuple[str, ...],
+    cut: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a rank whose neighbours are fake: what it gathers takes memory all the same."""
     # What oneDNN copies in fp32, on some processors and 6 MB at most, is not planned.
     monkeypatch.setattr("megatron.parallel.cpu.onednn.is_faster_by_onednn", lambda: False)
-    flags = ["--recompute-granularity", granularity, "--micro-batch-size", str(batch)]
-    flags += ["--tensor-model-parallel-size", str(tensor), *cut, "--global-batch-size", "16"]
-    flags += ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--num-layers", "3"]
-    config = preset("quickstart", *NARROW, *SHORT_SAMPLES, *flags)
+    flags = f"{RECOMPUTED} {granularity} --micro-batch-size {batch} --global-batch-size 16 {cut}"
+    flags += f" {TENSOR} {tensor} {DROPS[1]} --num-layers 3"
+    config = preset("quickstart", SMALL, flags)
     ranks = fake_ranks(config, tensor, CPU) if tensor > 1 else nullcontext(serial_mesh())
     with ranks as mesh:
         state, samples = built(mesh, config, precision), batches(config)

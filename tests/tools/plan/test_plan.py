@@ -1,9 +1,11 @@
-"""tools/plan.py as its users run it."""
+"""tools/plan.py as its users run it. The plan of an unmodified GPT-2 or Llama says what that of our
+own layers says: matmuls, parameters and what crosses the ranks."""
 
 import json
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -12,19 +14,24 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse
+from megatron.parallel.schedules import schedule
 from tests.refusals import field_of, refusal, refused
 from tests.tools.plan.counted import preset
 from tools.layouts.job import program_of
+from tools.layouts.work import Call, Matmul
 from tools.plan import __main__ as plan
+from tools.plan.__main__ import main
 from tools.plan.hardware import load_hardware
 from tools.plan.search import check, keeping_batch, layouts, search
 from tools.plan.software import find_hardware
+from tools.plan.trace import Step
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "presets").glob("*.toml"))
 LARGE = "--preset gpt2_scaling_8.3b"
 SMALL = "--preset gpt2_8.3b"  # its batch is given
 TWENTY = "--preset gpt2_scaling_2.5b"
+SIZES = "--pipeline 4 --micro-batches 8"  # of a schedule
 OWN = "--kind tests.models.own_kind:KIND --preset quickstart"
 
 
@@ -96,13 +103,13 @@ def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
 
 def test_the_stage_of_zero_is_planned(tmp_path: Path) -> None:
     """A search keeps it: layouts whose data-parallel ranks share the model out take less memory."""
-    words = "--preset quickstart --gpus 4 --hardware dgx-a100 --search"
+    words = "--preset quickstart --gpus 2 --hardware dgx-a100 --search"
     words += " --micro-batch-size 1 --global-batch-size 4"
     whole, parts = (planned(tmp_path, f"{words} --zero-stage {stage}") for stage in (0, 3))
     assert [each["model"]["zero_stage"] for each in (whole, parts)] == [0, 3]
     phases = parts["communication_per_step"]["data"]["by_phase"]
     assert phases["forward"]["calls"] > phases["backward"]["calls"] / 3 > 0
-    assert {each["data"] for each in parts["layouts"]} == {1, 2, 4}
+    assert {each["data"] for each in parts["layouts"]} == {1, 2}
     for row in parts["layouts"]:
         same = {name: row[name] for name in ("tensor", "batch", "recompute", "sequence_parallel")}
         (other,) = (each for each in whole["layouts"] if same.items() <= each.items())
@@ -112,8 +119,8 @@ def test_the_stage_of_zero_is_planned(tmp_path: Path) -> None:
 
 def test_the_tensor_parallel_mode_is_planned(tmp_path: Path) -> None:
     """A search keeps it: on 1 rank or a square of ranks."""
-    words = "--preset quickstart --gpus 8 --hardware p100 --global-batch-size 32 --search"
-    mode = "--tensor-parallel-mode 2d --tensor-model-parallel-size 4"
+    words = "--preset quickstart --gpus 8 --hardware p100 --global-batch-size 32"
+    mode = "--tensor-parallel-mode 2d --tensor-model-parallel-size 4 --search"
     found, of_1d = (planned(tmp_path, f"{words} {each}") for each in (mode, ""))
     model = found["model"]
     assert (model["tensor_mode"], model["tensor"], model["data"]) == ("2d", 4, 2)
@@ -183,6 +190,9 @@ def test_without_hardware_that_of_the_paper_is_assumed_and_named(
 
 def checked(words: list[str]) -> None:
     """What is refused before anything is planned."""
+    if words[0] == "schedule":
+        plan.main(words, {})
+        return
     config = parse(program_of(words, question=plan.QuestionConfig), words, {})
     check(config, config.question.gpus)
     load_hardware(config.question.hardware or plan.DEFAULT_HARDWARE)
@@ -206,6 +216,13 @@ def checked(words: list[str]) -> None:
         (f"{SMALL} --gpus 8 --seq-length 2048", "--seq-length"),
         (f"{SMALL} --gpus 8 --optimizer-cpu-offload", "--optimizer-cpu-offload"),
         (f"{SMALL} --gpus 8 --cpu-offload-activations", "--cpu-offload-activations"),
+        ("schedule --pipeline=2", "--micro-batches"),
+        ("schedule --micro-batches=2", "--pipeline"),
+        ("schedule --pipeline=0 --micro-batches=2", "--pipeline"),
+        (f"schedule {SIZES} --kind=zb-v", "--kind"),
+        (f"schedule {SIZES} --kind=interleaved", "--virtual"),
+        (f"schedule {SIZES} --virtual=3", "--virtual"),
+        (f"schedule {SIZES} --virtual=0", "--virtual"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: str, flag: str) -> None:
@@ -320,3 +337,86 @@ def test_the_search_keeps_what_fits_best_first() -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert all(each["data"] * each["batch"] * each["micro_batches"] == 512 for each in found)
     assert all(each["memory_bytes"] <= hardware.limit for each in found)
+
+
+def test_a_schedule_is_written_drawn_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "own.json", tmp_path / "own.png"
+    words = f"schedule --kind=zb-h1 {SIZES} --json={file} --picture={picture}"
+    assert plan.main(words.split(), {}) == 0
+    assert not capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(file.read_text())
+    lists = schedule("zb-h1", 4, 8)
+    assert found["actions"] == [[str(action) for action in actions] for actions in lists]
+    assert found["actions"][3][:3] == ["3F0", "3I0", "3F1"]
+    assert found["in_flight"] == [4, 4, 4, 4]
+    assert found["idle_share"] == pytest.approx(3 / 24)
+    words = f"schedule --kind=interleaved --virtual=2 {SIZES}"
+    assert plan.main([*words.split(), f"--json={file}"], {}) == 0
+    assert json.loads(file.read_text())["virtual"] == 2
+    assert plan.main(words.split(), {}) == 0
+    lines = [line.split()[2:5] for line in capsys.readouterr().out.splitlines()]
+    first = [["0F0", "0F1", "0F2"], [".", "1F0", "1F1"], [".", ".", "2F0"], [".", ".", "."]]
+    assert lines[:4] == first
+
+
+COMMON = "--seq-length 64 --micro-batch-size 2 --train-iters 10 --no-bf16"
+NATIVE = "--num-layers 5 --hidden-size 96 --num-attention-heads 4 --vocab-size 16384 "
+NATIVE += "--hidden-dropout 0 --attention-dropout 0 "
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # flags of our own, and config.json
+    "gpt2": (
+        f"{NATIVE} --max-position-embeddings 64",
+        {"n_layer": 5, "n_embd": 96, "n_head": 4, "n_positions": 64}
+        | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    ),
+    "llama": (
+        f"{NATIVE} --ffn-hidden-size 192 --num-query-groups 2",
+        {"num_hidden_layers": 5, "hidden_size": 96, "num_attention_heads": 4}
+        | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unmodified_model_takes_what_our_own_takes(
+    kind: str, tensor: int, tmp_path: Path
+) -> None:
+    own, described = KINDS[kind]
+    text = json.dumps({"model_type": kind, "vocab_size": 16_384, **described})
+    (tmp_path / "config.json").write_text(text)
+    common = f"{COMMON} --tensor-model-parallel-size {tensor}"
+    unmodified = f"--hf-model {tmp_path} {common}"
+    native, found = step_of(kind, f"{own} {common}"), step_of("huggingface", unmodified)
+    assert found.model.local == native.model.local
+    assert found.parameters == native.parameters
+    assert matmul_flops(found) == matmul_flops(native)
+    assert sent(found, "tensor") == sent(native, "tensor")
+    assert found.flops == native.flops
+    file = tmp_path / "found.json"
+    words = f"--kind huggingface {unmodified} --gpus 2 --hardware dgx2h --json {file}"
+    assert main(words.split(), {}) == 0
+    shown = json.loads(file.read_text())["model"]
+    assert (shown["layers"], shown["hidden"], shown["heads"]) == (5, 96, 4)
+
+
+def step_of(kind: str, words: str) -> Step:
+    config = parse(program_of(["--kind", kind]), words.split(), {})
+    config.check(2)
+    return Step(config, 2, "fp32")
+
+
+def matmul_flops(step: Step) -> int:
+    matmuls = sum((work.matmuls for work in step.work.values()), Counter[Matmul]())
+    return sum(times * each.flops for each, times in matmuls.items())
+
+
+def sent(step: Step, axis: str) -> Counter[tuple[int, int, bool]]:
+    """Of each (bytes, passes, whether a matmul runs beside it) how many calls."""
+    found = Counter[tuple[int, int, bool]]()
+    for call, times in sum(step.calls.values(), Counter[Call]()).items():
+        if call.axis == axis:
+            found[call.bytes, call.passes, bool(call.beside)] += times
+    return found
