@@ -1,4 +1,6 @@
-"""Settings that all steps share, those of steps that count tokens, and a step as a program."""
+"""Settings that all steps share, those of steps that write shards or count tokens, and a step as a
+program.
+"""
 
 import contextlib
 import importlib

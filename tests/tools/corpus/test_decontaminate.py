@@ -152,6 +152,17 @@ def test_ten_cuts_leave_eleven_pieces_and_eleven_none(tmp_path: Path) -> None:
     assert found["pieces"] == 10
 
 
+def test_ranges_that_touch_are_one_cut(tmp_path: Path) -> None:
+    texts = {
+        str(gap): f"{'y' * 300} {' '.join(GRAM)}{'-' * gap}{' '.join(GRAM)} {'z' * 300}"
+        for gap in (400, 401)
+    }
+    records, found = decontaminate(tmp_path, named(texts), evaluation_file(tmp_path))
+    left, right = "y" * 101, "z" * 101
+    assert [record["text"] for record in records] == [left, right, left, "-", right]
+    assert found["cuts"] == 3
+
+
 def test_short_pieces_are_dropped_and_counted(tmp_path: Path) -> None:
     rng = random.Random(0)
     hit = " ".join(GRAM)

@@ -242,24 +242,6 @@ def test_nothing_outside_of_the_folder_is_removed(tmp_path: Path) -> None:
         assert precious.exists()
 
 
-def test_what_is_there_stays_where_the_scheduler_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
-    run(toy(folder, output))
-    before = content(output)
-
-    def no_answer(*_: object) -> None:
-        raise OSError("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tools.corpus.engine.open_scheduler", no_answer)
-        with pytest.raises(OSError, match="no answer"):
-            run(toy(folder, output, mark="?", overwrite=True))
-    assert content(output) == before
-    run(toy(folder, output, mark="?", overwrite=True))
-
-
 def test_an_overwriting_run_that_is_killed_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,8 +133,8 @@ def test_local_work_needs_no_dask_and_one_worker_no_process() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["dask", "sbatch", "answer"])
-def test_a_cluster_that_cannot_be_asked_is_refused(
-    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cluster_that_cannot_be_asked_is_refused_and_what_is_there_stays(
+    lacking: str, tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "slurm" if lacking == "sbatch" else "tcp://127.0.0.1:9"
     monkeypatch.setattr("tools.corpus.scheduler.ANSWER", 1)
@@ -143,9 +143,10 @@ def test_a_cluster_that_cannot_be_asked_is_refused(
     elif lacking == "sbatch":
         pytest.importorskip("dask_jobqueue")
         monkeypatch.setenv("PATH", "")
-    words = ["--input", str(corpus(tmp_path) / "0.jsonl"), "--output", str(tmp_path / "out")]
-    words += ["--workers", "1", "--scheduler", name]
+    words = ["--input", str(tmp_path / "in" / "0.jsonl"), "--output", str(tmp_path / "expected")]
+    words += ["--workers", "1", "--mark", "?", "--overwrite", "--scheduler", name]
     assert refused(partial(program, TOY), words) == "--scheduler"
+    assert content(tmp_path / "expected") == expected
 
 
 def fail_or_write(folder: str, number: int) -> None:

@@ -69,6 +69,10 @@ class Settings(StepSettings):
     shard_size: str = "1GB"
     """Largest amount of input for one .bin and .idx; a compressed file is not split."""
 
+    overwrite: bool = False
+    """Replace an existing data set, or the results of other settings or other input in the folder
+    --output."""
+
     def __post_init__(self) -> None:
         share(self, "max_unknown")
         if (self.output is None) == (self.output_prefix is None):
