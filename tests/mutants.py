@@ -635,7 +635,7 @@ two-of-a-cluster-stay
 extension-in-capitals-stays
 - if dot and extension.lower() in
 + if dot and extension in
-@ tools/corpus/tokenize/encode.py | tools/corpus/tokenize/test_preprocess_data::test_documents_in
+@ tools/corpus/tokenize/encode.py | tools/corpus/tokenize/test_step::test_documents_in
 end-mark-before-the-document
 - np.insert(ids, np.cumsum(sizes), settings.eod)
 + np.insert(ids, np.cumsum(sizes) - sizes, settings.eod)

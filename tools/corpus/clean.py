@@ -11,12 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, map_units
 from tools.corpus.files import (
@@ -30,7 +27,7 @@ from tools.corpus.files import (
 from tools.corpus.language import UNKNOWN, identify, names
 from tools.corpus.repair import mend_newlines, repair
 from tools.corpus.settings import LengthSettings, program, say
-from tools.corpus.tokenize.encoders import Encoder, build_encoder
+from tools.corpus.tokenize.encoders import load_encoder
 
 ANY = "any"
 CHARACTERS_A_WORD = 16  # in the part of a text that is examined first; English has 6
@@ -149,16 +146,8 @@ def token_counter(settings: LengthSettings) -> Callable[[str], int]:
     flag, if there is no such tokenizer."""
     if settings.unit_of_length == "pieces":
         return count_pieces
-    encoder = _encoder(settings.vocab_file, settings.merge_file)
+    encoder = load_encoder("GPT2BPETokenizer", settings.vocab_file, settings.merge_file)
     return lambda text: int(encoder.arrays([text])[1][0])
-
-
-@cache
-def _encoder(vocab_file: Path | None, merge_file: Path | None) -> Encoder:
-    """Built once per worker."""
-    vocabulary, merges = (None if file is None else str(file) for file in (vocab_file, merge_file))
-    tokenizer = build_tokenizer("GPT2BPETokenizer", vocabulary, merges)
-    return build_encoder("auto", tokenizer.library)
 
 
 def count_pieces(text: str) -> int:

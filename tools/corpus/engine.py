@@ -48,7 +48,7 @@ from tools.corpus.files import (
     write_shard,
 )
 from tools.corpus.scheduler import Call, open_scheduler
-from tools.corpus.settings import StepSettings, Unfinished, progress, say
+from tools.corpus.settings import ShardSettings, StepSettings, Unfinished, progress, say
 
 BEGUN = "begun.json"  # in .work: which step it is, with which settings
 RUN, REJECTED = "run.json", "rejected.jsonl"
@@ -82,7 +82,7 @@ class StepRun:
         by_unit: bool = True,
         files: Sequence[str] = (SHARDS,),
     ) -> None:
-        """units: the step's input, if it is not --input cut by --unit.
+        """units: the step's input, if it is not settings.units().
 
         by_unit: whether an unfinished run continues after part of the input has changed; False for
         a step that removes files of earlier stages.  files: patterns of the files that the step
@@ -194,7 +194,7 @@ class StepRun:
         if manifest is None and begun and begun["step"] == self.name and not is_share:
             # Its settings may be why it has not finished.
             say(f"{self.name}: {self.output} {difference}, and not finished: starting afresh")
-        elif not self.settings.overwrite:
+        elif not self.settings.may_replace:
             works = () if is_share else ("--output", str(self.output), "--overwrite")
             allowed = f"another folder: this {difference}"
             raise UsageError("--output", self.output, allowed, works=works)
@@ -546,7 +546,7 @@ def map_units(
     return sum_counts(results), [result["shard"] for result in results], counters
 
 
-def map_unit(function: UnitFunction, unit: Unit, settings: StepSettings) -> dict[str, Any]:
+def map_unit(function: UnitFunction, unit: Unit, settings: ShardSettings) -> dict[str, Any]:
     """One task of map_units."""
     accounting = DocumentCounts()
     with write_shard(settings.output, f"part-{unit.name}", settings.compress) as shard:

@@ -33,7 +33,7 @@ from tools.corpus.files import (
     dump_record,
     write_shard,
 )
-from tools.corpus.settings import StepSettings, program
+from tools.corpus.settings import ShardSettings, program
 
 SHARD_UNITS = 8  # a shard ends at this many --unit; an archive may make several shards
 PROBED_SPLITS = 8
@@ -41,7 +41,7 @@ PROBED_ITEMS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(StepSettings):
+class Settings(ShardSettings):
     input: tuple[Path, ...]
     """Files in the --format, or folders that hold them at any depth; for jsonl, *.jsonl, *.json
     and *.txt directly in the folder."""

@@ -1,4 +1,6 @@
-"""Settings that all steps share, those of steps that count tokens, and a step as a program."""
+"""Settings that all steps share, those of steps that write shards or count tokens, and a step as a
+program.
+"""
 
 import contextlib
 import importlib
@@ -89,8 +91,8 @@ NO_PARAMETERS = {"input", "output", "workers", "scheduler", "shard", "memory", "
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     input: tuple[Path, ...]
-    """Files of JSON lines, and *.txt files of one document each (plain, .gz or .zst), or folders
-    of them, such as other steps write."""
+    """Files of JSON lines, and *.txt files of one document each (plain, .gz, .zst, .bz2 or .xz), or
+    folders of them, such as other steps write."""
 
     output: Path
     """Folder to fill."""
@@ -104,12 +106,6 @@ class StepSettings:
     shard: str | None = None
     """K/N: run only every N-th task from the K-th on (K from 0), in an array of jobs; repeat until
     no task is left, then run the command without --shard."""
-
-    compress: Compression = "none"
-    """Compression of the shards that are written."""
-
-    unit: str = "32MB"
-    """Size of the input of one task, which becomes one shard; a compressed file is one task."""
 
     memory: str = "500MB"
     """About how much memory a task may use at a time, where its state grows with the corpus."""
@@ -131,12 +127,17 @@ class StepSettings:
         if self.scheduler != "local":  # workers elsewhere run in other folders
             for field in fields(self):
                 object.__setattr__(self, field.name, _absolute(getattr(self, field.name)))
-        self.share  # noqa: B018, the properties check what they read
-        self.unit_bytes, self.memory_bytes  # noqa: B018
+        self.share, self.memory_bytes  # noqa: B018, the properties check what they read
 
     @property
     def unit_bytes(self) -> int:
-        return parse_size("--unit", self.unit, LEAST_UNIT)
+        """Size of the input of one task; a compressed file is one task."""
+        raise NotImplementedError
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether other results in the output folder are removed."""
+        return self.overwrite
 
     @property
     def memory_bytes(self) -> int:
@@ -154,7 +155,7 @@ class StepSettings:
         return k, n
 
     def units(self) -> list[Unit]:
-        """--input cut by --unit.  Raises ValueError if all of it is empty."""
+        """--input cut by unit_bytes.  Raises ValueError if all of it is empty."""
         shards = find_shards(self.input)
         units = cut(shards, self.unit_bytes)
         empty = [path for path in shards if not path.stat().st_size]
@@ -168,11 +169,30 @@ class StepSettings:
     def parameters(self) -> dict[str, Any]:
         """The settings that affect what is written; files are given by name and checksum."""
         names = {field.name for field in fields(self)} - NO_PARAMETERS - self.no_parameters
-        return {name: _as_parameter(getattr(self, name)) for name in sorted(names)}
+        return {name: as_parameter(getattr(self, name)) for name in sorted(names)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthSettings(StepSettings):
+class ShardSettings(StepSettings):
+    """Settings of steps that write shards of JSON lines."""
+
+    compress: Compression = "none"
+    """Compression of the shards that are written."""
+
+    unit: str = "32MB"
+    """Size of the input of one task, which becomes one shard; a compressed file is one task."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.unit_bytes  # noqa: B018, the property checks what it reads
+
+    @property
+    def unit_bytes(self) -> int:
+        return parse_size("--unit", self.unit, LEAST_UNIT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings(ShardSettings):
     """Settings of steps that drop documents that are too short."""
 
     min_tokens: int = 128
@@ -201,13 +221,13 @@ def _absolute(value: Any) -> Any:
     return value.absolute() if isinstance(value, Path) else value
 
 
-def _as_parameter(value: Any) -> Any:
+def as_parameter(value: Any) -> Any:
     if isinstance(value, Path):
         if not value.is_file():
             raise ValueError(f"{value}: no such file")
         return {"name": value.name, "sha256": sha256(value)}
     if isinstance(value, tuple):
-        return [_as_parameter(each) for each in value]
+        return [as_parameter(each) for each in value]
     return value
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from megatron.data.json_lines import MANIFEST, WORK
 from megatron.errors import UsageError
 from tools.corpus import external, files
-from tools.corpus.engine import SHARDS, StepRun, Task, keep_rejected, sum_counts, write_json
-from tools.corpus.settings import StepSettings, parse_size, program, say
+from tools.corpus.engine import SHARDS, StepRun, Task, keep_rejected, remove, sum_counts, write_json
+from tools.corpus.settings import ShardSettings, parse_size, program, say
 
 SIDES = ("train", "valid")
 HALF = external.KEYS // 2  # keys below are of train, the others of valid
@@ -30,7 +30,7 @@ OBJECT_BYTES = 200  # Python's overhead for each line
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(StepSettings):
+class Settings(ShardSettings):
     ratio: str = "29:1"
     """Ratio of training documents to validation documents, TRAIN:VALID."""
 
@@ -210,12 +210,11 @@ def read_run(run: tuple[Path, Path], start: int, stop: int) -> Iterator[tuple[in
 
 
 def finish_side(step: StepRun, facts: dict[str, Any]) -> None:
-    """Write the manifest of train/ or valid/, and remove files that do not belong to it."""
+    """Write the manifest of train/ or valid/, and remove shards that do not belong to it."""
     folder = step.output / facts["side"]
-    belongs = {shard["name"] for shard in facts["shards"]} | {MANIFEST, WORK}
-    for path in folder.iterdir():
-        if path.name not in belongs:  # an empty shard, or one of an interrupted run
-            path.unlink()
+    names = {shard["name"] for shard in facts["shards"]}
+    # An empty shard, or one of an interrupted run; other files are somebody's.
+    remove(path for path in folder.glob(SHARDS) if path.name not in names and path.is_file())
     manifest = {"step": "split", "shuffled": True, "settings": step.parameters, **facts}
     write_json(folder / MANIFEST, manifest)
     (folder / WORK).rmdir()

@@ -1,6 +1,6 @@
 """Removes blacklisted, malformed and repeated URLs from lists, as for OpenWebText.
 
-Input and output are text files of one URL per line (*.txt, plain, .gz or .zst); URLs keep their
+Input and output are text files of one URL per line (*.txt, plain or compressed); URLs keep their
 order, and the first of equal ones stays.  Reasons to drop a URL are tried in this order: too short
 (8 characters and fewer), malformed (not http or https, an impossible host, spaces), blacklisted
 domain, blacklisted extension (of the path, not of the host), duplicate (exactly the same URL).
@@ -26,7 +26,7 @@ from megatron.errors import UsageError
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.external import count_parts, find_repeats, repeats_of, write_rows
 from tools.corpus.files import DocumentCounts, Unit, cut, write_shard
-from tools.corpus.settings import StepSettings, program
+from tools.corpus.settings import ShardSettings, program
 
 SHORTEST = 9  # characters
 LONGEST = 1 << 16  # bytes
@@ -64,7 +64,7 @@ EXPANSION = 8  # factor by which a compressed list grows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(StepSettings):
+class Settings(ShardSettings):
     input: tuple[Path, ...]
     """Files of one URL per line, or folders of *.txt (plain, .gz, .bz2, .xz or .zst)."""
 

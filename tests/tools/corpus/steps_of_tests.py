@@ -18,13 +18,13 @@ from tests.dist import PATIENCE
 from tests.tools.corpus.lines import write_jsonl
 from tools.corpus.engine import StepRun, Task, keep_rejected, sum_counts
 from tools.corpus.files import DocumentCounts, Unit, dump_record, read_documents, write_shard
-from tools.corpus.settings import StepSettings, program
+from tools.corpus.settings import ShardSettings, program
 
 TOY = "tests.tools.corpus.steps_of_tests"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(StepSettings):
+class Settings(ShardSettings):
     mark: str = "!"
     """What every text gets at its end."""
 

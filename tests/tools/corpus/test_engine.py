@@ -23,6 +23,7 @@ from tests.tools.corpus.steps_of_tests import TOY, Settings, corpus, run, toy
 from tools.corpus import extract, split
 from tools.corpus.engine import StepRun
 from tools.corpus.files import Count, DocumentCounts, cut
+from tools.corpus.readers import Format
 from tools.corpus.settings import Unfinished
 
 ROOT = Path(__file__).parents[3]
@@ -33,21 +34,6 @@ def calls(folder: Path) -> list[str]:
     done = (folder / "calls").read_text().splitlines()
     (folder / "calls").write_text("")
     return done
-
-
-def words_of(settings: Settings) -> list[str]:
-    line = [sys.executable, "-m", TOY, "--input", *map(str, settings.input)]
-    line += ["--output", str(settings.output), "--workers", str(settings.workers)]
-    return [*line, "--unit", settings.unit]
-
-
-def failed(settings: Settings) -> str:
-    """What a program that ends with status 2 says at its end, in one line."""
-    ended = subprocess.run(words_of(settings), cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
-    [error] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    return error
 
 
 def refused_field(settings: Settings) -> str:
@@ -256,24 +242,6 @@ def test_nothing_outside_of_the_folder_is_removed(tmp_path: Path) -> None:
         assert precious.exists()
 
 
-def test_what_is_there_stays_where_the_scheduler_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
-    run(toy(folder, output))
-    before = content(output)
-
-    def no_answer(*_: object) -> None:
-        raise OSError("no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tools.corpus.engine.open_scheduler", no_answer)
-        with pytest.raises(OSError, match="no answer"):
-            run(toy(folder, output, mark="?", overwrite=True))
-    assert content(output) == before
-    run(toy(folder, output, mark="?", overwrite=True))
-
-
 def test_an_overwriting_run_that_is_killed_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,18 +269,7 @@ def test_an_overwriting_run_that_is_killed_goes_on(
         assert content(output) == content(tmp_path / "fresh")
 
 
-def test_settings_of_files_are_their_content(tmp_path: Path) -> None:
-    folder, output = corpus(tmp_path / "in"), tmp_path / "out"
-    more = write_words(folder)
-    run(toy(folder, output, **more))
-    os.utime(more["words"], (1, 1))
-    run(toy(folder, output, **more))
-    assert refused_field(toy(folder, output, **write_words(folder, "b"))) == "--output"
-    more["words"].unlink()
-    assert refused_field(toy(folder, output, **more)) == str(more["words"])
-
-
-def test_the_same_content_is_the_same_input_wherever_it_lies(
+def test_the_same_content_is_the_same_input_and_setting_wherever_it_lies(
     tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(tmp_path / "in", tmp_path / "copy")
@@ -322,6 +279,14 @@ def test_the_same_content_is_the_same_input_wherever_it_lies(
     run(toy(Path("in"), Path("expected")))
     assert calls(tmp_path / "in") == []
     assert content(tmp_path / "expected") == expected
+    settings = toy(Path("in"), Path("out"), **write_words(tmp_path / "in"))
+    run(settings)
+    os.utime(tmp_path / "words.txt", (1, 1))
+    run(settings)
+    write_words(tmp_path / "in", "b")
+    assert refused_field(settings) == "--output"
+    (tmp_path / "words.txt").unlink()
+    assert refused_field(settings) == str(tmp_path / "words.txt")
 
 
 def test_input_and_output_lie_apart(tmp_path: Path) -> None:
@@ -340,18 +305,14 @@ def test_input_and_output_lie_apart(tmp_path: Path) -> None:
     assert content(folder) == before
     assert not out.exists()
     run(toy(folder, folder / "out"))  # a folder in a folder is no input
-
-
-@pytest.mark.parametrize("format", ["wikiextractor", "text"])
-def test_output_in_a_folder_that_is_searched_at_any_depth_is_refused(
-    format: Any, tmp_path: Path
-) -> None:
-    write_jsonl(tmp_path / "in" / "AA" / "wiki_00", [{"text": "a"}])
-    (tmp_path / "in" / "a.txt").write_text("a")
-    output = tmp_path / "in" / "out"
-    settings = extract.Settings(input=(tmp_path / "in",), output=output, format=format, source="a")
-    assert field_of(refusal(partial(extract.run, settings))) == "--output"
-    assert not output.exists()
+    raw = tmp_path / "raw"
+    write_jsonl(raw / "AA" / "wiki_00", [{"text": "a"}])
+    (raw / "a.txt").write_text("a")
+    formats: tuple[Format, ...] = ("wikiextractor", "text")  # searched at any depth
+    for format in formats:
+        deep = extract.Settings(input=(raw,), output=raw / "out", format=format, source="a")
+        assert field_of(refusal(partial(extract.run, deep))) == "--output"
+    assert not (raw / "out").exists()
 
 
 # A terminal sends SIGINT to all processes.
@@ -363,10 +324,12 @@ def test_a_run_that_is_stopped_leaves_no_worker_and_goes_on(
 ) -> None:
     folder, output = corpus(tmp_path / "in", fatal=1), tmp_path / "out"
     (folder / "wait").touch()
+    settings = toy(folder, output, workers=workers)
+    line = [sys.executable, "-m", TOY, "--input", *map(str, settings.input), "--unit", "500B",
+            "--output", str(output), "--workers", str(workers)]  # fmt: skip
     stopped = subprocess.Popen(
-        words_of(toy(folder, output, workers=workers)), cwd=ROOT, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_until((folder / "waiting").exists)
     os.killpg(stopped.pid, number) if number == signal.SIGINT else stopped.send_signal(number)
     said = stopped.communicate()[1]
@@ -388,7 +351,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     with StepRun("toy", shares[0]), StepRun("toy", shares[1]):
         assert refused_field(toy(folder, output)) == "--output"
     with StepRun("toy", toy(folder, output)):
-        assert field_of(failed(toy(folder, output))) == "--output"
+        assert refused_field(toy(folder, output)) == "--output"
     run(toy(folder, output))
     assert content(output) == expected
 
@@ -486,10 +449,11 @@ def test_a_disk_that_is_full_at_any_file_stops_the_step_until_there_is_room(
     assert room > 30
 
 
-def test_an_error_of_a_task_ends_the_program_with_its_place(tmp_path: Path) -> None:
+def test_an_error_of_a_task_has_its_place(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "in", fatal=1)
     (folder / "raise").touch()
     before = (folder / "1.jsonl").read_bytes().partition(b"fatal")[0]
     place = f"{folder / '1.jsonl'}, byte {before.rindex(b'{')}"
     for workers in (1, 2):
-        assert place in failed(toy(folder, tmp_path / "out", workers=workers))
+        settings = toy(folder, tmp_path / "out", workers=workers)
+        assert place in str(refusal(partial(run, settings)))

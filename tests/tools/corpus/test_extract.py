@@ -8,7 +8,6 @@ import json
 import lzma
 import os
 import tarfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,25 +117,29 @@ def test_the_members_of_an_archive_are_not_kept(tmp_path: Path) -> None:
     assert list(members) == []
 
 
+TEXTS_IN_TAR = tar_of({f"{k}.txt": f"text {k} ".encode() * 300 for k in range(5)})
+HEADER = TEXTS_IN_TAR.index(b"2.txt\0")
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("archive", "kept"),
     [
-        lambda whole, header: whole[: header + 100] + b"#" * 40 + whole[header + 140 :],
-        lambda whole, header: whole[: header + 1000],  # in a text
-        lambda whole, header: whole[:header],
-        lambda whole, header: whole[: header + 10],
+        (TEXTS_IN_TAR[: HEADER + 100] + b"#" * 40 + TEXTS_IN_TAR[HEADER + 140 :], 2),
+        (TEXTS_IN_TAR[: HEADER + 1000], 2),
+        (TEXTS_IN_TAR[:HEADER], 2),
+        (TEXTS_IN_TAR[: HEADER + 10], 2),
+        (TEXTS_IN_TAR + tar_of({"y": b"two"}), 5),
     ],
+    ids=["header changed", "cut in a text", "cut before a header", "cut in a header", "two in one"],
 )
 def test_a_damaged_archive_gives_what_comes_before_and_is_named(
-    tmp_path: Path, damage: Callable[[bytes, int], bytes]
+    tmp_path: Path, archive: bytes, kept: int
 ) -> None:
     path = tmp_path / "a.tar"
-    whole = tar_of({f"{k}.txt": f"text {k} ".encode() * 300 for k in range(5)})
-    path.write_bytes(damage(whole, whole.index(b"2.txt\0")))
+    path.write_bytes(archive)
     records = extract(tmp_path / "out", path, format="text")
-    assert [each["id"] for each in records] == ["a/0.txt", "a/1.txt"]
-    [bad] = rejected(tmp_path / "out")
-    assert bad["file"] == str(path)
+    assert [each["id"] for each in records] == [f"a/{k}.txt" for k in range(kept)]
+    assert [each["file"] for each in rejected(tmp_path / "out")] == [str(path)]
 
 
 @pytest.mark.parametrize("ending", ["xz", "gz"])
@@ -154,13 +157,6 @@ def test_a_compressed_archive_cut_in_the_middle_loses_its_rest_alone(
     assert records[-1] == {"text": "other", "source": "web", "id": "b/x"}
     [bad] = rejected(tmp_path / "out")
     assert bad["file"].endswith(f"a.tar.{ending}")
-
-
-def test_more_archives_behind_the_end_of_one_are_not_lost_in_silence(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_of({"x": b"one"}) + tar_of({"y": b"two"}))
-    extract(tmp_path / "out", path, format="text")
-    assert [each["file"] for each in rejected(tmp_path / "out")] == [str(path)]
 
 
 def test_bytes_that_are_no_text_and_links_are_set_aside_by_name(tmp_path: Path) -> None:
@@ -235,17 +231,14 @@ def test_a_change_in_a_folder_of_texts_is_no_longer_the_same_input(tmp_path: Pat
     )
 
 
-def test_names_that_are_no_text_still_name_a_document(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / os.fsdecode(b"caf\xe9\n.txt")).write_text("text")
-    [record] = extract(tmp_path / "out", tmp_path / "in", format="text")
-    assert record["id"] == "caf\\udce9\n.txt"
-
-
-def test_walking_a_folder_follows_no_circle(tmp_path: Path) -> None:
-    folder_of_texts(tmp_path, 3)
-    (tmp_path / "d0" / "up").symlink_to(tmp_path)
-    assert [name for name, _ in walk(tmp_path)] == ["d0/000.txt", "d1/001.txt", "d2/002.txt"]
+def test_a_folder_is_walked_once_whatever_its_names(tmp_path: Path) -> None:
+    folder_of_texts(tmp_path / "in", 3)
+    (tmp_path / "in" / "d0" / "up").symlink_to(tmp_path / "in")
+    names = ["d0/000.txt", "d1/001.txt", "d2/002.txt"]
+    assert [name for name, _ in walk(tmp_path / "in")] == names
+    (tmp_path / "in" / os.fsdecode(b"caf\xe9\n.txt")).write_text("text")  # no UTF-8
+    records = extract(tmp_path / "out", tmp_path / "in", format="text")
+    assert [each["id"] for each in records] == ["caf\\udce9\n.txt", *names]
 
 
 def test_the_pages_of_a_wet_file_come_with_url_and_id(tmp_path: Path) -> None:
@@ -267,7 +260,9 @@ def test_the_pages_of_a_wet_file_come_with_url_and_id(tmp_path: Path) -> None:
     assert (facts["input"]["documents"], list(facts["dropped"])) == (3, ["empty text"])
 
 
-def test_broken_records_of_a_wet_file_cost_themselves_alone(tmp_path: Path) -> None:
+def test_damage_in_a_wet_file_costs_its_records_alone(
+    tmp_path: Path,
+) -> None:
     broken = [
         wet_record(2, b"two").replace(b"Content-Length: 3", b"Content-Length: x"),
         wet_record(3, b"\xff\xfe"),
@@ -284,16 +279,11 @@ def test_broken_records_of_a_wet_file_cost_themselves_alone(tmp_path: Path) -> N
     starts.append(len(b"".join(broken + good)))
     assert [each["offset"] for each in bad[:4]] == starts
     assert len(bad) == 5
-
-
-def test_a_wet_file_cut_in_the_middle_keeps_its_beginning(tmp_path: Path) -> None:
-    wet = b"".join(
-        gzip.compress(wet_record(k, os.urandom(500).hex().encode())) for k in range(1, 6)
-    )
-    path = tmp_path / "a.warc.wet.gz"
-    path.write_bytes(wet[: len(wet) // 2])
-    assert len(extract(tmp_path / "out", path, format="wet")) == 2
-    assert len(rejected(tmp_path / "out")) == 1
+    noise = [wet_record(k, os.urandom(500).hex().encode()) for k in range(1, 6)]
+    packed = b"".join(map(gzip.compress, noise))
+    (tmp_path / "b.warc.wet.gz").write_bytes(packed[: len(packed) // 2])
+    assert len(extract(tmp_path / "cut", tmp_path / "b.warc.wet.gz", format="wet")) == 2
+    assert len(rejected(tmp_path / "cut")) == 1
 
 
 def test_too_long_a_document_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +330,7 @@ def test_a_format_that_does_not_fit_is_refused(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_bad_beginning_is_no_format_that_does_not_fit(tmp_path: Path) -> None:
+def test_bad_lines_first_are_no_wrong_format(tmp_path: Path) -> None:
     bad, good = b"{broken}\n" * 90, b'{"text": "good"}\n'
     (tmp_path / "a.jsonl").write_bytes(b"{broken}\n" * 500)
     (tmp_path / "b.jsonl").write_bytes(bad + good)
@@ -348,7 +338,7 @@ def test_a_bad_beginning_is_no_format_that_does_not_fit(tmp_path: Path) -> None:
     assert len(extract(tmp_path / "out", *inputs, format="jsonl")) == 1
 
 
-def test_input_without_any_document_is_an_error(tmp_path: Path) -> None:
+def test_no_document_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": ""}] * 3)
     (tmp_path / "a.wet").write_bytes(wet_record(1, b"page", "response"))
     (tmp_path / "empty").mkdir()

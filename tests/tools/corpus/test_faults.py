@@ -195,7 +195,7 @@ def test_a_step_that_is_killed_again_and_again_ends_with_the_same_bytes(
     tasks = tasks_of(whole)
     assert tasks > 8
     kills = 0
-    for at, open_file in ((1, False), (tasks // 3, True), (tasks // 2, True), (tasks - 2, False)):
+    for at, open_file in ((1, False), (tasks // 2, True), (tasks - 2, False)):
         kills += kill_at(step, inputs, output, at, open_file)
         if not (output / "manifest.json").exists():
             with pytest.raises(ValueError, match="^--input "):
@@ -235,7 +235,7 @@ def test_shares_and_a_last_run_write_what_one_run_writes(
     step: Step, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     inputs, whole = undisturbed(step)
-    for name, shares in (("a", ["1/2", "0/2"] * 4), ("b", ["2/3"])):
+    for name, shares in (("a", ["1/2", "0/2"] * 3), ("b", ["2/3"])):
         for share in shares:
             assert not step.run(inputs, tmp_path / name, "--shard", share)
         step.run(inputs, tmp_path / name)
@@ -262,9 +262,7 @@ def test_one_shard_or_many_give_the_same_documents(step: Step, tmp_path: Path) -
     [whole] = write_input(step, tmp_path / "in")
     paths = deal(whole.read_bytes().splitlines(), tmp_path / "many", whole.suffix)
     results = []
-    for name, inputs, unit in (
-        ("1", [whole], "1GB"), ("2", [whole], "3KB"), ("3", paths, "1GB"), ("4", paths, "2KB"),
-    ):  # fmt: skip
+    for name, inputs, unit in (("1", [whole], "1GB"), ("2", [whole], "3KB"), ("3", paths, "2KB")):
         output = tmp_path / name / "out"
         output.parent.mkdir()
         facts = step.run(inputs, output, unit=unit)

@@ -44,12 +44,17 @@ def cluster() -> Iterator[str]:
         yield cluster.scheduler_address
 
 
-@pytest.mark.parametrize("where", ["pool", "dask"])
 @pytest.mark.parametrize(
-    ("fault", "kind"),
-    [("none", None), ("kill-once", None), ("kill-always", RuntimeError), ("raise", ValueError)],
+    ("where", "fault", "kind"),
+    [
+        ("pool", "none", None),
+        ("pool", "kill-once", None),
+        ("pool", "kill-always", RuntimeError),
+        ("pool", "raise", ValueError),
+        ("dask", "kill-always", RuntimeError),
+    ],
 )
-def test_what_befalls_workers_changes_nothing(
+def test_workers_that_fail_change_nothing(
     where: str, fault: str, kind: type[Exception] | None, tmp_path: Path,
     expected: dict[str, bytes], request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
@@ -77,20 +82,20 @@ def die_once(folder: str, number: int) -> int:
     return number
 
 
-def test_deaths_of_many_workers_in_a_long_stage_do_not_add_up(tmp_path: Path) -> None:
-    calls = [Call(die_once, (str(tmp_path), k)) for k in range(4 * ATTEMPTS)]
-    assert dict(LocalPool(1).run(calls)) == {k: k for k in range(4 * ATTEMPTS)}
-    assert len(list(tmp_path.iterdir())) == 2 * ATTEMPTS > ATTEMPTS
-
-
-def test_a_worker_that_dies_while_others_start_is_replaced(tmp_path: Path) -> None:
-    """CPython's pool may wait for ever for one that starts while it breaks."""
-    for attempt in range(8):
+@pytest.mark.parametrize(
+    ("workers", "numbers"),
+    [
+        (1, [*range(4 * ATTEMPTS)]),
+        (6, [1, *range(0, 60, 2)]),  # CPython's pool may wait for one that starts while it breaks
+    ],
+    ids=["more deaths than attempts", "while others start"],
+)
+def test_dead_workers_are_replaced(workers: int, numbers: list[int], tmp_path: Path) -> None:
+    for attempt in range(3 if workers > 1 else 1):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        numbers = [1, *range(0, 60, 2)]  # the first one is odd
         calls = [Call(die_once, (str(folder), number)) for number in numbers]
-        assert dict(LocalPool(6).run(calls)) == dict(enumerate(numbers))
+        assert dict(LocalPool(workers).run(calls)) == dict(enumerate(numbers))
 
 
 def wait_in(folder: str, number: int) -> int:
@@ -114,41 +119,34 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
-def test_dask_is_imported_where_it_is_asked_for_alone() -> None:
-    modules = sorted(path.stem for path in (ROOT / "tools" / "corpus").glob("[!_]*.py"))
+def test_local_work_needs_no_dask_and_one_worker_no_process() -> None:
     code = (
-        "import importlib, sys\n"
-        f"for name in {modules}: importlib.import_module('tools.corpus.' + name)\n"
+        "import os, sys, tools.corpus.run\n"
         "from tools.corpus.scheduler import Call, open_scheduler\n"
-        "with open_scheduler('local', 2, 1) as local: list(local.run([Call(abs, (1,))]))\n"
+        "for workers in (1, 2):\n"
+        "    with open_scheduler('local', workers, 1) as local:\n"
+        "        [(_, worker)] = local.run([Call(os.getpid, ())])\n"
+        "    assert (worker == os.getpid()) == (workers == 1)\n"
         "assert not {'dask', 'distributed', 'dask_jobqueue'} & {*sys.modules}\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("name", ["slurm", "tcp://host:8786"])
-@pytest.mark.parametrize("lacking", ["dask", "sbatch"])
-def test_a_cluster_that_cannot_be_asked_is_refused(
-    name: str, lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lacking", ["dask", "sbatch", "answer"])
+def test_a_cluster_that_cannot_be_asked_is_refused_and_what_is_there_stays(
+    lacking: str, tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = "slurm" if lacking == "sbatch" else "tcp://127.0.0.1:9"
+    monkeypatch.setattr("tools.corpus.scheduler.ANSWER", 1)
     if lacking == "dask":
         monkeypatch.setitem(sys.modules, "dask.distributed", None)
-    elif name == "slurm":
+    elif lacking == "sbatch":
         pytest.importorskip("dask_jobqueue")
         monkeypatch.setenv("PATH", "")
-    else:
-        name = "tcp://127.0.0.1:9"
-    words = ["--input", str(corpus(tmp_path) / "0.jsonl"), "--output", str(tmp_path / "out")]
-    words += ["--workers", "1", "--scheduler", name]
+    words = ["--input", str(tmp_path / "in" / "0.jsonl"), "--output", str(tmp_path / "expected")]
+    words += ["--workers", "1", "--mark", "?", "--overwrite", "--scheduler", name]
     assert refused(partial(program, TOY), words) == "--scheduler"
-
-
-def test_relative_paths_mean_the_same_to_workers_in_other_folders(
-    tmp_path: Path, expected: dict[str, bytes], cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the workers stay where they were started
-    run(toy(Path("in"), Path("out"), scheduler=cluster))
-    assert content(tmp_path / "out") == expected
+    assert content(tmp_path / "expected") == expected
 
 
 def fail_or_write(folder: str, number: int) -> None:
@@ -221,9 +219,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_slurm_runs_the_step_in_jobs(
-    tmp_path: Path, expected: dict[str, bytes], slurm: Path
+    tmp_path: Path, expected: dict[str, bytes], slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(toy(tmp_path / "in", tmp_path / "out", scheduler="slurm", workers=2, memory="600MB"))
+    """With relative paths, which jobs get from the root: they run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    run(toy(Path("in"), Path("out"), scheduler="slurm", workers=2, memory="600MB"))
     assert content(tmp_path / "out") == expected
     facts = json.loads((tmp_path / "out" / "run.json").read_bytes())
     assert facts["settings"] == {"workers": 2, "scheduler": "slurm"}
@@ -232,10 +232,3 @@ def test_slurm_runs_the_step_in_jobs(
     for job in jobs:
         assert "#SBATCH --cpus-per-task=1" in job
         assert f"--memory-limit {(600_000_000 + HEADROOM) / 2**30:.2f}GiB" in job
-
-
-def test_local_work_of_one_worker_stays_in_this_process() -> None:
-    for workers in (1, 2):
-        with open_scheduler("local", workers, 1) as local:
-            [(_, worker)] = local.run([Call(os.getpid, ())])
-        assert (worker == os.getpid()) == (workers == 1)

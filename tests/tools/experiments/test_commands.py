@@ -16,7 +16,7 @@ from tasks.main import find_module, split_task
 from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
 from tools.corpus.settings import parse_settings
-from tools.corpus.tokenize.step import Settings as PreprocessSettings
+from tools.corpus.tokenize.settings import Settings as PreprocessSettings
 from tools.experiments import figure6, figure7, miniature, quickstart
 from tools.experiments.passages import passages
 from tools.experiments.runner import ROOT, Command, Machine, Stage

@@ -40,7 +40,7 @@ from tools.corpus.files import (
     scratch_writer,
     write_shard,
 )
-from tools.corpus.settings import StepSettings, say
+from tools.corpus.settings import ShardSettings, say
 
 PAIRS_OF_A_TASK = 500_000
 PAIR_BYTES = 100  # memory of a candidate pair while it is merged and verified
@@ -53,7 +53,7 @@ Files = tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(StepSettings):
+class Settings(ShardSettings):
     shingle: Shingle = "char5"
     """Elements of a document's set: its 5-grams of characters, or of words."""
 
@@ -387,7 +387,7 @@ class Stages:
 
 
 def write_unit(
-    number: int, settings: StepSettings, folder: Path, index: Index, files: Files
+    number: int, settings: ShardSettings, folder: Path, index: Index, files: Files
 ) -> dict[str, Any]:
     """Write the shard of a unit's documents that stay, and its lines of duplicates.jsonl.
 

@@ -6,37 +6,30 @@ some range of the input.  Thus all workers are busy whether there is one shard o
 output does not depend on the number of workers.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib.metadata import version
+from dataclasses import asdict, replace
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.indexed import token_dtype
-from megatron.data.json_lines import WORK, no_text_reason, parse_json, parse_line, read_shard
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.libraries import Library, load
+from megatron.data.json_lines import no_text_reason, parse_json, parse_line, read_shard
+from megatron.libraries import Library
 from tools.corpus.engine import keep_rejected
 from tools.corpus.files import Count, Counts, DocumentCounts, Unit, scratch_writer, source_of
-from tools.corpus.settings import StepSettings
-from tools.corpus.tokenize.encoders import Encoder, build_encoder
+from tools.corpus.tokenize.settings import Settings
 from tools.corpus.tokenize.writer import IndexedDatasetWriter
 
 BATCH_DOCUMENTS, BATCH_BYTES = 500, 1 << 22  # encoded in one call, whichever is reached first
 JOINED_TOKENS = 1 << 23  # held in memory at a time while a shard is joined
-SMALLEST_UNIT, LARGEST_UNIT = 1 << 18, 1 << 25  # bytes
 PARTS = (".tokens", ".sizes", ".documents")  # files that a unit is encoded into
 NO_TOKEN = "without a token"
 LINES_LOOKED_AT = 100  # lines without text per unit whose keys are counted
-UNITS = 64  # least number, unless units become too small, to give work to all workers
 SAMPLE_UNITS, SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 256, 4000  # limits of a sample of the input
 
 
@@ -48,74 +41,11 @@ LONGEST = 5_000
 sentencex = Library("sentencex")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenSettings(StepSettings):
-    """The settings that determine the tokens, made from the flags of tools/preprocess_data.py."""
-
-    json_key: str
-    tokenizer_type: str
-    vocab_file: Path | None
-    merge_file: Path | None
-    fingerprint: str
-    """Fingerprint of the tokenizer; it covers vocab_size and the end mark."""
-    vocab_size: int
-    eod: int | None
-    """Id of the mark at the end of every document, if there is one."""
-    unknown: int | None
-    """Id of [UNK], if the tokenizer has one."""
-    sentences: str | None
-    """Name and version of the sentence splitter; None if documents are not split."""
-    encoder: str
-    shard_bytes: int
-    """Bytes of input for one shard of output."""
-    shuffled: bool | None
-
-    no_parameters: ClassVar = frozenset({"unknown"})  # the fingerprint covers it
-
-    def load_encoder(self) -> Encoder:
-        """The encoder; built once per process."""
-        files = self.vocab_file, self.merge_file
-        return load_encoder(self.tokenizer_type, *files, self.encoder)
-
-    def part(self, unit: str, suffix: str) -> Path:
-        """One of the files that a unit was encoded into."""
-        return self.output / WORK / "parts" / f"{unit}{suffix}"
-
-    def staged(self, shard: int) -> str:
-        """Prefix of a shard before it is moved to its final place."""
-        return str(self.output / WORK / "staged" / f"{shard:05}")
-
-
-@cache
-def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
-    # There are --workers processes; the tokenizers library would use all cores in each of them.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    files = [str(file) if file else None for file in (vocab_file, merge_file)]
-    return build_tokenizer(kind, *files)
-
-
-@cache
-def load_encoder(
-    kind: str, vocab_file: Path | None, merge_file: Path | None, choice: str
-) -> Encoder:
-    """The encoder; built once per process, even if `choice` names the one that "auto" selects."""
-    if choice != "auto":
-        chosen = load_encoder(kind, vocab_file, merge_file, "auto")
-        if chosen.name == choice:
-            return chosen
-    return build_encoder(choice, load_tokenizer(kind, vocab_file, merge_file).library)
-
-
 class Passage(NamedTuple):
     text: str
     source: str
     size: int
     """Bytes of the text in UTF-8."""
-
-
-def unit_bytes(total: int, shard_bytes: int) -> int:
-    """Bytes of a unit: gives UNITS units or more, none larger than a shard."""
-    return min(max(total // UNITS, SMALLEST_UNIT), LARGEST_UNIT, shard_bytes)
 
 
 def group_units(units: Sequence[Unit], shard_bytes: int) -> list[list[Unit]]:
@@ -139,7 +69,7 @@ class Encoded(NamedTuple):
     """Number of sentences without a token, which are left out."""
 
 
-def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
+def encode_unit(unit: Unit, settings: Settings) -> dict[str, Any]:
     """Write the unit's tokens, and the sizes of its sequences; returns its counts, for JSON."""
     accounting, empty, other_keys = DocumentCounts(), 0, Counter[str]()
     dtype = token_dtype(settings.vocab_size)
@@ -167,9 +97,9 @@ def encode_unit(unit: Unit, settings: TokenSettings) -> dict[str, Any]:
     }
 
 
-def encode(texts: Sequence[str], settings: TokenSettings) -> Encoded:
+def encode(texts: Sequence[str], settings: Settings) -> Encoded:
     """The tokens of documents, with sentences and end marks according to the settings."""
-    is_split = settings.sentences is not None
+    is_split = settings.split_sentences
     parts = [split_sentences(text) if is_split else [text] for text in texts]
     ids, sizes = settings.load_encoder().arrays(list(chain.from_iterable(parts)))
     document = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -236,13 +166,11 @@ def _count(counts: Counts, passage: Passage) -> None:
     counts.setdefault(passage.source, Count()).add(passage.size)
 
 
-def join_shard(
-    number: int, units: tuple[str, ...], settings: TokenSettings
-) -> dict[str, Any] | None:
+def join_shard(number: int, units: tuple[str, ...], settings: Settings) -> dict[str, Any] | None:
     """Join the parts of the units; returns the shard's Description, None if it has no document."""
     staged = settings.staged(number)
     Path(staged).parent.mkdir(parents=True, exist_ok=True)
-    dtype, is_split = token_dtype(settings.vocab_size), settings.sentences is not None
+    dtype, is_split = token_dtype(settings.vocab_size), settings.split_sentences
     single = unknown = 0
     with IndexedDatasetWriter(staged, dtype, sentences=is_split) as writer:
         for unit in units:
@@ -269,7 +197,7 @@ def join_shard(
 
 
 def _read_part(
-    settings: TokenSettings, unit: str, dtype: np.dtype[Any]
+    settings: Settings, unit: str, dtype: np.dtype[Any]
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32], NDArray[np.int32]]]:
     """(tokens, sizes, sequences) of a unit's parts, some documents at a time."""
     binary, *counts = (settings.part(unit, suffix) for suffix in PARTS)
@@ -287,12 +215,6 @@ def _read_part(
             sizes[starts[first] : starts[last]],
             sequences[first:last],
         )
-
-
-def splitter() -> str:
-    """The library's name and version. Raises MissingLibrary."""
-    load("sentencex", "--no-split-sentences")
-    return f"sentencex {version('sentencex')}"
 
 
 def split_sentences(text: str) -> list[str]:

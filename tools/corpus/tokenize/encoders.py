@@ -8,13 +8,16 @@ gigatoken 0.10 has a newer Unicode than tokenizers 0.23: it treats 4,657 charact
 the reference does not, and thus splits a contraction such as 's after one of them differently.
 """
 
+import os
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.data.tokenizer import EncodedTexts, encode_arrays
+from megatron.data.tokenizer import EncodedTexts, Tokenizer, build_tokenizer, encode_arrays
 from megatron.errors import UsageError
 from megatron.libraries import MissingLibrary, load
 
@@ -152,3 +155,23 @@ def find_difference(encoder: Encoder, reference: Encoder) -> str | None:
         if not np.array_equal(ours, theirs):
             return f"{encoder.name} gives other ids than {reference.name} for {text[:40]!r}"
     return None
+
+
+@cache
+def load_tokenizer(kind: str, vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
+    # There are --workers processes; the tokenizers library would use all cores in each of them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    files = [str(file) if file else None for file in (vocab_file, merge_file)]
+    return build_tokenizer(kind, *files)
+
+
+@cache
+def load_encoder(
+    kind: str, vocab_file: Path | None, merge_file: Path | None, choice: str = "auto"
+) -> Encoder:
+    """The encoder; built once per process, even if `choice` names the one that "auto" selects."""
+    if choice != "auto":
+        chosen = load_encoder(kind, vocab_file, merge_file)
+        if chosen.name == choice:
+            return chosen
+    return build_encoder(choice, load_tokenizer(kind, vocab_file, merge_file).library)

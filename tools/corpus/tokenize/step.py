@@ -16,206 +16,70 @@ text_document.*, rejected.jsonl and a manifest.  The second command verifies the
 
 import contextlib
 import functools
-import glob
 import json
 import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks import positive, share
 from megatron.config.parse import parse
 from megatron.data.files import with_suffix
 from megatron.data.indexed import OPTIONAL_COUNTS, Description
-from megatron.data.json_lines import MANIFEST, find_shards
-from megatron.data.text_checks import MAX_UNKNOWN, count_casing, judge_casing, judge_unknown
-from megatron.data.tokenizer import (
-    UNKNOWN,
-    BertTokenizer,
-    BertWordPieceLowerCase,
-    Tokenizer,
-    file_names,
-)
+from megatron.data.json_lines import MANIFEST
+from megatron.data.text_checks import count_casing, judge_casing, judge_unknown
+from megatron.data.tokenizer import UNKNOWN, BertTokenizer, BertWordPieceLowerCase
 from megatron.errors import UsageError
-from tools.corpus.engine import RUN, StepRun, Task, remove, sum_counts
-from tools.corpus.files import BAD_LINE, DAMAGED_FILE, Unit, read_manifest
-from tools.corpus.settings import Unfinished, parse_size, running, say
+from tools.corpus.engine import REJECTED, RUN, StepRun, Task, remove, sum_counts
+from tools.corpus.files import BAD_LINE, DAMAGED_FILE, Unit
+from tools.corpus.settings import Unfinished, running, say
 from tools.corpus.tokenize.encode import (
     NO_TOKEN,
     PARTS,
-    TokenSettings,
     encode_unit,
     group_units,
     join_shard,
-    load_encoder,
-    load_tokenizer,
     sample_texts,
-    splitter,
-    unit_bytes,
 )
+from tools.corpus.tokenize.settings import Settings, splitter
 from tools.corpus.tokenize.writer import join_descriptions, move_data_set, verify
 
 WAVE = 64  # most shards whose tokens are on disk twice at the same time
-REJECTED = ".rejected.jsonl"  # ending of the rejected lines beside a prefix
 MARGIN = 2  # the share of [UNK] in a sample may be this times --max-unknown; more fails early
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    input: tuple[Path, ...]
-    """Files of JSON lines, one document per line, and *.txt files, one document each (plain, .gz
-    or .zst), or folders of them."""
-
-    json_key: str = "text"
-    """Key of the text in a line; it is part of the output's name."""
-
-    output_prefix: str | None = None
-    """P, for P_text_document.bin and the other files.  `verify P_text_document` in place of all
-    flags checks them."""
-
-    output: Path | None = None
-    """Output folder, instead of a prefix, as for the steps of tools.corpus."""
-
-    tokenizer_type: str = "GPT2BPETokenizer"
-    """Kind of tokenizer."""
-
-    vocab_file: Path | None = field(default=None, metadata={"alias": "tokenizer_model"})
-    """The tokenizer's vocabulary: vocab.json, vocab.txt of a WordPiece, or for a
-    HuggingFaceTokenizer tokenizer.json or its folder. Also spelt --tokenizer-model."""
-
-    merge_file: Path | None = None
-    """The byte-pair encoding's merges (merges.txt)."""
-
-    append_eod: bool | None = None
-    """End each document with an end-of-document mark. On by default, except with
-    --split-sentences."""
-
-    split_sentences: bool = False
-    """Write each sentence as a sequence, as pretrain_bert.py needs, to a data set P_text_sentence.
-    A line end ends a sentence; other rules are those of English."""
-
-    max_unknown: float = MAX_UNKNOWN
-    """Largest share of a WordPiece's tokens that may be [UNK]; more is an error, and above 0.01
-    there is a warning.  A BPE has no [UNK]."""
-
-    allow_lower_case: bool = False
-    """Accept text without capitals for a vocabulary with capitals (BertWordPieceCase)."""
-
-    encoder: str = "auto"
-    """Library that encodes: tokenizers, the reference; gigatoken, a hundred times as fast, for a
-    BPE; words, the reference once for each word, for a WordPiece; auto selects one of the last two
-    if it is installed and gives the reference's ids on a set of tricky strings. A
-    HuggingFaceTokenizer is always encoded by tokenizers."""
-
-    shard_size: str = "1GB"
-    """Largest amount of input for one .bin and .idx; a compressed file is not split."""
-
-    workers: int = len(os.sched_getaffinity(0))
-    """Number of processes, or of jobs with --scheduler slurm; does not change the output."""
-
-    scheduler: str = "local"
-    """local, slurm, or the address of a Dask scheduler such as tcp://host:8786."""
-
-    shard: str | None = None
-    """K/N: do only every N-th task, starting with the K-th (K from 0), for job arrays; repeat until
-    no task is left, then run the command without this flag."""
-
-    overwrite: bool = False
-    """Replace an existing data set, or the results of other settings or other input in the folder
-    --output."""
-
-    def __post_init__(self) -> None:
-        positive(self, "workers")
-        share(self, "max_unknown")
-        if (self.output is None) == (self.output_prefix is None):
-            raise UsageError(
-                "--output-prefix",
-                self.output_prefix,
-                "P, for files P_text_document.*, or left out with --output FOLDER",
-                works=("--output-prefix", "P") if self.output is None else (),
-            )
-        if self.split_sentences and self.append_eod:
-            raise UsageError(
-                "--append-eod",
-                None,
-                "left out with --split-sentences, which keeps documents apart without a mark",
-                works=("--no-append-eod",),
-            )
-
-    @property
-    def appends_eod(self) -> bool:
-        return not self.split_sentences if self.append_eod is None else self.append_eod
-
-    @property
-    def name(self) -> str:
-        return f"{self.json_key}_{'sentence' if self.split_sentences else 'document'}"
-
-    @property
-    def files(self) -> list[str]:
-        """Patterns of the data set's files in the folder."""
-        name = glob.escape(self.name)
-        return [name + end for end in (".bin", ".idx", ".json", ".tokenizer", "_[0-9]*")]
-
-    @property
-    def data_path(self) -> str:
-        """Prefix of the data set."""
-        return f"{self.output_prefix}_{self.name}" if self.output is None else self.filled
-
-    @property
-    def folder(self) -> Path:
-        """The work folder; with a prefix it is beside it, and removed when all is moved out."""
-        return self.output or Path(f"{self.data_path}.work")
-
-    @property
-    def filled(self) -> str:
-        """Prefix of the data set in the folder."""
-        return str(self.folder / self.name)
-
-    @property
-    def given(self) -> str:
-        """The input's flag and files, for messages."""
-        return f"--input {' '.join(map(str, self.input))}"
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer; built once per process."""
-        return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
 
 def run(settings: Settings) -> None:
     """Write the data set.  Raises ValueError, naming the flag, if that is impossible."""
     start = time.monotonic()
     check(settings)
-    chosen = token_settings(settings)
-    if settings.overwrite or not (chosen.output / MANIFEST).exists():
-        check_sample(settings, chosen)
-    with StepRun("tokenise", chosen, by_unit=False, files=settings.files) as step:
+    sentences = f"; sentences: {splitter()}" if settings.split_sentences else ""
+    say(f"encoder: {settings.load_encoder().description}{sentences}")
+    if settings.overwrite or not (settings.folder / MANIFEST).exists():
+        check_sample(settings)
+    with StepRun("tokenise", settings, by_unit=False, files=settings.files) as step:
         if not step.done:
             tokenise(step, settings)
-        if settings.output is None:
-            files = settings.tokenizer.files
-            line = move_out(settings.folder, settings.filled, settings.data_path, files)
+        if settings.output_prefix is not None:
+            line = move_out(settings)
             say(f"{settings.data_path}: {line}, in {time.monotonic() - start:.1f} s")
 
 
 def check(settings: Settings) -> None:
     # A manifest in the work folder is from a run that was killed while it moved its files.
     may_replace = settings.overwrite or (settings.folder / MANIFEST).exists()
-    if settings.output is None and not may_replace and (found := find_data_set(settings.data_path)):
-        prefix = str(settings.output_prefix)
+    prefix = settings.output_prefix
+    if prefix is not None and not may_replace and (found := find_data_set(settings.data_path)):
         works = ("--output-prefix", prefix, "--overwrite")
         raise UsageError("--output-prefix", prefix, f"new ({found} is there)", works=works)
-    is_bert = isinstance(settings.tokenizer, BertTokenizer)
+    is_bert = settings.unknown is not None
     if settings.split_sentences and not is_bert:
         raise UsageError(
             "--tokenizer-type",
             settings.tokenizer_type,
             "a kind with the marks that --split-sentences needs, which is for pretrain_bert.py",
-            works=("--tokenizer-type", "BertWordPieceLowerCase"),
+            works=("--tokenizer-type", BertWordPieceLowerCase.kind),
         )
     if is_bert and not settings.split_sentences:
         warn("without --split-sentences pretrain_bert.py does not read what is written")
@@ -234,51 +98,16 @@ def warn(message: str) -> None:
     say_warning(message)
 
 
-def token_settings(settings: Settings) -> TokenSettings:
-    """Checks input and tokenizer, and prints which encoder is used."""
-    shard_bytes = parse_size("--shard-size", settings.shard_size)
-    total = sum(file.stat().st_size for file in find_shards(settings.input))
-    tokenizer, vocab_file = settings.tokenizer, settings.vocab_file
-    if vocab_file is not None and vocab_file.is_dir():  # the tokenizer found its file in it
-        vocab_file /= file_names(settings.tokenizer_type)[0]
-    files = vocab_file, settings.merge_file
-    encoder = load_encoder(settings.tokenizer_type, *files, settings.encoder)
-    chosen = TokenSettings(
-        input=settings.input,
-        output=settings.folder,
-        workers=settings.workers,
-        scheduler=settings.scheduler,
-        shard=settings.shard,
-        unit=f"{unit_bytes(total, shard_bytes)}B",
-        overwrite=settings.overwrite or (settings.output is None and settings.shard is None),
-        json_key=settings.json_key,
-        tokenizer_type=settings.tokenizer_type,
-        vocab_file=vocab_file,
-        merge_file=settings.merge_file,
-        fingerprint=tokenizer.fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod if settings.appends_eod else None,
-        unknown=tokenizer.unknown if isinstance(tokenizer, BertTokenizer) else None,
-        sentences=splitter() if settings.split_sentences else None,
-        encoder=encoder.name,
-        shard_bytes=shard_bytes,
-        shuffled=are_shuffled(settings.input),
-    )
-    sentences = f"; sentences: {splitter()}" if settings.split_sentences else ""
-    say(f"encoder: {encoder.description}{sentences}")
-    return chosen
-
-
-def check_sample(settings: Settings, chosen: TokenSettings) -> None:
+def check_sample(settings: Settings) -> None:
     """Raise ValueError early if a sample shows that the input does not fit the vocabulary."""
-    tokenizer, where = settings.tokenizer, f"{settings.given}, a sample of it"
+    tokenizer, where = settings.tokenizer, f"{settings.input_words}, a sample of it"
     if not isinstance(tokenizer, BertTokenizer):
         return
-    texts = sample_texts(chosen.units(), settings.json_key)
+    texts = sample_texts(settings.units(), settings.json_key)
     works = f"--tokenizer-type {BertWordPieceLowerCase.kind} with a vocabulary without capitals"
     allow, casing = settings.allow_lower_case, count_casing(texts)
     say_warning(judge_casing(where, casing, tokenizer, allow=allow, works=works))
-    ids, _ = chosen.load_encoder().arrays(texts)
+    ids, _ = settings.load_encoder().arrays(texts)
     count = int((ids == tokenizer.unknown).sum())
     if count > MARGIN * settings.max_unknown * len(ids):
         check_unknown(settings, where, count, len(ids))
@@ -289,47 +118,42 @@ def check_unknown(settings: Settings, where: str, count: int, tokens: int) -> No
     say_warning(judge_unknown(where, count, tokens, settings.max_unknown, works))
 
 
-def are_shuffled(paths: Sequence[Path]) -> bool | None:
-    """True if every path is in a folder whose manifest says so, else None (unknown)."""
-    manifests = [read_manifest(path if path.is_dir() else path.parent) for path in paths]
-    return all(found and found.get("shuffled") for found in manifests) or None
-
-
 def tokenise(step: StepRun, settings: Settings) -> None:
     """Tokenise the input into the step's folder."""
-    chosen = step.settings
-    assert isinstance(chosen, TokenSettings)
-    results, parts = encode_and_join(step, chosen)
+    results, parts = encode_and_join(step, settings)
     accounting = sum_counts(results)
-    staged = [chosen.staged(number) for number, part in enumerate(parts) if part]
+    staged = [settings.staged(number) for number, part in enumerate(parts) if part]
     if not staged:
-        shutil.rmtree(step.output if settings.output is None else step.work)
+        shutil.rmtree(step.work if settings.output_prefix is None else step.output)
         check_json_key(settings, results, is_empty=True)
         raise ValueError(
-            f"{settings.given} holds no document; " + ", ".join(left_out(accounting.to_json()))
+            f"{settings.input_words} holds no document; "
+            + ", ".join(left_out(accounting.to_json()))
         )
     check_json_key(settings, results, is_empty=False)
     if settings.shard is not None:
         raise Unfinished("tokenise: all is done but the last step: run without --shard")
     description = join_descriptions([Description.from_json(part) for part in parts if part])
-    goes_on = f"; nothing was put in place, and with the latter the run goes on from {step.output}"
     unknown = description.unknown_tokens or 0
     try:
-        check_unknown(settings, settings.given, unknown, description.tokens)
+        check_unknown(settings, settings.input_words, unknown, description.tokens)
     except ValueError as error:
-        raise ValueError(f"{error}{goes_on}") from error
-    move_data_set(staged, settings.filled, description, settings.tokenizer.files)
+        raise ValueError(
+            f"{error}; nothing was put in place, and with the latter the run goes on from "
+            f"{step.output}"
+        ) from error
+    move_data_set(staged, settings.inside, description, settings.tokenizer.files)
     manifest = step.finish(
         accounting,
-        list(shard_facts(description, settings.filled)),
+        list(shard_facts(description, settings.inside)),
         place=settings.data_path,
         tokens=description.tokens,
         shuffled=description.shuffled,
         **{name: getattr(description, name) for name in OPTIONAL_COUNTS},
         empty_sentences=sum(result["empty_sentences"] for result in results),
     )
-    if settings.output is not None:
-        line = summary(manifest, description, step.output / "rejected.jsonl")
+    if settings.output_prefix is None:
+        line = summary(manifest, description, step.output / REJECTED)
         say(f"{settings.data_path}: {line}")
 
 
@@ -342,7 +166,7 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
     for result in results:
         for key, size in result["other_keys"].items():
             characters[key] = characters.get(key, 0) + size
-    lack = f"{count} lines of {settings.given} have no text under it"
+    lack = f"{count} lines of {settings.input_words} have no text under it"
     keys = f"their keys: {', '.join(characters) or 'none'}"
     if not is_empty:
         say_warning(f"--json-key {settings.json_key}: {lack}; {keys}")
@@ -353,7 +177,7 @@ def check_json_key(settings: Settings, results: Sequence[Any], *, is_empty: bool
     raise UsageError("--json-key", settings.json_key, allowed, works=works)
 
 
-def encode_and_join(step: StepRun, settings: TokenSettings) -> tuple[list[Any], list[Any]]:
+def encode_and_join(step: StepRun, settings: Settings) -> tuple[list[Any], list[Any]]:
     """(results of all units, descriptions of all shards, None for a shard without text)."""
     shards = list(enumerate(group_units(step.units, settings.shard_bytes)))
     results: list[Any] = []
@@ -379,25 +203,25 @@ def _size(units: Sequence[Unit]) -> int:
     return sum(unit.stop - unit.start for unit in units)
 
 
-def move_out(folder: Path, filled: str, prefix: str, tokenizer: Mapping[str, bytes]) -> str:
+def move_out(settings: Settings) -> str:
     """Move data set and rejected lines to the prefix, remove the folder, and return a summary.
 
-    filled: prefix of the data set in the folder.  tokenizer: {name: content} of its files.  Another
-    data set at the prefix is replaced, with a message.
+    Another data set at the prefix is replaced, with a message.
     """
+    folder, prefix = settings.folder, settings.data_path
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    description = Description.read(filled)
+    description = Description.read(settings.inside)
     assert description is not None
-    inside, beside = folder / "rejected.jsonl", with_suffix(prefix, REJECTED)
+    rejected, target = folder / REJECTED, with_suffix(prefix, f".{REJECTED}")
     if not _set_aside(manifest):
-        beside.unlink(missing_ok=True)
-    elif inside.exists():  # otherwise it was moved before a crash
-        inside.replace(beside)
-    line = summary(manifest, description, beside)
+        target.unlink(missing_ok=True)
+    elif rejected.exists():  # otherwise it was moved before a crash
+        rejected.replace(target)
+    line = summary(manifest, description, target)
     if (replaced := find_data_set(prefix, unless=description)) is not None:
         say(f"replaced {replaced}")
-    staged = [filled + name for name in description.pairs]
-    move_data_set(staged, prefix, description, tokenizer)
+    staged = [settings.inside + name for name in description.pairs]
+    move_data_set(staged, prefix, description, settings.tokenizer.files)
     # Without the manifest it is no data set; run.json, the last, shows that a step wrote the rest.
     remove(sorted(folder.iterdir(), key=lambda path: (path.name != MANIFEST, path.name == RUN)))
     folder.rmdir()

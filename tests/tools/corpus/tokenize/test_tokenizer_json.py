@@ -202,33 +202,3 @@ def test_special_tokens_that_cannot_be(
     words += ["--special-tokens", *special] if special else []
     assert refused(lambda given: parse_call(train_tokenizer, given, {})(), words) == flag
     assert HuggingFaceTokenizer(str(tmp_path / "out")).vocab_size >= 258
-
-
-def test_the_folder_and_its_file_are_one_tokenizer(tmp_path: Path) -> None:
-    place = write_tokenizer_json(tmp_path, config={"eos_token": "[PAD]"})
-    both = [HuggingFaceTokenizer(each) for each in (place, f"{place}/tokenizer.json")]
-    assert [each.eod for each in both] == [2, 2]
-    assert both[0].fingerprint == both[1].fingerprint
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--split-sentences --no-append-eod",
-        "--encoder gigatoken",
-        "--merge-file t/tokenizer.json",
-        "--vocab-file nowhere",
-        "--vocab-file empty",
-    ],
-)
-def test_preprocessing_refuses_flags_of_other_tokenizers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write_topics(tmp_path)
-    write_tokenizer_json(tmp_path / "t")
-    (tmp_path / "empty").mkdir()
-    given = ["--input", str(file), "--output-prefix", "p", *FLAGS, "--vocab-file", "t"]
-    whole = "--split-sentences" not in words  # else the vocabulary is none of the kind that works
-    flag = words.split()[0] if whole else "--tokenizer-type"
-    assert refused(preprocess_data.main, [*given, *words.split()], whole=whole) == flag
