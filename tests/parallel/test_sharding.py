@@ -67,18 +67,27 @@ def initial_weights(tensor_size: int) -> dict[str, Tensor]:
     return whole_weights(initial(mesh_of_ranks(tensor_size)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool, size: int) -> None:
+def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool) -> None:
     expected = initial_weights(1)
-    for weights in gloo.run(size, initial_weights, size):
+    for weights in gloo.run(4, initial_weights, 4):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("section", [tiny_section, bert_section, partial(bert_section, "post-ln")])
-def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelConfig]) -> None:
-    config = section(num_layers=8, hidden_size=64, max_position_embeddings=256)
+@pytest.mark.parametrize("std", [0.02, 0.5])
+@pytest.mark.parametrize(
+    "section",
+    [tiny_section, bert_section, partial(bert_section, "post-ln"), llama_section],
+    ids=["gpt2", "bert", "bert-post-ln", "llama"],
+)
+def test_matrices_have_the_std_that_is_set_and_alone_decay(
+    section: Callable[..., ModelConfig], std: float
+) -> None:
+    """By default the paper's 0.02; before a residual it is divided by the root of twice the
+    layers."""
+    changes = {} if std == 0.02 else {"init_method_std": std}
+    config = section(num_layers=8, **changes)
     model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
     table = sharding_specs(model)
     for name, weight in model.named_parameters():
@@ -89,26 +98,10 @@ def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelCo
             assert torch.equal(real, torch.full_like(real, name.endswith("norm.weight"))), name
             continue
         before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
-        std, count = 0.02 / sqrt(2 * 8) if before_a_residual else 0.02, real.numel()
+        expected, count = std / sqrt(2 * 8) if before_a_residual else std, real.numel()
         # Five standard errors of the mean and of the standard deviation.
-        assert abs(real.mean().item()) < 5 * std / sqrt(count), name
-        assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
-
-
-@pytest.mark.parametrize("section", [tiny_section, bert_section, llama_section])
-def test_matrices_have_the_std_that_is_set_and_alone_decay(
-    section: Callable[..., ModelConfig],
-) -> None:
-    config = section(num_layers=8, init_method_std=0.5)
-    model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
-    table = sharding_specs(model)
-    for name, weight in model.named_parameters():
-        is_vector = name.endswith("bias") or "norm" in name
-        assert table[name].decay != is_vector, name
-        if not is_vector:
-            before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
-            std, real = 0.5 / sqrt(2 * 8) if before_a_residual else 0.5, table[name].real(weight)
-            assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * real.numel())), name
+        assert abs(real.mean().item()) < 5 * expected / sqrt(count), name
+        assert real.std().item() == pytest.approx(expected, rel=5 / sqrt(2 * count)), name
 
 
 def test_every_parameter_and_seed_has_its_own_draw() -> None:
@@ -216,9 +209,8 @@ def assert_tied(model: GPT2) -> None:
     assert whole[unread].any(dim=1).all()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_specs_survive, size)
+def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool) -> None:
+    gloo.run(2, check_specs_survive, 2)
 
 
 def check_fully_shard(tensor_size: int) -> None:
@@ -242,6 +234,5 @@ def check_fully_shard(tensor_size: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(2, 1), (4, 2)])
-def test_specs_and_ties_survive_fully_shard(gloo: Pool, world: int, tensor_size: int) -> None:
-    gloo.run(world, check_fully_shard, tensor_size)
+def test_specs_and_ties_survive_fully_shard(gloo: Pool) -> None:
+    gloo.run(4, check_fully_shard, 2)
