@@ -135,10 +135,6 @@ def check_two_cuts_of_one_dim() -> None:
     assert torch.equal(gather_whole(local, spec), whole)
 
 
-def test_two_axes_may_cut_one_dim(gloo: Pool) -> None:
-    gloo.run(4, check_two_cuts_of_one_dim)
-
-
 def check_dtensors_of_two_cuts() -> None:
     """DTensor orders the axes of one dim as the mesh does; another order is refused."""
     mesh = mesh_of_ranks(2)
@@ -154,10 +150,6 @@ def check_dtensors_of_two_cuts() -> None:
             assert torch.equal(to_dtensors(module, mesh)["weight"].full_tensor(), whole)
         else:
             assert "weight" in str(refusal(partial(to_dtensors, module, mesh)))
-
-
-def test_dtensors_keep_the_order_of_two_cuts(gloo: Pool) -> None:
-    gloo.run(4, check_dtensors_of_two_cuts)
 
 
 def write_and_read(folder: str, writes: int, reads: int) -> None:
@@ -179,8 +171,9 @@ def test_torchs_distributed_checkpoint_keeps_the_weights(
     gloo.run(4, write_and_read, str(tmp_path), writes, reads)
 
 
-def check_specs_survive(tensor_size: int) -> None:
-    mesh = mesh_of_ranks(tensor_size)
+def check_specs_survive() -> None:
+    """On meta, with memory, in bf16 and in a copy; so do ties."""
+    mesh = mesh_of_ranks(2)
     on_meta_table = sharding_specs(meta := on_meta(mesh))
     assert all(parameter.is_meta for parameter in meta.parameters())
     # A copy on meta, then memory: both keep the table and the number of parameters.
@@ -209,13 +202,9 @@ def assert_tied(model: GPT2) -> None:
     assert whole[unread].any(dim=1).all()
 
 
-def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool) -> None:
-    gloo.run(2, check_specs_survive, 2)
-
-
-def check_fully_shard(tensor_size: int) -> None:
+def check_fully_shard() -> None:
     """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
-    mesh = mesh_of_ranks(tensor_size)
+    mesh = mesh_of_ranks(2)
     plain, sharded = tiny_model(mesh), tiny_model(mesh)
     before = sharding_specs(sharded)
     for layer in sharded.transformer.layers.values():
@@ -234,5 +223,14 @@ def check_fully_shard(tensor_size: int) -> None:
         )
 
 
-def test_specs_and_ties_survive_fully_shard(gloo: Pool) -> None:
-    gloo.run(4, check_fully_shard, 2)
+@pytest.mark.parametrize(
+    ("world", "check"),
+    [
+        (4, check_two_cuts_of_one_dim),
+        (4, check_dtensors_of_two_cuts),
+        (2, check_specs_survive),
+        (4, check_fully_shard),
+    ],
+)
+def test_specs_on_two_ranks_of_tensor(gloo: Pool, world: int, check: Callable[[], None]) -> None:
+    gloo.run(world, check)
