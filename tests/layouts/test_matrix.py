@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from megatron.parallel.mesh import serial_mesh
 from tests.dist import Pool
 from tests.layouts.cover import (
     FACTORS,
@@ -28,15 +27,15 @@ from tests.layouts.matrix import (
     Case,
     alone,
     differences,
-    run,
+    reference_of,
     run_cases,
     shape,
     undivided,
 )
-from tools.layouts.layout import Layout, parse_layout
+from tools.layouts.layout import parse_layout
 
 AT_ONCE = 8  # cases of a call to the pool
-# By the number of ranks: where checkpoints are loaded; each at two of them.
+# By the number of ranks: where checkpoints are loaded, each at one of them.
 OTHERS = {
     2: (
         *("serial", "pipeline=2", "data=2,zero=3"),
@@ -89,7 +88,8 @@ def run_group(pool: Pool, group: Group, device: str) -> dict[Case, set[str]]:
     """What is wrong with each case, on any rank."""
     others = [parse_layout(name) for name in OTHERS[ranks(group[0])]]
     with TemporaryDirectory() as folder:
-        arguments = (group, others, Path(folder), device)
+        cases = [(case, reference_of(case, torch.device(device))) for case in group]
+        arguments = (cases, others, Path(folder), device)
         of_ranks = pool.run(ranks(group[0]), run_cases, *arguments)
     return {case: {each for of_rank in of_ranks for each in of_rank[case]} for case in group}
 
@@ -119,9 +119,8 @@ def test_a_layout_equals_one_process_and_divides_the_work(
 )
 def test_one_process_takes_what_the_formulas_say(model: str, option: str) -> None:
     case = Case("serial", model, frozenset(filter(None, [option])))
-    found = run(case, Layout(), serial_mesh(), torch.float64)
     cpu = torch.device("cpu")
-    assert not list(undivided(found.counts, shape(case, cpu), on_cpu=True))
+    assert not list(undivided(alone(case, cpu).counts, shape(case, cpu), on_cpu=True))
 
 
 def test_the_cases_are_as_uneven_as_they_are_meant_to_be() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import nan
 from typing import Any, Self
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from megatron.parallel.buckets import BUCKET_BYTES, GradientBuckets, clip_grad_n
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import materialize
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
+from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
@@ -76,37 +77,38 @@ def test_narrow_buckets_round_a_sum_once() -> None:
         assert torch.equal(gradient, wide[name]), name
 
 
-def check_against_ddp(bucket_bytes: int, direct: bool) -> None:
-    mesh = mesh_of_ranks(1)
-    model, plain = tiny_model(mesh), tiny_model(mesh)
-    table = sharding_specs(model)
-    replica = DistributedDataParallel(plain)
-    buckets = GradientBuckets(model, bucket_bytes)
-    if not direct:
-        leave_to_autograd(model)
-    assert len(buckets.buckets) > 10 or bucket_bytes == BUCKET_BYTES
-    for step in range(2):
-        buckets.start()  # the forward is outside of accumulate()
-        for is_last, loss in losses(model, mesh, step):
-            with buckets.accumulate(is_last=is_last):
-                loss.backward()
-        for view in buckets.views:  # what an optimizer of torch reads
-            assert torch.equal(view.parameter.grad, view.gradient)
-        plain.zero_grad()
-        for is_last, loss in losses(replica, mesh, step):
-            with nullcontext() if is_last else replica.no_sync():
-                loss.backward()
-        expected = {  # DDP averages over its ranks
-            name: gather_whole(each.grad * mesh.data.size, table[name])
-            for name, each in plain.named_parameters()
-        }
-        assert_gradients(whole_gradients(buckets), expected, 1e-12)
+def check_against_ddp() -> None:
+    """In buckets of 4 kB, of which some are reduced while the backward still runs; gradients go
+    into them directly, or through autograd."""
+    for is_direct in (True, False):
+        mesh = mesh_of_ranks(1)
+        model, plain = tiny_model(mesh), tiny_model(mesh)
+        table = sharding_specs(model)
+        replica = DistributedDataParallel(plain)
+        buckets = GradientBuckets(model, 4096)
+        if not is_direct:
+            leave_to_autograd(model)
+        assert len(buckets.buckets) > 10
+        for step in range(2):
+            buckets.start()  # the forward is outside of accumulate()
+            for is_last, loss in losses(model, mesh, step):
+                with buckets.accumulate(is_last=is_last):
+                    loss.backward()
+            for view in buckets.views:  # what an optimizer of torch reads
+                assert torch.equal(view.parameter.grad, view.gradient)
+            plain.zero_grad()
+            for is_last, loss in losses(replica, mesh, step):
+                with nullcontext() if is_last else replica.no_sync():
+                    loss.backward()
+            expected = {  # DDP averages over its ranks
+                name: gather_whole(each.grad * mesh.data.size, table[name])
+                for name, each in plain.named_parameters()
+            }
+            assert_gradients(whole_gradients(buckets), expected, 1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_buckets_equal_distributed_data_parallel(gloo: Pool, size: int) -> None:
-    for bucket_bytes, direct in ((BUCKET_BYTES, True), (4096, True), (4096, False)):
-        gloo.run(size, check_against_ddp, bucket_bytes, direct)
+def test_buckets_equal_distributed_data_parallel(gloo: Pool) -> None:
+    gloo.run(2, check_against_ddp)
 
 
 class Mixed(nn.Module):
@@ -124,27 +126,6 @@ class Mixed(nn.Module):
         return self.probe(self.norm(self.down(self.up(x)))).square().sum()
 
 
-def check_a_mixed_model() -> None:
-    mesh = mesh_of_ranks(2)
-    model, plain = Mixed(mesh), Mixed(mesh)
-    buckets = GradientBuckets(model)
-    for number in range(2):
-        generator = torch.Generator().manual_seed(2 * mesh.data.rank + number)
-        x = torch.randn(3, 4, dtype=torch.float64, generator=generator)
-        with buckets.accumulate(is_last=number == 1):
-            model(x).backward()
-        plain(x).backward()
-    parameters = dict(plain.named_parameters())
-    for bucket in buckets.buckets:
-        for view in bucket.views:
-            expected = all_reduce(parameters[view.name].grad, mesh.data)
-            torch.testing.assert_close(view.gradient, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_torchs_modules_may_stand_beside_ours(gloo: Pool) -> None:
-    gloo.run(4, check_a_mixed_model)
-
-
 def check_torchs_modules_on_cut_rows() -> None:
     """Of which the user has said that their gradients are partial over the tensor axis, too."""
     mesh, whole = mesh_of_ranks(2, sequence_parallel=True), Mixed(serial_mesh())
@@ -160,10 +141,6 @@ def check_torchs_modules_on_cut_rows() -> None:
     for view in buckets.views:
         found = gather_whole(view.gradient, view.spec)
         torch.testing.assert_close(found, parameters[view.name].grad, rtol=1e-12, atol=1e-12)
-
-
-def test_torchs_modules_on_cut_rows_need_the_users_word(gloo: Pool) -> None:
-    gloo.run(2, check_torchs_modules_on_cut_rows)
 
 
 def run(buckets: GradientBuckets, model: nn.Module, *inputs: Any) -> None:
@@ -192,29 +169,22 @@ def own_norm(mesh: Mesh, width: int) -> nn.Module:
     return layers.LayerNorm(mesh, width)
 
 
-def check_a_misplaced_module(make: Callable[[Mesh, int], nn.Module], steps: int) -> None:
-    """steps: the last of which is the first with a gradient, after one without and one of NaN."""
-    torch.manual_seed(SEED)
-    model = Misplaced(mesh_of_ranks(2), make)
-    weight = model.down.weight.detach().clone()
-    buckets, x = GradientBuckets(model), torch.randn(2, 3, 4)
-    for step in range(steps):
-        with torch.no_grad():
-            model.down.weight.copy_((nan, 0, 1)[step - steps] * weight)
-        if step < steps - 1:
-            run(buckets, model, x)
-        else:
-            error = refusal(lambda: run(buckets, model, x), lines=9)
-            assert isinstance(error, RuntimeError)
-            assert "norm." in str(error)
-
-
-@pytest.mark.parametrize("make", [torchs_norm, own_norm])
-def test_a_whole_layer_between_column_and_row_is_found(
-    gloo: Pool, make: Callable[[Mesh, int], nn.Module]
-) -> None:
-    for steps in (1, 2, 3):
-        gloo.run(2, check_a_misplaced_module, make, steps)
+def check_misplaced_modules() -> None:
+    """The error comes with the first gradient: at once, or after steps without one and of NaN."""
+    mesh, x = mesh_of_ranks(2), torch.randn(2, 3, 4)
+    for make, scales in product((torchs_norm, own_norm), ((1,), (0, 1), (nan, 0, 1))):
+        torch.manual_seed(SEED)
+        model = Misplaced(mesh, make)
+        weight = model.down.weight.detach().clone()
+        buckets = GradientBuckets(model)
+        for scale in scales:
+            with torch.no_grad():
+                model.down.weight.copy_(scale * weight)
+            if scale != 1:
+                run(buckets, model, x)
+        error = refusal(partial(run, buckets, model, x), lines=9)
+        assert isinstance(error, RuntimeError)
+        assert "norm." in str(error)
 
 
 def check_a_layer_that_the_user_has_cut() -> None:
@@ -255,10 +225,16 @@ def check_a_step_that_is_given_up() -> None:
     assert all(torch.equal(*each) for each in zip(first, last, strict=True))
 
 
-CHECKS = (check_a_layer_that_the_user_has_cut, check_seeds_by_rank, check_a_step_that_is_given_up)
-
-
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_torchs_modules_on_cut_rows,
+        check_misplaced_modules,
+        check_a_layer_that_the_user_has_cut,
+        check_seeds_by_rank,
+        check_a_step_that_is_given_up,
+    ],
+)
 def test_buckets_of_a_user_s_model(gloo: Pool, check: Callable[[], None]) -> None:
     gloo.run(2, check)
 
@@ -331,32 +307,22 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
         assert torch.equal(first, second)
 
 
-def test_frozen_parameters_stay_out() -> None:
-    model = Misplaced(serial_mesh(), torchs_norm)
-    before = [each.clone() for each in model.parameters()]
-    model.up.requires_grad_(False)
-    buckets, optimizer = GradientBuckets(model), torch.optim.AdamW(model.parameters())
-    run(buckets, model, torch.randn(2, 3, 4))
-    optimizer.step()
-    equal = [torch.equal(*each) for each in zip(before, model.parameters(), strict=True)]
-    frozen = [name.startswith("up.") for name, _ in model.named_parameters()]
-    assert equal == frozen
-
-
 def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    """(norm, gradients of norm 0.5) of two micro-batches; the data ranks share them."""
     torch.manual_seed(SEED)
     model = Mixed(mesh).to(dtype)
     buckets = GradientBuckets(model)
-    with buckets.accumulate(is_last=True):
-        model(torch.ones(2, 4, dtype=dtype)).backward()
-        before_the_sum = refusal(lambda: clip_grad_norm(buckets, 0.5))
-        assert isinstance(before_the_sum, ValueError)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    own = x.chunk(mesh.data.size)[mesh.data.rank]
+    for number, each in enumerate(own.chunk(2)):
+        with buckets.accumulate(is_last=number == 1):
+            model(each).backward()
+            before_the_sum = refusal(lambda: clip_grad_norm(buckets, 0.5))
+            assert isinstance(before_the_sum, ValueError)
     before = [view.parameter.grad.clone() for view in buckets.views]
     clip_grad_norm(buckets, 1e6)  # far above the norm
-    assert all(
-        torch.equal(view.parameter.grad, each)
-        for view, each in zip(buckets.views, before, strict=True)
-    )
+    for view, each in zip(buckets.views, before, strict=True):
+        assert torch.equal(view.parameter.grad, each)
     norm = clip_grad_norm(buckets, 0.5)
     assert all(view.parameter.grad.dtype == dtype for view in buckets.views)
     return float(norm), [gather_whole(v.parameter.grad, v.spec) for v in buckets.views]
@@ -367,15 +333,17 @@ def clipped_at_2(dtype: torch.dtype) -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_norm_of_all_shards_is_clipped(
-    gloo: Pool, dtype: torch.dtype, tolerance: float
+    gloo: Pool, world: int, dtype: torch.dtype, tolerance: float
 ) -> None:
+    """Of our layers beside torch's, over a tensor and a data axis."""
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     norm, gradients = clipped(serial_mesh(), dtype)
     assert norm > 0.5
     whole = torch.cat([each.flatten() for each in gradients]).norm().item()
     assert whole == pytest.approx(0.5, rel=max(tolerance, 1e-5))
-    for found, its_gradients in gloo.run(2, clipped_at_2, dtype):
+    for found, its_gradients in gloo.run(world, clipped_at_2, dtype):
         close(found, norm)
         close(its_gradients, gradients)
 
@@ -413,31 +381,30 @@ class Branches(nn.Module):
         return (self.second(y) if uses_second else y).square().sum()
 
 
-def check_unused_parameters(uses: tuple[bool, ...], bucket_bytes: int, differ: bool) -> None:
-    """differ: the second rank uses what the first does not, and fills buckets in another order."""
+def check_unused_parameters() -> None:
+    """The second rank may use what the first does not, and fill buckets in another order."""
     mesh = mesh_of_ranks(1)
-    model, plain = Branches(mesh), Branches(mesh)
-    buckets = GradientBuckets(model, bucket_bytes)
-    for each in buckets.slices():
-        each.local.fill_(torch.nan)  # what an earlier step left must not be seen
-    buckets.start()
-    for number, used in enumerate(uses):
-        uses_second = used != (differ and mesh.data.rank == 1)
-        x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
-        plain(x, uses_second).backward()
-        with buckets.accumulate(is_last=number == len(uses) - 1):
-            model(x, uses_second).backward()
-    found = whole_gradients(buckets)
-    for name, parameter in plain.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found[name], all_reduce(expected, mesh.data))
+    orders = ((True, False), (False, True), (False, False))
+    for bucket_bytes, uses, differ in product((BUCKET_BYTES, 16), orders, (False, True)):
+        model, plain = Branches(mesh), Branches(mesh)
+        buckets = GradientBuckets(model, bucket_bytes)
+        for each in buckets.slices():
+            each.local.fill_(torch.nan)  # what an earlier step left must not be seen
+        buckets.start()
+        for number, used in enumerate(uses):
+            uses_second = used != (differ and mesh.data.rank == 1)
+            x = torch.full((3, 4), 1.0 + number + mesh.data.rank)
+            plain(x, uses_second).backward()
+            with buckets.accumulate(is_last=number == len(uses) - 1):
+                model(x, uses_second).backward()
+        found = whole_gradients(buckets)
+        for name, parameter in plain.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found[name], all_reduce(expected, mesh.data))
 
 
 def test_parameters_that_a_micro_batch_does_not_reach(gloo: Pool) -> None:
-    for bucket_bytes in (BUCKET_BYTES, 16):
-        for uses in ((True, False), (False, True), (False, False)):
-            for differ in (False, True):
-                gloo.run(2, check_unused_parameters, uses, bucket_bytes, differ)
+    gloo.run(2, check_unused_parameters)
 
 
 class NoGradient(torch.autograd.Function):
@@ -485,34 +452,6 @@ def in_bf16(tensor_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dic
     return whole_gradients(buckets), *sums
 
 
-class Additions(TorchDispatchMode):
-    """Counts the calls that add gradients to a bucket, by the number of gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if (name := function.overloadpacket.__name__).startswith("_foreach"):
-            self.seen.append((name, len(args[0])))
-        return function(*args, **(kwargs or {}))
-
-
-def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
-    model = tiny_model(serial_mesh(), tiny_section(num_layers=3), dtype=torch.bfloat16)
-    buckets = GradientBuckets(model)
-    small = 3 * (4 + 4) + 2  # norms and biases of layers, the last norm
-    for is_last, calls in (
-        (False, ["_foreach_copy_"]),
-        (True, ["_foreach_copy_", "_foreach_add_"]),  # the first makes them fp32
-    ):
-        with Additions() as additions, buckets.accumulate(is_last=is_last):
-            summed_loss(model, samples(1), CPU)[0].backward()
-        assert additions.seen == [(name, small) for name in calls]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
     for buckets, wide, narrow in gloo.run(size, in_bf16, size):
@@ -524,38 +463,9 @@ def test_bf16_gradients_accumulate_in_fp32(gloo: Pool, size: int) -> None:
             assert not torch.equal(gradient, narrow[name].float()), name
 
 
-class Tied(ShardedModule):
-    """A copy on each of two pipeline stages, beside a parameter of the stage alone."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self.add_parameter("tied", (5,), partial=(mesh.replicas, mesh.embedding_group))
-        self.add_parameter("own", (3,))
-        materialize(self, device=CPU, dtype=torch.float64, seed=0)
-
-
-def gradients_of_a_tie() -> tuple[list[float], list[float], float]:
-    mesh = build_mesh({"pipeline": 2}, CPU)
-    model = Tied(mesh)
-    buckets = GradientBuckets(model)
-    number = 1.0 + mesh.control.rank  # data is the faster axis: 1, 2 on the first stage
-    buckets.start()
-    with buckets.accumulate(is_last=True):
-        (number * (model.tied.sum() + 10 * model.own.sum())).backward()
-    squares = all_reduce(buckets.squares(), mesh.model_parallel)
-    found = whole_gradients(buckets)
-    return found["tied"].tolist(), found["own"].tolist(), squares.item()
-
-
-def test_a_tie_of_two_stages_is_summed_and_counted_once(gloo: Pool) -> None:
-    for rank, (tied, own, squares) in enumerate(gloo.run(4, gradients_of_a_tie)):
-        stage = 30.0 if rank < 2 else 70.0  # 1 + 2 and 3 + 4 of the data axis, ten times
-        assert (tied, own) == ([10.0] * 5, [stage] * 3)
-        assert squares == 5 * 10**2 + 3 * (30**2 + 70**2)
-
-
 class Order(TorchDispatchMode):
-    """Names of the matrix products and collectives inside, and the waits for these, in order."""
+    """Names of the matrix products, of the collectives and the waits for these, and of what adds up
+    lists of tensors, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -580,9 +490,21 @@ class Order(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = function.overloadpacket.__name__
-        if function.namespace == "c10d" or "mm" in name:
+        if function.namespace == "c10d" or "mm" in name or "foreach" in name:
             self.seen.append(name.strip("_"))
         return function(*args, **(kwargs or {}))
+
+
+def test_small_gradients_of_all_layers_are_added_in_one_call() -> None:
+    model = tiny_model(serial_mesh(), tiny_section(num_layers=3), dtype=torch.bfloat16)
+    buckets = GradientBuckets(model)
+    for is_last, calls in (
+        (False, ["foreach_copy"]),
+        (True, ["foreach_copy", "foreach_add"]),  # the first makes them fp32
+    ):
+        with Order() as order, buckets.accumulate(is_last=is_last):
+            summed_loss(model, samples(1), CPU)[0].backward()
+        assert [each for each in order.seen if "foreach" in each] == calls
 
 
 def order_of_a_model() -> list[str]:

@@ -107,7 +107,7 @@ def check_all_logits() -> None:
     check_logits(101, 128, torch.bfloat16, 1e-5)  # the logits are rounded, the loss is not
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_loss_of_logits_equals_torchs(gloo: Pool, size: int) -> None:
     gloo.run(size, check_all_logits)
 
@@ -126,8 +126,9 @@ def best_tokens(dtype: torch.dtype) -> list[int]:
     return most_probable(whole.chunk(axis.size, 1)[axis.rank], axis, 10).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32)]
+)
 def test_the_lowest_of_the_most_probable_tokens_is_taken(
     gloo: Pool, size: int, dtype: torch.dtype
 ) -> None:
@@ -209,7 +210,7 @@ def check_all_with_layer() -> None:
             check_with_layer(torch.bfloat16, 0.06, is_fused)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_loss_with_its_layer_equals_torchs(gloo: Pool, size: int) -> None:
     gloo.run(size, check_all_with_layer)
 

@@ -1,4 +1,4 @@
-"""The mesh: which ranks each axis and each union of axes joins."""
+"""The mesh: which ranks each axis and each union of axes joins; what ranks agree on."""
 
 import copy
 from collections.abc import Iterator
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.errors import UsageError
+from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Axis, Mesh, build_mesh, serial_mesh
 from megatron.parallel.sharding import ShardingSpec
 from tests.dist import Pool
@@ -22,6 +24,7 @@ CPU = torch.device("cpu")
 
 def answers() -> tuple[list[int], list[str]]:
     mesh = build_mesh({"tensor": 2}, CPU)
+    assert copy.deepcopy(mesh.tensor) is mesh.tensor
     names = ("tensor", "data", "batch", "model_parallel", None)
     found = [number for name in names for number in (mesh.size(name), mesh.rank(name))]
     assert mesh.group("tensor") is mesh.tensor.group
@@ -37,28 +40,16 @@ def test_a_mesh_answers_by_the_names_of_axes(gloo: Pool) -> None:
         assert "data 1, tensor 0" in lines[2]
 
 
-def grid(tensor_size: int) -> tuple[dict[str, int], bool, int, list[int]]:
-    mesh = build_mesh({"tensor": tensor_size}, CPU)
-    assert copy.deepcopy(mesh.tensor) is mesh.tensor
-    return mesh.coordinates, mesh.is_first, mesh.size(), ranks(mesh.tensor)
-
-
 def ranks(axis: Axis) -> list[int]:
     """Those that this rank meets along the axis."""
     return dist.get_process_group_ranks(axis.group) if axis.size > 1 else []
 
 
-def test_the_tensor_axis_is_the_fastest(gloo: Pool) -> None:
-    assert gloo.run(4, grid, 2) == [
-        ({"data": 0, "tensor": 0}, True, 4, [0, 1]),
-        ({"data": 0, "tensor": 1}, False, 4, [0, 1]),
-        ({"data": 1, "tensor": 0}, False, 4, [2, 3]),
-        ({"data": 1, "tensor": 1}, False, 4, [2, 3]),
-    ]
-    assert [each[0] for each in gloo.run(2, grid, 1)] == [
-        {"data": 0, "tensor": 0},
-        {"data": 1, "tensor": 0},
-    ]
+def test_the_tensor_axis_is_the_fastest() -> None:
+    for rank, joined in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
+        with rank_of(4, rank, tensor=2) as mesh:
+            assert mesh.coordinates == {"data": rank // 2, "tensor": rank % 2}
+            assert (mesh.is_first, mesh.size(), ranks(mesh.tensor)) == (rank == 0, 4, joined)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +160,42 @@ def test_unions_of_each_mode_have_the_axes_of_their_paper() -> None:
     ):
         mesh = absent_mesh(axes, torch.device("meta"), tensor_parallel_mode=mode)
         assert tuple(mesh.size(name) for name in names) == wanted, mode
+
+
+# What one rank says, and all do
+
+
+def fail_on(failing: tuple[int, ...]) -> int:
+    rank = dist.get_rank()
+    if rank in failing:
+        raise UsageError("--seed", rank, "1234", works=("--seed", "1234"))
+    return rank
+
+
+def outcome(failing: tuple[int, ...]) -> tuple[object, ...]:
+    mesh = build_mesh({}, CPU)
+    try:
+        value = on_all_ranks(mesh, lambda: fail_on(failing))
+        assert value == dist.get_rank()
+    except UsageError as error:
+        notes = getattr(error, "__notes__", [])
+        refused = (error.flag, error.value, error.allowed, error.works, notes)
+    else:
+        refused = ()
+    try:
+        return refused, agree(mesh, lambda: fail_on(failing))
+    except OSError as error:
+        return refused, "data 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((), ((), [0, 1, 2])),
+        ((1, 2), (("--seed", 1, "1234", ("--seed", "1234"), ["on rank 1"]), True)),
+    ],
+)
+def test_every_rank_raises_what_the_first_one_does(
+    gloo: Pool, failing: tuple[int, ...], expected: object
+) -> None:
+    assert gloo.run(3, outcome, failing) == [expected] * 3

@@ -67,18 +67,27 @@ def initial_weights(tensor_size: int) -> dict[str, Tensor]:
     return whole_weights(initial(mesh_of_ranks(tensor_size)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool, size: int) -> None:
+def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool) -> None:
     expected = initial_weights(1)
-    for weights in gloo.run(size, initial_weights, size):
+    for weights in gloo.run(4, initial_weights, 4):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("section", [tiny_section, bert_section, partial(bert_section, "post-ln")])
-def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelConfig]) -> None:
-    config = section(num_layers=8, hidden_size=64, max_position_embeddings=256)
+@pytest.mark.parametrize("std", [0.02, 0.5])
+@pytest.mark.parametrize(
+    "section",
+    [tiny_section, bert_section, partial(bert_section, "post-ln"), llama_section],
+    ids=["gpt2", "bert", "bert-post-ln", "llama"],
+)
+def test_matrices_have_the_std_that_is_set_and_alone_decay(
+    section: Callable[..., ModelConfig], std: float
+) -> None:
+    """By default the paper's 0.02; before a residual it is divided by the root of twice the
+    layers."""
+    changes = {} if std == 0.02 else {"init_method_std": std}
+    config = section(num_layers=8, **changes)
     model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
     table = sharding_specs(model)
     for name, weight in model.named_parameters():
@@ -89,26 +98,10 @@ def test_initial_weights_and_decay_are_the_papers(section: Callable[..., ModelCo
             assert torch.equal(real, torch.full_like(real, name.endswith("norm.weight"))), name
             continue
         before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
-        std, count = 0.02 / sqrt(2 * 8) if before_a_residual else 0.02, real.numel()
+        expected, count = std / sqrt(2 * 8) if before_a_residual else std, real.numel()
         # Five standard errors of the mean and of the standard deviation.
-        assert abs(real.mean().item()) < 5 * std / sqrt(count), name
-        assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * count)), name
-
-
-@pytest.mark.parametrize("section", [tiny_section, bert_section, llama_section])
-def test_matrices_have_the_std_that_is_set_and_alone_decay(
-    section: Callable[..., ModelConfig],
-) -> None:
-    config = section(num_layers=8, init_method_std=0.5)
-    model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
-    table = sharding_specs(model)
-    for name, weight in model.named_parameters():
-        is_vector = name.endswith("bias") or "norm" in name
-        assert table[name].decay != is_vector, name
-        if not is_vector:
-            before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
-            std, real = 0.5 / sqrt(2 * 8) if before_a_residual else 0.5, table[name].real(weight)
-            assert real.std().item() == pytest.approx(std, rel=5 / sqrt(2 * real.numel())), name
+        assert abs(real.mean().item()) < 5 * expected / sqrt(count), name
+        assert real.std().item() == pytest.approx(expected, rel=5 / sqrt(2 * count)), name
 
 
 def test_every_parameter_and_seed_has_its_own_draw() -> None:
@@ -142,10 +135,6 @@ def check_two_cuts_of_one_dim() -> None:
     assert torch.equal(gather_whole(local, spec), whole)
 
 
-def test_two_axes_may_cut_one_dim(gloo: Pool) -> None:
-    gloo.run(4, check_two_cuts_of_one_dim)
-
-
 def check_dtensors_of_two_cuts() -> None:
     """DTensor orders the axes of one dim as the mesh does; another order is refused."""
     mesh = mesh_of_ranks(2)
@@ -161,10 +150,6 @@ def check_dtensors_of_two_cuts() -> None:
             assert torch.equal(to_dtensors(module, mesh)["weight"].full_tensor(), whole)
         else:
             assert "weight" in str(refusal(partial(to_dtensors, module, mesh)))
-
-
-def test_dtensors_keep_the_order_of_two_cuts(gloo: Pool) -> None:
-    gloo.run(4, check_dtensors_of_two_cuts)
 
 
 def write_and_read(folder: str, writes: int, reads: int) -> None:
@@ -186,8 +171,9 @@ def test_torchs_distributed_checkpoint_keeps_the_weights(
     gloo.run(4, write_and_read, str(tmp_path), writes, reads)
 
 
-def check_specs_survive(tensor_size: int) -> None:
-    mesh = mesh_of_ranks(tensor_size)
+def check_specs_survive() -> None:
+    """On meta, with memory, in bf16 and in a copy; so do ties."""
+    mesh = mesh_of_ranks(2)
     on_meta_table = sharding_specs(meta := on_meta(mesh))
     assert all(parameter.is_meta for parameter in meta.parameters())
     # A copy on meta, then memory: both keep the table and the number of parameters.
@@ -216,14 +202,9 @@ def assert_tied(model: GPT2) -> None:
     assert whole[unread].any(dim=1).all()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_specs_and_ties_survive_meta_materialise_bf16_and_deepcopy(gloo: Pool, size: int) -> None:
-    gloo.run(size, check_specs_survive, size)
-
-
-def check_fully_shard(tensor_size: int) -> None:
+def check_fully_shard() -> None:
     """FSDP over the data axis: the same table, loss and gradients (FSDP averages them)."""
-    mesh = mesh_of_ranks(tensor_size)
+    mesh = mesh_of_ranks(2)
     plain, sharded = tiny_model(mesh), tiny_model(mesh)
     before = sharding_specs(sharded)
     for layer in sharded.transformer.layers.values():
@@ -242,6 +223,14 @@ def check_fully_shard(tensor_size: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(2, 1), (4, 2)])
-def test_specs_and_ties_survive_fully_shard(gloo: Pool, world: int, tensor_size: int) -> None:
-    gloo.run(world, check_fully_shard, tensor_size)
+@pytest.mark.parametrize(
+    ("world", "check"),
+    [
+        (4, check_two_cuts_of_one_dim),
+        (4, check_dtensors_of_two_cuts),
+        (2, check_specs_survive),
+        (4, check_fully_shard),
+    ],
+)
+def test_specs_on_two_ranks_of_tensor(gloo: Pool, world: int, check: Callable[[], None]) -> None:
+    gloo.run(world, check)

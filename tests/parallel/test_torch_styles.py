@@ -26,7 +26,7 @@ from megatron.huggingface.plan import Column, Local, PlanError
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.sharding import gather_whole
 from tests.dist import Pool
-from tests.parallel.test_parallelize import errors
+from tests.parallel.test_parallelize import Layers, errors
 from tests.refusals import field_of, refusal
 from tests.tiny import mesh_of_ranks
 from tools.layouts.meters import counting
@@ -228,14 +228,16 @@ WAYS = ("one dictionary", "block by block", "own heads")
 
 def check(world: int, name: str) -> dict[str, float]:
     wanted = serial(built())
-    return {way: errors(ours(world, name, way), wanted) for way in WAYS}
+    found = {way: errors(ours(world, name, way), wanted) for way in WAYS}
+    return found | {"torch's parallelize_module": errors(torchs(world, name), wanted)}
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_tutorial_s_dictionary_is_one_process(gloo: Pool, world: int, name: str) -> None:
+    """By ours and by torch's parallelize_module."""
     for found in gloo.run(world, check, world, name):
-        assert found.keys() == {*WAYS}
+        assert found.keys() > {*WAYS}
         assert max(found.values()) < 1e-13, found
 
 
@@ -253,15 +255,6 @@ def test_fewer_heads_than_ranks_are_shared(gloo: Pool, name: str) -> None:
     assert max(gloo.run(4, check_shared_heads, name)) < 1e-13
 
 
-def check_torchs(name: str) -> float:
-    return errors(ours(2, name, "one dictionary"), torchs(2, name))
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_styles_compute_what_torch_s_parallelize_module_does(gloo: Pool, name: str) -> None:
-    assert max(gloo.run(2, check_torchs, name)) < 1e-13
-
-
 def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
     """(calls, bytes sent) of forward and backward of one layer."""
     counts = []
@@ -275,22 +268,22 @@ def check_bytes(world: int, plan: Mapping[str, Any]) -> tuple[int, int]:
     return more_calls - calls, more - sent
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])
-def test_a_layer_sends_what_its_form_has_to(gloo: Pool, world: int, name: str, calls: int) -> None:
-    """Four all-reduces of b s h; or four gathers and four reduce-scatters, half as long each."""
-    passes, stream = 8, SAMPLES * TOKENS * HIDDEN * 8
+@pytest.mark.parametrize(
+    ("world", "has_own_heads"), [(2, True), (4, True), (2, False)], ids=["2", "4", "whole heads"]
+)
+def test_a_layer_sends_what_its_form_has_to(
+    gloo: Pool, world: int, has_own_heads: bool, name: str, calls: int
+) -> None:
+    """Four all-reduces of b s h; or four gathers and four reduce-scatters, half as long each. With
+    whole heads, q, k and v (half of q each) are gathered in the forward, and in the backward the
+    input of the row layer."""
+    stream, passes = SAMPLES * TOKENS * HIDDEN * 8, 8
+    plan = own_heads(name)
+    if not has_own_heads:
+        plan, calls, passes = of_model(*PLANS[name]), calls + 4, 8 + 1 + 2 * KV_HEADS // HEADS + 1
     wanted = calls, passes * (world - 1) * stream // world
-    assert gloo.run(world, check_bytes, world, own_heads(name)) == [wanted] * world
-
-
-@pytest.mark.parametrize(("name", "calls"), [("tensor", 4), ("sequence", 8)])
-def test_whole_heads_are_gathered(gloo: Pool, name: str, calls: int) -> None:
-    """The tutorial's dictionary beside it: q, k and v (half of q each) are gathered forward, and
-    what the row layer takes its own of in the backward."""
-    stream = SAMPLES * TOKENS * HIDDEN * 8
-    wanted = calls + 4, (8 + 1 + 2 * KV_HEADS // HEADS + 1) * stream // 2
-    assert gloo.run(2, check_bytes, 2, of_model(*PLANS[name])) == [wanted] * 2
+    assert gloo.run(world, check_bytes, world, plan) == [wanted] * world
 
 
 class Mine(ColwiseParallel):
@@ -358,17 +351,13 @@ def moved(world: int, in_one: bool) -> float:
             assert x.shape[1] == TOKENS // world
             return x * other, x.sum(-1, keepdim=True)
 
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.middle = nn.Linear(4, 4), Middle()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y, z = self.middle(self.first(x), other=x, mask=None)
-            return y + z
-
     torch.manual_seed(1)
-    model, x = Whole().double(), torch.randn(2, TOKENS, 4).double()
+    model = Layers(
+        lambda m, x: torch.add(*m.middle(m.first(x), other=x, mask=None)),
+        first=nn.Linear(4, 4),
+        middle=Middle(),
+    ).double()
+    x = torch.randn(2, TOKENS, 4).double()
     reference = nn.Linear(4, 4).double()
     reference.load_state_dict(model.first.state_dict())
     y = reference(x)
@@ -391,7 +380,7 @@ def moved(world: int, in_one: bool) -> float:
             taking((whole,), (tokens,), use_local_output=True, **by_name),
             giving((tokens, tokens), (whole, whole)),
         ]
-    model = parallelize(model, {"middle": by_both}, mesh_of_ranks(world))
+    parallelize(model, {"middle": by_both}, mesh_of_ranks(world))
     model(x).square().sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs)

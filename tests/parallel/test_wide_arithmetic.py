@@ -6,6 +6,8 @@ dtype, and beside it, since fp32 has its own, FEW roundings of the dtype that is
 half precision the same formula step by step has to fail that.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +59,10 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 def random(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def test_cpu_kernels_are_used_where_they_are_there() -> None:
+    assert kernels.use_cpu_kernels == Path(kernels.__file__).with_name("cpu").is_dir()
 
 
 # LayerNorm

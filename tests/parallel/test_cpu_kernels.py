@@ -1,13 +1,20 @@
-"""Matrix products by oneDNN are those by torch, and only where oneDNN is quick."""
+"""The kernels of megatron/parallel/cpu: matrix products by oneDNN are those by torch, and only
+where oneDNN is quick. Without that folder all runs in plain torch, and the equalities still hold.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.cpu import onednn
 from megatron.parallel.kernels import add_matmul_, matmul, padded_rows
 
+onednn = pytest.importorskip("megatron.parallel.cpu.onednn")
 N, IN, OUT = 96, 128, 192  # more than SMALL multiplications
 by_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN"
@@ -103,3 +110,32 @@ def test_a_narrow_gradient_is_rounded_once(dtype: torch.dtype, is_filled: bool) 
     torch.testing.assert_close(
         out.double(), expected, rtol=steps * torch.finfo(dtype).eps, atol=0.2 if steps > 1 else 1e-5
     )
+
+
+# Without the folder
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = "tests/layouts/test_matrix.py::test_a_layout_equals_one_process_and_divides_the_work"
+TESTS = (
+    "tests/parallel/test_layers.py::test_layers_equal_those_of_torch_on_processes[2-2]",
+    "tests/parallel/test_layers.py::test_layers_equal_those_of_torch[2d]",
+    "tests/parallel/test_buckets.py::test_narrow_buckets_round_a_sum_once",
+    "tests/parallel/test_buckets.py::test_bf16_gradients_accumulate_in_fp32",
+    "tests/models/test_own_kernels.py",
+    "tests/parallel/test_cross_entropy.py::test_the_incoming_gradient_may_be_any_number",
+    "tests/models/test_gpt2.py::test_gpt2_equals_plain_torch",
+    f"{LAYOUTS}[tensor=2-gpt2]",
+)
+
+
+def test_the_equality_tests_pass_without_the_folder(tmp_path: Path) -> None:
+    """A copy, since the ranks that a test starts import the folder, too."""
+    for name in ("megatron", "tools", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "cpu" if name == "megatron" else "")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    plain = "from megatron.parallel import kernels; raise SystemExit(kernels.use_cpu_kernels)"
+    assert subprocess.run([sys.executable, "-c", plain], cwd=tmp_path, check=False).returncode == 0
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
