@@ -17,7 +17,7 @@ from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.llama import llama_section
 from tests.tiny import samples, tiny_section, tiny_state, whole_gradients
-from tests.train.test_graph import again
+from tests.train.test_compiled import again
 
 CPU = torch.device("cpu")
 DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_dropout_rng": "coordinates"}
