@@ -117,16 +117,6 @@ def find_start(config: CheckpointConfig, option: str = "--load") -> Start:
     return Start(folders=tuple(ordered), finetune=config.finetune)
 
 
-def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
-    """Model config of the newest checkpoint that a run may start from; None if it starts from none.
-    Raises UsageError: see find_start."""
-    folders = find_start(config).folders
-    if not folders:
-        return None
-    model: Mapping[str, Any] = newest_readable(folders)[0].manifest["config"]["model"]
-    return model
-
-
 def require_kind(path: Path, manifest: Mapping[str, Any], kind: str) -> None:
     """Raise UsageError if the checkpoint at `path` holds another kind of model."""
     if manifest["kind"] != kind:

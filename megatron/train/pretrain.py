@@ -15,7 +15,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id, saved_model
+from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig, epochs_of
@@ -30,6 +30,7 @@ from megatron.train.trained import (
     changes_on_resume,
     files_beside,
     find_origin,
+    saved_model,
     saved_settings,
 )
 

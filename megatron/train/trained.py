@@ -127,6 +127,15 @@ def saved_checkpoint(config: CheckpointConfig) -> Checkpoint | None:
     return newest_readable(folders)[0] if folders else None
 
 
+def saved_model(config: CheckpointConfig) -> Mapping[str, Any] | None:
+    """The model's config in `saved_checkpoint`; None without one."""
+    checkpoint = saved_checkpoint(config)
+    if checkpoint is None:
+        return None
+    model: Mapping[str, Any] = checkpoint.manifest["config"]["model"]
+    return model
+
+
 def saved_settings(kind: str, environ: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
     """{key: value} of the model's config, and of the tokenizer's kind, from the newest checkpoint
     that --load in `words` provides: settings that need no flag.

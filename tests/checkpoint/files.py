@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from megatron.checkpoint.format import FORMAT, seal
 FILES = {"shard_00000.safetensors": b"first half", "shard_00001.safetensors": b"second"}
 
 
-def make_checkpoint(directory: Path, step: int, **facts: Any) -> Path:
-    """A folder in which `weight` [4, 2] is cut in two; its files hold anything."""
-    path = directory / f"step_{step:08d}"
+def make_checkpoint(
+    directory: Path, step: int, attached: Mapping[str, bytes] | None = None, **facts: Any
+) -> Path:
+    """A folder in which `weight` [4, 2] is cut in two; its files hold anything. attached: files
+    beside them."""
+    path, files = directory / f"step_{step:08d}", FILES | dict(attached or {})
     path.mkdir(parents=True)
-    for name, content in FILES.items():
+    for name, content in files.items():
         (path / name).write_bytes(content)
     slices = [
         {"file": name, "offset": [row, 0], "shape": [2, 2]}
@@ -31,7 +35,7 @@ def make_checkpoint(directory: Path, step: int, **facts: Any) -> Path:
         **facts,
         "files": {
             name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for name, content in FILES.items()
+            for name, content in files.items()
         },
         "tensors": {
             key: {"dtype": "float32", "shape": [4, 2], "slices": slices}

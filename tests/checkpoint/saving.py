@@ -1,9 +1,9 @@
-"""A small state and its saver, for tests of saving."""
+"""A small state and its saver, and what goes wrong on the file system, for tests of what saves."""
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -84,18 +84,30 @@ def flip(file: Path, place: int = -1) -> None:
 
 
 @contextmanager
-def failing(call: str, number: int = errno.EIO, *, of: str = "") -> Iterator[None]:
-    """Let a call fail, "os.fsync" or "pathlib.Path.rename"; of: only for files with this in their
-    path, the new one of a rename too."""
-    place, _, name = call.rpartition(".")
-    owner = resolve_name(place)
-    original = getattr(owner, name)
+def before_calls(act: Callable[[str, Sequence[Any]], object], *calls: str) -> Iterator[None]:
+    """`act` gets the name and the arguments of each of these calls before it happens: "os.fsync",
+    "pathlib.Path.rename". What it raises is the call's."""
 
-    def call_or_fail(*given: Any, **more: Any) -> Any:
-        if of in " ".join(str(each) for each in given if isinstance(each, str | Path)):
-            raise OSError(number, os.strerror(number))
-        return original(*given, **more)
+    def watched(call: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def act_and_call(*given: Any, **more: Any) -> Any:
+            act(call, given)
+            return original(*given, **more)
+
+        return act_and_call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, call_or_fail)
+        for call in calls:
+            place, _, name = call.rpartition(".")
+            owner = resolve_name(place)
+            patch.setattr(owner, name, watched(call, getattr(owner, name)))
         yield
+
+
+def failing(call: str, number: int = errno.EIO, *, of: str = "") -> AbstractContextManager[None]:
+    """Let a call fail; of: only for files with this in their path, the new one of a rename too."""
+
+    def fail(_: str, given: Sequence[Any]) -> None:
+        if of in " ".join(str(each) for each in given if isinstance(each, str | Path)):
+            raise OSError(number, os.strerror(number))
+
+    return before_calls(fail, call)

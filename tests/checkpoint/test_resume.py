@@ -182,7 +182,7 @@ def test_settings_that_may_not_change_are_refused(
         check(**changes, override_data=True)
 
 
-def test_samples_of_files_are_compared_where_the_checkpoint_has_them() -> None:
+def test_samples_of_files_are_compared() -> None:
     """An older one has none."""
     first, second = IDENTITY["data"]
     saved, other = (IDENTITY | {"data": [first, f"{second}; sample {each}"]} for each in "xy")
@@ -209,7 +209,7 @@ def test_a_setting_that_may_be_left_out(saved: str | None, now: str | None) -> N
     assert refusal(config, facts) == ("--begin-token", works)
 
 
-def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
+def test_default_of_a_new_setting() -> None:
     facts = manifest()
     for name in ("shuffle", "pad", "num_workers"):
         del facts["config"]["data"][name]
@@ -222,7 +222,7 @@ def test_a_checkpoint_that_is_older_than_a_setting_has_its_default() -> None:
     assert config_of(facts) == replace(now.model, cpu_offload_activations=False)
 
 
-def test_what_a_kind_of_ones_own_adds_may_not_change_either() -> None:
+def test_settings_of_a_custom_kind_may_not_change() -> None:
     """Neither of its model nor of its data, which have defaults where the checkpoint is older."""
     saved, heads, twice = (
         parse(PretrainOwnConfig, f"{WORDS} --data-path d --key-value-heads {more}".split(), {})
@@ -273,7 +273,7 @@ def test_imported_weights_are_not_resumed() -> None:
     assert refusal(settings(num_layers=3), imported, finetune=True)[0] == "--num-layers"
 
 
-def test_an_imported_run_goes_on_with_any_data_in_its_order_but_its_own_model() -> None:
+def test_resume_of_an_imported_run() -> None:
     """Of such a run the optimizer's state is there; its data and most of its settings are not."""
     config = {part: asdict(settings())[part] for part in ("model", "data")}
     config["optimizer"] = {"lr": 3.0, "weight_decay": settings().optimizer.weight_decay}
@@ -360,7 +360,7 @@ def test_another_source_of_attentions_dropout_is_listed(
     assert len(changes(new, old, 2)) == lines
 
 
-def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared() -> None:
+def test_unknown_settings_are_not_compared() -> None:
     old = manifest()
     del old["config"]["model"]["layernorm_epsilon"], old["config"]["training"]["seed"]
     check_start(settings(), PATH, old, identity=IDENTITY)

@@ -22,7 +22,7 @@ from tests.checkpoint.saving import load
 from tests.llama import llama_section
 from tests.tiny import samples, save_state, tiny_section, tiny_state, whole_gradients
 from tests.tools.plan.counted import batches, preset
-from tests.train.test_graph import again
+from tests.train.test_compiled import again
 from tools.plan.hardware import load_hardware
 from tools.plan.trace import Step
 

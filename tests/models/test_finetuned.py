@@ -41,7 +41,7 @@ def scores(head: str, tensor_size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_of_tasks_have_their_shapes_and_equal_plain_modules(gloo: Pool, head: str) -> None:
+def test_task_heads_equal_plain_modules(gloo: Pool, head: str) -> None:
     model = tiny_model(serial_mesh(), finetuned_section(head))
     dense, batch = plain.BERT(tiny_weights(model), 4), bert_samples(3)
     assert any("pooler" in name for name in sharding_specs(model)) == (head != "span")

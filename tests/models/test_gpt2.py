@@ -1,23 +1,21 @@
-"""GPT-2 against plain torch modules with the same weights; test_huggingface.py compares it with
-transformers."""
+"""GPT-2 against plain torch modules with the same weights, and the collectives that the paper's
+section 3 counts. test_huggingface.py compares it with transformers."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.data.gpt2 import GPT2Batch
-from megatron.models.gpt import document_mask
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.executor import on_device
 from tests import plain
+from tests.dist import Pool
 from tests.tiny import (
-    GRANULARITIES,
     SEQUENCE,
+    Communication,
     assert_gradients,
+    mesh_of_ranks,
     samples,
     summed_loss,
     tiny_model,
@@ -38,14 +36,11 @@ def with_documents(batch: GPT2Batch) -> GPT2Batch:
     return replace(batch, document_starts=starts, positions=positions)
 
 
-@pytest.mark.parametrize("prepare", [lambda batch: batch, with_documents])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_gpt2_equals_plain_torch(
-    prepare: Callable[[GPT2Batch], GPT2Batch], granularity: str
-) -> None:
-    section, batch = tiny_section(recompute_granularity=granularity), prepare(samples(3))
-    model = tiny_model(serial_mesh(), section)
-    dense = plain.GPT2(tiny_weights(model), section.num_attention_heads)
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_gpt2_equals_plain_torch(has_documents: bool) -> None:
+    batch = with_documents(samples(3)) if has_documents else samples(3)
+    model = tiny_model(serial_mesh())
+    dense = plain.GPT2(tiny_weights(model), 4)
     loss, count = summed_loss(model, batch, CPU)
     expected = plain.summed_loss(dense(batch), batch)
     assert count == batch.loss_mask.sum()
@@ -57,26 +52,30 @@ def test_gpt2_equals_plain_torch(
     assert_gradients(gradients, wanted, 1e-11)
 
 
-def test_a_document_is_read_as_if_it_were_alone() -> None:
-    model = tiny_model(serial_mesh())
-    batch = with_documents(samples(2))
-    starts, whole = batch.document_starts, on_device(batch, CPU)
-    together = model(whole).view(*starts.shape, -1)
-    documents = 0
-    for sample in range(2):
-        bounds = [*np.unique(starts[sample]).tolist(), SEQUENCE]
-        for start, stop in pairwise(bounds):
-            own = slice(sample, sample + 1), slice(start, stop)
-            positions = torch.arange(stop - start)[None]
-            alone = model(GPT2Batch(tokens=whole.tokens[own], positions=positions))
-            torch.testing.assert_close(together[own][0], alone, rtol=1e-12, atol=1e-12)
-            documents += 1
-    assert documents == 8
-    across = model(replace(whole, document_starts=None)).view(*starts.shape, -1)
-    assert not torch.allclose(together, across)
+LAYERS = 3
+BATCH = 2
+STREAM = ("allreduce_", (BATCH * SEQUENCE, 32))  # [n, h]
+LOSS = [("allreduce_", (BATCH * SEQUENCE,)), ("allreduce_", (2, BATCH * SEQUENCE))]
+Calls = list[tuple[str, tuple[int, ...]]]
 
 
-def test_the_mask_is_causal_and_within_documents() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 2, 2]]))
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert mask.tolist() == [[[[bool(each) for each in row] for row in expected]]]
+def traffic(granularity: str) -> tuple[Calls, Calls]:
+    """All collectives of (forward and loss, backward)."""
+    section = tiny_section(num_layers=LAYERS, recompute_granularity=granularity, hidden_dropout=0.1)
+    model, batch = tiny_model(mesh_of_ranks(2), section), samples(BATCH)
+    with Communication() as forward:
+        loss, _ = summed_loss(model, batch, torch.device("cpu"))
+    with Communication() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize("granularity", ["none", "selective"])
+def test_two_forward_and_two_backward_per_layer(gloo: Pool, granularity: str) -> None:
+    """Attention's core, which selective recomputation repeats, says nothing."""
+    for forward, backward in gloo.run(2, traffic, granularity):
+        # g of the embedding, g of attention and MLP in each layer, the loss, and f of the head:
+        # its gradient comes with the loss.
+        assert forward == [STREAM] * (1 + 2 * LAYERS) + [*LOSS, STREAM]
+        # f of MLP and attention in each layer.
+        assert backward == [STREAM] * 2 * LAYERS

@@ -235,12 +235,11 @@ def theirs(folder: str, case: Case) -> dict[str, Tensor]:
         (1, 1, "bfloat16", 0),
         (2, 2, "float64", 0),
         (4, 4, "float32", 0),
-        (2, 1, "bfloat16", 1),
         (3, 1, "float32", 2),
         (4, 2, "bfloat16", 3),
     ],
 )
-def test_every_bit_is_that_of_the_file_and_a_rank_reads_its_slices(
+def test_weights_are_those_of_the_folder(
     gloo: Pool,
     folders: dict[str, str],
     world: int,
@@ -313,9 +312,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_folder_of_another_model_is_refused_by_the_name_of_the_tensor(
-    tmp_path: Path, what: str
-) -> None:
+def test_folder_of_another_model_refused(tmp_path: Path, what: str) -> None:
     change, named = WRONG[what]
     folder = write_folder(tmp_path / "hf", GPT2._replace(change=change))
     state = state_of(section_of(folder, GPT2), 1, torch.float32, draws=False)
@@ -386,7 +383,7 @@ def tune_there(folder: str) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), (4, 2)])
 def test_fine_tuning_is_that_of_a_plain_loop(
     gloo: Pool, folders: dict[str, str], world: int, tensor_size: int
 ) -> None:
@@ -417,9 +414,7 @@ def drawn(
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"), [(2, (2,)), (4, (4,)), (2, (1,)), (3, (1, 1)), (4, (2, 3))], ids=str
-)
+@pytest.mark.parametrize(("world", "layout"), [(4, (4,)), (3, (1, 1)), (4, (2, 3))], ids=str)
 def test_random_weights_are_the_same_at_every_layout(
     gloo: Pool, folders: dict[str, str], world: int, layout: tuple[int, ...]
 ) -> None:
@@ -429,7 +424,7 @@ def test_random_weights_are_the_same_at_every_layout(
             assert all(of_rank[name][key].equal(tensor) for key, tensor in tensors.items())
 
 
-def test_random_weights_are_distributed_as_those_of_transformers(tmp_path: Path) -> None:
+def test_random_weights_are_distributed_as_transformers(tmp_path: Path) -> None:
     settings = {"n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
     others = [CASES[name] for name in ("BERT", "NeoX", "Llama with one key/value head")]
     for case in (GPT2._replace(settings=settings), *others):

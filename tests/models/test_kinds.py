@@ -1,6 +1,8 @@
-"""Settings of a model, kinds of one's own and losses of one's own: the same at every layout."""
+"""Settings of a model and kinds of one's own: the same at every layout. Dropout draws in each of
+its places, and the backward draws what a kernel drew."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,33 +16,36 @@ from megatron.data.batch import Batch
 from megatron.models.build import build_on_meta, keep_stages
 from megatron.models.gpt import GPT2, dropout_keys
 from megatron.models.registry import KINDS, find_kind, register
+from megatron.parallel.dropout import Dropout
 from megatron.parallel.factory import layer_factory
-from megatron.parallel.mesh import Mesh, serial_mesh
+from megatron.parallel.layers import AttentionCore
+from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import on_device
 from megatron.train.objectives import WholeLogitsLoss
-from megatron.train.state import TrainState
-from megatron.train.step import train_step
-from tests.bert import bert_section
+from megatron.train.step import count, forward_backward, train_step
+from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
 from tests.llama import llama_section
 from tests.models.own_kind import IMAGES, ImageBatch, ImageConfig, OwnConfig
 from tests.refusals import field_of, refusal
 from tests.tiny import (
+    GRANULARITIES,
     assert_relative,
     mesh_of_ranks,
     micro_batches,
+    run_whole,
     samples,
     tiny_model,
     tiny_section,
     tiny_state,
+    whole_gradients,
     whole_weights,
 )
 from tools.plan.absent import absent_mesh
 
 CPU = torch.device("cpu")
-LAYOUTS = ((2, 2), (4, 2), (4, 4))  # ranks and those along the tensor axis
-Change = Callable[[TrainState, Mesh], None]
+LAYOUTS = ((4, 2), (4, 4))  # ranks and those along the tensor axis
 
 
 def images(count: int, *, first: int) -> ImageBatch:
@@ -61,34 +66,16 @@ CONFIGS: dict[str, ModelConfig] = {
     "silu": tiny_section(activation="silu"),
     "swiglu": tiny_section(activation="swiglu", ffn_hidden_size=24),
     "geglu": tiny_section(activation="geglu"),
-    "untied": tiny_section(untie_embeddings_and_output_weights=True),
     "own kind": own_config(),
     "own kind, 4 key/value heads": own_config(key_value_heads=4),
     "images": ImageConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
 }
 
 
-def smoothed(logits: Tensor, batch: Any) -> Tensor:
-    losses = F.cross_entropy(logits, batch.labels.flatten(), reduction="none", label_smoothing=0.1)
-    return losses @ batch.loss_mask.flatten().to(losses.dtype)
-
-
-def set_whole_logits_loss(state: TrainState, mesh: Mesh) -> None:
-    def denominator(batch: Any) -> float:
-        return float(batch.loss_mask.sum(dtype=np.float64))
-
-    state.objective = WholeLogitsLoss(state.model, mesh, smoothed, denominator)
-
-
-OBJECTIVES: dict[str, Change] = {"whole logits": set_whole_logits_loss}
-
-
 def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
     """(losses and gradient norms of three steps, the weights after them)."""
-    mesh, config = mesh_of_ranks(tensor_size), CONFIGS.get(name, tiny_section())
-    state, numbers = tiny_state(mesh, config), list[float]()
-    if name in OBJECTIVES:
-        OBJECTIVES[name](state, mesh)
+    mesh, numbers = mesh_of_ranks(tensor_size), list[float]()
+    state = tiny_state(mesh, CONFIGS[name])
     for step in range(3):
         make: Callable[..., Batch] = images if name == "images" else samples
         batches: Sequence[Batch] = micro_batches(make(4, first=4 * step), mesh, 1)
@@ -98,7 +85,7 @@ def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def train_all(tensor_size: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    return {name: train(name, tensor_size) for name in (*CONFIGS, *OBJECTIVES)}
+    return {name: train(name, tensor_size) for name in CONFIGS}
 
 
 def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
@@ -114,10 +101,9 @@ def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
                     assert_relative(weight, wanted, 1e-9, f"{name}, t = {tensor_size}, {parameter}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_loss_on_whole_logits_is_the_models_own_where_it_is_the_same(dtype: torch.dtype) -> None:
-    """In bf16, too, it is computed in fp32."""
-    model = tiny_model(serial_mesh(), dtype=dtype)
+def test_a_loss_on_whole_logits_is_computed_in_fp32() -> None:
+    """As the model's own; the matrix compares the two in fp64."""
+    model = tiny_model(serial_mesh(), dtype=torch.bfloat16)
     own = WholeLogitsLoss(
         model,
         serial_mesh(),
@@ -232,3 +218,65 @@ def test_a_kind_is_found_by_its_name_or_registered_under_one() -> None:
         assert "pictures" in str(refusal(lambda: register("pictures", IMAGES)))
     finally:
         del KINDS["pictures"]
+
+
+BATCH = 4
+
+
+DROPPING: dict[str, tuple[Callable[..., ModelConfig], Callable[[int], Any]]] = {
+    "gpt2": (tiny_section, samples),
+    "llama": (llama_section, samples),
+    "bert pre-ln": (partial(bert_section, "pre-ln"), bert_samples),
+    "bert post-ln": (partial(bert_section, "post-ln"), bert_samples),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_each_dropout_alone_changes_the_loss(name: str) -> None:
+    config, draw = DROPPING[name]
+    section = config(hidden_dropout=0.5, attention_dropout=0.25)
+    model = tiny_model(serial_mesh(), section)
+    residual = [each for each in model.modules() if isinstance(each, Dropout)]
+    cores = [each for each in model.modules() if isinstance(each, AttentionCore)]
+    assert [each.p for each in residual] == [0.5] * (1 + 2 * section.num_layers)
+    assert [each.dropout for each in cores] == [0.25] * section.num_layers
+    assert len({each.name for each in (*residual, *cores)}) == 1 + 3 * section.num_layers
+
+    def loss(active: object) -> float:
+        for each in residual:
+            each.p = 0.5 * (each is active)
+        for each in cores:
+            each.dropout = 0.25 * (each is active)
+        ones = torch.ones(len(model.terms))
+        return run_whole(model.train(), model, draw(3), CPU, ones).sum().item()
+
+    plain = loss(None)
+    for each in (*residual, *cores):
+        assert abs(loss(each) - plain) > 1e-3, each.name
+
+
+def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[Tensor]:
+    """Loss and a gradient of attention's weight, twice from the same step."""
+    section = tiny_section(
+        attention_dropout=0.2, attention_dropout_rng="kernel", recompute_granularity=granularity
+    )
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # must not matter
+        state = tiny_state(mesh_of_ranks(tensor_size), section)
+        state.step = step
+        batches = [samples(BATCH)]
+        loss = forward_backward(state, batches, count(state, batches))
+        gradients = whole_gradients(state.gradients)
+        found += [loss, gradients["transformer.layers.0.attention.qkv.weight"]]
+    return found
+
+
+def test_what_a_kernel_draws_is_drawn_again(gloo: Pool) -> None:
+    """In the backward, and by a run that resumes; another step draws other numbers."""
+    first = gloo.run(2, drawn_in_the_kernel, 2, "none", 3)
+    for granularity in GRANULARITIES:
+        again = gloo.run(2, drawn_in_the_kernel, 2, granularity, 3)
+        for found, (loss, gradient, *_) in zip(again, first, strict=True):
+            assert list(map(torch.equal, found, [loss, gradient] * 2)) == [True] * 4
+    assert gloo.run(2, drawn_in_the_kernel, 2, "none", 4)[0][0] != first[0][0]

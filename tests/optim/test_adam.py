@@ -1,23 +1,36 @@
-"""The optimizer against torch's AdamW and clip_grad_norm_ on the plain model."""
+"""The optimizer against torch's AdamW and clip_grad_norm_ on the plain model; apex's kernels in
+place of torch's."""
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
+from megatron.config.pretrain import require_apex
 from megatron.config.training import OptimizerConfig, PrecisionConfig
+from megatron.errors import UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState
-from megatron.train.step import count, forward_backward, train_step
+from megatron.train.step import train_step
 from tests import plain
 from tests.dist import Pool
+from tests.refusals import refusal
 from tests.tiny import (
+    SEED,
+    assert_relative,
     mesh_of_ranks,
     micro_batches,
     samples,
     tiny_model,
+    tiny_section,
     tiny_state,
     tiny_weights,
     whole_weights,
@@ -107,16 +120,6 @@ def test_biases_and_norms_do_not_decay() -> None:
         torch.testing.assert_close(weight, before[name] * factor, rtol=1e-15, atol=0)
 
 
-def test_the_norm_is_that_before_clipping_and_of_the_mean() -> None:
-    state = tiny_state(serial_mesh(), optimizer=OptimizerConfig(clip_grad=0.1))
-    batch = samples(2)
-    forward_backward(state, [batch], count(state, [batch]))
-    expected = state.gradients.squares().sqrt()
-    assert train_step(state, [batch], 0.0).grad_norm == pytest.approx(expected.item(), rel=1e-12)
-    assert expected > 0.2
-    assert state.gradients.squares().sqrt().item() == pytest.approx(0.1, rel=1e-5)
-
-
 def test_bf16_weights_are_the_rounded_masters() -> None:
     state = tiny_state(serial_mesh(), dtype=torch.bfloat16)
     masters = {each.key: each.local for each in state.optimizer.masters()}
@@ -181,3 +184,112 @@ def test_pure_bf16_holds_eight_bytes_a_weight() -> None:
     assert {each.dtype for each in tensors} == {torch.bfloat16}
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     assert sum(held.values()) == 8 * sum(map(len, gradients))
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """By the names, signature and state of apex, with the arithmetic of torch."""
+
+    steps = 0
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self.is_decoupled = adam_w_mode
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        FusedAdam.steps += 1
+        for group in self.param_groups:
+            updates = torch.tensor(float(group["step"]))
+            group["step"] += 1
+            for p in group["params"]:
+                adam(
+                    [p],
+                    [p.grad],
+                    [self.state[p]["exp_avg"]],
+                    [self.state[p]["exp_avg_sq"]],
+                    [],
+                    [updates.clone()],
+                    decoupled_weight_decay=self.is_decoupled,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+
+def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, shape: Any, eps: float) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def train(state: TrainState, steps: int) -> None:
+    for _ in range(steps):
+        train_step(state, [samples(4, first=state.samples)], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "decoupled"),
+    [("torch", "apex", True), ("apex", "torch", False), ("apex", "apex", False)],
+)
+def test_apex_trains_and_resumes_as_torch(
+    monkeypatch: pytest.MonkeyPatch, saver: str, loader: str, decoupled: bool
+) -> None:
+    """With a stand-in for apex, which needs a GPU. The updates behind the moments go with them:
+    they are Adam's correction of its bias."""
+    norm = Mock(wraps=fused_layer_norm)
+    norms, optimizers = Mock(fused_layer_norm_affine=norm), Mock(FusedAdam=FusedAdam)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    monkeypatch.setitem(sys.modules, "apex.normalization.fused_layer_norm", norms)
+    monkeypatch.setattr(FusedAdam, "steps", 0)
+
+    def state_of(kind: str, seed: int = SEED) -> TrainState:
+        settings = {"weight_decay": 0.1, "clip_grad": 0.5, "decoupled_weight_decay": decoupled}
+        section = tiny_section(layernorm_impl=kind)
+        optimizer = OptimizerConfig(optimizer_impl=kind, **settings)
+        return tiny_state(serial_mesh(), section, optimizer, dtype=torch.float32, seed=seed)
+
+    straight, first, second = state_of("torch"), state_of(saver), state_of(loader, seed=1)
+    train(straight, 6)
+    assert not FusedAdam.steps
+    assert not norm.called
+    train(first, 3)
+    saved = {each.key: each.local for each in first.slices()}
+    for each in second.slices():
+        each.local.copy_(saved[each.key])
+    second.step, second.samples = first.step, first.samples
+    second.optimizer.loaded(second.updates)
+    train(second, 3)
+    assert FusedAdam.steps == 3 * [saver, loader].count("apex")
+    assert norm.called
+    wanted = {each.key: each.local for each in straight.slices()}
+    for each in second.slices():
+        # The gradient of a key's bias is rounding alone, which Adam makes steps of.
+        if not each.key.endswith("qkv.bias"):
+            assert_relative(each.local, wanted[each.key], 1e-4, each.key)
+
+
+FILES = ("apex/optimizers/fused_adam.py", "apex/normalization/fused_layer_norm.py")
+EXTENSIONS = ("amp_C.py", "fused_layer_norm_cuda.py")
+
+
+@pytest.mark.parametrize("field", ["optimizer_impl", "layernorm_impl"])
+@pytest.mark.parametrize("files", [(), ("apex/models.py",), FILES, (*FILES, *EXTENSIONS)], ids=len)
+def test_apex_that_is_not_whole_is_refused(
+    field: str, files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none, another package of this name, or NVIDIA's without its extensions; none is
+    imported."""
+    for name in (*files, *(["apex/__init__.py"] if files else [])):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = {"optimizer_impl": "torch", "layernorm_impl": "torch"}
+    require_apex(**asked)
+    if {*EXTENSIONS} <= {*files}:
+        require_apex(**asked | {field: "apex"})
+    else:
+        error = refusal(lambda: require_apex(**asked | {field: "apex"}))
+        assert isinstance(error, UsageError)
+        assert error.works == (f"--{field}".replace("_", "-"), "torch")

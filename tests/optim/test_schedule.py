@@ -36,7 +36,7 @@ def test_the_rate_warms_up_and_decays_to_the_floor(style: str) -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 7, 1000])
-def test_with_a_first_rate_it_is_torch_s_sequence_of_schedulers(warmup: int) -> None:
+def test_warmup_init_equals_torch_schedulers(warmup: int) -> None:
     """LinearLR from a tenth, then CosineAnnealingLR to 0, stepped after each update."""
     steps = 3000
     config = OptimizerConfig(lr=1e-3, min_lr=0, lr_warmup_iters=warmup, lr_warmup_init=1e-4)
@@ -135,7 +135,7 @@ def test_a_scaler_goes_on_from_its_counters() -> None:
     assert scales(after, "..x.x") == expected[7:]
 
 
-def test_settings_come_from_the_command_line_and_not_from_the_checkpoint() -> None:
+def test_scaler_settings_on_resume() -> None:
     saved = fp16(initial_loss_scale="2**10", loss_scale_window=1000)
     scales(saved, "x...")
     static, shorter = fp16(loss_scale=64.0), fp16(loss_scale_window=3, min_loss_scale=2048.0)

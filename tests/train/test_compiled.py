@@ -1,15 +1,14 @@
-"""Which code runs: layers that torch.compile has compiled compute the same; the commit."""
+"""Layers that torch.compile has compiled compute the same; a step as a CUDA graph, with a replay
+that runs the recorded function again on a CPU."""
 
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,6 +22,8 @@ from torch.nn.attention import flex_attention
 
 from benchmarks import compiled
 from megatron.config.model import KindConfig
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
@@ -32,10 +33,9 @@ from megatron.parallel.offload import on_host
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.parallel.zero3 import GatheredBucket
-from megatron.train import machine
-from megatron.train.compiled import compile_layers, keeps
+from megatron.train.compiled import WARM_UP, StepGraph, choose_graph, compile_layers, keeps
 from megatron.train.diagnose import find_first
-from megatron.train.machine import choose_compile, commit
+from megatron.train.state import TrainState
 from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.dist import Pool
@@ -115,7 +115,7 @@ def first_steps(
         ("gpt2", "tensor=2", DROPOUT),
         ("llama", "tensor=2,sequence", SELECTIVE),
         ("bert", "tensor=2,sequence", DROPOUT),
-        ("llama", "tensor=8:2.5d:2", DROPOUT | SELECTIVE),  # two squares of 2d
+        ("llama", "tensor=4:2d", DROPOUT | SELECTIVE),
         ("gpt2", "tensor=8:3d", DROPOUT | SELECTIVE),
         ("gpt2", "pipeline=2,schedule=zb-h1", DROPOUT),
     ],
@@ -162,9 +162,9 @@ def kept_in_three_steps(
     return losses, alive, held
 
 
-def test_compiled_layers_keep_nothing_that_is_released_or_offloaded(gloo: Pool) -> None:
+def test_compiled_layers_release_memory(gloo: Pool) -> None:
     wanted = pytest.approx(gloo.run(2, kept_in_three_steps, 0, None)[0][0], rel=1e-13)
-    for stage, offloads in ((1, False), (2, False), (3, False), (0, True), (3, True)):
+    for stage, offloads in ((2, False), (3, False), (0, True), (3, True)):
         for losses, alive, held in gloo.run(2, kept_in_three_steps, stage, "aot_eager", offloads):
             assert losses == wanted
             assert alive == [1 if stage == 3 else 0] * 3
@@ -172,7 +172,7 @@ def test_compiled_layers_keep_nothing_that_is_released_or_offloaded(gloo: Pool) 
             assert min(held) > what_enters if offloads else held == {0}
 
 
-def test_an_evaluation_on_other_shapes_comes_between_compiled_steps() -> None:
+def test_compiled_steps_go_on_after_an_evaluation_of_other_shapes() -> None:
     found = []
     for backend in (None, "aot_eager"):
         torch._dynamo.reset()
@@ -265,7 +265,7 @@ class Divided(nn.Module):
         return self.division.divide(x) + self.offset
 
 
-def test_modules_that_share_their_code_have_graphs_of_their_own() -> None:
+def test_settings_of_a_module_are_guarded() -> None:
     """By a setting, the class of settings, a hidden default."""
     torch._dynamo.reset()
     x, found = torch.ones(3), []
@@ -277,7 +277,7 @@ def test_modules_that_share_their_code_have_graphs_of_their_own() -> None:
     assert found == [2.0, 3.0, -2.0, 3.0]
 
 
-def test_a_graph_has_no_more_than_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_graph_has_no_more_than_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "use_cpu_kernels", False)
     config, found = compiled.config_of("gpt2", 1, 64, 4, 64), []
     for name in (compiled.OURS, compiled.PLAIN):
@@ -298,18 +298,17 @@ def test_the_softmax_of_the_loss_is_fused_on_gpus(monkeypatch: pytest.MonkeyPatc
     compile_layers(model, "aot_eager")
     assert model.head.is_fused
 
-    calls, fused = [], cross_entropy.fused_softmax
+    fused = Mock(wraps=cross_entropy.fused_softmax)
     monkeypatch.setattr(fused_softmax, "_compiled", lambda function: function)
-    monkeypatch.setattr(cross_entropy, "fused_softmax", lambda *a: calls.append(0) or fused(*a))
+    monkeypatch.setattr(cross_entropy, "fused_softmax", fused)
     losses = []
     for is_fused in (False, True):
         state = tiny_state(serial_mesh())
         compile_layers(state.model, "aot_eager")
         assert not state.model.head.is_fused
         state.model.head.is_fused = is_fused
-        assert not calls
         losses.append([train_step(state, [samples(4)], 1e-3).loss for _ in range(2)])
-    assert calls
+        assert fused.called == is_fused
     assert losses[1] == pytest.approx(losses[0], rel=1e-13)
 
 
@@ -417,9 +416,8 @@ def test_a_compiled_backward_may_leave_products_of_weights_to_later() -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "changes"),
     [
-        ("gpt2", "tensor=1", DROPOUT),
+        ("bert", "tensor=1", DROPOUT),
         ("llama", "tensor=2,sequence", SELECTIVE | {"num_query_groups": 2}),
-        ("bert", "tensor=1", DROPOUT | SELECTIVE),
     ],
 )
 def test_inductor_is_as_near_in_bf16(
@@ -460,57 +458,86 @@ def test_a_diagnosis_still_sees_every_module() -> None:
     assert found.what == "the output of transformer.layers.1.mlp.up"
 
 
-def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
-    """(whether layers are compiled, warnings) on a device of this kind."""
-    mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
-    failure = failure_of_last_rank if mesh.control.rank == mesh.size() - 1 else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "compiler_failure", lambda _: failure)
-        is_compiled, warnings = choose_compile(asked, mesh)
-    return is_compiled, len(warnings)
+KINDS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (tiny_section(hidden_dropout=0.1, attention_dropout=0.1), samples),
+    "bert": (bert_section(), bert_samples),
+    "llama": (llama_section(), samples),
+}
+STEPS = WARM_UP + 3
 
 
-def test_all_ranks_compile_or_none(gloo: Pool) -> None:
-    for asked, kind, failure, expected in (
-        (None, "cpu", None, (False, 0)),
-        (False, "cuda", None, (False, 0)),
-        (True, "cpu", None, (True, 0)),
-        (None, "cuda", None, (True, 0)),
-        (None, "cuda", "no Triton", (False, 1)),
-    ):
-        assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
+def again(function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    """As compiled.record, but that it computes."""
+    result = function()
+    return result, lambda: result.copy_(function())
 
 
-def test_compile_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    with pytest.raises(UsageError) as error:
-        choose_compile(True, serial_mesh())
-    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
-    assert choose_compile(False, serial_mesh()) == (False, [])
-    assert not tiny_section(layernorm_impl="apex").can_compile
-
-
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
-    command = ["git", "-C", str(folder), *identity, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def steps(state: TrainState, draw: Any, sizes: list[int]) -> list[tuple[float, float]]:
+    """(loss, norm) of each step, of two micro-batches of this size."""
+    found, first = [], 0
+    for size in sizes:
+        batch = [draw(size, first=first), draw(size, first=first + size)]
+        result = train_step(state, batch, 1e-3)
+        found.append((result.loss, result.grad_norm))
+        first += 2 * size
+    return found
 
 
-def test_the_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag is not named; the code may be installed inside somebody else's repository."""
-    (tmp_path / "file").write_text("first")
-    (tmp_path / "packages").mkdir()
-    for words in ("init --quiet", "add file", "commit --quiet --message first", "tag v1"):
-        git(tmp_path, *words.split())
-    head = git(tmp_path, "rev-parse", "HEAD")
-    for content, name in (("first", head), ("second", f"{head}-dirty")):
-        commit.cache_clear()
-        (tmp_path / "file").write_text(content)
-        assert commit(tmp_path) == name
-    assert commit(tmp_path / "packages") is None
-    commit.cache_clear()
-    monkeypatch.setenv("PATH", "")
-    assert commit(tmp_path) is None
+def two_states(kind: str) -> tuple[TrainState, TrainState]:
+    section, _ = KINDS[kind]
+    plain, graphed = (tiny_state(serial_mesh(), section) for _ in range(2))
+    return plain, replace(graphed, graph=StepGraph(record=again))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graph_reads_new_batches(kind: str) -> None:
+    plain, graphed = two_states(kind)
+    sizes = [2] * STEPS
+    assert steps(graphed, KINDS[kind][1], sizes) == steps(plain, KINDS[kind][1], sizes)
+    assert graphed.graph is not None
+    assert graphed.graph.replay is not None
+    for own, wanted in zip(graphed.slices(), plain.slices(), strict=True):
+        assert torch.equal(own.local, wanted.local), own.key
+
+
+def test_graph_of_another_shape() -> None:
+    plain, graphed = two_states("gpt2")
+    assert graphed.graph is not None
+    sizes = [*[4] * STEPS, *[2] * STEPS, 4, *[2] * WARM_UP]
+    assert steps(graphed, samples, sizes) == steps(plain, samples, sizes)
+    assert graphed.graph.replay is None  # it was given up for the 4, and no other is recorded yet
+    assert steps(graphed, samples, [2]) == steps(plain, samples, [2])
+    assert graphed.graph.replay is not None
+
+
+def test_graph_needs_steps_of_its_shape() -> None:
+    _, graphed = two_states("gpt2")
+    assert graphed.graph is not None
+    for size in range(1, WARM_UP + 3):
+        steps(graphed, samples, [size])
+        assert graphed.graph.replay is None
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "dtype", "reason"),
+    [
+        ("cpu", "", torch.bfloat16, "without a GPU"),
+        ("cuda", "", torch.float16, "loss scale"),
+        ("cuda", "--cpu-offload-activations", torch.bfloat16, "offload"),
+        (
+            "cuda",
+            "--attention-dropout 0.1 --attention-dropout-rng kernel",
+            torch.bfloat16,
+            "kernel draws",
+        ),
+        ("cuda", "--attention-dropout 0", torch.bfloat16, ""),
+    ],
+)
+def test_graph_refused(device: str, words: str, dtype: torch.dtype, reason: str) -> None:
+    config = parse(PretrainGPT2Config, ["--preset", "quickstart", *words.split()], {})
+    mesh = replace(serial_mesh(), device=torch.device(device))
+    refused = pytest.raises(UsageError, match=f"^--cuda-graph: must be left out .*{reason}")
+    assert choose_graph(None, config.model, mesh, dtype) is not bool(reason)
+    assert not choose_graph(False, config.model, mesh, dtype)
+    with refused if reason else nullcontext():
+        assert choose_graph(True, config.model, mesh, dtype)

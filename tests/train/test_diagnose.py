@@ -172,7 +172,6 @@ def count_hooks(model: nn.Module) -> int:
         (1, 1, (0, 0), 0, False),
         (2, 2, (0, 1), 0, False),
         (2, 1, (1, 0), 0, True),
-        (4, 2, (1, 1), 0, False),
         (4, 2, (1, 1), 2, False),
         (2, 1, (1, 0), 3, True),
     ],
@@ -190,14 +189,14 @@ def test_every_rank_names_the_module(
             assert f"samples {sample} to {sample} " in message
 
 
-def test_the_rank_at_fault_is_named_and_not_one_that_it_spoils(gloo: Pool) -> None:
+def test_the_rank_at_fault_is_named(gloo: Pool) -> None:
     """What tensor rank 1 computes reaches rank 0 in the next all-reduce, of the layer after."""
     for found in gloo.run(2, narrow_diagnoses, (0, 1)):
         for fault, (_, what, place, _) in zip(("weight", "product"), found, strict=True):
             assert (what, place) == (FAULTS[fault][1], "data 0, tensor 1")
 
 
-def test_the_rank_is_named_whose_part_of_a_weight_is_not_finite(gloo: Pool) -> None:
+def test_rank_of_a_nan_master_is_named(gloo: Pool) -> None:
     """In ZeRO stage 3, where all ranks would gather it, and of masters on the host."""
     for found in gloo.run(2, diagnoses_of_masters, (1, 0)):
         for _, what, place, _ in found:
@@ -228,5 +227,4 @@ def replayed(tensor_size: int) -> bool:
 
 
 def test_the_second_run_computes_what_the_first_did(gloo: Pool) -> None:
-    for world, tensor_size in ((1, 1), (4, 2)):
-        assert all(gloo.run(world, replayed, tensor_size))
+    assert all(gloo.run(4, replayed, 2))

@@ -73,7 +73,7 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
     expected = losses_of_seven(1, 7)
     assert expected.keys() == {"loss", "mlm_loss", "sop_loss"}
     results = [losses_of_seven(1, 1), losses_of_seven(1, 3)]
-    for world, tensor_size in ((2, 2), (2, 1), (4, 2), (4, 1), (4, "4:2d"), (8, "8:3d")):
+    for world, tensor_size in ((2, 2), (4, 2), (4, 1), (4, "4:2d"), (8, "8:3d")):
         results += gloo.run(world, losses_of_seven, tensor_size, 2)
     for each in results:
         assert each == pytest.approx(expected, rel=1e-12)
@@ -100,7 +100,7 @@ def read_until_a_stop(layout: str) -> list[int]:
     return data.asked
 
 
-def test_all_ranks_stop_before_the_group_at_which_one_wants_to(gloo: Pool) -> None:
+def test_evaluation_stops_on_all_ranks(gloo: Pool) -> None:
     for layout, world, copies, group in (("data=2", 2, 2, 16), ("pipeline=2,tensor=2", 4, 1, 32)):
         read = gloo.run(world, read_until_a_stop, layout)
         assert {*map(len, read)} == {2 * group}
@@ -174,7 +174,7 @@ def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])
-def test_recomputation_in_the_words_of_the_first_checkpoints(was: bool, granularity: str) -> None:
+def test_checkpoint_activations_of_old_checkpoints(was: bool, granularity: str) -> None:
     settings = asdict(tiny_section()) | {"checkpoint_activations": was}
     del settings["recompute_granularity"]
     manifest = {"kind": "gpt2", "config": {"model": settings}}

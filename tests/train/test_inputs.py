@@ -1,5 +1,9 @@
-"""From the settings of a run to its data: what reaches them, and what of mock data is what."""
+"""From the settings of a run to its data, and prefetching: a step ahead for each worker, errors in
+their step."""
 
+import threading
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,16 +12,19 @@ import pytest
 
 from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainBertConfig, PretrainConfig, PretrainGPT2Config
+from megatron.data.batch import TextBatch
 from megatron.data.tokenizer import build_tokenizer
 from megatron.train.inputs import (
     Inputs,
     mock_inputs,
     open_bert_inputs,
     open_gpt2_inputs,
+    prefetch,
     random_pairs,
     random_text,
 )
 from tests.data.samples import write_data_of_tokenizer, write_sentences, write_wordpiece
+from tests.dist import PATIENCE
 from tests.programs import SHAPE
 
 BERT = "BertWordPieceLowerCase"
@@ -64,3 +71,92 @@ def test_mock_data_are_validated_on_other_samples(kind: type[PretrainConfig], sa
     train, validation = (each.batch([0, 1]).tokens for each in (inputs.train, inputs.validation))
     assert train.shape == validation.shape
     assert not (train == validation).all(axis=1).any()
+
+
+class Numbers:
+    """Samples of one token, their number; tells of each batch that is made, and of the end."""
+
+    samples_per_epoch = 10**9
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+        self.made: list[list[int]] = []
+        self.changed = threading.Condition()
+
+    def batch(self, numbers: range) -> TextBatch:
+        with self.changed:
+            self.made.append(list(numbers))
+            self.changed.notify_all()
+        if self.broken in numbers:
+            raise ValueError(f"sample {self.broken} is broken")
+        return TextBatch(tokens=np.array(numbers)[:, None])
+
+    def wait_for(self, made: list[list[int]]) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: sorted(self.made) == made, timeout=PATIENCE)
+
+
+def is_running() -> bool:
+    return any(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+
+def read(data: Numbers, starts: range, rank: int = 0, size: int = 1) -> list[list[list[int]]]:
+    """The numbers of the samples, which each batch knows, too."""
+    steps = list(prefetch(data, starts, micro_batch_size=2, data_rank=rank, data_size=size))
+    assert all((batch.numbers == batch.tokens[:, 0]).all() for step in steps for batch in step)
+    return [[batch.tokens[:, 0].tolist() for batch in step] for step in steps]
+
+
+def prefetched(data: Numbers, stop: int, workers: int) -> Generator[list[TextBatch]]:
+    """Steps of two samples, by one rank."""
+    one = {"micro_batch_size": 2, "data_rank": 0, "data_size": 1}
+    return prefetch(data, range(0, stop, 2), **one, num_workers=workers)
+
+
+def test_steps_hold_the_micro_batches_of_this_rank() -> None:
+    assert read(Numbers(), range(4, 12, 4)) == [[[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert read(Numbers(), range(4, 12, 4), rank=1, size=2) == [[[6, 7]], [[10, 11]]]
+    assert read(Numbers(), range(4, 4, 4)) == []
+    assert not is_running()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_worker_makes_one_of_the_next_steps(workers: int) -> None:
+    data = Numbers()
+    with closing(prefetched(data, 100, workers)) as steps:
+        assert data.made == []
+        for step in range(2):
+            assert next(steps)[0].tokens[:, 0].tolist() == [2 * step, 2 * step + 1]
+            made = [[start, start + 1] for start in range(0, 2 * (step + workers) + 1, 2)]
+            assert data.wait_for(made)
+        assert is_running()
+    assert not is_running()
+    assert len(data.made) == workers + 2
+
+
+def test_workers_read_in_parallel() -> None:
+    """Each of the first steps is made only when all of them are being made."""
+    together = threading.Barrier(3)
+
+    class Slow(Numbers):
+        def batch(self, numbers: range) -> TextBatch:
+            if numbers[0] < 6:
+                together.wait(timeout=PATIENCE)
+            return super().batch(numbers)
+
+    steps = prefetched(Slow(), 10, 3)
+    assert [step[0].tokens[0, 0] for step in steps] == [0, 2, 4, 6, 8]
+    assert not is_running()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_error_of_the_data_set_is_raised_in_its_step(workers: int) -> None:
+    steps = prefetched(Numbers(broken=5), 100, workers)
+    assert [next(steps)[0].tokens[0, 0] for _ in range(2)] == [0, 2]
+    with pytest.raises(ValueError, match="5"):
+        next(steps)
+    assert not is_running()
+
+
+def test_samples_after_the_last_step_are_not_read() -> None:
+    assert len(read(Numbers(broken=4), range(0, 4, 2))) == 2

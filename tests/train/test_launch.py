@@ -48,7 +48,7 @@ def arrivals(*hosts: tuple[str, int]) -> list[Arrival]:
     return [Arrival(host, len(hosts), gpus) for host, gpus in hosts]
 
 
-def test_the_device_is_the_processes_own_gpu_or_the_cpu_for_all() -> None:
+def test_choose_device() -> None:
     both = arrivals(("a", 2), ("a", 2), ("b", 2), ("b", 2))
     assert choose_device(3, both, {}) == torch.device("cuda", 1)
     assert choose_device(3, both, {"LOCAL_RANK": "0"}) == torch.device("cuda", 0)

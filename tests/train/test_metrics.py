@@ -1,17 +1,31 @@
-"""The record of a run: monotonic across resumes, complete after kills, and loud when it fails."""
+"""The record of a run: monotonic across resumes, complete after kills, and loud when it fails; and
+what TensorBoard and wandb get of it."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from megatron.train.metrics import LONGEST, Metrics, read_metrics
-from tests.checkpoint.saving import failing
+from megatron.config.training import LoggingConfig
+from megatron.errors import UsageError
+from megatron.train.metrics import (
+    LONGEST,
+    Metrics,
+    TensorBoardSink,
+    open_sinks,
+    read_metrics,
+)
+from tests.checkpoint.saving import before_calls, failing
+from tests.config.test_checks import settings
 from tests.refusals import field_of, refusal
 
 
@@ -59,7 +73,7 @@ def steps_that_stand(path: Path) -> list[int]:
     return [line["step"] for line in read_metrics(path)]
 
 
-def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) -> None:
+def test_resume_marks_rewound_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2, 3, 4)
     before = every_line(path)
@@ -75,7 +89,7 @@ def test_a_resume_from_an_earlier_step_marks_what_it_takes_back(tmp_path: Path) 
     assert len(every_line(path)) == 9
 
 
-def test_a_resume_where_the_last_process_ended_leaves_the_lines_alone(tmp_path: Path) -> None:
+def test_resume_at_the_last_line(tmp_path: Path) -> None:
     """Also where a kill cut off the end of the last line alone."""
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2)
@@ -88,7 +102,7 @@ def test_a_resume_where_the_last_process_ended_leaves_the_lines_alone(tmp_path: 
     assert [line.get("rewound") for line in every_line(path)] == [None, None, None]
 
 
-def test_a_run_from_scratch_keeps_no_line_of_an_earlier_one(tmp_path: Path) -> None:
+def test_run_from_scratch_rewinds_all_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with metrics(path) as file:
         file.write({"step": 0, "ended": "SIGTERM", "exit_code": 75})
@@ -98,7 +112,7 @@ def test_a_run_from_scratch_keeps_no_line_of_an_earlier_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"3", b"\x00\x00\xff", b'{"step": "\xc3'])
-def test_a_line_cut_short_by_a_kill_is_kept_and_does_not_stand(tmp_path: Path, torn: bytes) -> None:
+def test_torn_line(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2)
     with path.open("ab") as file:
@@ -110,9 +124,7 @@ def test_a_line_cut_short_by_a_kill_is_kept_and_does_not_stand(tmp_path: Path, t
     assert every_line(path)[2] == {"torn": kept, "rewound": True}
 
 
-def test_a_kill_while_marking_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_marking_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 0, 1, 2, 3)
     before = path.read_bytes()
@@ -120,10 +132,8 @@ def test_a_kill_while_marking_loses_nothing(
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", die)
-        with pytest.raises(KeyboardInterrupt):
-            metrics(path, 1)
+    with before_calls(die, "os.fsync"), pytest.raises(KeyboardInterrupt):
+        metrics(path, 1)
     assert path.read_bytes() == before
     write_steps(path, 1, 2)
     assert steps_that_stand(path) == [1, 2]
@@ -237,3 +247,162 @@ def test_sinks_get_the_exit_code_of_the_last_line() -> None:
     with metrics(None, sinks=[sink]) as file:
         file.write({"step": 3, "ended": "SIGTERM", "exit_code": 75})
     assert sink.exit_codes == [75]
+
+
+@pytest.mark.parametrize(("place", "is_first"), [("file", True), ("events", False)])
+def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path, place: str, is_first: bool) -> None:
+    (tmp_path / "file").touch()
+    logging, mesh = LoggingConfig(tensorboard_dir=f"{tmp_path}/{place}"), SimpleNamespace()
+    mesh.is_first = is_first
+    assert open_sinks(logging, None, {}, 0, {}, mesh, print) == []
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("flag", ["--wandb-project", "--tensorboard-dir"])
+def test_a_missing_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    library, field = flag[2:].partition("-")[0], flag[2:].replace("-", "_")
+    pytest.importorskip(library)
+    (tmp_path / library).mkdir()  # such as wandb's own, in the folder of an earlier run
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, library)
+    with pytest.raises(UsageError) as refused:
+        settings(**{field: "x"}, metrics_file="m.jsonl").check(1)
+    assert refused.value.flag == flag
+
+
+def test_wandb_asks_for_a_folder() -> None:
+    with pytest.raises(UsageError) as refused:
+        settings(wandb_project="a").check(1)
+    assert refused.value.works == ("--wandb-project", "a", "--save", "checkpoints")
+    settings(wandb_project="a", metrics_file="m.jsonl").check(1)
+
+
+@pytest.mark.parametrize(("start", "kept"), [(2, [(1, 1.0), (2, 1.0)]), (0, [])])
+def test_tensorboard(tmp_path: Path, start: int, kept: list[tuple[int, float]]) -> None:
+    """The numbers of each line by key and step; those of steps that are rewound vanish."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    before = [{"step": step, "loss": 1.0, "checkpoint": f"step_{step}"} for step in (1, 2, 3, 4)]
+    now = [{"step": start + 1, "loss": 0.5}, {"step": start + 1, "validation_loss": 3.0}]
+    for first, lines in ((0, before), (start, now)):
+        sink = TensorBoardSink(tmp_path, first)
+        for line in lines:
+            sink.write(line)
+        sink.close(0)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    last = start + 1
+    assert found == {"loss": [*kept, (last, 0.5)], "validation_loss": [(last, 3.0)]}
+
+
+def open_wandb(
+    library: Mock, folder: Path, start: int, stops: list[str], project: str = "tiny", **environ: str
+) -> Any:
+    """The sink, where wandb is replaced by a stand-in."""
+    logging, mesh = LoggingConfig(wandb_project=project), SimpleNamespace(is_first=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.train.metrics.wandb", library)
+        patch.setenv("WANDB_CACHE_DIR", "")  # which it sets
+        facts = {"layers": 2}
+        path = folder / "metrics.jsonl"
+        (sink,) = open_sinks(logging, path, environ, start, facts, mesh, stops.append)
+    return sink
+
+
+def test_wandb_continues_a_run(tmp_path: Path) -> None:
+    """Under its id, until a run starts from scratch or of another project; a person may stop it."""
+    ids, stops = [], list[str]()
+    for start, project in ((0, "tiny"), (2, "tiny"), (0, "tiny"), (5, "other"), (6, "other")):
+        library = Mock()
+        library.login.return_value = True
+        sink = open_wandb(library, tmp_path, start, stops, project)
+        asked = library.init.call_args.kwargs
+        assert (asked["project"], asked["mode"], asked["resume"]) == (project, "online", "allow")
+        assert asked["config"] == {"layers": 2}
+        ids.append(asked["id"])
+    assert (ids[0], ids[3]) == (ids[1], ids[4])
+    assert len({*ids}) == 3
+    library.Settings.call_args.kwargs["stop_fn"]()
+    assert stops == ["wandb"]
+    sink.write({"step": 3, "loss": 0.5})
+    sink.close(1)
+    library.init().log.assert_called_once_with({"step": 3, "loss": 0.5})
+    library.init().finish.assert_called_once_with(exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("has_key", "environ"), [(False, {}), (True, {}), (False, {"WANDB_MODE": "online"})]
+)
+def test_wandb_offline(tmp_path: Path, has_key: bool, environ: dict[str, str]) -> None:
+    """Without a key, or where its server does not answer; its hooks do not stay."""
+    hooks = sys.exit, sys.excepthook
+
+    def fail_online(mode: str, **_: Any) -> Mock:
+        sys.exit = sys.excepthook = Mock()
+        if mode == "online":
+            raise ConnectionError("no server")
+        return Mock()
+
+    library = Mock()
+    library.login.return_value = has_key
+    library.init.side_effect = fail_online
+    sink = open_wandb(library, tmp_path, 0, [], **environ)
+    assert (sys.exit, sys.excepthook) == hooks
+    is_tried = has_key or bool(environ)
+    modes = [call.kwargs["mode"] for call in library.init.call_args_list]
+    assert modes == ["online", "offline"][not is_tried :]
+    assert ("ConnectionError" in sink.destination) == library.teardown.called == is_tried
+
+
+# A part of a run, which is a process as in training.
+PROGRAM = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import megatron.train.metrics
+from megatron.config.training import LoggingConfig
+from megatron.train.metrics import Metrics, open_sinks
+
+mesh = SimpleNamespace(is_first=True, control=SimpleNamespace(gather=lambda value: [value]))
+path = Path(sys.argv[1])
+megatron.train.metrics.INIT_SECONDS = 3  # of a server that does not answer
+config = LoggingConfig(wandb_project="tiny")
+sinks = open_sinks(config, path, {}, 0, {"layers": 2}, mesh, print)
+with Metrics(path, mesh, start=0, steps=9, sinks=sinks) as metrics:
+    metrics.write({"step": 1, "loss": 0.5, "checkpoint": "the first"})
+"""
+KEY = "k" * 40
+NO_SERVER = "http://127.0.0.1:9"  # nothing listens there
+
+
+@pytest.mark.parametrize("place", ["environment", "netrc"])
+def test_wandb_out_of_reach(tmp_path: Path, place: str) -> None:
+    """With the library itself: it does not print the key, and keeps the run in its own folder."""
+    pytest.importorskip("wandb")
+    home, save = tmp_path / "home", tmp_path / "save"
+    home.mkdir()
+    (home / ".netrc").touch(mode=0o600)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environ |= {"HOME": str(home), "NETRC": str(home / ".netrc"), "WANDB_BASE_URL": NO_SERVER}
+    if place == "netrc":
+        (home / ".netrc").write_text(f"machine 127.0.0.1:9 login user password {KEY}")
+    else:
+        environ["WANDB_API_KEY"] = KEY
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(save / "metrics.jsonl")],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert (process.returncode, KEY in process.stdout) == (0, False), process.stdout
+    assert [each.name for each in home.iterdir()] == [".netrc"]
+    assert {each.name for each in save.iterdir()} == {"metrics.jsonl", "wandb", "wandb.json"}
+    (kept,) = save.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"the first" in kept.read_bytes()

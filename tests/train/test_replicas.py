@@ -17,7 +17,6 @@ from tests.tiny import mesh_of_ranks, micro_batches, samples, tiny_section, tiny
 
 NORM = "transformer.layers.1.attention_norm.weight"
 CUT = "transformer.layers.0.mlp.up.weight"
-LAYOUTS = [(2, 2), (2, 1), (4, 2)]  # (ranks, tensor-parallel size)
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,9 +80,15 @@ def check_after_steps(tensor_size: int | str, dtype: torch.dtype, dropout: float
     check_replicas(state, [])
 
 
-@pytest.mark.parametrize(("world", "tensor_size"), [(1, 1), *LAYOUTS])
 @pytest.mark.parametrize(
-    ("dtype", "dropout"), [(torch.float64, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.1)]
+    ("world", "tensor_size", "dtype", "dropout"),
+    [
+        (1, 1, torch.float32, 0.1),
+        (2, 1, torch.bfloat16, 0.1),
+        (2, 2, torch.float64, 0.0),
+        (4, 2, torch.float32, 0.1),
+        (4, 2, torch.bfloat16, 0.1),
+    ],
 )
 def test_training_keeps_replicas_equal(
     gloo: Pool, world: int, tensor_size: int, dtype: torch.dtype, dropout: float
@@ -100,7 +105,6 @@ def check_and_stop(tensor_size: int) -> None:
 
 
 def test_all_ranks_stop_where_one_wants_to(gloo: Pool) -> None:
-    gloo.run(2, check_and_stop, 2)
     gloo.run(4, check_and_stop, 2)
 
 
@@ -185,7 +189,6 @@ def test_a_flipped_bit_is_named(
     ("zero_stage", "tensor_size", "expected"),
     [
         (1, 1, {f"model.{NORM}": ("data",), f"exp_avg.{NORM}": None}),
-        (2, 1, {f"model.{CUT}": ("data",), f"exp_avg_sq.{NORM}": None}),
         (3, 1, {f"model.{NORM}": None, f"exp_avg.{NORM}": None, "counters.skipped": ("data",)}),
         (1, 2, {f"model.{CUT}": ("data",), f"exp_avg.{NORM}": ("tensor",)}),
         (3, 2, {f"model.{NORM}": ("tensor",), f"exp_avg.{NORM}": ("tensor",)}),

@@ -1,42 +1,42 @@
-"""Programs that use a trained model refuse what does not fit it before torch comes."""
+"""Where a run or another program starts: the same on every rank, whatever each of them sees."""
 
-import json
+import shutil
+from contextlib import suppress
 from dataclasses import asdict, replace
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.checkpoint.format import seal
+from megatron.checkpoint import load, retention
+from megatron.checkpoint.resume import Start
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
+from megatron.train import pretrain
+from megatron.train.evaluate import load_newest
+from megatron.train.inputs import Inputs
+from megatron.train.pretrain import Run, build
+from megatron.train.step import train_step
 from megatron.train.trained import open_trained
+from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
+from tests.dist import Pool
+from tests.programs import SHAPE, finished
 from tests.refusals import field_of, refusal
+from tests.tiny import VOCABULARY, mesh_of_ranks, samples, save_state, tiny_section, tiny_state
 
 
 def write_checkpoint(directory: Path, tokenizer: Tokenizer, *, attached: bool = True) -> Path:
-    """Of 4 heads, without tensors."""
-    folder = directory / "step_00000002"
-    folder.mkdir(parents=True)
-    files = {}
-    for name, content in tokenizer.files.items() if attached else ():
-        (folder / name).write_bytes(content)
-        files[name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    manifest = {
-        "format": 2,
-        "files": files,
-        "tensors": {},
-        "config": asdict(settings()),
-        "vocab_size": 261,
-        "tokenizer": tokenizer.fingerprint,
-        "data": [],
-    }
-    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
-    return folder
+    """Of 4 heads."""
+    facts = {"config": asdict(settings()), "vocab_size": 261, "data": []}
+    files = tokenizer.files if attached else {}
+    return make_checkpoint(directory, 2, files, tokenizer=tokenizer.fingerprint, **facts)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_opens_what_fits(trained: TrainedConfig) -> None:
 
 def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", tokenizer)
-    for load in (folder, folder.parent):
-        _, found, _ = open_trained(TrainedConfig(load=str(load)), ParallelConfig(), 1)
+    for place in (folder, folder.parent):
+        _, found, _ = open_trained(TrainedConfig(load=str(place)), ParallelConfig(), 1)
         assert found.fingerprint == tokenizer.fingerprint
         assert found.encode("the thing") == tokenizer.encode("the thing")
 
@@ -112,3 +112,212 @@ def test_another_tokenizer_is_refused(
     config = TrainedConfig(load=str(folder), **given)
     error = refusal(lambda: open_trained(config, ParallelConfig(), 1))
     assert field_of(error) == "--vocab-file and --merge-file"
+
+
+CONFIG = replace(settings(), model=tiny_section())  # trains to step 3
+FACTS = {"vocab_size": VOCABULARY, "tokenizer": "f", "data": []}
+
+
+def save(directory: Path, *steps: int, **facts: Any) -> tuple[Path, ...]:
+    """Checkpoints of CONFIG's run, the last of `steps` first."""
+    state = tiny_state(mesh_of_ranks(1), CONFIG.model, dtype=torch.float32)
+    every = {**FACTS, **state.facts(), "kind": "gpt2", "config": asdict(CONFIG)}
+    every |= {"run": "one", "validation_loss": None}
+    for state.step in steps:
+        state.samples = 4 * state.step
+        save_state(state, directory, **every | facts | {"counters": state.counters()})
+    return tuple(directory / f"step_{step:08d}" for step in reversed(steps))
+
+
+def start(
+    folders: tuple[Path, ...],
+    *,
+    finetune: bool = False,
+    facts: dict[str, Any] = FACTS,
+    **changes: Any,
+) -> Run:
+    """A run that starts from one of the folders; facts: of its data; changes: of CONFIG."""
+    corpus = SimpleNamespace(vocab_size=VOCABULARY, identity=facts)
+    train = SimpleNamespace(samples_per_epoch=8)
+    inputs = Inputs(corpus=corpus, tokenizer=None, train=train, validation=None)
+    begin = Start(folders=folders, finetune=finetune)
+    return build(replace(CONFIG, **changes), inputs, begin, mesh_of_ranks(1))
+
+
+@pytest.mark.parametrize("facts", [{}, {"config": "mine"}, {"config": {"lr": 1}, "vocab_size": 9}])
+def test_a_checkpoint_of_an_own_loop_is_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    mesh, folder = mesh_of_ranks(1), tmp_path / "step_00000000"
+    save_state(tiny_state(mesh), tmp_path, **facts)
+    words = f"{SHAPE} --seq-length 16 --mock-data --train-iters 1 --load {tmp_path}"
+    error = refusal(lambda: pretrain.pretrain(words.split(), {}, "gpt2"), lines=1)
+    assert (field_of(error), str(folder) in str(error)) == ("--load", True)
+    refusal(lambda: load_newest([folder], mesh))
+    found = load.newest_checkpoint(tmp_path, mesh)
+    assert found.path == folder
+
+
+def test_a_setting_of_the_model_that_is_not_known_is_named(tmp_path: Path) -> None:
+    model = asdict(CONFIG.model) | {"number_of_wheels": 4}
+    folders = save(tmp_path, 2, config={"model": model})
+    error = refusal(lambda: load_newest(folders, mesh_of_ranks(1)))
+    assert "number_of_wheels" in str(error)
+
+
+def test_a_run_starts_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    scratch = start(())
+    assert (scratch.state.step, scratch.facts["weights_of"]) == (0, None)
+    newest, oldest = folders = save(tmp_path, 2, 4)
+    optimizer = replace(CONFIG.optimizer, lr=3.0)
+    tuned = start(folders, finetune=True, optimizer=optimizer)
+    assert tuned.state.step == 0
+    assert tuned.facts["weights_of"] == "one" != tuned.facts["run"]
+    assert not any("--lr" in each for each in tuned.messages)
+    assert str(newest) in tuned.messages[-1]
+
+    (newest / "manifest.json").unlink()
+    resumed = start(folders, optimizer=optimizer)
+    assert (resumed.state.step, resumed.state.samples, resumed.facts["run"]) == (2, 8, "one")
+    passed_over, where, changed, *_ = resumed.messages
+    assert str(newest / "manifest.json") in passed_over
+    assert str(oldest) in where
+    assert all(each in changed for each in ("--lr", "3.0", "0.00015"))
+
+
+def test_pure_bf16_is_resumed_without_being_asked_for(tmp_path: Path) -> None:
+    pure = start((), precision=PrecisionConfig(pure_bf16=True))
+    train_step(pure.state, [samples(2)], 1e-2)
+    facts = {**pure.facts, **pure.state.facts(), "validation_loss": None}
+    save_state(pure.state, tmp_path, **facts)
+    folder = tmp_path / "step_00000001"
+    resumed, tuned = start((folder,)), start((folder,), finetune=True)
+    saved = {each.key: each.local for each in pure.state.slices()}
+    for each in resumed.state.slices():
+        assert torch.equal(each.local, saved[each.key]), each.key
+    assert resumed.facts["config"]["precision"]["pure_bf16"]
+    assert not tuned.facts["config"]["precision"]["pure_bf16"]
+    kept = list(resumed.state.optimizer.tensors())
+    kinds = {each.key.partition(".")[0] for each in kept}
+    assert kinds == {"exp_avg", "exp_avg_sq"}
+    assert {each.local.dtype for each in kept} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "is_due"),
+    [(2, None, True), (2, 1.0, False), (1, None, False), (3, None, True), (3, 1.0, False)],
+)
+def test_a_missed_evaluation_is_made_up_for(
+    tmp_path: Path, step: int, loss: float | None, is_due: bool
+) -> None:
+    """At multiples of 2, and at the last step, which is 3."""
+    folders = save(tmp_path, step, validation_loss=loss)
+    training = replace(CONFIG.training, eval_interval=2)
+    assert start(folders, training=training).evaluate_first == is_due
+    assert not start(folders, training=training, finetune=True).evaluate_first
+
+
+def test_a_checkpoint_at_the_target_leaves_nothing_to_train(tmp_path: Path) -> None:
+    for step, is_done in ((2, False), (3, True), (40, True)):
+        messages = start(save(tmp_path / str(step), step)).messages
+        assert any(f"--train-iters {2 * step}" in each for each in messages) == is_done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the data set and the logs of `train`."""
+    return tmp_path_factory.mktemp("resume")
+
+
+def train(words: str, folder: Path, **more: Any) -> str:
+    return finished(f"--eval-iters 0 --lr-decay-iters 9 {words}", folder=folder, **more)
+
+
+def rename_before_the_claim(one: Path, other: Path) -> None:
+    """In this process one becomes the other just before --save is claimed."""
+    claim, was = retention.claim, one
+
+    def late(*arguments: Any) -> Any:
+        with suppress(FileNotFoundError):  # another rank was faster
+            was.rename(other)
+        return claim(*arguments)
+
+    retention.claim = late
+
+
+def test_a_save_between_start_and_lock_is_resumed(folder: Path, tmp_path: Path) -> None:
+    way = f"--save {tmp_path} --load {tmp_path} --save-interval 1"
+    train(f"{way} --train-iters 2", folder)
+    newest = tmp_path / "step_00000002"
+    aside = newest.rename(tmp_path / "aside")
+    before = partial(rename_before_the_claim, aside, newest)
+    assert str(newest) in train(f"{way} --train-iters 3", folder, before=before)
+    assert len(list(tmp_path.glob("step_*"))) == 3, "nothing is abandoned"
+
+
+def test_what_appears_before_the_lock_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    save, other = tmp_path / "save", tmp_path / "other"
+    make_checkpoint(other, 1)
+    before = partial(rename_before_the_claim, other, save)
+    text = train(f"--save {save} --train-iters 1", folder, world=2, code=2, before=before)
+    assert "error: --save" in text
+
+
+def test_a_record_that_cannot_be_written_is_refused_by_all(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "metrics.jsonl"
+    text = train(f"--metrics-file {place} --train-iters 1", folder, world=2, code=2)
+    assert f"error: {place} " in text
+
+
+def start_from(lists: list[tuple[Path, ...]]) -> int:
+    """The step at which the run starts; lists: the folders that each rank finds."""
+    return start(lists[torch.distributed.get_rank()]).state.step
+
+
+def test_folders_of_the_first_rank_hold(gloo: Pool, tmp_path: Path) -> None:
+    _, oldest = folders = save(tmp_path, 2, 4)
+    for first, second, expected in (
+        (folders, (oldest,), 4),
+        ((oldest,), folders, 2),
+        (folders, (), 4),
+        ((), folders, 0),
+    ):
+        assert gloo.run(2, start_from, [first, second]) == [expected] * 2
+
+
+def start_where_folders_differ(places: list[Path], names: tuple[str, ...]) -> tuple[str, int]:
+    """Of each rank in a folder of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(places[torch.distributed.get_rank()])
+        run = start(tuple(map(Path, names)))
+    return run.messages[0], run.state.step
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_checkpoint_that_ranks_see_differently(gloo: Pool, tmp_path: Path, is_there: bool) -> None:
+    newest, oldest = folders = save(tmp_path / "one", 2, 4)
+    shutil.copytree(oldest, tmp_path / "other" / oldest.name)
+    if is_there:
+        save(tmp_path / "other", 4, run="two")
+    places = [tmp_path / "one", tmp_path / "other"]
+    names = tuple(each.name for each in folders)
+    ours, theirs = gloo.run(2, start_where_folders_differ, places, names)
+    assert ours == theirs
+    reason, step = ours
+    assert step == 2
+    assert newest.name in reason
+
+
+def refused_start(folders: tuple[Path, ...], fault: str, finetune: bool) -> str:
+    """The error of each rank; another tokenizer is the second one's alone."""
+    is_bad = torch.distributed.get_rank() == 1
+    facts = FACTS | {"tokenizer": "g"} if fault == "another tokenizer" and is_bad else FACTS
+    changes = {"model": tiny_section(num_layers=3)} if fault == "larger model" else {}
+    return str(refusal(lambda: start(folders, finetune=finetune, facts=facts, **changes)))
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_refused_start_is_refused_by_all(gloo: Pool, tmp_path: Path, finetune: bool) -> None:
+    folders = save(tmp_path, 2)
+    for fault in ("another tokenizer", "larger model"):
+        first, second = gloo.run(2, refused_start, folders, fault, finetune)
+        assert first == second

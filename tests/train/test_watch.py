@@ -168,7 +168,7 @@ def test_a_fault_ends_the_run_and_names_the_rank(tmp_path: Path, name: str) -> N
 WORK = """
 def compute(depth): return 1 + (compute(depth - 1) if depth else sum(i * i for i in range(99)))
 if last and rank == 1:
-    end = time.monotonic() + 3 * {limit}
+    end = time.monotonic() + 2 * {limit}
     while time.monotonic() < end:
         for depth in range(20): compute(depth)
 """
@@ -176,7 +176,7 @@ OPEN = """
 from megatron.train.watch import without_limit
 if last:
     with without_limit("opening data"):
-        time.sleep(2.5 * {limit})
+        time.sleep(1.5 * {limit})
 """
 JUMP = "now = time.monotonic\nif last: time.monotonic = lambda: now() + 3600"
 

@@ -1,9 +1,15 @@
-"""Saving beside training: the same bytes, the reports, going back, and what is kept."""
+"""Saving beside training: the same bytes, the reports, what is kept; and a --save directory, which
+belongs to one run."""
 
+import errno
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,12 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import save as saving
 from megatron.checkpoint.format import read_manifest, step_folders
+from megatron.checkpoint.retention import claim
 from megatron.checkpoint.save import Saver, SaveReport
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.parallel.mesh import serial_mesh
 from tests.checkpoint.saving import (
     BOTH,
+    SAVE_FILE,
+    SHARD,
+    before_calls,
     contents,
     failing,
     flip,
@@ -29,6 +39,8 @@ from tests.checkpoint.saving import (
     train,
 )
 from tests.dist import Pool
+from tests.refusals import refusal
+from tests.tiny import mesh_of_ranks
 
 
 def save_both_ways(tensor_size: int, directory: Path) -> int:
@@ -39,14 +51,8 @@ def save_both_ways(tensor_size: int, directory: Path) -> int:
     attached = {"vocab.json": b"{}"} if state.mesh.is_first else {"other": b"is not written"}
     with saver_into(directory / "sync", state, attached=attached) as saver:
         save(saver, state, 3.5)
-    release, save_file = threading.Event(), saving.save_file
-
-    def slow_save_file(*arguments: Any) -> None:
-        release.wait()
-        save_file(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "save_file", slow_save_file)
+    release = threading.Event()
+    with before_calls(lambda *_: release.wait(), SAVE_FILE):
         into = directory / "async"
         with saver_into(into, state, asynchronous=True, attached=attached) as saver:
             save(saver, state, 3.5)
@@ -63,6 +69,10 @@ def test_an_asynchronous_save_writes_the_same_bytes(gloo: Pool, tmp_path: Path) 
     shards = ["shard_00000.safetensors", "shard_00001.safetensors"]
     assert sorted(ours) == ["manifest.json", *shards, "vocab.json"]
     assert ours == theirs
+    path = tmp_path / "sync" / "step_00000001"
+    kinds = {key.split(".")[0] for key in read_manifest(path)["tensors"]}
+    assert kinds == {"model", "exp_avg", "exp_avg_sq", "master"}
+    assert {oct(file.stat().st_mode & 0o444) for file in path.iterdir()} == {"0o444"}
 
 
 @BOTH
@@ -96,7 +106,7 @@ def test_without_a_directory_nothing_is_saved() -> None:
     assert saver.reports() == []
 
 
-def test_what_a_run_leaves_behind_by_going_back_is_set_aside(tmp_path: Path) -> None:
+def test_going_back_sets_checkpoints_aside(tmp_path: Path) -> None:
     state = fresh()
     save_steps(saver_into(tmp_path, state), state, [1, 2, 3])
     (tmp_path / "step_00000003.abandoned").mkdir()
@@ -148,38 +158,33 @@ def test_what_does_not_count_is_kept_and_said_once(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*others, "latest", *kept])
 
 
-def test_damaged_saves_do_not_count_as_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_saves_do_not_count_as_kept(tmp_path: Path) -> None:
     state = fresh()
     saver = saver_into(tmp_path, state, keep=2)
     save_steps(saver, state, [1, 2])
-    set_aside = saving.set_aside
 
-    def damage_and_set_aside(final: Path, step: int | None) -> tuple[str, ...]:
-        flip(final.with_name(f".{final.name}.partial") / "shard_00000.safetensors")
-        return set_aside(final, step)
+    def damage(_: str, given: Sequence[Path]) -> None:
+        if given[0].suffix == ".partial":
+            flip(given[0] / SHARD)
 
-    monkeypatch.setattr(saving, "set_aside", damage_and_set_aside)
-    reports = save_steps(saver, state, [3, 4])
+    with before_calls(damage, "pathlib.Path.rename"):
+        reports = save_steps(saver, state, [3, 4])
     assert [report.removed for report in reports] == [(), ()]
     assert [len(report.notes) for report in reports] == [1, 1]
     assert len(step_folders(tmp_path)) == 4
 
 
-def keep_where_rank_0_fails(directory: Path, call: str, of: str) -> list[SaveReport]:
+def keep_where_rank_0_fails(directory: Path, call: str) -> list[SaveReport]:
     state = fresh(2)
     saver = saver_into(directory, state, keep=2)
     save_steps(saver, state, [1])
-    with failing(call, of=of) if state.mesh.is_first else nullcontext():
+    with failing(call) if state.mesh.is_first else nullcontext():
         return save_steps(saver, state, [2, 3])
 
 
-@pytest.mark.parametrize(
-    ("call", "of"), [("megatron.checkpoint.retention.step_folders", ""), ("shutil.rmtree", "")]
-)
-def test_a_failure_after_a_save_is_a_note(gloo: Pool, tmp_path: Path, call: str, of: str) -> None:
-    ours, theirs = gloo.run(2, keep_where_rank_0_fails, tmp_path, call, of)
+@pytest.mark.parametrize("call", ["megatron.checkpoint.retention.step_folders", "shutil.rmtree"])
+def test_a_failure_after_a_save_is_a_note(gloo: Pool, tmp_path: Path, call: str) -> None:
+    ours, theirs = gloo.run(2, keep_where_rank_0_fails, tmp_path, call)
     assert [report.notes for report in ours] == [report.notes for report in theirs]
     assert len(ours[-1].notes) == 1
     assert [report.removed for report in (*ours, *theirs)] == [()] * 4
@@ -187,30 +192,19 @@ def test_a_failure_after_a_save_is_a_note(gloo: Pool, tmp_path: Path, call: str,
     assert there <= set(names(tmp_path))
 
 
-def test_everything_is_on_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path) -> None:
     """After a loss of power a name must not stand for what was never written."""
     calls: list[tuple[str, str]] = []
-    fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
-    def flush(descriptor: int) -> None:
-        calls.append(("flush", Path(f"/proc/self/fd/{descriptor}").readlink().name))
-        fsync(descriptor)
+    def note(call: str, given: Sequence[Any]) -> None:
+        if call == "os.fsync":
+            calls.append(("flush", Path(f"/proc/self/fd/{given[0]}").readlink().name))
+        elif given[0].suffix != ".part":
+            calls.append(("name", Path(given[1]).name))
 
-    def move(function: Any) -> Any:
-        def call(path: Path, target: Path) -> Any:
-            if path.suffix != ".part":
-                calls.append(("name", Path(target).name))
-            return function(path, target)
-
-        return call
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(Path, "rename", move(rename))
-    monkeypatch.setattr(Path, "replace", move(replace))
     state = fresh()
-    save_steps(saver_into(tmp_path, state), state, [1])
+    with before_calls(note, "os.fsync", "pathlib.Path.rename", "pathlib.Path.replace"):
+        save_steps(saver_into(tmp_path, state), state, [1])
     done, latest = calls.index(("name", "step_00000001")), calls.index(("name", "latest"))
     flushed = [
         re.sub(r"\.[0-9a-f]+\.part$", "", name) for kind, name in calls[:done] if kind == "flush"
@@ -222,7 +216,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     assert folder in calls[latest:]
 
 
-def test_a_run_that_skipped_is_resumed_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_resume_after_skipped_steps(tmp_path: Path) -> None:
     """Adam's bias correction counts updates, of which a skipped step is none."""
     state = fresh()
     train(state, 2)
@@ -237,3 +231,81 @@ def test_a_run_that_skipped_is_resumed_as_if_it_had_not_stopped(tmp_path: Path) 
     found = {each.key: each.local for each in resumed.slices()}
     for each in state.slices():
         assert torch.equal(found[each.key], each.local), each.key
+
+
+HOLD = """
+import sys, threading
+from megatron.checkpoint.retention import claim
+from megatron.parallel.mesh import serial_mesh
+
+with claim(sys.argv[1], serial_mesh()):
+    print("held", flush=True)
+    threading.Event().wait()
+"""
+
+
+def take(directory: Path | str | None) -> None:
+    with claim(None if directory is None else str(directory), serial_mesh()):
+        pass
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "a" / "b"
+    command = [sys.executable, "-c", HOLD, str(place)]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            assert f"--save {place}: " in str(refusal(lambda: take(f"{place}/")))
+            take(tmp_path / "a")  # its neighbours are free
+        finally:
+            process.send_signal(signal.SIGKILL)
+    take(place)
+    assert list(place.iterdir()) == []
+    take(None)
+
+
+def test_what_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    only_read = tmp_path / "kept" if os.geteuid() else Path("/proc/self")
+    if os.geteuid():  # root may write everywhere but there
+        only_read.mkdir(mode=0o555)
+    for path in (tmp_path / "file", tmp_path / "file" / "a", only_read):
+        assert f"--save {path}: " in str(refusal(lambda path=path: take(path)))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock", "os.fsync"])
+def test_a_failed_claim_leaves_nothing_behind(tmp_path: Path, call: str) -> None:
+    (tmp_path / "a").mkdir()
+    place = tmp_path / "a" / "b" / "c"
+    with failing(call, errno.EDQUOT):
+        assert f"--save {place}: " in str(refusal(lambda: take(place)))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
+    with failing("fcntl.flock", errno.ENOLCK), pytest.warns(UserWarning, match=str(tmp_path)):
+        take(tmp_path)
+
+
+def claimed_by_all(directory: str) -> list[str]:
+    """The error on each rank: at first none, then of a file in the place of the folder."""
+    mesh = mesh_of_ranks(1)
+    errors = []
+    for place in (directory, f"{directory}/file"):
+        try:
+            with claim(place, mesh):
+                mesh.control.gather(None)
+                (Path(directory) / "file").touch()
+            errors.append("")
+        except OSError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_all_ranks_raise_the_same_error(gloo: Pool, tmp_path: Path) -> None:
+    first, second = gloo.run(2, claimed_by_all, str(tmp_path / "save"))
+    assert first == second
+    assert first[0] == ""
+    assert first[1].startswith(f"--save {tmp_path}/save/file: ")

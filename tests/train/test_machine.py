@@ -1,0 +1,138 @@
+"""What a machine lacks: memory, where one message says what helps; a compiler; a precision that all
+ranks have. And the commit that a record names."""
+
+import ctypes
+import re
+import resource
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.errors import OutOfMemoryError, UsageError
+from megatron.parallel.mesh import serial_mesh
+from megatron.train import machine
+from megatron.train.machine import choose_compile, choose_precision, commit, memory_errors
+from tests.dist import Pool
+from tests.programs import pretrain
+from tests.tiny import mesh_of_ranks, tiny_section
+from tests.tools.plan.counted import preset
+
+
+def limit_memory(more: int) -> None:
+    """Let this process take so many bytes beside what it has."""
+    ctypes.CDLL(None).malloc_trim(0)  # so that what earlier tests have freed gives no room
+    words = Path("/proc/self/status").read_text().split()
+    used = 1024 * int(words[words.index("VmData:") + 1])
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more, before[1]))
+
+
+@pytest.mark.parametrize(("ranks", "cure"), [(1, "ranks with --zero-stage 1"),
+                                             (2, " --zero-stage 1, ")])  # fmt: skip
+def test_the_program_ends_with_the_message(ranks: int, cure: str, tmp_path: Path) -> None:
+    shape = "--num-layers 8 --hidden-size 512 --num-attention-heads 4 --max-position-embeddings 16"
+    few = partial(limit_memory, 200 * 10**6)  # half of what the model takes
+    words = "--train-iters 1 --lr 1e-3"
+    with pretrain(words, world=ranks, folder=tmp_path, shape=shape, before=few) as run:
+        assert 0 not in run.wait()
+    text = run.text()
+    assert "Traceback" not in text
+    found = [each for each in text.splitlines() if re.search(r"\brank \d .*--zero-stage", each)]
+    assert found  # of the rank that was first
+    assert all(cure in each for each in found)
+    assert all("--recompute-granularity full" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_memory"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("could not create a primitive descriptor for a matmul"), False),
+        (RuntimeError("a shape is wrong"), False),
+    ],
+)
+def test_which_errors_get_the_message(error: Exception, is_of_memory: bool) -> None:
+    kind = OutOfMemoryError if is_of_memory else type(error)
+    with pytest.raises(kind) as found, memory_errors(preset("quickstart"), serial_mesh()):
+        raise error
+    assert isinstance(found.value, OutOfMemoryError) == is_of_memory
+    assert ("--micro-batch-size" in str(found.value)) == is_of_memory
+
+
+def choose(asked: bool | None, kind: str, failure_of_last_rank: str | None) -> tuple[bool, int]:
+    """(whether layers are compiled, warnings) on a device of this kind."""
+    mesh = replace(mesh_of_ranks(1), device=torch.device(kind))
+    failure = failure_of_last_rank if mesh.control.rank == mesh.size() - 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "compiler_failure", lambda _: failure)
+        is_compiled, warnings = choose_compile(asked, mesh)
+    return is_compiled, len(warnings)
+
+
+def test_all_ranks_compile_or_none(gloo: Pool) -> None:
+    for asked, kind, failure, expected in (
+        (None, "cpu", None, (False, 0)),
+        (False, "cuda", None, (False, 0)),
+        (True, "cpu", None, (True, 0)),
+        (None, "cuda", None, (True, 0)),
+        (None, "cuda", "no Triton", (False, 1)),
+    ):
+        assert gloo.run(2, choose, asked, kind, failure) == [expected] * 2
+
+
+def test_compile_is_refused_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    with pytest.raises(UsageError) as error:
+        choose_compile(True, serial_mesh())
+    assert (error.value.flag, error.value.works) == ("--compile", ("--no-compile",))
+    assert choose_compile(False, serial_mesh()) == (False, [])
+    assert not tiny_section(layernorm_impl="apex").can_compile
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_record_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag is not named; the code may be installed inside somebody else's repository."""
+    (tmp_path / "file").write_text("first")
+    (tmp_path / "packages").mkdir()
+    for words in ("init --quiet", "add file", "commit --quiet --message first", "tag v1"):
+        git(tmp_path, *words.split())
+    head = git(tmp_path, "rev-parse", "HEAD")
+    for content, name in (("first", head), ("second", f"{head}-dirty")):
+        commit.cache_clear()
+        (tmp_path / "file").write_text(content)
+        assert commit(tmp_path) == name
+    assert commit(tmp_path / "packages") is None
+    commit.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert commit(tmp_path) is None
+
+
+def chosen(given: str | None, devices: list[str]) -> str:
+    mesh = mesh_of_ranks(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "default_precision", lambda _: devices[mesh.control.rank])
+        try:
+            return choose_precision(given, mesh, "--bf16", ("--no-bf16",))
+        except UsageError as error:
+            return error.flag
+
+
+def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
+    mixed = ["bf16", "fp32"]
+    assert gloo.run(2, chosen, "fp16", mixed) == ["fp16"] * 2
+    assert gloo.run(2, chosen, None, ["fp32"] * 2) == ["fp32"] * 2
+    assert gloo.run(2, chosen, None, mixed) == ["--bf16"] * 2
