@@ -29,7 +29,7 @@ from megatron.config.checkpoint import TrainedConfig
 from megatron.config.model import GPT2Config
 from megatron.data.tokenizer import build_tokenizer
 from megatron.models.build import build_model
-from tasks.score import evaluate
+from tasks.score import score_task
 from tasks.wikitext103 import Settings, detokenise, prepare
 
 VOCABULARY, WINDOW = 50257, 1024
@@ -52,7 +52,7 @@ def ours(rank: Rank, file: Path, tokenizer: Path, per_document: bool = False) ->
 
     def turn() -> Figures:
         task = prepare(settings, manifest, byte_pairs)
-        figures = evaluate(task, model, mesh, 8, "WIKITEXT103")
+        figures = score_task(task, model, mesh, 8, "WIKITEXT103")
         return {"nll": figures["nll"], "tokens": figures["num_tokens"]}
 
     return turn

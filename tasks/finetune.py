@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import isfinite, nan
 from pathlib import Path
 from statistics import median
@@ -182,7 +182,7 @@ def start(
     return state
 
 
-@dataclass(kw_only=True)
+@dataclass
 class FinetuneRun:
     """Data that all seeds share, and the progress of the fine-tuning."""
 
@@ -190,12 +190,35 @@ class FinetuneRun:
     mesh: Mesh
     environ: Mapping[str, str]
     pretrained: Checkpoint
-    config: FinetunedConfig
-    identity: Mapping[str, Any]
-    """Values that a finished seed must share with this command to be reused."""
     finished: dict[int, Result] = field(default_factory=dict)
     seed: int | None = None  # the seed in training
     epoch: int = 0  # its epoch, counted from 1; 0 before the first one
+
+    @cached_property
+    def config(self) -> FinetunedConfig:
+        settings, task = self.job.settings, self.job.task
+        return finetuned_config(
+            config_of(self.pretrained.manifest),
+            task.head,
+            task.labels,
+            hidden_dropout=settings.hidden_dropout,
+            attention_dropout=settings.attention_dropout,
+            recompute_granularity=settings.recompute_granularity,
+        )
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Values that a finished seed must share with this command to be reused."""
+        facts, settings = self.job.facts, self.job.settings
+        hashes = {each.get("file", each.get("folder")): each["sha256"] for each in facts["data"]}
+        return {
+            "--task": self.job.name,
+            "--load": self.pretrained.manifest["checksum"],
+            "--train-data": [hashes[str(file)] for file in settings.train_data],
+            "--valid-data": [hashes[str(file)] for file in settings.valid_data],
+            "the evaluations": list(self.job.task.evaluations),
+            **{flag(name): value for name, value in facts["hyper_parameters"].items()},
+        }
 
     def directory(self, seed: int) -> Path | None:
         save = self.job.settings.save
@@ -245,7 +268,7 @@ def fine_tune(
                 if mesh.is_first:
                     shown = ", ".join(f"{flag(key)} {value}" for key, value in values.items())
                     print(f"search: {shown}", file=sys.stderr)
-                runs.append(start_run(each, pretrained, mesh, environ))
+                runs.append(FinetuneRun(each, mesh, environ, pretrained))
                 try:
                     (result,) = runs[-1].train(job.seeds[:1])
                     score = result["epochs"][-1]["figures"][job.task.best]
@@ -260,7 +283,7 @@ def fine_tune(
                 chosen = ranked.index(max(ranked))
                 runs.append(runs[chosen])
             else:
-                runs.append(start_run(job, pretrained, mesh, environ))
+                runs.append(FinetuneRun(job, mesh, environ, pretrained))
             with user_errors(environ, agreed=True, kinds=(SeedDivergedError,)):
                 if tries and scores[chosen] is None:
                     raise SeedDivergedError("--search: every combination of its values diverged")
@@ -282,37 +305,6 @@ def fine_tune(
                 status = f"search, combination {len(runs)} of {len(job.tries())}: {status}"
             print(status, file=sys.stderr, flush=True)
         raise
-
-
-def start_run(
-    job: FinetuneJob, pretrained: Checkpoint, mesh: Mesh, environ: Mapping[str, str]
-) -> FinetuneRun:
-    settings, task, manifest = job.settings, job.task, pretrained.manifest
-    config = finetuned_config(
-        config_of(manifest),
-        task.head,
-        task.labels,
-        hidden_dropout=settings.hidden_dropout,
-        attention_dropout=settings.attention_dropout,
-        recompute_granularity=settings.recompute_granularity,
-    )
-    hashes = {each.get("file", each.get("folder")): each["sha256"] for each in job.facts["data"]}
-    identity = {
-        "--task": job.name,
-        "--load": manifest["checksum"],
-        "--train-data": [hashes[str(file)] for file in settings.train_data],
-        "--valid-data": [hashes[str(file)] for file in settings.valid_data],
-        "the evaluations": list(task.evaluations),
-        **{flag(name): value for name, value in job.facts["hyper_parameters"].items()},
-    }
-    return FinetuneRun(
-        job=job,
-        mesh=mesh,
-        environ=environ,
-        pretrained=pretrained,
-        config=config,
-        identity=identity,
-    )
 
 
 def train_seed(run: FinetuneRun, seed: int) -> None:

@@ -21,9 +21,8 @@ from tasks.protocol import SEARCHED, TABLE_6, FinetuneSettings, Finetuning
 from tasks.record import identify
 
 RESULT = "result.json"  # exists once a seed is finished
-# Without effect where nothing is trained, and where answers in a file are scored.
-OF_TRAINING = (*SEARCHED, "recompute_granularity", "seed", "seeds", "search", "save")
-OF_MODELS = (*FinetuneSettings.hyper_parameters, *OF_TRAINING, "load", "ensemble", "vocab_file")
+# Without effect where nothing is trained.
+TRAINING = (*SEARCHED, "recompute_granularity", "seed", "seeds", "search", "save")
 ROUNDING = ("micro_batch_size", "dtype")  # change an evaluation only by rounding
 
 
@@ -128,7 +127,7 @@ def make_job(
 def hyper_parameters(settings: FinetuneSettings) -> dict[str, Any]:
     """Settings that decide a result besides data, model and seed, as JSON. Those of training are
     included only in training, and so is the dtype: an evaluation uses that of each model."""
-    left_out = () if settings.train_data else (*OF_TRAINING, "dtype")
+    left_out = () if settings.train_data else (*TRAINING, "dtype")
     names = (name for name in settings.hyper_parameters if name not in left_out)
     return {name: getattr(settings, name) for name in names}
 
@@ -152,7 +151,7 @@ def check_models(settings: FinetuneSettings) -> None:
             stacklevel=2,
         )
     if not trains:
-        refuse_changed(settings, OF_TRAINING, "--train-data")
+        refuse_changed(settings, TRAINING, "--train-data")
         if settings.parallel.sequence_parallel:
             raise UsageError("--sequence-parallel", None, "left out without --train-data")
         if stage := settings.parallel.stage_of_zero:
@@ -170,7 +169,8 @@ def check_judged(settings: FinetuneSettings) -> None:
             "left out where answers in a file are judged: it compares models",
             works=("--no-compare-paper",),
         )
-    refuse_changed(settings, (*OF_MODELS, "train_data"), "a model")
+    of_models = (*settings.hyper_parameters, *TRAINING, "load", "ensemble", "vocab_file")
+    refuse_changed(settings, (*of_models, "train_data"), "a model")
     checks = getattr(settings, "checks", None)
     if checks is not None:
         refuse_changed(checks, [each.name for each in fields(checks)], "a model")

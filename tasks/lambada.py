@@ -19,7 +19,7 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_of
 from tasks.protocol import Prompts, Scores, Task, TaskSettings, Window, encode_targets
-from tasks.readers.inputs import read_text, take
+from tasks.readers.inputs import Place, read_text
 from tasks.wikitext103 import TITLE
 
 CURE = (
@@ -162,30 +162,31 @@ def prepare(settings: Settings, manifest: dict[str, Any], tokenizer: Tokenizer) 
     return Lambada(passages, form, positions, tokenizer)
 
 
-def read_passages(file: Path) -> tuple[str, list[tuple[str, str]]]:
+def read_passages(file: Path) -> tuple[str, list[tuple[Place, str]]]:
     """(format of the file, [(location, text) of each passage]). Raises ValueError, naming the line,
     for other formats."""
     text = read_text("--valid-data", file, CURE)
     numbered = enumerate(text.removesuffix("\n").split("\n"), 1)
-    lines = [(f"--valid-data {file}, line {number}", line) for number, line in numbered]
+    whole = Place(f"--valid-data {file}", CURE)
+    lines = [(whole.at(f"line {number}"), line) for number, line in numbered]
     if text.lstrip().startswith(("{", "[{")):
         texts = []
         for place, line in lines:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{place}, is not JSON ({error}); {CURE}") from error
-            texts.append((place, take(record, "text", str, place, CURE)))
+                raise place.error(f", is not JSON ({error})") from error
+            texts.append((place, place.take(record, "text", str)))
         return '{"text": ...} a line', texts
     for place, line in lines:
         if TITLE.fullmatch(line):
-            raise ValueError(f"{place}, is the title of a WikiText article; {CURE}")
+            raise place.error(", is the title of a WikiText article")
     return "plain text, one passage a line", lines
 
 
-def _context_of(place: str, text: str) -> str:
+def _context_of(place: Place, text: str) -> str:
     """Text before the last blank, without blanks at its end."""
     before, _, word = text.rpartition(" ")
     if not before.strip() or not word.strip():
-        raise ValueError(f"{place}, does not end in a blank and a word after a context; {CURE}")
+        raise place.error(", does not end in a blank and a word after a context")
     return before.rstrip()

@@ -114,10 +114,9 @@ def run_finetuned(
 ) -> None:
     """Fine-tune a BERT, evaluate fine-tuned ones, or score the answers in a file."""
     with user_errors(environ):
-        score_only = getattr(module, "score_only", None)
-        figures = score_only(settings) if score_only is not None else None
-        if figures is not None:
+        if settings.is_judged:
             check_judged(settings)
+            figures = module.score_only(settings)
             data = [identify(each) for each in settings.files]
             record = arrange(
                 name, figures, {"version": version(), "data": data, "command": command}
@@ -159,7 +158,7 @@ def run_zero_shot(
     from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch
     from megatron.train.state import DTYPES
-    from tasks.score import evaluate
+    from tasks.score import score_task
 
     size = settings.evaluation.micro_batch_size
     with launch(settings.parallel, environ) as mesh:
@@ -167,7 +166,7 @@ def run_zero_shot(
             checkpoint, model = load_newest(folders, mesh, DTYPES[settings.trained.dtype])
         # Any other exception here is a bug of the task, and its traceback is shown.
         with user_errors(environ, agreed=True, kinds=(DivergedError,)):
-            figures = evaluate(task, model, mesh, size, name)
+            figures = score_task(task, model, mesh, size, name)
         if mesh.is_first:
             facts = describe(checkpoint, model, mesh, settings.trained.dtype)
             how = {"begin_token": begin_token_of(manifest, tokenizer), "data": data}

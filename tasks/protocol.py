@@ -6,7 +6,7 @@ The module of a task has
     prepare(settings, manifest, tokenizer), which reads and checks its input and returns a Task or a
     Finetuning: each has a `score` that turns the model's output into figures.
 A fine-tuned task that can score answers in a file also has score_only(settings) -> the figures and
-their "conventions", or None where the settings name no such file; Settings.judged names the field.
+their "conventions"; Settings.judged names the field of that file.
 If one module has several tasks, each is a class with these as attributes, and is selected by, for
 example, --task tasks.mine:Two. README.md adds a task of each kind in 40 lines.
 """
@@ -195,7 +195,7 @@ class Sliding:
 
 
 def encode_targets(
-    tokenizer: Tokenizer, places: Sequence[str], contexts: Sequence[str], targets: Sequence[str]
+    tokenizer: Tokenizer, places: Sequence[object], contexts: Sequence[str], targets: Sequence[str]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """(ids of the context, ids of the target) of each pair: the ids of context + target, split
     where the ids of the context end.
@@ -243,8 +243,8 @@ class FinetuneSettings:
         "micro_batch_size",
         "dtype",
     )
-    """Fields that decide a result besides data, model and seed; a task adds its own. A finished
-    seed is reused only where they are the same."""
+    """Fields that decide a model's result besides data, model and seed; a task adds its own. A
+    finished seed is reused only where they are the same."""
     other_settings: ClassVar[tuple[str, ...]] = ("checks",)
     """Fields that a task adds and that decide no result."""
 
@@ -374,6 +374,11 @@ class FinetuneSettings:
                 allowed = f"values that their flags accept: {error.flag} must be {error.allowed}"
                 raise UsageError("--search", " ".join(self.search), allowed) from error
         return found
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether answers in a file are scored, without a model."""
+        return bool(self.judged) and getattr(self, self.judged) is not None
 
     @property
     def files(self) -> Sequence[Path]:

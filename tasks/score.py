@@ -25,7 +25,7 @@ from megatron.train.inputs import shard
 from tasks.protocol import Example, Prompts, Scores, Task, Tokens, Window, WindowSequence
 
 
-def evaluate(
+def score_task(
     task: Task, model: Decoder, mesh: Mesh, micro_batch_size: int, name: str
 ) -> Mapping[str, Any]:
     """The task's figures on the first rank, {} on the others; every rank calls this."""

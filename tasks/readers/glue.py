@@ -38,12 +38,12 @@ from tasks.readers.inputs import (
     SPECIAL,
     InputChecks,
     PairExamples,
+    Place,
     check_apart,
     encode,
     majority,
     read_marked,
     shape_of,
-    take,
 )
 
 SIMPLE = ("text_a", "text_b", "label")
@@ -58,7 +58,7 @@ class LabelMap:
     others: Mapping[str, int] = field(default_factory=dict)  # further spellings, such as "1"
     cure: str = ""  # message for a number that is not one of these spellings
 
-    def id_of(self, label: object, place: str) -> int:
+    def id_of(self, label: object, place: Place) -> int:
         """The class id of a label. Raises ValueError, naming the place, for an unknown label."""
         is_number = isinstance(label, int | float) and not isinstance(label, bool)
         spelt = str(label) if is_number else label
@@ -106,7 +106,7 @@ def read_pairs(flag: str, file: Path, form: PairFormat) -> Pairs:
     left out, and for a label that is not in the map.
     """
     text = read_marked(flag, file, form.cure)
-    place = f"{flag} {file}"
+    place = Place(f"{flag} {file}", form.cure)
     is_json = text.lstrip()[:1] in ("{", "[")
     rows = parse_json(place, text, form) if is_json else parse_tsv(place, text, form)
     pairs, count = Pairs(), 0
@@ -131,65 +131,62 @@ def read_pairs(flag: str, file: Path, form: PairFormat) -> Pairs:
             raise ValueError(f"{message}; up to {MOST_BAD:.0%} would be let pass: {form.cure}")
         warnings.warn(message, stacklevel=2)
     if not pairs.ids:
-        raise ValueError(f"{place} has no pair with a label in {count} rows; {form.cure}")
+        raise place.error(f" has no pair with a label in {count} rows")
     return pairs
 
 
-def parse_tsv(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, list[Any] | str]]:
-    """(location, [text, text, label] or an error message) of each row."""
+def parse_tsv(place: Place, text: str, form: PairFormat) -> Iterator[tuple[Place, list[Any] | str]]:
+    """(place, [text, text, label] or an error message) of each row."""
     lines = text.removesuffix("\n").split("\n")
     header = [name.strip() for name in lines[0].split("\t")]
     numbers = _find_columns(place, header, form)
     for number, line in enumerate(lines[1:], start=2):
-        where, row = f"{place}, line {number}", line.split("\t")
+        where, row = place.at(f"line {number}"), line.split("\t")
         if len(row) == len(header):
             yield where, [row[each].strip() for each in numbers]
         else:
             yield where, f"{len(row)} columns in place of the header's {len(header)}"
 
 
-def _find_columns(place: str, header: Sequence[str], form: PairFormat) -> list[int]:
+def _find_columns(place: Place, header: Sequence[str], form: PairFormat) -> list[int]:
     for names in (form.columns, SIMPLE):
         if all(header.count(name) == 1 for name in names):
             return [header.index(name) for name in names]
     *texts, label = form.columns
     shown = ", ".join(header)[:200]
     if all(name in header for name in texts) and label not in header:
-        raise ValueError(
-            f"{place} has no column {label}, like a test set, whose labels are not public; "
-            f"{form.cure}"
-        )
-    raise ValueError(
-        f"{place}, line 1, should be a header with the columns {', '.join(form.columns)} once "
-        f"each, and is {shown!r}; {form.cure}"
+        raise place.error(f" has no column {label}, like a test set, whose labels are not public")
+    names = ", ".join(form.columns)
+    raise place.error(
+        f", line 1, should be a header with the columns {names} once each, and is {shown!r}"
     )
 
 
-def parse_json(place: str, text: str, form: PairFormat) -> Iterator[tuple[str, list[Any] | str]]:
-    """(location, [text, text, label]) of each object."""
+def parse_json(place: Place, text: str, form: PairFormat) -> Iterator[tuple[Place, list[Any]]]:
+    """(place, [text, text, label]) of each object."""
     try:
         whole = json.loads(text)
     except ValueError as error:
         whole, reason = None, error  # objects line by line, or nothing that can be read
     if isinstance(whole, dict) and all(isinstance(each, dict) for each in whole.values()):
-        records = [(f"{place}, item {name}", record) for name, record in whole.items()]
+        records = [(place.at(f"item {name}"), record) for name, record in whole.items()]
     else:
         lines = enumerate(text.split("\n"), start=1)
-        records = [(f"{place}, line {number}", line) for number, line in lines if line.strip()]
+        records = [(place.at(f"line {number}"), line) for number, line in lines if line.strip()]
     for where, record in records:
         if isinstance(record, str):
             try:
                 record = json.loads(record)
             except ValueError as error:
                 if where == records[0][0]:  # no line is an object, so the file was meant as one
-                    raise ValueError(f"{place} is not JSON ({reason}); {form.cure}") from error
-                raise ValueError(f"{where} is not JSON ({error}); {form.cure}") from error
+                    raise place.error(f" is not JSON ({reason})") from error
+                raise where.error(f" is not JSON ({error})") from error
         is_simple = isinstance(record, dict) and all(name in record for name in SIMPLE)
         is_of_columns = isinstance(record, dict) and form.columns[0] in record and not is_simple
         *texts, label = form.columns if is_of_columns else SIMPLE
-        row = [take(record, key, str, where, form.cure) for key in texts]
+        row = [where.take(record, key, str) for key in texts]
         if label not in record:
-            raise ValueError(f"{where} has no {label}; {form.cure}")
+            raise where.error(f" has no {label}")
         yield where, [*row, record[label]]
 
 

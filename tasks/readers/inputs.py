@@ -83,12 +83,29 @@ def read_json(flag: str, file: Path, cure: str) -> Any:
         raise ValueError(f"{flag} {file} is not JSON ({error}); {cure}") from error
 
 
-def take(entry: Any, key: str, kind: type, place: str, cure: str) -> Any:
-    """entry[key]; raises ValueError unless it is of this kind."""
-    value = entry.get(key) if isinstance(entry, dict) else None
-    if type(value) is not kind:
-        raise ValueError(f'{place} has no "{key}" that is {KINDS[kind]}; {cure}')
-    return value
+@dataclass(frozen=True)
+class Place:
+    """Where in the input something is, for messages: flag and file, and the place in the file."""
+
+    text: str
+    cure: str  # what would work
+
+    def __str__(self) -> str:
+        return self.text
+
+    def at(self, inside: str) -> Place:
+        return Place(f"{self.text}, {inside}", self.cure)
+
+    def error(self, problem: str) -> ValueError:
+        """problem: what follows the place in the message, such as " has no questions"."""
+        return ValueError(f"{self.text}{problem}; {self.cure}")
+
+    def take(self, entry: Any, key: str, kind: type) -> Any:
+        """entry[key]; raises ValueError unless it is of this kind."""
+        value = entry.get(key) if isinstance(entry, dict) else None
+        if type(value) is not kind:
+            raise self.error(f' has no "{key}" that is {KINDS[kind]}')
+        return value
 
 
 @dataclass(frozen=True)
@@ -221,34 +238,46 @@ def check_truncation(
 ) -> dict[str, Any]:
     """lengths: [N], lengths of the sequences before cutting; positions: the model's number of
     positions; most: --max-truncated; place: flag and file, for the message."""
-    longest, count = int(lengths.max()), int((lengths > seq_length).sum())
-    share = count / len(lengths)
-    message = (
-        f"{place}: {count} of {len(lengths)} sequences ({share:.1%}) are longer than --seq-length "
-        f"{seq_length} and are cut"
-    )
-    cure = f"the model has no more than {positions} positions"
-    if seq_length < positions:
-        better = min(longest, positions)
-        left = int((lengths > better).sum())
-        cure = f"--seq-length {better} would cut {left or 'none'}"
-    check_cut(message, share, cure, WARN_TRUNCATED, most)
+    limit = ("--seq-length", seq_length, positions)
     return {
         "sequences": len(lengths),
-        "truncated": count,
-        "longest": longest,
+        "truncated": check_cut(place, "sequences", lengths, limit, WARN_TRUNCATED, most),
+        "longest": int(lengths.max()),
         "mean_length": round(float(lengths.mean()), 1),
     }
 
 
-def check_cut(message: str, share: float, cure: str, warn_above: float, most: float) -> None:
-    """Warn if the share that is cut is above `warn_above`; raise ValueError if it is above `most`,
-    which is --max-truncated. message: what is cut, and how many."""
+def check_cut(
+    place: str,
+    kind: str,
+    lengths: NDArray[Any],
+    limit: tuple[str, int, int],
+    warn_above: float,
+    most: float,
+) -> int:
+    """How many are longer than the limit, and cut. Warns if their share is above `warn_above`;
+    raises ValueError if it is above `most`, which is --max-truncated.
+
+    kind: what is cut; lengths: [N], before cutting; limit: (flag, its value, its highest value).
+    """
+    name, value, highest = limit
+    count, longest = int((lengths > value).sum()), int(lengths.max(initial=0))
+    share = count / max(1, len(lengths))
+    message = (
+        f"{place}: {count} of {len(lengths)} {kind} ({share:.1%}) are longer than {name} {value} "
+        "and lose their end"
+    )
+    cure = f"{name} can be at most {highest}"
+    if value < highest:
+        better = min(longest, highest)
+        left = int((lengths > better).sum())
+        cure = f"{name} {better} would cut {left or 'none'}"
     if share > most:
         allowed = f"--max-truncated {np.ceil(100 * share) / 100:.2f} would let them be cut"
         raise ValueError(f"{message}; {cure}, or {allowed}")
     if share > warn_above:
         warnings.warn(f"{message}; {cure}", stacklevel=3)
+    return count
 
 
 def check_unknown(

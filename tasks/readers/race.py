@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tasks.readers.inputs import (
     SPECIAL,
     WARN_CUT_QUESTIONS,
     InputChecks,
+    Place,
     Ragged,
     Shape,
     check_apart,
@@ -44,14 +44,12 @@ from tasks.readers.inputs import (
     majority,
     read_json,
     shape_of,
-    take,
 )
 
 CURE = (
     "a folder as released, with middle/ and high/ of .txt files, which `tar xf RACE.tar.gz` "
     "unpacks, would work"
 )
-_take = partial(take, cure=CURE)
 LEVELS = ("middle", "high")
 LETTERS = ("A", "B", "C", "D")  # of the options
 OPTIONS = len(LETTERS)
@@ -132,10 +130,10 @@ def read_level(flag: str, folder: Path) -> tuple[list[RacePassage], dict[str, in
 
 
 def _read_passage(flag: str, file: Path) -> RacePassage:
-    place, record = f"{flag} {file}", read_json(flag, file, CURE)
-    article = _take(record, "article", str, place)
+    place, record = Place(f"{flag} {file}", CURE), read_json(flag, file, CURE)
+    article = place.take(record, "article", str)
     keys = ("questions", "options", "answers")
-    lists = [_take(record, key, list, place) for key in keys]
+    lists = [place.take(record, key, list) for key in keys]
     if len(set(map(len, lists))) > 1:
         counts = ", ".join(f"{len(each)} {key}" for key, each in zip(keys, lists, strict=True))
         raise ValueError(f"{place} has {counts}; one of each a question would work")
@@ -303,6 +301,10 @@ def read_questions(
         shape,
     )
     place = f"{flag} {' '.join(map(str, folders))}"
+    assert shape.first is not None
+    # What is cut is mostly the option itself: without it the four sequences of a question that has
+    # no blank to fill would be equal.
+    limit = ("--max-qa-length", shape.first, shape.length - SPECIAL - 1)
     texts = (text for passage in passages for text in passage.texts)
     tokens = np.concatenate([examples.passages.tokens, examples.options.tokens])
     return examples, {
@@ -312,28 +314,15 @@ def read_questions(
         "questions": len(examples),
         "answers": count_answers(place, examples.right),
         **checks.check(place, texts, tokens, examples.whole),
-        "truncated_options": check_options(place, examples.options.lengths, shape, checks),
+        "truncated_options": check_cut(
+            place,
+            "questions with an option",
+            examples.options.lengths,
+            limit,
+            WARN_CUT_QUESTIONS,
+            checks.config.max_truncated,
+        ),
     }
-
-
-def check_options(place: str, lengths: NDArray[np.int64], shape: Shape, checks: InputChecks) -> int:
-    """How many questions with an option have their end cut; as check_truncation for sequences.
-
-    lengths: [4 x questions]. The cut part is mostly the option itself: the four sequences of a
-    question without a blank to fill would be equal.
-    """
-    assert shape.first is not None
-    count, longest = int((lengths > shape.first).sum()), int(lengths.max())
-    share = count / len(lengths)
-    message = (
-        f"{place}: {count} of {len(lengths)} questions with an option ({share:.1%}) are longer "
-        f"than --max-qa-length {shape.first} and lose their end"
-    )
-    better = min(longest, shape.length - SPECIAL - 1)
-    left = int((lengths > better).sum())
-    cure = f"--max-qa-length {better} would cut {left or 'none'}"
-    check_cut(message, share, cure, WARN_CUT_QUESTIONS, checks.config.max_truncated)
-    return count
 
 
 def count_answers(place: str, right: NDArray[np.int64]) -> dict[str, int]:

@@ -30,7 +30,7 @@ from tasks.readers.inputs import (
     check_unknown,
     shape_of,
 )
-from tasks.readers.squad_files import Squad, read_squad
+from tasks.readers.squad_data import Squad, Windows, make_windows, read_answers, read_squad
 from tasks.readers.squad_scorer import (
     best_figures,
     conventions,
@@ -39,10 +39,8 @@ from tasks.readers.squad_scorer import (
     score_file,
     unanswered,
 )
-from tasks.readers.squad_windows import Windows, make_windows, read_answers
 
-OF_MODELS = ("doc_stride", "max_query_length", "max_answer_length", "null_score_diff_threshold")
-OF_NO_ANSWER = ("null_score_diff_threshold", "save_null_odds")  # only for 2.0
+ONLY_2_0 = ("null_score_diff_threshold", "save_null_odds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,10 @@ class Settings(FinetuneSettings):
     """--train-data and --valid-data take one file each."""
 
     judged = "predictions"
-    hyper_parameters = (*FinetuneSettings.hyper_parameters, *OF_MODELS)
+    hyper_parameters = (
+        *FinetuneSettings.hyper_parameters,
+        *("doc_stride", "max_query_length", "max_answer_length", "null_score_diff_threshold"),
+    )
     other_settings = (
         *FinetuneSettings.other_settings,
         *("predictions", "na_prob_file", "na_prob_thresh", "save_predictions", "save_null_odds"),
@@ -127,29 +128,19 @@ class Settings(FinetuneSettings):
                 f"below --seq-length {self.seq_length} less {SPECIAL} special tokens",
                 works=("--max-query-length", str(max(1, self.seq_length // 4))),
             )
-        judged, trains = self.predictions is not None, bool(self.train_data)
-        rules: list[tuple[str, bool, str]] = [
-            (
-                "predictions",
-                bool(self.load or self.ensemble or trains),
-                "given without --load, --ensemble and --train-data: no model is asked "
-                "(--save-predictions writes such a file)",
-            ),
-            ("na_prob_file", not judged, "given with --predictions"),
+        trains = bool(self.train_data)
+        not_asked = "given without --load, --ensemble and --train-data: no model is asked "
+        not_asked += "(--save-predictions writes such a file)"
+        tuned = "given for a fine-tuned model, without --train-data and --predictions"
+        for name, is_refused, allowed in (
+            ("predictions", bool(self.load or self.ensemble or trains), not_asked),
+            ("na_prob_file", not self.is_judged, "given with --predictions"),
             ("na_prob_thresh", self.na_prob_file is None, "given with --na-prob-file"),
-        ]
-        for name in ("save_predictions", "save_null_odds"):
-            allowed = "given for a fine-tuned model, without --train-data and --predictions"
-            rules.append((name, trains or judged, allowed))
-        for name in self.changed(OF_MODELS):
-            rules.append((name, judged, "left out beside --predictions"))
-        for name, is_refused, allowed in rules:
+            ("save_predictions", trains or self.is_judged, tuned),
+            ("save_null_odds", trains or self.is_judged, tuned),
+        ):
             if is_refused and (value := getattr(self, name)) is not None:
                 raise UsageError(flag(name), value, allowed)
-
-    def changed(self, names: Sequence[str]) -> list[str]:
-        """Those of these settings that are not at their defaults."""
-        return [each for each in names if getattr(self, each) != getattr(Settings, each)]
 
     @property
     def files(self) -> Sequence[Path]:
@@ -209,12 +200,10 @@ def prepare(settings: Settings, manifest: Mapping[str, Any], tokenizer: BertToke
     """Raises ValueError or OSError, naming the flag, for data that cannot be used."""
     check_apart(settings.train_data, settings.valid_data)
     valid = read_squad("--valid-data", settings.valid_data[0])
-    for name in settings.changed(OF_NO_ANSWER) if valid.version == "1.1" else ():
-        raise UsageError(
-            flag(name),
-            getattr(settings, name),
-            f"left out: every question of {valid.place}, SQuAD 1.1, has an answer",
-        )
+    for name in ONLY_2_0 if valid.version == "1.1" else ():
+        if (value := getattr(settings, name)) != getattr(Settings, name):
+            allowed = f"left out: every question of {valid.place}, SQuAD 1.1, has an answer"
+            raise UsageError(flag(name), value, allowed)
     counted: dict[str, Any] = {}
     train: Sequence[Example] = ()
     if settings.train_data:
@@ -235,41 +224,32 @@ def make_examples(
 ) -> tuple[Windows, dict[str, int]]:
     """(the windows, counts for the record), after the checks of the input."""
     texts = [*squad.passages, *(each.text for each in squad.questions)]
-    casing = check_casing(squad.place, texts, tokenizer, settings.checks.allow_lower_case)
+    casing = check_casing(str(squad.place), texts, tokenizer, settings.checks.allow_lower_case)
     shape = shape_of(tokenizer, settings.seq_length, cut="second", first=settings.max_query_length)
     windows = make_windows(squad, tokenizer, shape, settings.doc_stride, training=training)
     tokens = np.concatenate([windows.passages.tokens.tokens, windows.asked.tokens])
-    unknown = check_unknown(squad.place, tokens, tokenizer, settings.checks.max_unknown)
+    unknown = check_unknown(str(squad.place), tokens, tokenizer, settings.checks.max_unknown)
+    limit = ("--max-query-length", settings.max_query_length, settings.seq_length - SPECIAL - 1)
+    most = settings.checks.max_truncated
     counts = {
         "questions": len(squad.questions),
         "blank_questions": len(windows.blank),
         "moved_answers": len(squad.moved),
         "answers_not_in_passage": len(squad.lost),
         "left_out_questions": len(squad.questions) - len(windows.questions),
-        "truncated_questions": windows.truncated,
+        "truncated_questions": check_cut(
+            str(squad.place), "questions", windows.asked.lengths, limit, WARN_CUT_QUESTIONS, most
+        ),
         "cut_answers": windows.cut_answers,
         "windows": len(windows),
         "windows_without_answer": windows.without_answer,
     }
-    _check_losses(windows, counts, settings)
+    _tell_losses(windows, counts)
     return windows, {**casing, **unknown, **counts}
 
 
-def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Settings) -> None:
-    """Warn of lost data; raise ValueError where too many questions are cut."""
-    place, questions, cut = windows.squad.place, counts["questions"], counts["truncated_questions"]
-    message = (
-        f"{place}: {cut} of {questions} questions ({cut / questions:.1%}) are longer than "
-        f"--max-query-length {settings.max_query_length}, and their end is cut"
-    )
-    most = settings.checks.max_truncated
-    check_cut(
-        message,
-        cut / questions,
-        "a larger one would help",
-        warn_above=WARN_CUT_QUESTIONS,
-        most=most,
-    )
+def _tell_losses(windows: Windows, counts: Mapping[str, int]) -> None:
+    place, questions = windows.squad.place, counts["questions"]
     losses = {
         "blank_questions": f"have no words, such as {', '.join(windows.blank[:3])}",
         "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "
@@ -281,10 +261,9 @@ def _check_losses(windows: Windows, counts: Mapping[str, int], settings: Setting
             warnings.warn(f"{place}: {counts[key]} of {questions} questions {text}", stacklevel=2)
 
 
-def score_only(settings: Settings) -> dict[str, Any] | None:
-    """The figures of --predictions; None without that flag."""
-    if settings.predictions is None:
-        return None
+def score_only(settings: Settings) -> dict[str, Any]:
+    """The figures of --predictions."""
+    assert settings.predictions is not None
     # Only the texts of the right answers matter here, not their positions.
     squad = read_squad("--valid-data", settings.valid_data[0], most_misplaced=1.0)
     thresh = 1.0 if settings.na_prob_thresh is None else settings.na_prob_thresh

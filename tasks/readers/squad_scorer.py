@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.readers.inputs import read_json
-from tasks.readers.squad_files import Squad, Version
+from tasks.readers.squad_data import Squad, Version
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -1,12 +1,13 @@
-"""BERT's samples: what is in them, in what order, and what decides it.
+"""BERT's samples: blocks of sentences, the two segments drawn of one, what is masked.
 
-Every token of the data sets here has an id of its own, so that a sample tells where it is from; ids
-from CONTINUATIONS on go on with a word. What is masked, and how often, is tested at the end.
+Every token of the data sets of `documents` has an id of its own, so that a sample tells where it is
+from; ids from CONTINUATIONS on go on with a word.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data.bert import BertBatch, BertDataset, Masking, open_bert_splits
+from megatron.data.bert import (
+    BertBatch,
+    BertDataset,
+    Blocks,
+    Masking,
+    Pair,
+    draw_pair,
+    lengths_kept,
+    open_bert_splits,
+)
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import open_corpus, require_sequences
 from tests.data.samples import write_data, write_index, write_sentences
 from tests.refusals import field_of, refusal
@@ -74,7 +85,7 @@ def prefix(tmp_path: Path) -> str:
     return write(tmp_path / "p", documents(60))
 
 
-def test_a_sample_is_two_segments_between_marks_and_padding(prefix: str) -> None:
+def test_sample(prefix: str) -> None:
     batch = opened(prefix)[0].batch(range(200))
     assert batch.tokens.shape == batch.loss_mask.shape == (200, 40)
     integers = (batch.tokens, batch.token_types, batch.labels, batch.is_swapped)
@@ -92,7 +103,7 @@ def test_a_sample_is_two_segments_between_marks_and_padding(prefix: str) -> None
     assert batch.num_tokens == int(batch.is_real.sum()) < batch.tokens.size
 
 
-def test_what_is_predicted_is_hidden_and_nothing_else(prefix: str) -> None:
+def test_loss_mask(prefix: str) -> None:
     batch = opened(prefix)[0].batch(range(300))
     is_chosen, is_mark = batch.loss_mask == 1, batch.labels < FIRST
     assert set(np.unique(batch.loss_mask)) == {0, 1}
@@ -104,7 +115,7 @@ def test_what_is_predicted_is_hidden_and_nothing_else(prefix: str) -> None:
     assert ((found == MASK) | (found >= FIRST)).all()
 
 
-def test_segments_are_neighbours_in_one_document_swapped_as_the_label_says(prefix: str) -> None:
+def test_segments_are_neighbours(prefix: str) -> None:
     starts = {sentence[0] for document in documents(60) for sentence in document}
     wholes = [[token for sentence in each for token in sentence] for each in documents(60)]
     batch = opened(prefix, seq_length=512)[0].batch(range(400))
@@ -117,7 +128,7 @@ def test_segments_are_neighbours_in_one_document_swapped_as_the_label_says(prefi
     assert batch.is_swapped.mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_an_epoch_reads_every_sentence_and_the_next_has_other_cuts_and_masks(prefix: str) -> None:
+def test_epochs(prefix: str) -> None:
     """Of the training split, all of which have two sentences; no document is cut by the length."""
     data = opened(prefix, short_seq_prob=0.0, seq_length=512)[0]
     everything = {token for each in documents(60)[:48] for sentence in each for token in sentence}
@@ -130,7 +141,7 @@ def test_an_epoch_reads_every_sentence_and_the_next_has_other_cuts_and_masks(pre
         assert np.sum(first.loss_mask != second.loss_mask) > first.loss_mask.sum()
 
 
-def test_the_sample_depends_on_seed_and_number_alone(prefix: str) -> None:
+def test_seed_and_number(prefix: str) -> None:
     straight = opened(prefix)[0].batch(range(50))
     assert equal(opened(prefix)[0].batch(range(50)), straight)
     order = np.random.default_rng(0).permutation(50).tolist()
@@ -143,7 +154,7 @@ def test_the_sample_depends_on_seed_and_number_alone(prefix: str) -> None:
     assert not equal(opened(prefix, seed=2**64 - 1)[0].batch(range(50)), straight)
 
 
-def test_cuts_and_masks_depend_on_seed_and_number(tmp_path: Path) -> None:
+def test_seed_and_number_of_one_block(tmp_path: Path) -> None:
     """Of one block, which no order can change."""
     single = write(tmp_path / "p", documents(7)[6:])
     rows = set()
@@ -153,7 +164,7 @@ def test_cuts_and_masks_depend_on_seed_and_number(tmp_path: Path) -> None:
     assert len(rows) == 40
 
 
-def test_a_blend_takes_from_each_its_share(tmp_path: Path) -> None:
+def test_blend(tmp_path: Path) -> None:
     first = write(tmp_path / "a", documents(40))
     second = write(tmp_path / "b", documents(30, first=CONTINUATIONS))
     training, _, test = opened("0.3", first, "0.7", second, split="8,2,0")
@@ -164,7 +175,7 @@ def test_a_blend_takes_from_each_its_share(tmp_path: Path) -> None:
     assert np.array_equal(again.tokens, np.roll(batch.tokens, 50, axis=0))
 
 
-def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
+def test_data_without_pairs_is_refused(tmp_path: Path) -> None:
     write_data(tmp_path / "gpt2", [[5, 6, 7, 8]] * 9, eod=None)
     gpt2 = open_corpus([str(tmp_path / "gpt2")], None)
     require_sequences(gpt2, sentences=False)
@@ -193,19 +204,19 @@ def test_data_that_is_no_pairs_of_sentences_is_refused(tmp_path: Path) -> None:
         ("split", "1,999,0", "1,0,0"),
     ],
 )
-def test_wrong_settings_are_refused(prefix: str, name: str, bad: object, works: object) -> None:
+def test_settings_are_refused(prefix: str, name: str, bad: object, works: object) -> None:
     error = refusal(lambda: opened(prefix, **{name: bad}))
     assert field_of(error) == f"--{name.replace('_', '-')}"
     opened(prefix, **{name: works})
 
 
-def test_the_shortest_sequence_has_room_for_a_pair(prefix: str) -> None:
+def test_shortest_sequence(prefix: str) -> None:
     batch = opened(prefix, seq_length=5)[0].batch(range(50))
     assert batch.is_real.all()
     assert batch.token_types.tolist() == [[0, 0, 0, 1, 1]] * 50
 
 
-def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> None:
+def test_id_outside_the_vocabulary(prefix: str) -> None:
     training = opened(prefix, split="1,0,0")[0]
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.write(np.full(40, VOCABULARY, "<u2").tobytes())
@@ -213,7 +224,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: str) -> N
     assert all(each in str(error) for each in (prefix, "id 20000"))
 
 
-def test_an_index_selects_and_reorders_documents_of_sentences(tmp_path: Path) -> None:
+def test_index_that_reorders_documents(tmp_path: Path) -> None:
     """Eight documents of 4 sentences of 10 tokens, all different ids."""
     first_ids = [FIRST + 40 * number for number in range(8)]
     np.arange(FIRST, FIRST + 320, dtype="<u2").tofile(tmp_path / "p.bin")
@@ -230,7 +241,7 @@ def test_an_index_selects_and_reorders_documents_of_sentences(tmp_path: Path) ->
     assert read == {first_ids[number] for number in chosen}
 
 
-def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) -> None:
+def test_identity_has_the_ends_of_sentences(tmp_path: Path) -> None:
     """The same tokens, cut otherwise, are other samples; of whole documents only tokens count."""
     ids = list(range(FIRST, FIRST + 12))
     one, other = [[ids[:6], ids[6:]]] * 9, [[ids[:4], ids[4:]]] * 9
@@ -240,6 +251,219 @@ def test_where_sentences_end_is_part_of_a_data_set_s_identity(tmp_path: Path) ->
     ]
     assert identities[0] == identities[1] != identities[2]
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "other.bin").read_bytes()
+
+
+# Blocks of sentences, found without a table, and pairs of segments
+
+
+Sizes = Sequence[Sequence[int]]  # tokens of each sentence of each document
+
+
+def random_sizes(seed: int, documents: int, sentences: int, tokens: int) -> list[list[int]]:
+    """Of up to that many sentences a document, and tokens a sentence."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, sentences + 1, documents)
+    return [rng.integers(1, tokens + 1, count).tolist() for count in counts]
+
+
+USUAL = random_sizes(1, 200, 12, 9)
+CASES: dict[str, Sizes] = {
+    "usual": USUAL,
+    "tiny documents": random_sizes(2, 300, 3, 2),
+    "long documents": random_sizes(3, 5, 900, 5),
+    "one sentence mostly": [[5]] * 40 + [[3, 4]] + [[30]] * 40,
+    "huge sentences": [[1, 1000, 1], [1000, 1000, 1, 1, 1], [1, 1, 1, 1, 3000], [9000], [2, 2]],
+    "huge sentence and many tiny ones": [[500, *[1] * 400], [*[1] * 400, 500], [1] * 999],
+    "lengths of the room": [[10, 10], [20, 20, 20], [19, 1], [40], [20, 20], [7, 13, 20]],
+    "one document": [[4, 5, 6, 7, 8, 9]],
+}
+
+
+def blocks_of(folder: Path, sizes: Sizes, length: int, split: range | None = None) -> Blocks:
+    """Of all documents, or of a split."""
+    write_sentences(folder / "p", [[[1] * size for size in document] for document in sizes])
+    documents = range(len(sizes)) if split is None else split
+    return Blocks(IndexedDataset(str(folder / "p")), documents, length)
+
+
+def bounds(sizes: Sizes) -> list[list[int]]:
+    """Of each document, where its sentences start, and its end."""
+    start, found = 0, []
+    for document in sizes:
+        found.append((start + np.cumsum([0, *document])).tolist())
+        start = found[-1][-1]
+    return found
+
+
+def all_of(blocks: Blocks) -> list[list[int]]:
+    """Every block, in order, without the spare numbers."""
+    found = (blocks.block(number) for number in range(len(blocks)))
+    return [block.tolist() for block in found if block is not None]
+
+
+@pytest.mark.parametrize("length", [2, 7, 20, 509])
+@pytest.mark.parametrize("case", CASES)
+def test_every_sentence_is_in_one_block(tmp_path: Path, case: str, length: int) -> None:
+    sizes = CASES[case]
+    blocks = blocks_of(tmp_path, sizes, length)
+    real = all_of(blocks)
+    documents = [document for document in bounds(sizes) if len(document) > 2]
+    assert [pair for block in real for pair in pairwise(block)] == [
+        pair for document in documents for pair in pairwise(document)
+    ]
+    assert all(len(block) > 2 for block in real)
+    wholes = [set(document) for document in documents]
+    assert all(any(whole.issuperset(block) for whole in wholes) for block in real)
+    assert len(blocks) == len(sizes) + -(-sum(map(sum, sizes)) // length)
+
+
+@pytest.mark.parametrize("cut", [range(3), range(3, 11), range(11, 200), range(199, 200)])
+def test_blocks_of_a_split(tmp_path: Path, cut: range) -> None:
+    found = all_of(blocks_of(tmp_path, USUAL, 20, cut))
+    expected = [bounds(USUAL)[document] for document in cut]
+    assert [pair for block in found for pair in pairwise(block)] == [
+        pair for each in expected if len(each) > 2 for pair in pairwise(each)
+    ]
+
+
+def test_lengths_of_blocks(tmp_path: Path) -> None:
+    """Sentences of 1 to 9 tokens: a cut is at most half of one away from its equal share."""
+    sizes = [np.random.default_rng(1).integers(1, 10, 1000).tolist()]
+    starts = [block[0] for block in all_of(blocks_of(tmp_path, sizes, 100))]
+    parts = -(-sum(sizes[0]) // 100)
+    assert len(starts) == parts
+    assert starts == pytest.approx([part * sum(sizes[0]) / parts for part in range(parts)], abs=5)
+
+
+def test_empty_sentences(tmp_path: Path) -> None:
+    """Other writers may leave some: they are no sentence of a pair."""
+    write_index(tmp_path / "p", [3, 0, 0, 2, 0, 4], [0, 2, 5, 6])
+    np.arange(9, dtype="<u2").tofile(tmp_path / "p.bin")
+    blocks = Blocks(IndexedDataset(str(tmp_path / "p")), range(3), 509)
+    assert all_of(blocks) == []
+    assert field_of(refusal(lambda: blocks.check("training"))) == "--data-path"
+
+
+def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
+    """The last document of a sparse data set above 4 GiB."""
+    sizes = [2**30, 2**30, 5, 6]
+    starts = np.cumsum([0, *sizes]).tolist()
+    write_index(tmp_path / "p", sizes, [0, 2, 4])
+    with (tmp_path / "p.bin").open("wb") as stream:
+        stream.truncate(2 * starts[-1])
+    blocks = Blocks(IndexedDataset(str(tmp_path / "p")), range(2), 509)
+    assert blocks.block(len(blocks) - 1).tolist() == starts[2:]
+    assert blocks.block(0).tolist() == starts[:3]
+
+
+def test_spare_numbers(tmp_path: Path) -> None:
+    """Within 5 standard deviations of 5,000 draws."""
+    blocks = blocks_of(tmp_path, USUAL, 20)
+    spares, rng = [], np.random.default_rng(1)
+    for number in range(len(blocks)):
+        if (block := blocks.block(number)) is None:
+            spares.append(number)
+        else:
+            found, is_spare = blocks.draw(number, rng)
+            assert np.array_equal(found, block)
+            assert not is_spare
+    drawn = [blocks.draw(spares[0], rng) for _ in range(5_000)]
+    assert all(is_spare for _, is_spare in drawn)
+    counts = Counter(int(block[0]) for block, _ in drawn)
+    real = all_of(blocks)
+    assert set(counts) == {block[0] for block in real}
+    mean = 5_000 / len(real)
+    assert max(abs(count - mean) for count in counts.values()) < 5 * np.sqrt(mean)
+
+
+def test_hardly_any_pair(tmp_path: Path) -> None:
+    sizes = [*[[3]] * 255, [4, 5], *[[3]] * 5000]
+    blocks = blocks_of(tmp_path, sizes, 509)
+    block, is_spare = blocks.draw(0, np.random.default_rng(0))
+    assert (block.tolist(), is_spare) == ([765, 769, 774], True)
+
+
+def test_one_sentence_documents(tmp_path: Path) -> None:
+    sizes = [*[[3]] * 6, *[[4, 5]] * 4]
+    everything = blocks_of(tmp_path, sizes, 20)
+    assert everything.one_sentence(100) == (6, 10)
+    assert everything.one_sentence(5) == (3, 5)
+    with pytest.warns(UserWarning, match="of 10 .* 6"):
+        everything.check("test")
+    blocks_of(tmp_path, sizes, 20, range(2, 10)).check("training")
+    error = refusal(lambda: blocks_of(tmp_path, sizes, 20, range(6)).check("validation"))
+    assert (field_of(error), "--split-sentences" in str(error)) == ("--data-path", True)
+
+
+def pairs(block: list[int], length: int, short: float, count: int) -> list[Pair]:
+    rng = np.random.default_rng(1)
+    return [draw_pair(np.array(block), length, short, rng) for _ in range(count)]
+
+
+def test_cuts_and_swaps() -> None:
+    """4,000 pairs; each share within 4 standard deviations."""
+    found = Counter()
+    for pair in pairs([100, 103, 108, 110], 20, 0.0, 4000):
+        assert (pair.truncated, pair.is_short) == (0, False)
+        found[pair.first, pair.second, pair.is_swapped] += 1
+    cuts = [range(100, 103), range(103, 110)], [range(100, 108), range(108, 110)]
+    expected = {(*cut, False) for cut in cuts} | {(*cut[::-1], True) for cut in cuts}
+    assert set(found) == expected
+    assert all(abs(count - 1000) < 110 for count in found.values())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [((10, 4), (6, 4)), ((4, 10), (4, 6)), ((9, 9), (5, 5)), ((100, 6), (5, 5)), ((5, 6), (5, 5)),
+     ((1, 10**5), (1, 9)), ((3, 7), (3, 7))],
+)  # fmt: skip
+def test_longer_segment_is_shortened(lengths: tuple[int, int], kept: tuple[int, int]) -> None:
+    ends = [1000, 1000 + lengths[0], 1000 + sum(lengths)]
+    for pair in pairs(ends, 10, 0.0, 50):
+        sides = [pair.first, pair.second][:: -1 if pair.is_swapped else 1]
+        assert tuple(map(len, sides)) == kept
+        assert ends[0] <= sides[0].start < sides[0].stop <= ends[1]
+        assert ends[1] <= sides[1].start < sides[1].stop <= ends[2]
+        assert pair.truncated == sum(lengths) - sum(kept)
+
+
+def test_shortening_as_in_the_original() -> None:
+    """As the original BERT: the longer of the two, the second of equals, until both fit."""
+    for room, a, b in product((0, 1, 6, 7), range(12), range(12)):
+        first, second = a, b
+        while first + second > room:
+            if first > second:
+                first -= 1
+            else:
+                second -= 1
+        assert lengths_kept(a, b, room) == (first, second), (a, b, room)
+
+
+def test_lost_at_front_and_end_alike() -> None:
+    """60 of 100 tokens, each by a coin: 30 at the front, within 4 standard deviations."""
+    fronts = [
+        min(each.first.start, each.second.start) for each in pairs([0, 100, 140], 80, 0.0, 1000)
+    ]
+    assert np.mean(fronts) == pytest.approx(30, abs=4 * np.sqrt(15 / 1000))
+    assert np.std(fronts) == pytest.approx(np.sqrt(15), rel=0.1)
+
+
+def test_short_samples() -> None:
+    """Sentences of 2 tokens: a target of t takes t // 2 of them, but two at least."""
+    bounds = list(range(0, 101, 2))
+    found = pairs(bounds, 100, 1.0, 5000)
+    assert all(each.is_short and not each.truncated for each in found)
+    lengths = [len(each.first) + len(each.second) for each in found]
+    expected = [max(4, t // 2 * 2) for t in range(2, 101)]
+    assert np.mean(lengths) == pytest.approx(np.mean(expected), abs=4 * 29 / np.sqrt(5000))
+    assert (min(lengths), max(lengths)) == (4, 100)
+    starts = Counter(min(each.first.start, each.second.start) for each in found)
+    assert {0, 96} <= set(starts) <= set(bounds[:-2])
+    share = np.mean([each.is_short for each in pairs(bounds, 100, 0.1, 5000)])
+    assert share == pytest.approx(0.1, abs=0.017)
+
+
+# Masks
 
 
 CONTINUES = np.arange(1000) >= 500  # of the vocabulary of these masks
@@ -278,7 +502,7 @@ def runs(words: NDArray[np.bool_]) -> list[int]:
 
 @pytest.mark.parametrize("mean", [1.0, 1.3, 5.0])
 @pytest.mark.parametrize("sizes", [(400, 2), (30, 20), (6, 9)])
-def test_the_share_of_masked_tokens_is_mask_prob(sizes: Sequence[int], mean: float) -> None:
+def test_mask_prob(sizes: Sequence[int], mean: float) -> None:
     """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
     rng, counts = np.random.default_rng(1), np.zeros(2)
     rounds = 30_000 // sum(sizes)
@@ -293,7 +517,7 @@ def test_the_share_of_masked_tokens_is_mask_prob(sizes: Sequence[int], mean: flo
 
 @pytest.mark.parametrize("size", [16, 250])
 @pytest.mark.parametrize("longest", [1, 2, 3, 5])
-def test_n_grams_of_n_words_are_as_often_as_1_by_n(longest: int, size: int) -> None:
+def test_lengths_of_n_grams(longest: int, size: int) -> None:
     rng, lengths = np.random.default_rng(2), []
     for _ in range(20_000 // size):
         segments = [text(size, 1.3, rng), text(size, 1.3, rng)]
@@ -306,7 +530,7 @@ def test_n_grams_of_n_words_are_as_often_as_1_by_n(longest: int, size: int) -> N
     assert found == pytest.approx(expected, abs=3 * np.sqrt(0.25 / len(lengths)))
 
 
-def test_words_are_predicted_whole() -> None:
+def test_whole_words() -> None:
     rng = np.random.default_rng(3)
     for size in range(1, 80):
         segments = [text(size, 2.5, rng)[size % 3 :], text(20, 2.5, rng)]
@@ -316,7 +540,7 @@ def test_words_are_predicted_whole() -> None:
             assert all(word.all() or not word.any() for word in of_words)
 
 
-def test_every_word_away_from_the_ends_of_a_segment_is_as_likely() -> None:
+def test_words_are_equally_likely() -> None:
     """0.15 each within 4 standard deviations; by the ends less, as n-grams stay inside."""
     rng, words = np.random.default_rng(4), np.zeros(60)
     ids, count = np.full(60, 4), 10_000
@@ -328,7 +552,7 @@ def test_every_word_away_from_the_ends_of_a_segment_is_as_likely() -> None:
     assert words.mean() / count == pytest.approx(0.15, abs=0.001)
 
 
-def test_the_count_of_a_sample_varies_little() -> None:
+def test_count_of_masked_words() -> None:
     """Of 400 words 60 are predicted: k is 36 or 37, and lengths are as their shares say but for 1.
 
     Drawn one by one, 36 lengths alone would vary by 4.6 words.
@@ -340,7 +564,7 @@ def test_the_count_of_a_sample_varies_little() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 5), (2, 2), (3, 4)])
-def test_at_least_one_n_gram_however_short_the_sample(sizes: Sequence[int]) -> None:
+def test_at_least_one_n_gram(sizes: Sequence[int]) -> None:
     rng = np.random.default_rng(6)
     for _ in range(200):
         segments = [text(size, 1.5, rng) for size in sizes]
@@ -351,7 +575,7 @@ def test_at_least_one_n_gram_however_short_the_sample(sizes: Sequence[int]) -> N
 
 
 @pytest.mark.parametrize("longest", [1, 3, 20])
-def test_the_highest_mask_prob_has_room(longest: int) -> None:
+def test_highest_mask_prob(longest: int) -> None:
     """N-grams that do not touch can cover half of the words; long ones leave a little over."""
     rng, share = np.random.default_rng(7), []
     for _ in range(300):
@@ -360,7 +584,7 @@ def test_the_highest_mask_prob_has_room(longest: int) -> None:
     assert np.mean(share) == pytest.approx(0.5, rel=0.03)
 
 
-def test_what_hides_a_token_is_drawn_80_10_10() -> None:
+def test_mask_80_10_10() -> None:
     rng = np.random.default_rng(8)
     ids, chosen = rng.integers(4, 1000, 400_000), rng.random(400_000) < 0.5
     read = masking().replace(ids, chosen, rng)

@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def texts(documents: Documents) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_texts_by_number_and_their_places(tmp_path: Path, end: str) -> None:
+def test_texts_and_places(tmp_path: Path, end: str) -> None:
     path = write(tmp_path / "a.jsonl", LINES, end)
     documents = open_documents(path)
     assert texts(documents) == ["one", "zwölf\n", "drei"]
@@ -43,7 +43,7 @@ def test_texts_by_number_and_their_places(tmp_path: Path, end: str) -> None:
     assert found == [texts(documents)[n] for n in numbers]
 
 
-def test_bad_lines_are_left_out_and_the_first_is_named(tmp_path: Path) -> None:
+def test_bad_lines(tmp_path: Path) -> None:
     bad = [*LINES, '{"text": "cut', '{"body": "x"}', '{"text": ""}', "[1]", '{"text": "four"}']
     path = write(tmp_path / "a.jsonl", bad)
     for _ in range(2):  # read, and as kept
@@ -79,7 +79,7 @@ def test_lines_are_found_once(tmp_path: Path) -> None:
     assert other.content != first.content
 
 
-def test_a_scan_with_a_damaged_byte_is_made_anew(tmp_path: Path) -> None:
+def test_damaged_scan(tmp_path: Path) -> None:
     path, kept = write(tmp_path / "a.jsonl", LINES), tmp_path / ".a.jsonl.scan"
     first, whole = open_documents(path), kept.read_bytes()
     for place in (*range(0, len(whole), 9), len(whole) - 1):
@@ -89,48 +89,21 @@ def test_a_scan_with_a_damaged_byte_is_made_anew(tmp_path: Path) -> None:
         assert kept.read_bytes() == whole
 
 
-class Passes:
-    """Counts the passes over a file of JSON lines, and stands between each and its end."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: Callable[[], object]) -> None:
-        self.count = 0
-        scan = module._scan
-
-        def counted(path: str, key: str) -> cache.Entries:
-            self.count += 1
-            yield from scan(path, key)
-            after()
-
-        monkeypatch.setattr(module, "_scan", counted)
-
-
 @pytest.mark.parametrize(("owner", "step"), [(os, "fsync"), (Path, "replace")])
-def test_a_scan_that_cannot_be_kept_is_made_once(
+def test_scan_that_cannot_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, step: str
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    passes, path = Passes(monkeypatch, lambda: None), write(tmp_path / "a.jsonl", LINES)
+    path = write(tmp_path / "a.jsonl", LINES)
     monkeypatch.setattr(owner, step, fail)
     assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
-    assert (passes.count, list(tmp_path.iterdir())) == (1, [Path(path)])
-
-
-def test_data_that_cannot_be_read_are_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise OSError(errno.EIO, "input/output error")
-
-    passes, path = Passes(monkeypatch, fail), write(tmp_path / "a.jsonl", LINES)
-    with pytest.raises(OSError, match="input/output error"):
-        open_documents(path)
-    assert passes.count == 1
+    assert list(tmp_path.iterdir()) == [Path(path)]
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
-def test_without_locks_every_process_scans(
+def test_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(*_: object) -> None:
@@ -141,7 +114,7 @@ def test_without_locks_every_process_scans(
     assert texts(open_documents(path)) == ["one", "zwölf\n", "drei"]
 
 
-def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
+def test_change_under_a_run(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", LINES)
     documents = open_documents(path)
     write(tmp_path / "a.jsonl", ["", "", *LINES])
@@ -151,7 +124,7 @@ def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["opened", "scanned"])
 @pytest.mark.parametrize("change", ["appended", "replaced"])
-def test_a_file_that_changes_while_it_is_opened_is_refused(
+def test_change_while_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, change: str
 ) -> None:
     """A replacement has the size and the time of the file."""
@@ -167,16 +140,20 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(
             os.utime(other, ns=(0, file.stat().st_mtime_ns))
             other.replace(file)
 
+    scan, scan_once = module._scan, module.scan_once
+
+    def changed_after(path: str, key: str) -> cache.Entries:
+        yield from scan(path, key)
+        make_change()
+
+    def changed_before(*arguments: Any) -> dict[str, Any]:
+        make_change()
+        return scan_once(*arguments)
+
     if moment == "scanned":
-        Passes(monkeypatch, make_change)
+        monkeypatch.setattr(module, "_scan", changed_after)
     else:
-        scan_once = module.scan_once
-
-        def changed(*arguments: Any) -> dict[str, Any]:
-            make_change()
-            return scan_once(*arguments)
-
-        monkeypatch.setattr(module, "scan_once", changed)
+        monkeypatch.setattr(module, "scan_once", changed_before)
     error = str(refusal(lambda: open_documents("a.jsonl")))
     assert error == "--data-path a.jsonl changes while it is read; a finished file works"
     monkeypatch.undo()
@@ -192,9 +169,7 @@ def test_a_file_that_changes_while_it_is_opened_is_refused(
     ("a.txt", "{}", "--dataset-name"), ("a.csv", "a", ".jsonl"),
     ("absent.jsonl", None, "absent"), ("packed", None, "--pad"),
 ])  # fmt: skip
-def test_a_path_without_texts_is_refused(
-    tmp_path: Path, name: str, content: str | None, named: str
-) -> None:
+def test_refusals(tmp_path: Path, name: str, content: str | None, named: str) -> None:
     write_data(tmp_path / "packed", [[1, 2, 0]])
     if content is not None:
         (tmp_path / name).write_text(content)

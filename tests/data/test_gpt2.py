@@ -39,7 +39,7 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "p"
 
 
-def test_an_epoch_is_the_split_cut_into_samples_that_share_one_token(prefix: Path) -> None:
+def test_epoch(prefix: Path) -> None:
     splits = [documents(40)[0:32], documents(40)[32:36], documents(40)[36:40]]
     for data, part in zip(opened(prefix), splits, strict=True):
         tokens = list(chain(*part))
@@ -53,14 +53,14 @@ def test_an_epoch_is_the_split_cut_into_samples_that_share_one_token(prefix: Pat
         assert batch.tokens.dtype == batch.labels.dtype == batch.positions.dtype == np.int64
 
 
-def test_unshuffled_epochs_are_in_file_order(prefix: Path) -> None:
+def test_unshuffled_epochs(prefix: Path) -> None:
     tokens = list(chain(*documents(40)[0:32]))
     expected = [tuple(tokens[k : k + 6]) for k in range(0, len(tokens) - 5, 5)]
     training, _, _ = opened(prefix, shuffle=False)
     assert windows(training, range(2 * len(expected))) == expected * 2
 
 
-def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:
+def test_epochs_differ_in_order(prefix: Path) -> None:
     """That depends on the seed alone; evaluation stops at the end of its split."""
     training, validation, _ = opened(prefix)
     size = training.samples_per_epoch
@@ -75,7 +75,7 @@ def test_training_goes_on_with_an_epoch_in_another_order(prefix: Path) -> None:
     assert "--eval-iters" in str(refusal(lambda: validation.batch([0, size])))
 
 
-def test_a_split_of_exactly_one_sample(tmp_path: Path) -> None:
+def test_split_of_one_sample(tmp_path: Path) -> None:
     write_data(tmp_path / "p", [[1, 2, 3, 4, 5, 6]])
     data = opened(tmp_path / "p", split="1,0,0")[0]
     assert windows(data, [0, 1, 2]) == [(1, 2, 3, 4, 5, 6)] * 3
@@ -84,7 +84,7 @@ def test_a_split_of_exactly_one_sample(tmp_path: Path) -> None:
     assert "--seq-length 5" in str(error)
 
 
-def test_a_blend_takes_from_each_its_own_series(tmp_path: Path) -> None:
+def test_blend(tmp_path: Path) -> None:
     write_data(tmp_path / "a", documents(40))
     write_data(tmp_path / "b", documents(30, first=50))
     corpus = open_corpus(["0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")], PlainTokenizer())
@@ -115,7 +115,7 @@ def test_boundaries_by_hand() -> None:
     assert batch.loss_mask.dtype == np.float32
 
 
-def test_each_flag_does_its_own_part() -> None:
+def test_boundary_flags() -> None:
     plain = Boundaries(eod=None).batch(WINDOW)
     for flag in (None, "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         batch = Boundaries(eod=0, **({flag: True} if flag else {})).batch(WINDOW)
@@ -129,7 +129,7 @@ def test_each_flag_does_its_own_part() -> None:
     assert plain.loss_mask.min() == 1
 
 
-def test_boundaries_without_end_marks_are_an_error(tmp_path: Path) -> None:
+def test_boundaries_without_end_marks(tmp_path: Path) -> None:
     write_data(tmp_path / "p", documents(40), eod=None)
     corpus = open_corpus([str(tmp_path / "p")], PlainTokenizer())
     settings = {"split": "1,0,0", "seq_length": 5, "seed": 1}
@@ -137,7 +137,7 @@ def test_boundaries_without_end_marks_are_an_error(tmp_path: Path) -> None:
     assert field_of(error) == "--eod-mask-loss"
 
 
-def test_an_id_outside_the_vocabulary_is_found_when_it_is_read(prefix: Path) -> None:
+def test_id_outside_the_vocabulary(prefix: Path) -> None:
     training = opened(prefix, split="1,0,0")[0]
     with Path(f"{prefix}.bin").open("r+b") as stream:
         stream.seek(20)

@@ -66,7 +66,7 @@ def test_bytes_of_the_format(tmp_path: Path, vocab_size: int, code: int, letter:
     assert data.token_range(range(1, 3)) == range(4, 12)
 
 
-def test_sentences_are_sequences_of_their_documents(tmp_path: Path) -> None:
+def test_sentences(tmp_path: Path) -> None:
     """The bytes that Megatron writes with --split-sentences, added one by one or together."""
     description = write_sentences(tmp_path / "p", SENTENCES)
     assert (description.documents, description.sentences, description.tokens) == (3, 5, 8)
@@ -97,7 +97,7 @@ def test_truncated_and_overlong_files(prefix: Path, suffix: str) -> None:
         assert field_of(refusal(lambda: IndexedDataset(str(prefix)))) == f"{prefix}{suffix}"
 
 
-def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_not_mapped(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the end, though the system returns more than 2 GiB in several reads."""
     preadv = os.preadv
     monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_tokens_are_read_and_not_mapped(prefix: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "chosen", [(0, 2, 4, 6, 7), (7, 2, 2, 3, 0), (0, 1, 2), (5, None, 6, 7, None)], ids=str
 )
-def test_an_index_selects_documents(tmp_path: Path, chosen: tuple[int | None, ...]) -> None:
+def test_index_selects_documents(tmp_path: Path, chosen: tuple[int | None, ...]) -> None:
     """Eight documents of 40 tokens, 1 to 320; None: an empty one, which may point anywhere."""
     prefix, number = str(tmp_path / "p"), len(chosen)
     np.arange(1, 321, dtype="<u2").tofile(f"{prefix}.bin")
@@ -153,7 +153,7 @@ def test_an_index_selects_documents(tmp_path: Path, chosen: tuple[int | None, ..
     assert [each for each in found if each != ones[:10]] == samples
 
 
-def test_another_index_is_another_data_set(tmp_path: Path) -> None:
+def test_identity_has_the_index(tmp_path: Path) -> None:
     """Also one of as many tokens; a sidecar without samples does not hide it, nor its order."""
     documents = [[1, 2, 0], [3, 4, 0], [5, 6, 0]]
     write_data(tmp_path / "p", documents)
@@ -171,7 +171,7 @@ def test_another_index_is_another_data_set(tmp_path: Path) -> None:
     ("part", "content"),
     [("pointers", 18), ("pointers", 3), ("pointers", -2), ("pointers", 2**63 - 2), ("sizes", -1)],
 )
-def test_an_index_that_points_outside_is_damaged(tmp_path: Path, part: str, content: int) -> None:
+def test_index_that_points_outside(tmp_path: Path, part: str, content: int) -> None:
     """12 tokens, of which the last document has 6."""
     write_data(tmp_path / "p", DOCUMENTS)
     (tmp_path / "p.json").unlink()
@@ -183,7 +183,7 @@ def test_an_index_that_points_outside_is_damaged(tmp_path: Path, part: str, cont
     assert verify(str(tmp_path / "p")).documents == 3
 
 
-def test_threads_read_the_same_tokens(tmp_path: Path) -> None:
+def test_threads(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0).integers(0, 60_000, 20_000).astype(np.uint16)
     write_data(tmp_path / "p", [numbers], vocab_size=60_000)
     data = IndexedDataset(str(tmp_path / "p"))
@@ -194,7 +194,7 @@ def test_threads_read_the_same_tokens(tmp_path: Path) -> None:
         assert np.array_equal(tokens, numbers[start : start + 1000])
 
 
-def test_shards_read_as_one_data_set(sharded: str, tmp_path: Path) -> None:
+def test_shards(sharded: str, tmp_path: Path) -> None:
     write_data(tmp_path / "single", [*chain(*SHARDS)])
     ours, single = IndexedDataset(sharded), IndexedDataset(str(tmp_path / "single"))
     assert (len(ours.shards), len(single.shards)) == (3, 1)
@@ -253,14 +253,10 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 
 def test_more_than_2_to_the_31_tokens(tmp_path: Path) -> None:
-    """Of a sparse data set above 4 GiB; verify() checks its whole index before it reads tokens."""
+    """Of a sparse data set above 4 GiB."""
     last = [3, 1, 4, 1, 5]
     prefix, first = tmp_path / "p", write_sparse(tmp_path / "p", last)
     data = IndexedDataset(str(prefix))
     found = data.token_range(range(2, 3))
     assert found == range(first, first + 5)
     assert data.read(found.start, found.stop).tolist() == last
-    change(prefix, ".idx", 34 + 12 + 24 + 8, struct.pack("<2q", 2, 1))
-    assert "p.idx" in str(refusal(lambda: verify(str(prefix))))
-    change(prefix, ".idx", 34 + 12 + 16, struct.pack("<q", -(2**31)))
-    assert "sequence 2" in str(refusal(lambda: verify(str(prefix))))

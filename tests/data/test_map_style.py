@@ -13,14 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import megatron.data.map_style as module
-from megatron.data.cache import Entries
 from megatron.data.documents import open_documents
-from megatron.data.map_style import (
-    ColumnDocuments,
-    open_map_style,
-    open_named,
-)
+from megatron.data.map_style import ColumnDocuments, open_map_style, open_named
 from tests.refusals import field_of, refusal
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -110,12 +104,12 @@ def texts_of(documents: ColumnDocuments) -> list[str]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_every_source_gives_the_same_texts(
-    source: str, tmp_path: Path, datasets_cache: Path
-) -> None:
+def test_same_texts_of_every_source(source: str, tmp_path: Path, datasets_cache: Path) -> None:
     with pytest.warns(UserWarning, match="4 of 44 "):
         documents = SOURCES[source](tmp_path)
     assert texts_of(documents) == TEXTS
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(documents.text, range(len(TEXTS)))] == TEXTS
     assert [ROWS[documents.row(number)] for number in range(len(TEXTS))] == TEXTS
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -128,7 +122,7 @@ def test_every_source_gives_the_same_texts(
     "other",
     [["ab", "c"], ["a", "c", "b"], ["a", "b"], ["abc"], ["a", "b", "C"], ["a", "b", "c", "d"]],
 )
-def test_other_texts_have_another_identity(tmp_path: Path, other: list[str]) -> None:
+def test_identity(tmp_path: Path, other: list[str]) -> None:
     contents = {
         open_map_style(str(parquet(tmp_path / f"{len(rows)}.parquet", rows))).content
         for rows in (["a", "b", "c"], other)
@@ -136,7 +130,7 @@ def test_other_texts_have_another_identity(tmp_path: Path, other: list[str]) -> 
     assert len(contents) == 2
 
 
-def test_other_splits_and_parts_of_one(tmp_path: Path, datasets_cache: Path) -> None:
+def test_splits(tmp_path: Path, datasets_cache: Path) -> None:
     for folder in map(str, (saved_splits(tmp_path), parquet_folder(tmp_path))):
         assert texts_of(open_map_style(folder, split="test")) == ["of test"]
     named = str(json_folder(tmp_path, TEXTS))
@@ -153,7 +147,7 @@ def test_other_splits_and_parts_of_one(tmp_path: Path, datasets_cache: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [saved, lambda to, rows: parquet(to / "a.parquet", rows)])
-def test_no_text_stays_in_memory(tmp_path: Path, kind: Callable[[Path, Rows], Path]) -> None:
+def test_memory(tmp_path: Path, kind: Callable[[Path, Rows], Path]) -> None:
     path = str(kind(tmp_path, ["some text" * 100_000] * 20))
     before = pa.total_allocated_bytes()
     documents = open_map_style(path)
@@ -161,7 +155,7 @@ def test_no_text_stays_in_memory(tmp_path: Path, kind: Callable[[Path, Rows], Pa
     assert pa.total_allocated_bytes() - before < 1_000_000
 
 
-def test_text_that_is_no_utf8_is_left_out(tmp_path: Path) -> None:
+def test_text_that_is_no_utf8(tmp_path: Path) -> None:
     good = [f"row {number}".encode() for number in range(2500)]
     rows = [b"\xff" if number in (0, 1200, 2499) else text for number, text in enumerate(good)]
     ends = pa.array([0, *(sum(map(len, rows[: k + 1])) for k in range(len(rows)))], pa.int32())
@@ -173,25 +167,8 @@ def test_text_that_is_no_utf8_is_left_out(tmp_path: Path) -> None:
     assert texts_of(documents) == [row.decode() for row in rows if row != b"\xff"]
 
 
-def test_the_pass_is_kept_until_the_files_change(tmp_path: Path) -> None:
-    """Told by a change that keeps size and time of the file, which no user makes."""
-    file = parquet(tmp_path / "a.parquet", ["apple", "pear"])
-    first = open_map_style(str(file)).content
-    before = file.stat()
-    file.write_bytes(file.read_bytes().replace(b"pple", b"ngle"))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert open_map_style(str(file)).content == first
-    moved = tmp_path / "elsewhere"
-    moved.mkdir()
-    for each in list(tmp_path.glob("*a.parquet*")):
-        each.rename(moved / each.name)
-    assert open_map_style(str(moved / "a.parquet")).content == first
-    os.utime(moved / "a.parquet")
-    assert open_map_style(str(moved / "a.parquet")).content != first
-
-
 @pytest.mark.parametrize("kind", ["saved", "parquet"])
-def test_what_is_kept_is_of_one_column(tmp_path: Path, kind: str) -> None:
+def test_cache_is_of_one_column(tmp_path: Path, kind: str) -> None:
     """Each has its nulls at other rows."""
     columns = {"text": ["a", None, "b"], "body": [None, "c", "d"]}
     path = tmp_path / "a.parquet"
@@ -206,7 +183,7 @@ def test_what_is_kept_is_of_one_column(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*rows hold no text")
-def test_a_damaged_page_names_flag_and_file(tmp_path: Path) -> None:
+def test_damaged_page(tmp_path: Path) -> None:
     """Where it is there at the start; texts that were opened before stay what they are."""
     folder = parquet_folder(tmp_path)
     documents = open_map_style(str(folder))
@@ -220,7 +197,7 @@ def test_a_damaged_page_names_flag_and_file(tmp_path: Path) -> None:
     assert file.name in str(error)
 
 
-def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path) -> None:
+def test_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path) -> None:
     """The column alone, and again if time or size change; brackets are part of a name."""
     folder = tmp_path / "[a]*"
     folder.mkdir()
@@ -230,8 +207,12 @@ def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path
     def copies() -> set[Path]:
         return set(datasets_cache.rglob("*.arrow"))
 
+    identities = set()
+
     def open_texts() -> list[str]:
-        return texts_of(open_map_style(str(folder / "a.parquet")))
+        documents = open_map_style(str(folder / "a.parquet"))
+        identities.add(documents.content)
+        return texts_of(documents)
 
     assert open_texts() == ["a"]
     (first,) = copies()
@@ -242,11 +223,11 @@ def test_the_text_of_parquet_is_copied_once(tmp_path: Path, datasets_cache: Path
         parquet(folder / "a.parquet", rows)
         os.utime(folder / "a.parquet", ns=(0, 0))
         assert open_texts() == rows
-        assert len(copies()) == number
+        assert len(copies()) == len(identities) == number
 
 
 @pytest.mark.filterwarnings("ignore:.* hold no ")
-def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache: Path) -> None:
+def test_cache_is_no_data(tmp_path: Path, datasets_cache: Path) -> None:
     open_map_style(str(parquet(tmp_path / "folder" / "a.parquet")))
     assert texts_of(open_named(str(tmp_path / "folder"))) == TEXTS
     lines = json_folder(tmp_path)
@@ -254,35 +235,10 @@ def test_what_is_kept_is_no_data_to_load_dataset(tmp_path: Path, datasets_cache:
     assert texts_of(open_named(str(lines))) == TEXTS
 
 
-def test_an_object_without_access_by_row_is_refused() -> None:
+def test_object_without_access_by_row() -> None:
     error = refusal(lambda: ColumnDocuments("mine", table(["a"]).to_iterable_dataset(), "text"))
     assert str(error).startswith("mine is a IterableDataset")
     assert "python tools/stream_to_jsonl.py" in str(error)
-
-
-def test_files_that_change_while_their_copy_is_read_are_no_reason_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, scan = parquet(tmp_path / "a.parquet", ["a"]), module._scan
-
-    def changed(rows: datasets.Dataset) -> Entries:
-        parquet(path, ["of the", "next start"])
-        return scan(rows)
-
-    monkeypatch.setattr(module, "_scan", changed)
-    assert texts_of(open_map_style(str(path))) == ["a"]
-    monkeypatch.undo()
-    assert texts_of(open_map_style(str(path))) == ["of the", "next start"]
-
-
-@pytest.mark.parametrize("source", ["saved", "parquet", "object"])
-def test_any_thread_may_ask(source: str, tmp_path: Path) -> None:
-    path = str((saved if source == "saved" else parquet)(tmp_path / "a.parquet", TEXTS))
-    documents = shuffled(TEXTS) if source == "object" else open_map_style(path)
-    numbers = random.Random(0).choices(range(len(TEXTS)), k=2000)
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(documents.text, numbers))
-    assert found == [TEXTS[number] for number in numbers]
 
 
 def cut(folder: Path) -> Path:
@@ -298,12 +254,20 @@ def without(folder: Path, name: str) -> Path:
     return file.parent
 
 
-def one_file(folder: Path) -> Path:
-    return parquet(folder / "a.parquet")
+def one_file(folder: Path, rows: Rows = ROWS) -> Path:
+    return parquet(folder / "a.parquet", rows)
 
 
-# A maker of what --data-path names, the arguments beside it, and the flag that is refused.
-REFUSED: list[tuple[Callable[[Path], Path], dict[str, str], str]] = [
+def holding(folder: Path, name: str, text: str) -> Path:
+    """A folder with one file."""
+    (folder / "sub").mkdir()
+    (folder / "sub" / name).write_text(text)
+    return folder / "sub"
+
+
+Make = Callable[[Path], Path]
+# A maker of what --data-path or --dataset-name names, the arguments beside it, and what is refused.
+PATHS: list[tuple[Make, dict[str, str], str]] = [
     *((make, {"column": "id"}, "--text-column") for make in (saved, one_file)),
     *((make, {"column": "body"}, "--text-column") for make in (saved, one_file)),
     *((make, {"split": "x"}, "--dataset-split") for make in (saved_splits, parquet_folder, saved)),
@@ -312,60 +276,38 @@ REFUSED: list[tuple[Callable[[Path], Path], dict[str, str], str]] = [
     (configurations, {"config": "a"}, "--dataset-config"),
     *((make, {}, "--data-path") for make in (configurations, json_folder, cut, lambda to: to)),
     (lambda to: to / "absent.parquet", {}, "--data-path"),
-    (lambda to: parquet(to / "a.parquet", [None, " "]), {}, "--data-path"),
-    (lambda to: parquet(to / "a.parquet", []), {}, "--data-path"),
+    (lambda to: one_file(to, [None, " "]), {}, "--data-path"),
+    (lambda to: one_file(to, []), {}, "--data-path"),
     (lambda to: without(to, "state.json"), {}, "--data-path"),
     (lambda to: without(to, "*.arrow"), {}, "--data-path"),
 ]
+NAMES: list[tuple[Make, dict[str, str], str]] = [
+    (json_folder, {"config": "other"}, "--dataset-config"),
+    (json_folder, {"split": "other"}, "--dataset-split"),
+    (json_folder, {"column": "body"}, "--text-column"),
+    (lambda to: to, {}, "--dataset-name"),
+    (lambda to: to / "absent", {}, "--dataset-name"),
+    (lambda to: holding(to, "a.jsonl", '{"text": "a"}\n{"text"\n'), {}, "--dataset-name"),
+    (lambda to: holding(to, "script.py", "import datasets"), {}, "--dataset-name"),
+    (saved, {}, "--dataset-name"),
+]
+REFUSED = [(open_map_style, *row) for row in PATHS] + [(open_named, *row) for row in NAMES]
 
 
 @pytest.mark.filterwarnings("ignore:.* hold no ")
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_a_path_that_does_not_fit_is_refused(tmp_path: Path, number: int) -> None:
-    make, more, flag = REFUSED[number]
+def test_refusals(tmp_path: Path, number: int) -> None:
+    open_it, make, more, flag = REFUSED[number]
     path = str(make(tmp_path))
-    error = refusal(lambda: open_map_style(path, **more), lines=1)
+    error = refusal(lambda: open_it(path, **more), lines=1)
     assert field_of(error) == flag
-    if flag != "--data-path":  # without it the path is read
-        open_map_style(path, config="one" if make is configurations else None)
+    if make is saved and not more:
+        assert "--data-path" in str(error)
+    if more:  # without it the path is read
+        open_it(path, config="one" if make is configurations else None)
 
 
-def folder_of(name: str, folder: Path) -> str:
-    """What --dataset-name names."""
-    if name == "lines":
-        return str(json_folder(folder, TEXTS))
-    if name == "saved":
-        return str(saved(folder))
-    (folder / name).mkdir()
-    if name == "no JSON":
-        (folder / name / "a.jsonl").write_text('{"text": "a"}\n{"text"\n')
-    elif name == "script":
-        (folder / name / "script.py").write_text("import datasets")
-    return str(folder / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "flag"),
-    [
-        ("lines", {"config": "other"}, "--dataset-config"),
-        ("lines", {"split": "other"}, "--dataset-split"),
-        ("lines", {"column": "body"}, "--text-column"),
-        *((name, {}, "--dataset-name") for name in ("empty", "no JSON", "saved", "script")),
-    ],
-)
-def test_a_name_that_does_not_fit_is_refused(
-    tmp_path: Path, datasets_cache: Path, name: str, more: dict[str, str], flag: str
-) -> None:
-    place = folder_of(name, tmp_path)
-    error = refusal(lambda: open_named(place, **more), lines=1)
-    assert str(error).startswith(flag)
-    assert ("--data-path" in str(error)) == (name == "saved")
-    if more:
-        assert texts_of(open_named(place)) == TEXTS
-    assert field_of(refusal(lambda: open_named(str(tmp_path / "absent")))) == "--dataset-name"
-
-
-def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: Path) -> None:
+def test_configurations(tmp_path: Path, datasets_cache: Path) -> None:
     folder = str(configurations(tmp_path))
     for name, texts in (("one", TEXTS), ("two", ["of two"]), ("one", TEXTS)):
         assert texts_of(open_map_style(folder, config=name)) == texts
@@ -381,7 +323,7 @@ def test_one_of_several_configurations_is_named(tmp_path: Path, datasets_cache: 
     assert "--dataset-config" in str(error)
 
 
-def test_names_are_relative(
+def test_relative_names(
     tmp_path: Path, datasets_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(json_folder(tmp_path, TEXTS))
@@ -393,7 +335,7 @@ def test_names_are_relative(
     assert texts_of(open_map_style(".")) == TEXTS
 
 
-def test_a_text_file_is_a_document(tmp_path: Path, datasets_cache: Path) -> None:
+def test_text_files(tmp_path: Path, datasets_cache: Path) -> None:
     (tmp_path / "sub").mkdir()
     texts = {"a.txt": "one\n\ntwo\n", "b.txt": "three\n", "sub/c.txt": "four"}
     for name, text in texts.items():

@@ -50,7 +50,7 @@ def documents(batch: GPT2Batch, tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("has_pad", [False, True])
-def test_a_padded_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: bool) -> None:
+def test_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: bool) -> None:
     if has_pad:
         tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))
     path = write(tmp_path / "a.jsonl", ["a", "abc", "abcd", "abcde"])
@@ -75,7 +75,7 @@ def test_a_padded_sample_by_hand(tmp_path: Path, tokenizer: Tokenizer, has_pad: 
     assert marked.labels[1].tolist() == [a, b, c, last]
 
 
-def test_a_document_of_one_token_is_counted(tmp_path: Path) -> None:
+def test_documents_of_one_token(tmp_path: Path) -> None:
     tokenizer = BertWordPieceLowerCase(write_wordpiece(tmp_path))  # which drops what cannot be seen
     path = write(tmp_path / "a.jsonl", ["a", "\x7f", "\u200b"])
     assert open_training([path], tokenizer).batch(range(3)).num_empty == 2
@@ -83,7 +83,7 @@ def test_a_document_of_one_token_is_counted(tmp_path: Path) -> None:
     assert Boundaries(eod=0).batch(np.zeros((2, 5), np.int32)).num_empty is None
 
 
-def test_a_sample_is_a_function_of_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_seed_and_number(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = [f"d{number}" for number in range(20)]
     path = write(tmp_path / "a.jsonl", texts)
     data = open_training([path], tokenizer, seq_length=8, shuffle=True)
@@ -98,7 +98,7 @@ def test_a_sample_is_a_function_of_seed_and_number(tmp_path: Path, tokenizer: To
     assert documents(plain.batch(range(40)), tokenizer) == texts * 2
 
 
-def test_blends_and_splits_are_those_of_packed_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_blends_and_splits(tmp_path: Path, tokenizer: Tokenizer) -> None:
     one = write(tmp_path / "a.jsonl", [f"a{number}" for number in range(10)])
     two = write(tmp_path / "b.jsonl", [f"b{number}" for number in range(10)])
     paths = ["0.25", one, "0.75", two]
@@ -134,7 +134,7 @@ def test_epochs_of_a_blend(tmp_path: Path, tokenizer: Tokenizer, epochs: int) ->
         ({"refuse_too_long": True}, ["b.jsonl, line 2", "12", "--seq-length 11"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
+def test_refusals(
     tmp_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], named: list[str]
 ) -> None:
     one = write(tmp_path / "a.jsonl", ["x", "abcdef"])
@@ -146,7 +146,7 @@ def test_settings_that_do_not_fit_are_refused(
         assert data.batch(range(4)).num_cut == 0
 
 
-def test_packed_and_padded_data_are_not_blended(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_packed_and_padded_data(tmp_path: Path, tokenizer: Tokenizer) -> None:
     one = write(tmp_path / "a.jsonl", ["x"])
     error = refusal(lambda: open_document_corpus(["1", one, "1", "packed"], tokenizer))
     assert (field_of(error), "--pad" in str(error)) == ("--data-path", True)
@@ -163,7 +163,7 @@ class Counting(GPT2BPETokenizer):
         return super().encode_batch(texts)
 
 
-def test_tokens_are_kept_beside_the_data_by_its_content(tmp_path: Path) -> None:
+def test_cache(tmp_path: Path) -> None:
     counting = Counting(*write_tokenizer(tmp_path))
     texts = ["the thin", "a" * 9, "\u00fc", *(f"d{number}" for number in range(300))]
     path = write(tmp_path / "web.jsonl", texts)
@@ -190,11 +190,17 @@ def test_tokens_are_kept_beside_the_data_by_its_content(tmp_path: Path) -> None:
     assert opened()[1:] == (len(texts), 3), "a file that has changed is tokenised again"
 
 
-def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_damaged_cache(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """At the start, of every kind, and under a run."""
     path = write(tmp_path / "web.jsonl", ["a", "bc"])
-    open_training([path], tokenizer, cache_tokens=True)
+
+    def opened() -> PaddedDataset:
+        return open_training([path], tokenizer, cache_tokens=True)
+
+    opened()
     (cache,) = tmp_path.glob(".*.tokens")
     content = cache.read_bytes()
+    message = f"--cache-tokens: {cache} is damaged; without this file it is made anew"
     start = content.index(np.array([0, 1, 3]).tobytes())  # of the bounds, behind the ids
     flipped = (
         content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -202,48 +208,20 @@ def test_a_damaged_cache_of_tokens_is_refused(tmp_path: Path, tokenizer: Tokeniz
     )
     for damaged in (*(content[:length] for length in range(len(content))), *flipped):
         cache.write_bytes(damaged)
-        assert damage(path, tokenizer) == f"--cache-tokens: {cache} is damaged"
-    cache.unlink()
-    open_training([path], tokenizer, cache_tokens=True)
-    assert cache.read_bytes() == content
-
-
-def damage(path: str, tokenizer: Tokenizer) -> str:
-    """What --cache-tokens finds damaged."""
-    error = refusal(lambda: open_training([path], tokenizer, cache_tokens=True))
-    found, _, works = str(error).partition("; ")
-    assert works == "without this file it is made anew"
-    return found
-
-
-@pytest.mark.parametrize("bounds", [[], [0, 3], [0, 1, 2], [1, 1, 3], [0, 4, 3], [0, 1, 2, 3]])
-def test_bounds_of_other_documents_are_refused(
-    tmp_path: Path, tokenizer: Tokenizer, bounds: list[int]
-) -> None:
-    path = write(tmp_path / "web.jsonl", ["a", "bc"])
-    open_training([path], tokenizer, cache_tokens=True)
-    (file,) = tmp_path.glob(".*.tokens")
-    content = file.read_bytes()
-    footer = json.loads(content[int.from_bytes(content[:8], "little") :])
+        assert str(refusal(opened)) == message
+    key = json.loads(content[int.from_bytes(content[:8], "little") :])["key"]
     ids = np.zeros(3, np.uint16)
-    write_cache(file, footer["key"], [("ids", ids), ("bounds", np.array(bounds, np.int64))])
-    assert damage(path, tokenizer) == f"--cache-tokens: {file} is damaged"
+    for bounds in ([], [0, 3], [0, 1, 2], [1, 1, 3], [0, 4, 3], [0, 1, 2, 3]):
+        write_cache(cache, key, [("ids", ids), ("bounds", np.array(bounds, np.int64))])
+        assert str(refusal(opened)) == message, bounds
+    cache.unlink()
+    training = opened()
+    assert cache.read_bytes() == content
+    os.truncate(cache, 16)
+    assert str(refusal(lambda: training.batch([1]))) == message
 
 
-def test_a_cache_of_tokens_that_is_cut_under_a_run_is_named(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    path = write(tmp_path / "web.jsonl", ["a", "bc"])
-    training = open_training([path], tokenizer, cache_tokens=True)  # which made the file
-    (file,) = tmp_path.glob(".*.tokens")
-    os.truncate(file, 16)
-    error = str(refusal(lambda: training.batch([1])))
-    assert error == f"--cache-tokens: {file} is damaged; without this file it is made anew"
-
-
-def test_without_a_cache_texts_are_tokenised_when_read(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / f"{'w' * 240}.jsonl", ["a", "bc"])  # too long for more behind it
     with pytest.warns(UserWarning, match="--cache-tokens"):
         batch = open_training([path], tokenizer, cache_tokens=True).batch([1])
@@ -251,7 +229,7 @@ def test_without_a_cache_texts_are_tokenised_when_read(
 
 
 @pytest.mark.usefixtures("datasets_cache")
-def test_only_json_lines_are_cached(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_cache_of_other_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pq.write_table(pa.table({"text": ["a", "bc"]}), tmp_path / "a.parquet")
     path = str(tmp_path / "a.parquet")
     error = refusal(lambda: open_training([path], tokenizer, cache_tokens=True))

@@ -1,5 +1,7 @@
-"""--data-path: what it names, and what does not fit together."""
+"""--data-path: what it names, and what does not fit together; files that appear whole or not at
+all."""
 
+import errno
 import hashlib
 import json
 import warnings
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.files import PIECE, PIECES, sampled_sha256
+from megatron.data.files import PIECE, PIECES, atomic_writer, sampled_sha256, write_atomically
 from megatron.data.sources import SAMPLED_CHUNK, SAMPLED_CHUNKS, find_tokenizer, open_corpus
 from tests.data.samples import (
     PlainTokenizer,
@@ -28,7 +30,7 @@ def prefix(tmp_path: Path) -> str:
     return str(tmp_path / "p")
 
 
-def test_a_data_set_and_its_tokenizer(prefix: str) -> None:
+def test_data_set_and_tokenizer(prefix: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tokenizer, size in [(PlainTokenizer(), None), (PlainTokenizer(), 100), (None, 100)]:
@@ -38,7 +40,7 @@ def test_a_data_set_and_its_tokenizer(prefix: str) -> None:
     assert [source.weight for source in corpus.sources] == [Fraction(3, 10), Fraction(7, 10)]
 
 
-def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> None:
+def test_identity(tmp_path: Path, prefix: str) -> None:
     """Moved files and weights of the same ratio are the same; other tokens or weights are not."""
     write_data(tmp_path / "q", [[1, 2, 99, 0]])
     write_data(tmp_path / "r", [[1, 2, 98, 0]])
@@ -59,7 +61,7 @@ def test_the_identity_is_of_shares_and_content(tmp_path: Path, prefix: str) -> N
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*json is not there")
-def test_a_file_exchanged_under_its_sidecar(
+def test_file_exchanged_under_its_sidecar(
     tmp_path: Path, suffix: str, changes: list[tuple[int, bytes]]
 ) -> None:
     """With samples in the sidecar it is refused, with both values, as a program without this
@@ -93,7 +95,7 @@ def test_a_file_exchanged_under_its_sidecar(
             assert identity().partition("; ")[0] == before.partition("; ")[0]
 
 
-def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
+def test_sample_of_a_large_file(tmp_path: Path) -> None:
     file, count = tmp_path / "large", 3 * PIECES * PIECE + 5
     content = Random(0).randbytes(count)
     places = [(count - PIECE) * number // (PIECES - 1) for number in range(PIECES)]
@@ -121,7 +123,7 @@ def test_of_a_large_file_a_part_is_read_from_end_to_end(tmp_path: Path) -> None:
         ("", None, None, ""),
     ],
 )
-def test_sources_that_do_not_fit_are_refused(
+def test_refusals(
     tmp_path: Path,
     prefix: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +140,7 @@ def test_sources_that_do_not_fit_are_refused(
     assert all(each in str(error) for each in named.split()), error
 
 
-def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
+def test_without_sidecar(prefix: str) -> None:
     Path(f"{prefix}.json").unlink()
     with pytest.warns(UserWarning, match="p.json") as caught:
         corpus = open_corpus([prefix], PlainTokenizer())
@@ -149,7 +151,7 @@ def test_without_sidecar_one_warning_and_the_highest_id(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 30 * SAMPLED_CHUNK, -1])
-def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place: int) -> None:
+def test_ids_without_sidecar(tmp_path: Path, place: int) -> None:
     ids = [1] * (SAMPLED_CHUNKS * SAMPLED_CHUNK)
     ids[place] = 99
     write_data(tmp_path / "p", [ids])
@@ -160,9 +162,7 @@ def test_without_sidecar_ids_from_end_to_end_are_looked_at(tmp_path: Path, place
 
 
 @pytest.mark.parametrize("shuffled", [None, False, "older"])
-def test_unshuffled_documents_get_one_warning(
-    tmp_path: Path, prefix: str, shuffled: bool | str | None
-) -> None:
+def test_unshuffled_documents(tmp_path: Path, prefix: str, shuffled: bool | str | None) -> None:
     """An older sidecar has no entries for shards and shuffling."""
     paths = [str(tmp_path / name) for name in ("q", "r")]
     for path in paths:
@@ -176,13 +176,13 @@ def test_unshuffled_documents_get_one_warning(
     assert len(caught) == 1
 
 
-def test_end_marks_count_only_if_every_data_set_has_them(tmp_path: Path, prefix: str) -> None:
+def test_end_marks(tmp_path: Path, prefix: str) -> None:
     write_data(tmp_path / "q", [[1, 2, 3]], eod=None)
     assert open_corpus(["1", prefix, "1", str(tmp_path / "q")], PlainTokenizer()).eod is None
     assert open_corpus(["1", prefix, "1", prefix], PlainTokenizer()).eod == 0
 
 
-def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: Path) -> None:
+def test_tokenizer_beside_the_data(tmp_path: Path) -> None:
     for name, beside in (("a", False), ("b", True), ("c", True)):
         tokenizer = write_data_of_tokenizer(tmp_path / name, [[1, 2, 260]], beside=beside)
     (tmp_path / "c.tokenizer" / "vocab.json").write_text("never looked at")
@@ -195,7 +195,7 @@ def test_the_tokenizer_is_found_beside_the_first_data_set_that_has_it(tmp_path: 
         assert find_tokenizer(open_corpus([b], None, 261)) is None
 
 
-def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Path) -> None:
+def test_another_tokenizer_beside_the_data(tmp_path: Path) -> None:
     write_data_of_tokenizer(tmp_path / "a", [[1, 2, 260]])
     corpus = open_corpus([str(tmp_path / "a")], None)
     merges = tmp_path / "a.tokenizer" / "merges.txt"
@@ -203,3 +203,28 @@ def test_a_tokenizer_that_did_not_make_the_data_beside_it_is_named(tmp_path: Pat
     assert "a.tokenizer" in str(refusal(lambda: find_tokenizer(corpus)))
     merges.unlink()
     assert "merges.txt" in str(refusal(lambda: find_tokenizer(corpus)))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_full_disk(tmp_path: Path, code: int) -> None:
+    file = tmp_path / "file"
+    write_atomically(file, b"before")
+
+    def fill() -> None:
+        with atomic_writer(file) as stream:
+            stream.write(b"twelve bytes")
+            stream.flush()
+            raise OSError(code, "as a write raises it")
+
+    with pytest.raises(OSError, match="12") as stop:
+        fill()
+    assert (stop.value.errno, stop.value.filename) == (code, str(file))
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_error_of_another_file(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "full", "another")
+    with pytest.raises(OSError, match="another") as stop, atomic_writer(tmp_path / "file"):
+        raise error
+    assert stop.value is error

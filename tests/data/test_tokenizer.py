@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
 from megatron.data.text_checks import count_casing
 from megatron.data.tokenizer import (
@@ -85,7 +84,7 @@ def test_pieces_by_hand(wordpiece: BertWordPieceLowerCase, tmp_path: Path) -> No
     assert pieces == ["E\u0301a", "THING", "S", "漢", "the"]
 
 
-def test_a_tokenizer_json_by_hand(described: HuggingFaceTokenizer, bpe: GPT2BPETokenizer) -> None:
+def test_tokenizer_json_by_hand(described: HuggingFaceTokenizer, bpe: GPT2BPETokenizer) -> None:
     assert (described.vocab_size, described.eod, described.pad_id) == (263, 1, 2)
     for text in (*TEXTS, *PROBES, "a[EOT]b [PAD][BOT]"):
         ids = described.encode(text)
@@ -124,7 +123,7 @@ def added(*tokens: tuple[str, int], special: bool = True) -> dict[str, Any]:
     }
 
 
-def test_what_a_tokenizer_json_adds_cuts_and_pads_is_left_out(tmp_path: Path) -> None:
+def test_what_tokenizer_json_adds_cuts_and_pads(tmp_path: Path) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json"))
     plain = HuggingFaceTokenizer(str(folder))
     bot = {"SpecialToken": {"id": "[BOT]", "type_id": 0}}
@@ -144,7 +143,7 @@ def test_what_a_tokenizer_json_adds_cuts_and_pads_is_left_out(tmp_path: Path) ->
     assert other.fingerprint == plain.fingerprint
 
 
-def test_a_mark_that_is_no_special_token_is_no_text_either(tmp_path: Path) -> None:
+def test_mark_that_is_no_special_token(tmp_path: Path) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json"))
     file = change_json(folder, **added(("[EOT]", 1), ("[BOT]", 0), special=False))
     tokenizer = HuggingFaceTokenizer(file)
@@ -152,7 +151,7 @@ def test_a_mark_that_is_no_special_token_is_no_text_either(tmp_path: Path) -> No
     assert tokenizer.encode("[BOT]") == [0]  # an added token like any other
 
 
-def test_every_id_is_below_the_vocabulary_size(tmp_path: Path) -> None:
+def test_ids_are_below_the_vocabulary_size(tmp_path: Path) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json"))
     file = change_json(folder, **added(("[EOT]", 1), ("<new>", 263), special=False))
     tokenizer = HuggingFaceTokenizer(file)
@@ -173,7 +172,7 @@ EOS_BOT = {"eos_token": "[BOT]"}
         ({}, None, [("<eos>", 263)], ("<eos>", "[PAD]")),  # [PAD] only in the vocabulary
     ],
 )
-def test_marks_are_those_of_the_files_beside_or_the_usual_ones(
+def test_marks_of_the_files_beside(
     tmp_path: Path, config: Any, special_map: Any, tokens: Any, marks: tuple[str, str]
 ) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json", config=config))
@@ -187,26 +186,13 @@ def test_marks_are_those_of_the_files_beside_or_the_usual_ones(
     assert [one.eod, one.pad_id] == [one.token_id(mark) for mark in marks]
 
 
-def test_marks_that_text_spells_are_refused(tmp_path: Path) -> None:
+def test_marks_that_text_spells(tmp_path: Path) -> None:
     config = {"eos_token": {"content": "the"}, "pad_token": "th"}
     folder = write_tokenizer_json(tmp_path / "json", config=config)
     assert field_of(refusal(lambda: HuggingFaceTokenizer(folder))) == "--vocab-file"
 
 
-def test_gpt2s_own_vocabulary_in_a_tokenizer_json(tmp_path: Path, test_data: Path) -> None:
-    files = [str(test_data / "gpt2" / name) for name in ("vocab.json", "merges.txt")]
-    library = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    library.add_special_tokens(["<|endoftext|>"])
-    library.save(str(tmp_path / "tokenizer.json"))
-    ours, theirs = HuggingFaceTokenizer(str(tmp_path)), GPT2BPETokenizer(*files)
-    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (50257, 50256)
-    assert ours.encode_batch(PROBES) == theirs.encode_batch(PROBES)
-    assert [ours.decode(ids) for ids in ours.encode_batch(PROBES)] == list(PROBES)
-
-
-def test_the_fingerprint_of_a_tokenizer_json_is_of_what_decides_the_ids(tmp_path: Path) -> None:
+def test_fingerprint_of_tokenizer_json(tmp_path: Path) -> None:
     folder = Path(write_tokenizer_json(tmp_path / "json"))
     file, content = folder / "tokenizer.json", json.loads((folder / "tokenizer.json").read_bytes())
     model = content["model"]
@@ -238,7 +224,7 @@ def test_the_fingerprint_of_a_tokenizer_json_is_of_what_decides_the_ids(tmp_path
     assert HuggingFaceTokenizer(str(file)).fingerprint != first
 
 
-def test_the_fingerprint_is_of_the_content_not_of_its_form(tmp_path: Path) -> None:
+def test_fingerprint(tmp_path: Path) -> None:
     vocab_file, merge_file = map(Path, write_tokenizer(tmp_path))
 
     def fingerprint() -> str:
@@ -260,7 +246,7 @@ def test_the_fingerprint_is_of_the_content_not_of_its_form(tmp_path: Path) -> No
     assert (again.fingerprint, again.vocab_size) == (lower, 7)
 
 
-def test_from_its_files_it_is_made_again_under_their_usual_names(
+def test_made_again_from_its_files(
     bpe: GPT2BPETokenizer, wordpiece: BertTokenizer, described: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     config = "tokenizer_config.json"
@@ -285,9 +271,12 @@ def test_from_its_files_it_is_made_again_under_their_usual_names(
 
 
 MARKED = "\n".join(MARKS)
-# The kind, its file, what stands in it (None: it is not given), and what the error names beside it.
-REFUSED: list[tuple[str, str, bytes | None, str]] = [
+NO_BYTES = {"type": "WordLevel", "vocab": {"[EOT]": 0, "a": 1, "[UNK]": 2}, "unk_token": "[UNK]"}
+# The kind, its file, what stands in it (None: it is not given; of a tokenizer.json also the parts
+# that are changed), and what the error names beside it.
+REFUSED: list[tuple[str, str, bytes | dict[str, Any] | None, str]] = [
     (BPE, "merges.txt", None, ""), (BPE, "vocab.json", None, ""), (LOWER, "vocab.txt", None, ""),
+    (JSON, "tokenizer.json", None, ""),
     *((BPE, "vocab.json", content, "; a vocab.json, or --tokenizer-type HuggingFaceTokenizer for")
       for content in (b"{", b"[]", b'{"a": 1}', b'{"a": [1]}', b'{"a": false}')),
     (BPE, "vocab.json", b'{"a": 0}', "vocab.json"),
@@ -301,88 +290,65 @@ REFUSED: list[tuple[str, str, bytes | None, str]] = [
     (LOWER, "vocab.txt", b"\xff\xfe", "; BERT's own vocab.txt would work"),
     (LOWER, "vocab.txt", f"{MARKED}\nThe\nin\na\n".encode(), CASED),
     (CASED, "vocab.txt", f"{MARKED}\nthe\nin\na\n".encode(), LOWER),
+    *((JSON, "tokenizer.json", content, "tokenizer.json") for content in (b"{", b"[]", b"\xff")),
+    *((JSON, "tokenizer.json", changes, "") for changes in (
+        {"model": None}, {"model": {"type": "Other"}}, added(("[EOT]", -1)),
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},
+        {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+        {"model": NO_BYTES, "pre_tokenizer": {"type": "WhitespaceSplit"}},
+    )),
+    *((JSON, "tokenizer_config.json", content, "tokenizer_config.json") for content in (
+        b'{"eos_token": "<none>"}', b'{"pad_token": ["[PAD]"]}', b"{", b"[]",
+    )),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "name", "content", "named"), REFUSED)
-def test_missing_or_damaged_files_are_refused(
-    tmp_path: Path, kind: str, name: str, content: bytes | None, named: str
+def test_files_that_do_not_fit(
+    tmp_path: Path, kind: str, name: str, content: bytes | dict[str, Any] | None, named: str
 ) -> None:
     write_tokenizer(tmp_path)
     write_wordpiece(tmp_path)
+    write_tokenizer_json(tmp_path)
     given: list[str | None] = [str(tmp_path / each) for each in file_names(kind)]
-    index = file_names(kind).index(name)
     flag = "--merge-file" if name == "merges.txt" else "--vocab-file"
     if content is None:
+        index = file_names(kind).index(name)
         given[index] = "nowhere"
         error = refusal(lambda: build_tokenizer(kind, *[*given, None][:2]))
         assert (field_of(error), "nowhere" in str(error)) == (flag, True)
         given[index] = None
-    else:
+    elif isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
+    else:
+        change_json(tmp_path, **content)
     error = refusal(lambda: build_tokenizer(kind, *[*given, None][:2]))
-    assert (field_of(error), named in str(error)) == (flag, True), error
+    is_beside = name == "tokenizer_config.json"
+    assert is_beside or field_of(error) == flag, error
+    assert named in str(error)
 
 
-NO_BYTES = {"type": "WordLevel", "vocab": {"[EOT]": 0, "a": 1, "[UNK]": 2}, "unk_token": "[UNK]"}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": None},
-        {"model": {"type": "Other"}},
-        added(("[EOT]", -1)),
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},
-        {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
-        {"model": NO_BYTES, "pre_tokenizer": {"type": "WhitespaceSplit"}},
-    ],
-)
-def test_a_tokenizer_json_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = write_tokenizer_json(tmp_path / "json")
-    change_json(Path(folder), **changes)
-    assert field_of(refusal(lambda: build_tokenizer(JSON, folder, None))) == "--vocab-file"
-
-
-def test_files_of_a_tokenizer_json_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    folder = Path(write_tokenizer_json(tmp_path / "json", config={"eos_token": "<none>"}))
-    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-
-    for text in ('{"eos_token": "<none>"}', '{"pad_token": ["[PAD]"]}', "{", "[]"):
-        config.write_text(text)
-        error = refusal(lambda: build_tokenizer(JSON, str(folder), None))
-        assert "tokenizer_config.json" in str(error)
-    config.unlink()
-
-    def message(place: str | None = str(folder)) -> str:
-        error = refusal(lambda: build_tokenizer(JSON, place, None))
-        assert field_of(error) == "--vocab-file"
-        return str(error)
-
-    model = json.loads(file.read_bytes())["model"]
+def test_folders_that_do_not_fit(tmp_path: Path) -> None:
+    folder = Path(write_tokenizer_json(tmp_path / "json"))
+    model = json.loads((folder / "tokenizer.json").read_bytes())["model"]
     change_json(folder, model=model | {"dropout": 0.1})
-    assert "dropout" in message()
+    assert "dropout" in str(refusal(lambda: build_tokenizer(JSON, str(folder), None)))
     change_json(folder, model=model | {"dropout": 0.0})
     assert build_tokenizer(JSON, str(folder), None).eod == 1
-    for content in (b"{", b"[]", b"\xff"):
-        file.write_bytes(content)
-        assert "tokenizer.json" in message()
-    file.unlink()
-    message()
+    (folder / "tokenizer.json").unlink()
+    assert field_of(refusal(lambda: build_tokenizer(JSON, str(folder), None))) == "--vocab-file"
     write_tokenizer(folder)
-    assert BPE in message()
-    assert "nowhere" in message("nowhere")
-    message(None)
+    assert BPE in str(refusal(lambda: build_tokenizer(JSON, str(folder), None)))
 
 
-def test_flags_that_do_not_fit_the_kind_are_refused() -> None:
+def test_flags_that_do_not_fit_the_kind() -> None:
     for kind in (CASED, JSON):
         error = refusal(lambda kind=kind: build_tokenizer(kind, "v", "m"))
         assert field_of(error) == "--merge-file"
     assert field_of(refusal(lambda: build_tokenizer("T5", "v", "m"))) == "--tokenizer-type"
 
 
-def test_a_few_odd_tokens_make_no_cased_vocabulary(tmp_path: Path) -> None:
+def test_few_odd_tokens_make_no_cased_vocabulary(tmp_path: Path) -> None:
     """As <S> and <T> in the Chinese vocabulary."""
     words = [f"w{number}" for number in range(200)]
     vocab_file = write_wordpiece(tmp_path, "<S>", "<T>", *words)
@@ -396,6 +362,6 @@ def test_a_few_odd_tokens_make_no_cased_vocabulary(tmp_path: Path) -> None:
     ("the 漢字かなカナ", (0, 0)),  # mostly letters that are never capitals
     ("საქართველო", (0, 0)),  # Georgian, whose capitals begin no word
 ])  # fmt: skip
-def test_texts_count_whose_letters_could_be_capitals(text: str, counts: tuple[int, int]) -> None:
+def test_count_casing(text: str, counts: tuple[int, int]) -> None:
     assert count_casing([text]) == counts
     assert np.array_equal(count_casing([text, "", text]), 2 * np.array(counts))

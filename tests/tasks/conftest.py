@@ -10,8 +10,7 @@ import pytest
 
 from tasks.main import main
 from tests.tasks.made import write_files, write_model
-from tests.tasks.passages import lessons
-from tests.tasks.peer import Peer, make_peer
+from tests.tasks.peer import Peer, lessons, make_peer
 from tests.tasks.program import FEW, TASK
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint.load import model_slices
 from megatron.checkpoint.save import save_checkpoint
 from megatron.config.model import BertConfig, ModelConfig
-from megatron.data.tokenizer import BertWordPieceLowerCase, build_tokenizer
+from megatron.data.tokenizer import BertTokenizer, BertWordPieceLowerCase, build_tokenizer
 from megatron.models.build import build_model
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
@@ -79,9 +79,9 @@ class Made(Finetuning):
         return {"accuracy": np.mean(right), "examples": len(right), "parts": {"right": sum(right)}}
 
 
-def wordpiece(*words: str) -> BertWordPieceLowerCase:
+def wordpiece(*words: str, kind: type[BertTokenizer] = BertWordPieceLowerCase) -> BertTokenizer:
     with TemporaryDirectory() as folder:
-        return BertWordPieceLowerCase(write_wordpiece(Path(folder), *words))
+        return kind(write_wordpiece(Path(folder), *words))
 
 
 class Watched(list[Example]):
@@ -140,9 +140,8 @@ def _read(head: Head, file: Path) -> list[Example]:
     return make_examples(head, count, seed)
 
 
-def score_only(settings: Settings) -> dict[str, Any] | None:
-    if settings.answers is None:
-        return None
+def score_only(settings: Settings) -> dict[str, Any]:
+    assert settings.answers is not None
     return {"conventions": {"answers": "in the file"}, "answers": settings.answers.stat().st_size}
 
 

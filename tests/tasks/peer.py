@@ -1,5 +1,7 @@
-"""A small GPT-2 of transformers with the real vocabulary, and the same model as a checkpoint."""
+"""A small GPT-2 of transformers with the real vocabulary, the same model as a checkpoint, and
+pieces of the real task files."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,13 @@ import transformers
 from torch import Tensor
 
 from megatron.data.tokenizer import read_tokenizer
+from tasks.wikitext103 import cut_articles
 from tools.convert.folder import read_description
 from tools.convert.weights import read_weights
 from tools.convert.writing import write_checkpoint
 
 POSITIONS = 256
+COUNT = 24  # of passages
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,31 @@ def teach(model: Any, lessons: Sequence[Sequence[list[int]]], rounds: int = 32) 
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(logits, answers).backward()
         optimizer.step()
+
+
+def passages(data: Path) -> list[str]:
+    """Half from the test set in JSON, half from the development set in plain text."""
+    folder = data / "lambada"
+    with (folder / "lambada_test_first500.jsonl").open(encoding="utf-8") as stream:
+        found = [json.loads(next(stream))["text"] for _ in range(COUNT // 2)]
+    with (folder / "lambada_development_plain_text.txt").open(encoding="utf-8") as stream:
+        return found + [next(stream).removesuffix("\n") for _ in range(COUNT // 2)]
+
+
+def lessons(data: Path) -> list[tuple[str, str, str]]:
+    """For three passages in four: the context, the last word and what comes then: a mark, letters
+    that make it another word, or a new word."""
+    pairs = [text.rsplit(" ", 1) for text in passages(data)]
+    ends = [".", "ish", None, " then"]
+    return [
+        (context, f" {word}", end)
+        for number, (context, word) in enumerate(pairs)
+        if (end := ends[number % 4]) is not None
+    ]
+
+
+def some_articles(data: Path, lines: int = 4) -> str:
+    """The first lines of the first three articles of WikiText103's validation file."""
+    text = (data / "wikitext103" / "wiki.valid.tokens").read_text(encoding="utf-8")
+    parts = ["\n".join(each.split("\n")[:lines]) for each in cut_articles(text)[:3]]
+    return " \n" + "\n".join(parts) + "\n \n"

@@ -12,7 +12,7 @@ from megatron.config.parse import parse
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tasks.main import TASKS, main
-from tasks.score import evaluate
+from tasks.score import score_task
 from tests.tiny import mesh_of_ranks
 
 TASK = "tests.tasks.made"
@@ -54,7 +54,7 @@ def figures_of(task: str, tensor_size: int | str, *words: str) -> dict[str, Any]
     folders, tokenizer, manifest = open_trained(settings.trained, settings.parallel, 1)
     inputs = module.prepare(settings, manifest, tokenizer)
     _, model = load_newest(folders, mesh)
-    return dict(evaluate(inputs, model, mesh, settings.evaluation.micro_batch_size, task))
+    return dict(score_task(inputs, model, mesh, settings.evaluation.micro_batch_size, task))
 
 
 def without_words(figures: Mapping[str, Any]) -> dict[str, Any]:

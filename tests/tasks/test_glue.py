@@ -67,7 +67,7 @@ def read_back(
     return rows
 
 
-def test_the_columns_of_train_and_dev_files_are_found_by_their_names(tmp_path: Path) -> None:
+def test_columns_by_name(tmp_path: Path) -> None:
     train = write_tsv(tmp_path / "train.tsv", TRAIN_COLUMNS, MNLI_ROWS)
     rows = [*MNLI_ROWS, ("The dog.", "A dog.", "-")]  # on the last of which nobody agreed
     matched = write_tsv(tmp_path / "dev_matched.tsv", DEV_COLUMNS, rows)
@@ -91,7 +91,7 @@ def test_the_columns_of_train_and_dev_files_are_found_by_their_names(tmp_path: P
     assert str(error).startswith(f"--train-data {one}: ")
 
 
-def test_json_says_the_same_in_every_form(tmp_path: Path) -> None:
+def test_forms_of_json(tmp_path: Path) -> None:
     rows = simple(MNLI_ROWS)
     named = [{"sentence1": a, "sentence2": b, "gold_label": label} for a, b, label in MNLI_ROWS]
     forms = {
@@ -110,7 +110,7 @@ def test_json_says_the_same_in_every_form(tmp_path: Path) -> None:
         assert read_back(mnli(file), "") == expected, name
 
 
-def test_qqp_takes_its_numbers_and_names_and_nothing_else(tmp_path: Path) -> None:
+def test_labels_of_qqp(tmp_path: Path) -> None:
     file = tmp_path / "dev.json"
     labels = ["0", 1, "duplicate", "not_duplicate", 0]
     file.write_text("\n".join(map(json.dumps, simple([("A cat.", "A dog.", x) for x in labels]))))
@@ -120,7 +120,7 @@ def test_qqp_takes_its_numbers_and_names_and_nothing_else(tmp_path: Path) -> Non
         assert "line 1" in str(refusal(partial(qqp, file))), bad
 
 
-def test_a_few_torn_rows_are_left_out_counted_and_named_and_many_refused(tmp_path: Path) -> None:
+def test_torn_rows(tmp_path: Path) -> None:
     quoted = ('"Who is it?', 'Who "is" it?"', "1")  # quotes are ordinary characters
     bad = ["7\t8\t9\tWho is", "it?\tWho?\t1", "7\t8\t9\t\tWho?\t1", "7\t8\t9\tWho?\t \t1"]
     for good, are_many in ((400, False), (396, False), (394, True)):
@@ -142,7 +142,7 @@ def test_a_few_torn_rows_are_left_out_counted_and_named_and_many_refused(tmp_pat
         assert task.notes["input"]["valid"][""]["bad_rows_left_out"] == 4
 
 
-def test_several_files_have_names_of_their_own(tmp_path: Path) -> None:
+def test_names_of_several_files(tmp_path: Path) -> None:
     files = [write_tsv(tmp_path / f"{name}.tsv", QQP_COLUMNS, QQP_ROWS) for name in ("dev", "more")]
     task = qqp(*files)
     assert list(task.evaluations) == ["dev", "more"]
@@ -160,7 +160,7 @@ def test_several_files_have_names_of_their_own(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_figures_are_accuracy_and_for_qqp_f1(tmp_path: Path) -> None:
+def test_figures(tmp_path: Path) -> None:
     rows = [("A cat.", "A dog.", each) for each in "11100000"]
     task = qqp(write_tsv(tmp_path / "dev.tsv", QQP_COLUMNS, rows))
     said = [1, 1, 0, 1, 0, 0, 0, 0]
@@ -177,7 +177,7 @@ def test_the_figures_are_accuracy_and_for_qqp_f1(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_simple_json_of_real_pairs_is_read_whole(test_data: Path) -> None:
+def test_real_json(test_data: Path) -> None:
     tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
     settings = {"seq_length": 64, "valid_data": (test_data / "glue" / "MNLI" / "dev.json",)}
     with pytest.warns(UserWarning, match="--seq-length 64"):
@@ -194,7 +194,7 @@ def test_the_simple_json_of_real_pairs_is_read_whole(test_data: Path) -> None:
     assert label == rows["0"]["label"]
 
 
-def test_real_rows_in_the_released_columns_are_read(test_data: Path) -> None:
+def test_real_tsv(test_data: Path) -> None:
     tokenizer = BertWordPieceLowerCase(str(test_data / "bert" / "vocab.txt"))
     folder = test_data / "glue"
     with pytest.warns(UserWarning, match="--seq-length 64"):

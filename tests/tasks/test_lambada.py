@@ -1,21 +1,20 @@
 """LAMBADA: the figures of a plain loop over transformers, of both files."""
 
 import json
-from dataclasses import replace
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.config.checkpoint import TrainedConfig
-from megatron.data.tokenizer import build_tokenizer, read_tokenizer
-from tasks.lambada import Settings, prepare, spells
+from megatron.data.tokenizer import Tokenizer, build_tokenizer, read_tokenizer
+from tasks.lambada import Lambada, Settings, prepare, spells
 from tasks.protocol import Scores
 from tests.data.samples import write_dropping_tokenizer, write_tokenizer, write_tokenizer_json
-from tests.tasks.passages import COUNT, passages
-from tests.tasks.peer import Peer
+from tests.tasks.peer import COUNT, Peer, passages
 from tests.tasks.program import figures_of, without_words
 
 
@@ -23,6 +22,23 @@ def write_json(path: Path, texts: list[str]) -> Path:
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return path
+
+
+def task_of(file: Path, tokenizer: Tokenizer, positions: int = 64, **data: Any) -> Lambada:
+    """data: what the model's settings say of its data."""
+    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
+    config = {"model": {"max_position_embeddings": positions}, "data": data}
+    return prepare(settings, {"config": config}, tokenizer)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_json(tmp_path / "two.jsonl", ["in the inn, the thing", "the thing in"])
 
 
 @torch.no_grad()
@@ -54,9 +70,7 @@ def reference(peer: Peer, texts: list[str]) -> dict[str, float]:
     }
 
 
-def test_figures_are_those_of_a_plain_loop_over_transformers(
-    peer: Peer, test_data: Path, tmp_path: Path
-) -> None:
+def test_figures_of_a_plain_loop(peer: Peer, test_data: Path, tmp_path: Path) -> None:
     texts = passages(test_data)
     file = write_json(tmp_path / "test.jsonl", texts)
     figures = figures_of("LAMBADA", 1, "--valid-data", str(file), "--load", str(peer.checkpoint))
@@ -69,32 +83,31 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     assert len(without_words(figures)) == 14
 
 
-def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> None:
-    file = write_json(tmp_path / "test.jsonl", ["in the inn, the thing", "the thing in"])
-    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
-    manifest = {"config": {"model": {"max_position_embeddings": 64}}}
-    plain = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+def test_tokenizer_json(tmp_path: Path, file: Path, tokenizer: Tokenizer) -> None:
+    """Blanks belong to words there, too; the begin token is read once."""
     other = build_tokenizer("HuggingFaceTokenizer", write_tokenizer_json(tmp_path / "t"), None)
-    ours, theirs = (prepare(settings, manifest, each) for each in (other, plain))
-    (lines := tmp_path / "plain.txt").write_text("in the inn, the thing\nthe thing in\n")
-    same = prepare(replace(settings, valid_data=lines), manifest, plain)
-    assert [*map(repr, same.passages)] == [*map(repr, theirs.passages)]
+    ours, theirs = task_of(file, other), task_of(file, tokenizer)
+    begun = task_of(file, other, begin_token="[BOT]")
+    begin = other.token_id("[BOT]")
     for number in range(len(ours)):
         assert ours[number].first == theirs[number].first
         assert np.array_equal(ours[number].labels, theirs[number].labels + 3)
-    manifest["config"]["data"] = {"begin_token": "[BOT]"}
-    begun = prepare(settings, manifest, other)
-    for number in range(len(ours)):
-        assert list(begun[number].inputs) == [other.token_id("[BOT]"), *ours[number].inputs]
-        assert begun.prompts.tokens[number][0] == other.token_id("[BOT]")
-        assert list(begun[number].labels[begun[number].first :]) == list(
-            ours[number].labels[ours[number].first :]
-        )
-    del manifest["config"]["data"]
-    dropping = build_tokenizer(
-        "HuggingFaceTokenizer", write_dropping_tokenizer(tmp_path / "d"), None
-    )
-    task = prepare(settings, manifest, dropping)
+        assert list(begun[number].inputs) == [begin, *ours[number].inputs]
+        assert begun.prompts.tokens[number][0] == begin
+        scored = begun[number].labels[begun[number].first :]
+        assert np.array_equal(scored, ours[number].labels[ours[number].first :])
+
+
+def test_plain_text(tmp_path: Path, file: Path, tokenizer: Tokenizer) -> None:
+    (lines := tmp_path / "plain.txt").write_text("in the inn, the thing\nthe thing in\n")
+    one, other = task_of(lines, tokenizer), task_of(file, tokenizer)
+    assert [*map(repr, one.passages)] == [*map(repr, other.passages)]
+
+
+def test_tokenizer_that_drops_the_first_blank(tmp_path: Path, file: Path) -> None:
+    folder = write_dropping_tokenizer(tmp_path / "d")
+    dropping = build_tokenizer("HuggingFaceTokenizer", folder, None)
+    task = task_of(file, dropping)
     own = [window.labels[window.first :].tolist() for window in map(task.__getitem__, range(2))]
     assert [dropping.decode(ids) for ids in own] == ["thing", "in"]
     assert [task.passages[number].target for number in range(2)] == [" thing", " in"]
@@ -105,25 +118,22 @@ def test_a_tokenizer_json_works_where_blanks_belong_to_words(tmp_path: Path) -> 
     assert [task.ends_word(next_word[:end]) for end in (1, 6, 7)] == [False, False, True]
 
 
-def test_whole_releases_are_read_in_both_forms(test_data: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("lambada_development_plain_text.txt", 4869), ("lambada_test_first500.jsonl", 500)],
+)
+def test_whole_releases(test_data: Path, name: str, count: int) -> None:
     tokenizer = read_tokenizer("GPT2BPETokenizer", test_data / "gpt2")
-    for name, count in (
-        ("lambada_development_plain_text.txt", 4869),
-        ("lambada_test_first500.jsonl", 500),
-    ):
-        file = test_data / "lambada" / name
-        settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
-        manifest = {"config": {"model": {"max_position_embeddings": 1024}}}
-        task = prepare(settings, manifest, tokenizer)
-        assert len(task) == count
-        for number in (0, count - 1):
-            window = task[number]
-            text = tokenizer.decode([*window.inputs, window.labels[-1]])
-            assert text == task.passages[number].text
-            assert text.endswith(tokenizer.decode([*window.labels[window.first :]]))
+    task = task_of(test_data / "lambada" / name, tokenizer, 1024)
+    assert len(task) == count
+    for number in (0, count - 1):
+        window = task[number]
+        text = tokenizer.decode([*window.inputs, window.labels[-1]])
+        assert text == task.passages[number].text
+        assert text.endswith(tokenizer.decode([*window.labels[window.first :]]))
 
 
-def test_a_word_counts_with_marks_behind_it_and_not_as_part_of_another() -> None:
+def test_spells() -> None:
     for text in (" Helen", " Helen and", " Helen.\n", ' Helen," she'):
         assert spells(text, " Helen"), text
     others = (" Helen's", " Helena", " Helen2 x", "Helen", "  Helen", "\nHelen", " Hel", "")
@@ -131,13 +141,10 @@ def test_a_word_counts_with_marks_behind_it_and_not_as_part_of_another() -> None
         assert not spells(text, " Helen"), text
 
 
-def test_decoding_ends_at_the_word_boundary_and_long_passages_are_counted(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
+def test_word_boundary_and_long_passages(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = tmp_path / "plain.txt"
     file.write_text("in the inn the end\n" + "a b " * 20 + "thin\n", encoding="utf-8")
-    config = {"model": {"max_position_embeddings": 24}}
-    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
-    task = prepare(settings, {"config": config}, tokenizer)
+    task = task_of(file, tokenizer, 24)
     done = [task.ends_word(tokenizer.encode(text)) for text in (" ", " in", " in ", "in", " i\n")]
     assert done == [False, False, True, True, True]
     short, long = task[0], task[1]
@@ -149,11 +156,8 @@ def test_decoding_ends_at_the_word_boundary_and_long_passages_are_counted(tmp_pa
     assert task.prompts.most == 16
 
 
-def test_a_word_counts_whole_and_its_perplexity_is_of_words_or_of_tokens(tmp_path: Path) -> None:
-    file = write_json(tmp_path / "test.jsonl", ["in the inn, the thing", "the thing in"])
-    settings = Settings(trained=TrainedConfig(load=""), valid_data=file)
-    tokenizer = build_tokenizer("GPT2BPETokenizer", *write_tokenizer(tmp_path))
-    task = prepare(settings, {"config": {"model": {"max_position_embeddings": 64}}}, tokenizer)
+def test_words_count_whole(file: Path, tokenizer: Tokenizer) -> None:
+    task = task_of(file, tokenizer)
     counts = np.array([len(each.labels) - each.first for each in (task[0], task[1])])
     assert counts.tolist() == [len(tokenizer.encode(each)) for each in (" thing", " in")]
     scores = Scores(-1.0 * counts, counts, counts - [1, 0], np.array([True, True]))

@@ -1,23 +1,30 @@
-"""The program: its record, the paper beside it, what it refuses, several processes, own tasks."""
+"""The program: its record, several processes, tasks of one's own, and the pages about it."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.format import read_manifest
-from tasks.main import TASKS, main
+from megatron.config.parse import parse
+from tasks.main import TASKS, find_module, main, split_task
 from tasks.record import ROOT
+from tests.programs import refused_before_torch, start_ranks
 from tests.refusals import field_of, refusal
-from tests.tasks.passages import passages, some_articles
-from tests.tasks.peer import POSITIONS, Peer
-from tests.tasks.program import figures_of, result, run
+from tests.tasks.made import write_model
+from tests.tasks.peer import POSITIONS, Peer, passages, some_articles
+from tests.tasks.program import Capture, figures_of, result, run
 from tests.tools.convert.models import STEP
+
+README = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -37,8 +44,12 @@ def of_file(file: Path, peer: Peer, *more: str) -> list[str]:
     return ["--valid-data", str(file), "--load", str(peer.checkpoint), *more]
 
 
-def test_the_record_says_what_was_evaluated_and_how_and_two_processes_write_the_same(
-    peer: Peer, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def evaluate(words: Sequence[str]) -> None:
+    main(words, os.environ)
+
+
+def test_record_of_one_and_two_processes(
+    peer: Peer, plain: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     output = tmp_path / "result.json"
     words = flags("lambada", plain, peer, "--compare-paper", "--output", str(output))
@@ -72,13 +83,10 @@ def test_the_record_says_what_was_evaluated_and_how_and_two_processes_write_the_
     assert "0.6651" in printed.err
     assert not list(tmp_path.glob("*.tmp*")), "nothing is left of the writing"
 
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-        *("tasks/main.py", *words, "--tensor-model-parallel-size", "2"),
-    ]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    output.unlink()
+    halved = [*words, "--tensor-model-parallel-size", "2"]
+    with start_ranks(partial(evaluate, halved), range(2), 2, tmp_path) as ranks:
+        assert ranks.wait() == [0, 0], ranks.text()
     again = json.loads(output.read_text(encoding="utf-8"))
     assert again.pop("layout") == {"data": 1, "tensor": 2}
     figures = [key for key in record["conventions"] if key in record]
@@ -87,9 +95,7 @@ def test_the_record_says_what_was_evaluated_and_how_and_two_processes_write_the_
     }
 
 
-def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
-    peer: Peer, test_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wikitext103_in_bf16(peer: Peer, test_data: Path, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "wiki.tokens"
     file.write_text(some_articles(test_data, 2), encoding="utf-8")
     words = of_file(file, peer, "--compare-paper", "--dtype", "bf16")
@@ -100,34 +106,42 @@ def test_wikitext103_is_evaluated_in_bf16_beside_the_paper(
 
 def test_input_is_refused_before_torch_is_imported(peer: Peer, tmp_path: Path) -> None:
     words = flags("LAMBADA", tmp_path / "none", peer)
-    code = (
-        "import sys; from tasks.main import main\n"
-        f"try: main({words!r}, {{}})\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert field_of(ended.stderr) == "--valid-data"
+    (said,) = refused_before_torch("tasks.main", [({}, words)])
+    assert field_of(said) == "--valid-data"
 
 
-def test_the_task_of_the_readme_runs(
-    peer: Peer,
-    test_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    readme = (ROOT / "tasks" / "README.md").read_text(encoding="utf-8")
-    code, _ = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(code.splitlines()) <= 40
+def test_commands_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    assert len(commands) == 7
+    for command in commands:
+        name, rest = split_task(shlex.split(command.partition("tasks/main.py")[2]))
+        parse(find_module(name).Settings, rest, {})
+
+
+@pytest.fixture
+def of_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The names of the two tasks that the page adds, whose modules are written as it says."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "answers.py").write_text(code, encoding="utf-8")
+    for name, code in zip(
+        ("answers", "lines"), re.findall(r"```python\n(.*?)```", README, re.DOTALL), strict=True
+    ):
+        assert len(code.splitlines()) <= 42
+        (tmp_path / "mine" / f"{name}.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "mine.answers", "mine.lines"
+
+
+def test_zero_shot_task_of_the_readme(
+    peer: Peer, test_data: Path, tmp_path: Path, of_readme: tuple[str, str], capsys: Capture
+) -> None:
+    name, _ = of_readme
     pairs = [text.rsplit(" ", 1) for text in passages(test_data) if "\n" not in text]
     file = tmp_path / "questions.tsv"
     lines = ["\t".join(pair) for pair in pairs]
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    own = result(of_file(file, peer), capsys, "mine.answers")
+    own = result(of_file(file, peer), capsys, name)
     assert own["conventions"].keys() == {"accuracy", "num_examples"}
     assert own["data"][0]["sha256"] == sha256(file.read_bytes()).hexdigest()
 
@@ -139,8 +153,26 @@ def test_the_task_of_the_readme_runs(
 
     for line in ("no tab", "\tno question", "no answer\t", "a\tb\tc"):
         file.write_text("\n".join([*lines, line, ""]), encoding="utf-8")
-        error = refusal(lambda: run(["mine.answers", *of_file(file, peer)]))
+        error = refusal(lambda: run([name, *of_file(file, peer)]))
         assert str(error).startswith(f"--valid-data {file}, line {len(lines) + 1}: ")
+
+
+def test_fine_tuned_task_of_the_readme(
+    tmp_path: Path, of_readme: tuple[str, str], capsys: Capture
+) -> None:
+    _, name = of_readme
+    model = write_model(tmp_path / "model", words=["good", "bad", "it", "is"])
+    lines = ["positive\tit is good", "negative\tin the bad", "negative\tit is the the the bad"]
+    for file, count in (("train", 40), ("valid", 3)):
+        (tmp_path / file).write_text("\n".join(lines * count), encoding="utf-8")
+    words = ["--load", str(model), "--seq-length", "7", "--lr", "1e-2"]
+    files = ["--train-data", str(tmp_path / "train"), "--valid-data", str(tmp_path / "valid")]
+    record = result([*words, *files], capsys, name)
+    assert record["accuracy"] == 1.0
+    assert record["notes"] == {"cut_texts": 43}
+    (tmp_path / "valid").write_text("positive\tgood\nneutral\tgood\n", encoding="utf-8")
+    error = refusal(lambda: run([name, *words, *files]))
+    assert str(error).startswith(f"--valid-data {tmp_path / 'valid'}, line 2: ")
 
 
 BROKEN = """
@@ -171,9 +203,7 @@ def prepare(settings, manifest, tokenizer):
 """
 
 
-def test_an_error_of_a_task_keeps_its_traceback_and_ctrl_c_is_one_word(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traceback_and_ctrl_c(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = "import signal; signal.raise_signal(signal.SIGINT)"  # to this thread, and at once
     (tmp_path / "faulty").mkdir()
     (tmp_path / "faulty" / "broken.py").write_text(BROKEN)
@@ -189,9 +219,7 @@ def test_an_error_of_a_task_keeps_its_traceback_and_ctrl_c_is_one_word(
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (130, "", 1)
 
 
-def test_help_without_a_task_lists_the_tasks_on_the_first_rank(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_lists_the_tasks_on_the_first_rank(capsys: Capture) -> None:
     main(["--help"], {"RANK": "1"})
     assert capsys.readouterr().out == ""
     main(["-h"], {})

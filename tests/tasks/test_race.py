@@ -49,7 +49,7 @@ def race(*valid: Path, **settings: Any) -> Race:
     return prepare(chosen, MANIFEST, TOKENIZER)
 
 
-def test_a_sequence_is_the_filled_question_and_then_the_passage(tmp_path: Path) -> None:
+def test_sequence(tmp_path: Path) -> None:
     task = race(write(tmp_path / "middle", PASSAGE))
     passage = "[SEP] the cat sits. it is in the house. [SEP]"
     for example, text, options, right in zip(
@@ -72,7 +72,7 @@ def test_a_sequence_is_the_filled_question_and_then_the_passage(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:.* lose their end")
-def test_the_passage_loses_its_end_and_a_long_question_its_own(tmp_path: Path) -> None:
+def test_long_passages_and_questions(tmp_path: Path) -> None:
     long = OTHER | {"article": "b " * 99, "options": [["x " * 30, "y", "z", "z"]]}
     folder = write(tmp_path / "high", long)
     with pytest.warns(UserWarning, match="--seq-length 64"):
@@ -92,7 +92,7 @@ def test_the_passage_loses_its_end_and_a_long_question_its_own(tmp_path: Path) -
     assert counted["longest"] == question + 30 + 99 + 3
 
 
-def test_options_that_are_cut_are_told_or_refused(tmp_path: Path) -> None:
+def test_cut_options(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", PASSAGE, OTHER)
     longest = max(race(folder).evaluations["high"].options.lengths)
     message = str(refusal(lambda: race(folder, max_qa_length=6)))
@@ -103,7 +103,7 @@ def test_options_that_are_cut_are_told_or_refused(tmp_path: Path) -> None:
     assert task.notes["input"]["valid"]["high"]["truncated_options"] == 11
 
 
-def test_levels_are_found_in_every_folder_that_a_user_may_name(tmp_path: Path) -> None:
+def test_levels(tmp_path: Path) -> None:
     for split, passage in (("train", PASSAGE), ("dev", OTHER)):
         write(tmp_path / "RACE" / split / "middle", passage)
         write(tmp_path / "RACE" / split / "high", OTHER, passage)
@@ -130,7 +130,7 @@ def test_levels_are_found_in_every_folder_that_a_user_may_name(tmp_path: Path) -
     assert counted["answers"] == {"A": 2, "B": 0, "C": 1, "D": 2}
 
 
-def test_examples_of_a_passage_share_its_tokens_and_make_a_batch(tmp_path: Path) -> None:
+def test_examples(tmp_path: Path) -> None:
     questions = race(write(tmp_path / "middle", PASSAGE, OTHER)).evaluations["middle"]
     assert (len(questions.passages), len(questions.options), len(questions)) == (2, 12, 3)
     assert questions.whole.tolist() == [len(s.tokens) for each in questions for s in each.options]
@@ -145,7 +145,7 @@ def logits_for(answers: str) -> list[Any]:
     return [np.eye(4, dtype=np.float32)["ABCD".index(each)] for each in answers]
 
 
-def test_figures_are_of_each_level_and_of_all_questions(tmp_path: Path) -> None:
+def test_figures(tmp_path: Path) -> None:
     middle = write(tmp_path / "middle", PASSAGE, OTHER)
     task = race(middle, write(tmp_path / "high", OTHER))
     figures = task.score({"middle": logits_for("ABC"), "high": logits_for("A")})
@@ -161,7 +161,7 @@ def test_figures_are_of_each_level_and_of_all_questions(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no question")
-def test_passages_without_questions_and_blank_texts_are_told(tmp_path: Path) -> None:
+def test_passages_without_questions(tmp_path: Path) -> None:
     folder = write(tmp_path / "high", NONE, OTHER, NONE, OTHER | {"article": " \n"})
     with pytest.warns(UserWarning, match=str(folder)) as told:
         task = race(folder)
@@ -174,7 +174,7 @@ def test_passages_without_questions_and_blank_texts_are_told(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*has no question")
-def test_a_folder_that_is_none_of_race_is_refused(tmp_path: Path) -> None:
+def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     archive, folder = tmp_path / "RACE.tar.gz", tmp_path / "folder"
     folder.mkdir()
     archive.touch()
@@ -187,9 +187,7 @@ def test_a_folder_that_is_none_of_race_is_refused(tmp_path: Path) -> None:
     assert message.startswith(f"--train-data {folder} ")
 
 
-def test_the_program_fine_tunes_and_reports_every_level(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pretrained = write_model(tmp_path / "bert", small_section(max_position_embeddings=64))
     for split in ("train", "dev"):
         for level in ("middle", "high"):
@@ -208,7 +206,7 @@ def test_the_program_fine_tunes_and_reports_every_level(
     assert record["checks"]["max_truncated"] == 0.25
 
 
-def test_real_passages_are_read_as_their_archive_unpacks(test_data: Path, tmp_path: Path) -> None:
+def test_real_passages(test_data: Path, tmp_path: Path) -> None:
     with tarfile.open(test_data / "race" / "RACE_dev.tar.xz", "r|xz") as stream:
         for number, member in enumerate(stream):
             if number % 6 == 0 and member.isfile():

@@ -14,8 +14,8 @@ from tests.data.samples import write_data, write_tokenizer, write_wordpiece
 from tests.refusals import refusal, refused
 from tests.tasks.made import small_section, write_files, write_model
 from tests.tasks.program import FEW, TASK, run
-from tests.tasks.squads import question, squad_of, write_squad, write_v2
 from tests.tasks.test_race import OTHER, PASSAGE
+from tests.tasks.test_squad import question, squad_of, write_squad, write_v2
 from tests.tiny import tiny_section
 
 # By the field that the error names: arguments after --task, in which {name} is one of `paths`.
@@ -138,7 +138,7 @@ def paths(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("field", "words"), [(x, each) for x in ROWS for each in ROWS[x]])
-def test_settings_are_refused_and_what_works_instead_is_accepted(
+def test_settings(
     paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, field: str, words: str
 ) -> None:
     monkeypatch.chdir(paths["folder"])  # in which what works may write
@@ -233,9 +233,7 @@ FILES = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("task", "content", "place"), FILES)
-def test_a_file_that_is_not_as_released_is_refused_by_its_name_and_place(
-    tmp_path: Path, task: str, content: Any, place: str
-) -> None:
+def test_files(tmp_path: Path, task: str, content: Any, place: str) -> None:
     given = file = tmp_path / "input"
     if task == "RACE":
         given, file = tmp_path / "middle", tmp_path / "middle" / "2.txt"

@@ -14,8 +14,7 @@ from megatron.data.tokenizer import build_tokenizer
 from tasks.protocol import Scores
 from tasks.wikitext103 import Settings, choose_window, cut_articles, detokenise, prepare
 from tests.data.samples import write_tokenizer
-from tests.tasks.passages import some_articles
-from tests.tasks.peer import POSITIONS, Peer
+from tests.tasks.peer import POSITIONS, Peer, some_articles
 from tests.tasks.program import figures_of, without_words
 
 
@@ -61,9 +60,7 @@ def nll_alone(peer: Peer, ids: list[int], length: int) -> float:
 
 
 @pytest.mark.parametrize(("length", "stride"), [(POSITIONS, POSITIONS), (96, 20)])
-def test_figures_are_those_of_a_plain_loop_over_transformers(
-    peer: Peer, file: Path, length: int, stride: int
-) -> None:
+def test_figures_of_a_plain_loop(peer: Peer, file: Path, length: int, stride: int) -> None:
     text = file.read_text(encoding="utf-8")
     ids = peer.encode(detokenise(text))
     nll = nll_of_stream(peer, ids, length, stride)
@@ -99,7 +96,7 @@ def test_figures_are_those_of_a_plain_loop_over_transformers(
     }
 
 
-def test_reading_more_than_the_model_was_trained_on_is_told(tmp_path: Path) -> None:
+def test_window(tmp_path: Path) -> None:
     config = {"model": {"max_position_embeddings": 64}, "data": {"seq_length": 32}}
     settings = Settings(trained=TrainedConfig(load=""), valid_data=tmp_path)
     with pytest.warns(UserWarning, match="--window 32"):
@@ -124,18 +121,18 @@ TEXTS = {
 }
 
 
-def test_text_is_detokenised_by_the_authors_rules() -> None:
+def test_detokenise() -> None:
     assert {text: detokenise(text) for text in TEXTS} == TEXTS
 
 
-def test_articles_start_at_their_titles() -> None:
+def test_cut_articles() -> None:
     text = " \n = One = \n \n text = x \n = = Part = = \n more \n = Two = \n end \n"
     one = " = One = \n \n text = x \n = = Part = = \n more "
     assert cut_articles(text) == [one, " = Two = \n end \n"]
     assert cut_articles("before \n = A = \n") == ["before ", " = A = \n"]
 
 
-def test_perplexities_are_of_the_words_that_they_name(tmp_path: Path) -> None:
+def test_perplexities(tmp_path: Path) -> None:
     """Every token has the log-probability -1. The paper counts the words of the file as released,
     which single blanks part."""
     text = " \n = Title = \n \n one  two three , four \n"

@@ -18,9 +18,8 @@ from megatron.parallel.mesh import serial_mesh
 from megatron.train.evaluate import load_newest
 from megatron.train.trained import open_trained
 from tasks import lambada, wikitext103
-from tasks.score import evaluate
-from tests.tasks.passages import lessons, passages, some_articles
-from tests.tasks.peer import Peer, make_peer
+from tasks.score import score_task
+from tests.tasks.peer import Peer, lessons, make_peer, passages, some_articles
 from tools.harness.definitions import find_harness
 from tools.lm_harness import ask, find_tasks, main, write_local
 
@@ -63,7 +62,7 @@ def our_records(peer: Peer, files: dict[str, Path]) -> dict[str, Any]:
         more = {"per_document": True} if module is wikitext103 else {}
         settings = module.Settings(trained=trained, valid_data=files[name], **more)
         task = module.prepare(settings, manifest, tokenizer)
-        records[name] = evaluate(task, model, mesh, 8, name)
+        records[name] = score_task(task, model, mesh, 8, name)
     return records
 
 

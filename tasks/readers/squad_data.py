@@ -1,22 +1,30 @@
-"""Sequences of a question and a part of its passage: [CLS] question [SEP] window [SEP].
+"""SQuAD's files as released, the windows of their passages, and the answers of a model.
 
-A passage that does not fit is split into windows whose starts are --doc-stride tokens apart. They
-overlap, so an answer at the edge of one window is inside another. A window that lacks part of the
-answer is labelled like a question without an answer, with the position of [CLS], in 1.1 too.
+Files. 1.1: every question has an answer in its passage. 2.0: every question has "is_impossible",
+and no answers where that is true. The questions decide which version a file is.
+"plausible_answers" and other keys are not read.
 
-Answers from the logits of a question's windows: the answer is the span, in any window, of at most
---max-answer-length tokens with the highest sum of start and end logit. If a token is in several
-windows, it may start a span only in the window that has most context around it, as in the code of
-BERT's authors. All such spans are searched, not only those of each window's 20 best starts and
-ends. The answer is the same range of characters of the passage in the file; it is not rebuilt from
-tokens.
+Windows: [CLS] question [SEP] window [SEP]. A passage that does not fit is split into windows whose
+starts are --doc-stride tokens apart. They overlap, so an answer at the edge of one window is inside
+another. A window that lacks part of the answer is labelled like a question without an answer, with
+the position of [CLS], in 1.1 too.
+
+Answers: the answer is the span, in any window of the question, of at most --max-answer-length
+tokens with the highest sum of start and end logit. If a token is in several windows, it may start a
+span only in the window that has most context around it, as in the code of BERT's authors. All such
+spans are searched, not only those of each window's 20 best starts and ends. The answer is the same
+range of characters of the passage in the file; it is not rebuilt from tokens.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -24,10 +32,145 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizer import BertTokenizer
 from tasks.protocol import Example
-from tasks.readers.inputs import Ragged, Shape, encode
-from tasks.readers.squad_files import Question, Squad
+from tasks.readers.inputs import Place, Ragged, Shape, encode, read_json
 
+CURE = "a file as released, such as train-v1.1.json or dev-v2.0.json, would work"
+MOST_MISPLACED = 0.01  # share of the answers; a file with more has been changed
 NO_ANSWER = (-1, -1)
+PER_TOKEN = 0.01  # bonus on the context of a token, per token of its window
+Version: TypeAlias = Literal["1.1", "2.0"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    start: int | None  # its first character in the passage; None where the passage lacks the text
+    moved: bool  # whether the file's answer_start differs from it
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    text: str
+    passage: int  # index of the passage
+    answers: Sequence[Answer]  # empty where the question cannot be answered
+    is_impossible: bool | None  # None: not in the file, as in 1.1
+
+    @property
+    def placed(self) -> Answer | None:
+        """The first answer that occurs in the passage."""
+        return next((each for each in self.answers if each.start is not None), None)
+
+
+@dataclass(frozen=True)
+class Squad:
+    place: Place
+    version: Version
+    passages: Sequence[str]
+    questions: Sequence[Question]
+
+    @property
+    def has_answer(self) -> NDArray[np.bool_]:
+        """[questions]"""
+        return np.array([bool(each.answers) for each in self.questions])
+
+    @property
+    def moved(self) -> list[str]:
+        """Question id of each answer that is elsewhere in its passage than the file says."""
+        return [q.id for q in self.questions for each in q.answers if each.moved]
+
+    @property
+    def lost(self) -> list[str]:
+        """Question id of each answer that is nowhere in its passage."""
+        return [q.id for q in self.questions for each in q.answers if each.start is None]
+
+
+def read_squad(flag: str, file: Path, *, most_misplaced: float = MOST_MISPLACED) -> Squad:
+    """Raises ValueError or OSError, naming file and question, for files not as released.
+
+    An answer that is not at its answer_start is placed at the nearest occurrence of its text. The
+    number of such answers is a warning, and above a share of most_misplaced an error.
+    """
+    place = Place(f"{flag} {file}", CURE)
+    passages: list[str] = []
+    questions: list[Question] = []
+    content = read_json(flag, file, CURE)
+    for article_number, article in enumerate(place.take(content, "data", list), 1):
+        in_article = place.at(f"article {article_number}")
+        paragraphs = in_article.take(article, "paragraphs", list)
+        for paragraph_number, paragraph in enumerate(paragraphs, 1):
+            where = in_article.at(f"paragraph {paragraph_number}")
+            passage = where.take(paragraph, "context", str)
+            if not passage.strip():
+                raise where.error(': its "context" is blank')
+            for number, entry in enumerate(where.take(paragraph, "qas", list), 1):
+                name = where.at(f"question {number}").take(entry, "id", str)
+                named = place.at(f"question {name}")
+                questions.append(_question(named, entry, passage, len(passages)))
+            passages.append(passage)
+    if not questions:
+        raise place.error(" has no questions")
+    name, count = Counter(each.id for each in questions).most_common(1)[0]
+    if count > 1:
+        raise place.error(f" has {count} questions {name}")
+    squad = Squad(place, _version(place, questions), passages, questions)
+    _check_places(squad, most_misplaced)
+    return squad
+
+
+def _question(place: Place, entry: Any, passage: str, number: int) -> Question:
+    is_impossible = None
+    if "is_impossible" in entry:
+        is_impossible = place.take(entry, "is_impossible", bool)
+    answers = []
+    for each in place.take(entry, "answers", list):
+        text = place.take(each, "text", str)
+        given = place.take(each, "answer_start", int)
+        if not text.strip():
+            raise place.error(" has a blank answer")
+        start = nearest(passage, text, given)
+        answers.append(Answer(text, start, start not in (None, given)))
+    # A question of 1.1 without answers would be scored as wrong for every prediction.
+    if bool(is_impossible) == bool(answers):
+        says = "says that it is impossible, and has" if answers else "is not impossible, and lacks"
+        raise place.error(f" {says} answers")
+    text = place.take(entry, "question", str)
+    return Question(entry["id"], text, number, answers, is_impossible)
+
+
+def nearest(passage: str, text: str, start: int) -> int | None:
+    """Position of the text in the passage that is nearest to `start`; None if it has none."""
+    start = min(max(start, 0), len(passage))
+    found = passage.rfind(text, 0, start + len(text)), passage.find(text, start)
+    return min((each for each in found if each >= 0), key=lambda at: abs(at - start), default=None)
+
+
+def _version(place: Place, questions: Sequence[Question]) -> Version:
+    with_mark = sum(each.is_impossible is not None for each in questions)
+    if 0 < with_mark < len(questions):
+        without = next(each.id for each in questions if each.is_impossible is None)
+        raise place.error(
+            f': {with_mark} of {len(questions)} questions have "is_impossible", as in 2.0, '
+            f"and the others, such as {without}, have not, as in 1.1"
+        )
+    return "2.0" if with_mark else "1.1"
+
+
+def _check_places(squad: Squad, most: float) -> None:
+    places = {"elsewhere": squad.moved, "nowhere": squad.lost}
+    wrong = sum(map(len, places.values()))
+    if not wrong:
+        return
+    total = sum(len(each.answers) for each in squad.questions)
+    parts = [
+        f"{len(ids)} {place} in the passage (the first of question {ids[0]})"
+        for place, ids in places.items()
+        if ids
+    ]
+    message = f": {wrong} of {total} answers are not at their answer_start: {', '.join(parts)}"
+    if wrong > most * total:
+        raise squad.place.error(message)
+    warnings.warn(f"{squad.place}{message}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -78,12 +221,6 @@ class Windows(Sequence[Example]):
     def ahead(self, question: int) -> int:
         """Number of tokens before the passage in the question's sequences."""
         return self[int(self.firsts[question])].options[0].second
-
-    @property
-    def truncated(self) -> int:
-        """Number of questions whose end is cut."""
-        assert self.shape.first is not None
-        return int((self.asked.lengths > self.shape.first).sum())
 
     @property
     def blank(self) -> list[str]:
@@ -153,9 +290,6 @@ def cut_passage(size: int, room: int, stride: int) -> Iterator[tuple[int, int]]:
     step = min(room, stride)
     for begin in range(0, max(size - room, 0) + step, step):
         yield begin, min(begin + room, size)
-
-
-PER_TOKEN = 0.01  # bonus on the context of a token, per token of its window
 
 
 @dataclass(frozen=True)

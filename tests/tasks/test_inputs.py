@@ -1,0 +1,190 @@
+"""What the fine-tuned tasks read: pairs as BERT reads them, and the checks of the input."""
+
+import string
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.tokenizer import BertWordPieceCase
+from tasks.protocol import ChecksConfig
+from tasks.readers.glue import check_classes
+from tasks.readers.inputs import (
+    AT_ONCE,
+    InputChecks,
+    PairExamples,
+    Shape,
+    check_apart,
+    check_casing,
+    check_truncation,
+    check_unknown,
+    encode,
+    shape_of,
+)
+from tasks.score import make_batch
+from tests.refusals import field_of, refusal
+from tests.tasks.made import wordpiece
+
+UPPER = string.ascii_uppercase
+TOKENIZER = wordpiece("cat", "dog", "sits")
+CASED = wordpiece(*UPPER, *(f"##{each}" for each in UPPER), kind=BertWordPieceCase)
+
+
+def tokens(count: int, first: int) -> np.ndarray:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def test_pair() -> None:
+    first, second = (encode([text], TOKENIZER)[0] for text in ("The cat", "the dog sits."))
+    found = shape_of(TOKENIZER, 32).join(first, second)
+    assert TOKENIZER.decode(found.tokens.tolist()) == "[CLS] the cat [SEP] the dog sits. [SEP]"
+    assert found.second == 4, "the second segment begins after the first [SEP]"
+    assert found.tokens.dtype == np.int32
+    marks = (TOKENIZER.cls, TOKENIZER.sep, TOKENIZER.sep)
+    assert (found.tokens[0], found.tokens[3], found.tokens[-1]) == marks
+
+
+LONGEST = Shape(1, 2, 11)
+SECOND = Shape(1, 2, 10, cut="second", first=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "second", "kept"),
+    [
+        (LONGEST, 10, 3, (5, 3)), (LONGEST, 3, 10, (3, 5)), (LONGEST, 10, 10, (4, 4)),
+        (LONGEST, 0, 9, (0, 8)), (SECOND, 6, 9, (4, 3)), (SECOND, 1, 9, (1, 6)),
+    ],
+)  # fmt: skip
+def test_long_pairs_are_cut(shape: Shape, first: int, second: int, kept: tuple[int, int]) -> None:
+    found = shape.join(tokens(first, 100), tokens(second, 200))
+    a, b = kept
+    assert found.tokens.tolist() == [1, *tokens(a, 100), 2, *tokens(b, 200), 2]
+    assert found.second == a + 2
+
+
+def test_pair_examples() -> None:
+    first = encode(["cat", "the dog", "the cat sits"], TOKENIZER)
+    second = encode(["dog", "cat", "the dog sits"], TOKENIZER)
+    examples = PairExamples(first, second, np.array([2, 0, 1]), shape_of(TOKENIZER, 8))
+    assert [each.label for each in examples] == [(2,), (0,), (1,)]
+    assert [each.longest for each in examples] == [5, 6, 8]
+    assert examples.whole.tolist() == [5, 6, 9]
+    with pytest.raises(IndexError):
+        examples[-1]
+    batch = make_batch(list(examples))
+    assert batch.tokens.shape == (3, 8)
+    assert batch.token_types.tolist()[1] == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert batch.num_tokens == 5 + 6 + 8
+
+
+def test_texts_encoded_in_portions_have_the_same_tokens() -> None:
+    texts = ["cat", "", "the dog sits.", "dog dog", "a"]
+    assert encode(texts, TOKENIZER).starts.tolist() == [0, 1, 1, 5, 7, 8]
+    parts = encode(many := texts * (AT_ONCE // 4), TOKENIZER)
+    assert len(parts) == len(many) > AT_ONCE
+    assert [row.tolist() for row in parts] == TOKENIZER.encode_batch(many)
+    assert parts.lengths.tolist() == [1, 0, 4, 2, 1] * (AT_ONCE // 4)
+    assert np.shares_memory(parts[2], parts.tokens)
+    assert (len(encode([], TOKENIZER)), parts.tokens.dtype) == (0, np.int32)
+
+
+def test_white_space_of_any_kind_parts_words() -> None:
+    rows = encode(["the cat sits", "the\ncat \t sits", " the\x0bcat\x85sits\u3000"], TOKENIZER)
+    assert len(rows[0]) == 3
+    assert rows[0].tolist() == rows[1].tolist() == rows[2].tolist()
+
+
+MIXED = ["The cat sits here.", "A dog is there."] * 20
+LOWER = [text.lower() for text in MIXED]
+LENGTHS = [10] * 7 + [40, 50, 90]
+Check = Callable[[], dict[str, Any]]
+
+
+def casing(texts: list[str], *, allow: bool = False, tokenizer: Any = CASED) -> Check:
+    return lambda: check_casing("a", texts, tokenizer, allow)
+
+
+def unknown(count: int) -> Check:
+    """So many of 100 tokens, of which 5 may be."""
+    ids = np.array([TOKENIZER.unknown] * count + [7] * (100 - count))
+    return lambda: check_unknown("a", ids, TOKENIZER, 0.05)
+
+
+def cut(seq_length: int, positions: int, most: float, lengths: list[int] = LENGTHS) -> Check:
+    return lambda: check_truncation("a", np.array(lengths), seq_length, positions, most)
+
+
+def classes(ids: list[int], *, trained: bool = True) -> Check:
+    return lambda: check_classes("a", np.array(ids), ("no", "yes", "maybe"), trained=trained)
+
+
+def all_of(**settings: Any) -> Check:
+    """Lower-case text with unknown tokens, some of it cut, before all checks of a task."""
+    checks = InputChecks(ChecksConfig(**settings), CASED, 8, 16)
+    ids = np.array(CASED.encode("the 日"))
+    return lambda: checks.check("a", LOWER, ids, np.array([4, 9]))
+
+
+# A check, and the counts that it returns, or None where it raises; whether it warns.
+PASSES, WARNS = False, True
+CHECKS: dict[str, tuple[Check, bool, list[Any] | None]] = {
+    "no capitals": (casing(LOWER), PASSES, None),
+    "no capitals, allowed": (casing(LOWER, allow=True), WARNS, [40, 0]),
+    "few capitals": (casing([*MIXED[:10], *LOWER]), WARNS, [50, 10]),
+    "capitals": (casing(MIXED), PASSES, [40, 40]),
+    "all capitals": (casing([text.upper() for text in MIXED]), PASSES, [40, 40]),
+    "too few texts to judge": (casing(LOWER[:19]), PASSES, [19, 0]),
+    "no letters": (casing(["1 + 1 = 2", "你好", ""] * 20), PASSES, [0, 0]),
+    "lower-case vocabulary": (casing(LOWER, tokenizer=TOKENIZER), PASSES, [40, 0]),
+    "many unknown": (unknown(6), PASSES, None),
+    "some unknown": (unknown(5), WARNS, [100, 5]),
+    "one unknown": (unknown(1), PASSES, [100, 1]),
+    "some cut": (cut(64, 128, 0.25), WARNS, [10, 1, 90, 25.0]),
+    "some cut at all positions": (cut(64, 64, 0.25), WARNS, [10, 1, 90, 25.0]),
+    "many cut": (cut(32, 64, 0.25), PASSES, None),
+    "many cut, allowed": (cut(32, 64, 0.30), WARNS, [10, 3, 90, 25.0]),
+    "none cut": (cut(90, 90, 0), PASSES, [10, 0, 90, 25.0]),
+    "few cut": (cut(32, 64, 0.25, [32] * 95 + [33] * 5), PASSES, [100, 5, 33, 32.0]),
+    "all classes": (classes([0, 2, 1]), PASSES, [1, 1, 1]),
+    "a class is missing": (classes([0, 2]), WARNS, [1, 0, 1]),
+    "one class to learn": (classes([2, 2]), PASSES, None),
+    "one class to evaluate": (classes([2, 2], trained=False), WARNS, [0, 0, 2]),
+    "everything allowed": (
+        all_of(allow_lower_case=True, max_unknown=1, max_truncated=1),
+        WARNS,
+        [40, 0, 2, 1, 2, 1, 9, 6.5],
+    ),
+    "casing not allowed": (all_of(max_unknown=1, max_truncated=1), PASSES, None),
+    "unknown not allowed": (all_of(allow_lower_case=True, max_truncated=1), WARNS, None),
+    "cut not allowed": (all_of(allow_lower_case=True, max_unknown=1), WARNS, None),
+}
+
+
+@pytest.mark.parametrize("row", CHECKS)
+def test_checks(row: str) -> None:
+    check, warns, counts = CHECKS[row]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if counts is None:
+            refusal(check)
+        else:
+            assert [*check().values()] == counts
+    assert bool(told) == warns
+
+
+def test_length_and_share_that_pass() -> None:
+    message = str(refusal(cut(32, 64, 0.25)))
+    assert "--seq-length 64" in message
+    assert "--max-truncated 0.30" in message
+
+
+def test_data_given_twice(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    twice = refusal(lambda: check_apart([a, b, tmp_path / "." / "a"], []))
+    assert field_of(twice) == "--train-data"
+    assert field_of(refusal(lambda: check_apart([a], [b, b]))) == "--valid-data"
+    with pytest.warns(UserWarning, match=f"^--valid-data {b} "):
+        check_apart([a, b], [b])
