@@ -307,8 +307,9 @@ def test_a_backward_that_no_rank_would_reduce_is_an_error() -> None:
         assert torch.equal(first, second)
 
 
-def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+def clipped(dtype: torch.dtype) -> tuple[float, list[Tensor]]:
     """(norm, gradients of norm 0.5) of two micro-batches; the data ranks share them."""
+    mesh = mesh_of_ranks(2)
     torch.manual_seed(SEED)
     model = Mixed(mesh).to(dtype)
     buckets = GradientBuckets(model)
@@ -328,10 +329,6 @@ def clipped(mesh: Mesh, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
     return float(norm), [gather_whole(v.parameter.grad, v.spec) for v in buckets.views]
 
 
-def clipped_at_2(dtype: torch.dtype) -> tuple[float, list[Tensor]]:
-    return clipped(mesh_of_ranks(2), dtype)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_norm_of_all_shards_is_clipped(
@@ -339,11 +336,11 @@ def test_the_norm_of_all_shards_is_clipped(
 ) -> None:
     """Of our layers beside torch's, over a tensor and a data axis."""
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    norm, gradients = clipped(serial_mesh(), dtype)
+    norm, gradients = clipped(dtype)
     assert norm > 0.5
     whole = torch.cat([each.flatten() for each in gradients]).norm().item()
     assert whole == pytest.approx(0.5, rel=max(tolerance, 1e-5))
-    for found, its_gradients in gloo.run(world, clipped_at_2, dtype):
+    for found, its_gradients in gloo.run(world, clipped, dtype):
         close(found, norm)
         close(its_gradients, gradients)
 

@@ -7,7 +7,6 @@ from contextlib import redirect_stderr
 from io import StringIO
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any
 
 import pytest
 import torch
@@ -34,19 +33,14 @@ CONFIG = OptimizerConfig(weight_decay=0.1, clip_grad=0.5)
 Weights = dict[str, Tensor]
 
 
-def layers_of(model: Any) -> list[nn.Module]:
-    return [*model.transformer.layers.children()]
-
-
 def trained(
     mesh: Mesh, stage: int, dtype: torch.dtype, count: int = 1
 ) -> tuple[Weights, Weights, list[float]]:
     """(masters, weights of the model, norms) after STEPS steps of `count` micro-batches a rank, all
     whole; buckets do not depend on the stage. In fp16 the first steps overflow."""
     model = tiny_model(mesh, dtype=dtype)
-    gradients = GradientBuckets.for_master_weights(
-        model, zero_stage=stage, units=layers_of(model), mesh=mesh
-    )
+    layers = [*model.transformer.layers.children()]
+    gradients = GradientBuckets.for_master_weights(model, zero_stage=stage, units=layers, mesh=mesh)
     state = TrainState(
         mesh=mesh,
         model=model,
