@@ -45,7 +45,7 @@ from tests.tiny import (
 from tools.plan.absent import absent_mesh
 
 CPU = torch.device("cpu")
-LAYOUTS = ((4, 2), (4, 4))  # ranks and those along the tensor axis
+LAYOUTS = ((2, 2), (4, 4))  # ranks and those along the tensor axis
 
 
 def images(count: int, *, first: int) -> ImageBatch:

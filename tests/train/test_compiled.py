@@ -115,8 +115,8 @@ def first_steps(
         ("gpt2", "tensor=2", DROPOUT),
         ("llama", "tensor=2,sequence", SELECTIVE),
         ("bert", "tensor=2,sequence", DROPOUT),
-        ("llama", "tensor=4:2d", DROPOUT | SELECTIVE),
-        ("gpt2", "tensor=8:3d", DROPOUT | SELECTIVE),
+        ("llama", "tensor=4:2d", SELECTIVE),
+        ("gpt2", "tensor=8:3d", DROPOUT),
         ("gpt2", "pipeline=2,schedule=zb-h1", DROPOUT),
     ],
 )

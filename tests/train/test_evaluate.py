@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import step_folders
-from megatron.checkpoint.load import verify
-from megatron.config.model import GPT2Config
 from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.registry import config_of
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train import evaluate
-from megatron.train.evaluate import load_model, load_newest, mean_losses, score
+from megatron.train.evaluate import load_newest, mean_losses, score
 from megatron.train.executor import on_device
 from megatron.train.signals import Stopped
 from tests.bert import bert_samples, bert_section
@@ -32,7 +30,6 @@ from tests.tiny import (
     tiny_model,
     tiny_section,
     tiny_state,
-    whole_weights,
 )
 from tools.layouts.layout import parse_layout
 
@@ -152,25 +149,6 @@ def test_scores_are_whole_on_every_rank(gloo: Pool, monkeypatch: pytest.MonkeyPa
     losses = model.losses(model.layers(model.embed(batch), batch), batch).view(3, 16)
     losses = losses[scored_of(losses)]
     torch.testing.assert_close(-log_probability, losses.detach(), rtol=1e-12, atol=1e-12)
-
-
-def loaded(tensor_size: int, path: Path) -> tuple[bool, int, dict[str, Tensor]]:
-    mesh = mesh_of_ranks(tensor_size)
-    model = load_model(verify(path, mesh), mesh, torch.float64)
-    return model.training, model.vocab_size, whole_weights(model)
-
-
-def test_a_model_is_rebuilt_from_its_checkpoint_alone(gloo: Pool, tmp_path: Path) -> None:
-    config = tiny_section(num_layers=1, hidden_dropout=0.1)
-    state = tiny_state(mesh_of_ranks(1), config)
-    assert GPT2Config(**asdict(config)) == config
-    facts = {"config": {"model": asdict(config)}, "vocab_size": VOCABULARY}
-    save_state(state, tmp_path, **facts)
-    expected = whole_weights(state.model)
-    for training, vocab_size, weights in gloo.run(2, loaded, 2, tmp_path / "step_00000000"):
-        assert (training, vocab_size) == (False, VOCABULARY)
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("was", "granularity"), [(False, "none"), (True, "full")])

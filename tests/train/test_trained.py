@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint import load, retention
 from megatron.checkpoint.resume import Start
-from megatron.config.checkpoint import TrainedConfig
+from megatron.config.checkpoint import CheckpointConfig, TrainedConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
@@ -22,7 +22,7 @@ from megatron.train.evaluate import load_newest
 from megatron.train.inputs import Inputs
 from megatron.train.pretrain import Run, build
 from megatron.train.step import train_step
-from megatron.train.trained import open_trained
+from megatron.train.trained import open_trained, saved_model
 from tests.checkpoint.files import make_checkpoint
 from tests.config.test_checks import settings
 from tests.data.samples import write_tokenizer
@@ -66,6 +66,14 @@ def test_a_checkpoint_brings_its_tokenizer(tmp_path: Path, tokenizer: GPT2BPETok
         _, found, _ = open_trained(TrainedConfig(load=str(place)), ParallelConfig(), 1)
         assert found.fingerprint == tokenizer.fingerprint
         assert found.encode("the thing") == tokenizer.encode("the thing")
+
+
+def test_saved_model(tmp_path: Path) -> None:
+    for step, layers in ((2, 3), (4, 5)):
+        config = {"model": {"num_layers": layers}}
+        make_checkpoint(tmp_path / "saved", step, config=config, vocab_size=9)
+    assert saved_model(CheckpointConfig(load=str(tmp_path / "saved"))) == {"num_layers": 5}
+    assert saved_model(CheckpointConfig(save=str(tmp_path / "new"))) is None
 
 
 def test_flags_win_over_the_checkpoint(tmp_path: Path, tokenizer: GPT2BPETokenizer) -> None:
