@@ -71,13 +71,8 @@ class Settings(FinetuneSettings):
     over several."""
 
     epochs: int = 2
-    """Number of times that every example is trained on."""
-
     lr: float = 3e-5
-    """Highest learning rate, from which it falls linearly to 0."""
-
     global_batch_size: int = 48
-    """Examples per optimizer step; the last step of an epoch has the remaining ones."""
 
     doc_stride: int = 128
     """Tokens between the starts of two successive windows of a passage."""
@@ -244,12 +239,6 @@ def make_examples(
         "windows": len(windows),
         "windows_without_answer": windows.without_answer,
     }
-    _tell_losses(windows, counts)
-    return windows, {**casing, **unknown, **counts}
-
-
-def _tell_losses(windows: Windows, counts: Mapping[str, int]) -> None:
-    place, questions = windows.squad.place, counts["questions"]
     losses = {
         "blank_questions": f"have no words, such as {', '.join(windows.blank[:3])}",
         "cut_answers": "have an answer that no window has whole; a smaller --doc-stride or a "
@@ -258,7 +247,9 @@ def _tell_losses(windows: Windows, counts: Mapping[str, int]) -> None:
     }
     for key, text in losses.items():
         if counts[key]:
-            warnings.warn(f"{place}: {counts[key]} of {questions} questions {text}", stacklevel=2)
+            count = f"{counts[key]} of {len(squad.questions)} questions"
+            warnings.warn(f"{squad.place}: {count} {text}", stacklevel=2)
+    return windows, {**casing, **unknown, **counts}
 
 
 def score_only(settings: Settings) -> dict[str, Any]:

@@ -91,9 +91,10 @@ def begin(path: Path, config: FinetunedConfig, seed: int = 5) -> TrainState:
 
 
 def outcome(
-    folder: Path, head: Head, tensor_size: int | str, micro: int, cuts: bool, zero: int
+    folder: Path, head: Head, tensor_size: int | str, micro: int, cuts: bool = False, zero: int = 0
 ) -> Outcome:
-    """(the loss of each step, logits after the last, weights whole) of a run in fp64."""
+    """(the loss of each step, logits after the last, weights whole) of a run in fp64. cuts: whether
+    the sequence is cut, too. zero: the stage of ZeRO."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=cuts)
     config, steps = config_of(head), steps_of(head, micro)
     with patch.dict(DTYPES, {"fp64": torch.float64}):  # of no program: exact enough to compare
@@ -114,27 +115,20 @@ def outcome(
     return losses, logits, weights
 
 
-def outcomes(
-    folder: Path, tensor_size: int | str, micro: int, cuts: bool = False, zero: int = 0
-) -> list[Outcome]:
-    """cuts: whether the sequence is cut, too. zero: the stage of ZeRO."""
-    return [outcome(folder, head, tensor_size, micro, cuts, zero) for head in HEADS]
-
-
-def test_any_layout_gives_the_same_run(gloo: Pool, pretrained: Path) -> None:
-    expected = outcomes(pretrained, 1, BATCH)
-    found = [outcomes(pretrained, 1, 3)]
+@pytest.mark.parametrize("head", HEADS)
+def test_any_layout_gives_the_same_run(gloo: Pool, pretrained: Path, head: Head) -> None:
+    losses, logits, weights = outcome(pretrained, head, 1, BATCH)
+    found = [outcome(pretrained, head, 1, 3)]
     for world, *layout in (
         (4, 2, 3, True, 1), (4, "4:2d", 2), (8, "8:3d", 2), (2, 1, 2, False, 3)
     ):  # fmt: skip
-        found += gloo.run(world, outcomes, pretrained, *layout)
-    for each in chain(*(zip(every, expected, strict=True) for every in found)):
-        (losses, logits, weights), (their_losses, their_logits, their_weights) = each
-        assert losses == pytest.approx(their_losses, rel=1e-10)
-        for one, other in zip(logits, their_logits, strict=True):
+        found += gloo.run(world, outcome, pretrained, head, *layout)
+    for their_losses, their_logits, their_weights in found:
+        assert their_losses == pytest.approx(losses, rel=1e-10)
+        for one, other in zip(their_logits, logits, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-        for name, weight in weights.items():
-            assert_relative(weight, their_weights[name], 1e-9, name)
+        for name, weight in their_weights.items():
+            assert_relative(weight, weights[name], 1e-9, name)
 
 
 def one_by_one(model: Any, example: Example) -> Tensor:
