@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from benchmarks.peers import TRANSFORMERS, transformers_model
+from benchmarks.peers import TRANSFORMERS, transformers_gpt2
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config
 from megatron.inference.generate import Sampling, generate
@@ -52,7 +52,7 @@ def ours(rank: Rank, lengths: list[int]) -> Turn:
 
 
 def transformers(rank: Rank, lengths: list[int]) -> Turn:
-    model = transformers_model(CONFIG, VOCABULARY).to(rank.device).eval()
+    model = transformers_gpt2(CONFIG, VOCABULARY).to(rank.device).eval()
     rows = [[0] * (LONGEST - len(each)) + each for each in prompts_of(lengths)]
     masks = [[0] * (LONGEST - n) + [1] * n for n in lengths]
     tokens, mask = (torch.tensor(each, device=rank.device) for each in (rows, masks))

@@ -43,7 +43,6 @@ from megatron.huggingface.config import HuggingFaceConfig
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.huggingface.weights import layout_of
 from megatron.parallel.sharding import load_whole
-from tools.layouts.job import open_samples
 
 BY_PLAN, NATIVE, TRANSFORMERS = "by plan", "native", "transformers"
 TORCH, TUTORIAL = "parallelize_module", "parallelize_module, plain Llama"
@@ -60,7 +59,7 @@ SETTINGS: dict[str, type[PretrainConfig]] = {
 
 def by_plan(rank: Rank, flags: Sequence[str], settings: type[PretrainConfig]) -> Turn:
     native = steps.read(flags, rank.size, settings)
-    theirs = peers.transformers_model(native.model, open_samples(native)[1])
+    theirs = peers.transformers_model(native)
     described = HuggingFaceConfig(
         hf_model=native.model.kind, hf_config=theirs.config.to_json_string()
     )
@@ -81,7 +80,7 @@ def transformers(rank: Rank, flags: Sequence[str], settings: type[PretrainConfig
     from transformers.distributed import DistributedConfig
 
     config = steps.read(flags, rank.size, settings)
-    whole = peers.transformers_model(config.model, open_samples(config)[1])
+    whole = peers.transformers_model(config)
     rank.connect()
     model: Any = type(whole).from_pretrained(
         None,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.harness import Figures, Rank, Turn
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, dtype_of, precision_of, read
-from megatron.config.model import LlamaConfig, TextModelConfig
+from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
@@ -48,8 +48,13 @@ from tools.convert.weights import resolve, to_theirs
 from tools.layouts.job import open_samples
 from tools.plan.trace import Step
 
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+    from tools.convert.table import Family
+
 TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
-"""Only contenders that call `transformers_model` need this module; its import takes seconds."""
+"""Only contenders that call `transformers_gpt2` need this module; its import takes seconds."""
 
 
 def initial_weights(
@@ -240,7 +245,7 @@ class PlainGPT2(nn.Module):
 
 
 def plain_gpt2(
-    config: PretrainConfig, device: torch.device, *, parts: int = 1, fast: bool = False
+    config: PretrainGPT2Config, device: torch.device, *, parts: int = 1, fast: bool = False
 ) -> PlainGPT2:
     """GPT-2 with this project's initial weights, and the head tied. parts: see in_parts. fast: see
     steps.build."""
@@ -255,7 +260,7 @@ def plain_gpt2(
 
 def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: bool = False) -> Turn:
     """On several ranks, DTensor shards it as in the paper, loss included. fast: see steps.build."""
-    config = read(flags, rank.size)
+    config: PretrainGPT2Config = read(flags, rank.size)
     model = plain_gpt2(config, rank.device, parts=rank.size, fast=fast)
     if rank.size > 1:
         replicated = Replicate()  # norms stay plain tensors: dispatch through DTensor is slower
@@ -282,30 +287,53 @@ def plain(rank: Rank, flags: Sequence[str], *, compiled: bool = False, fast: boo
     )
 
 
-def transformers_model(
-    config: TextModelConfig, vocab_size: int, device: torch.device | None = None
+def with_our_weights(
+    table: Family,
+    build: Callable[[Any], Any],
+    theirs: Any,
+    config: TextModelConfig,
+    device: torch.device | None,
 ) -> Any:
-    """GPT2LMHeadModel or LlamaForCausalLM with this project's initial weights, converted as in
+    """Their model, made by build(theirs), with this project's initial weights, converted as in
     tools/convert_hf.py. device: see initial_weights."""
-    import transformers
-
-    theirs: Any
-    if isinstance(config, LlamaConfig):
-        family, build = LLAMA, transformers.LlamaForCausalLM
-        theirs = transformers.LlamaConfig(vocab_size=vocab_size, **family.options_of(config))
-    else:
-        family, build = GPT2, transformers.GPT2LMHeadModel
-        options = family.options_of(config) | {"bos_token_id": None, "eos_token_id": None}
-        theirs = transformers.GPT2Config(vocab_size=vocab_size, **options)
-    weights = to_theirs(
-        family, resolve(family, config, vocab_size), initial_weights(config, vocab_size, device)
-    )
+    vocab_size = theirs.vocab_size
+    weights = initial_weights(config, vocab_size, device)
     with device or nullcontext():
         model = build(theirs)
     # GPT-2's buffers of masks are not among the weights.
-    model.load_state_dict(weights, strict=family is not GPT2)
+    converted = to_theirs(table, resolve(table, config, vocab_size), weights)
+    model.load_state_dict(converted, strict=table is not GPT2)
     assert model.config._attn_implementation == "sdpa"
     return model.train()
+
+
+def transformers_gpt2(
+    config: GPT2Config, vocab_size: int, device: torch.device | None = None
+) -> GPT2LMHeadModel:
+    from transformers import GPT2Config as TheirConfig
+    from transformers import GPT2LMHeadModel
+
+    options = GPT2.options_of(config) | {"bos_token_id": None, "eos_token_id": None}
+    theirs = TheirConfig(vocab_size=vocab_size, **options)
+    return with_our_weights(GPT2, GPT2LMHeadModel, theirs, config, device)
+
+
+def transformers_llama(
+    config: LlamaConfig, vocab_size: int, device: torch.device | None = None
+) -> LlamaForCausalLM:
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    theirs = TheirConfig(vocab_size=vocab_size, **LLAMA.options_of(config))
+    return with_our_weights(LLAMA, LlamaForCausalLM, theirs, config, device)
+
+
+MODELS: dict[str, Callable[..., Any]] = {"gpt2": transformers_gpt2, "llama": transformers_llama}
+
+
+def transformers_model(config: PretrainConfig, device: torch.device | None = None) -> Any:
+    """The model of transformers that these settings describe. device: see initial_weights."""
+    return MODELS[config.model.kind](config.model, open_samples(config)[1], device)
 
 
 def causal_loss(
@@ -332,7 +360,7 @@ def transformers(
 ) -> Turn:
     config, entropy = read(flags, 1, settings), F.cross_entropy
     drawn_on = rank.device if fast else None
-    model = transformers_model(config.model, open_samples(config)[1], drawn_on).to(rank.device)
+    model = transformers_model(config, drawn_on).to(rank.device)
     if compiled:
         # Block by block: if the whole model is compiled, attention gets its mask as a tensor, and
         # torch has no flash attention with that.
@@ -354,8 +382,7 @@ def transformers_in_dtype(
     """Weights, gradients and moments are in the dtype of the flags. plan: of torch's
     parallelize_module. logits: see causal_loss."""
     config = read(flags, rank.size, settings)
-    model = transformers_model(config.model, open_samples(config)[1])
-    model.to(rank.device, dtype_of(config))
+    model = transformers_model(config).to(rank.device, dtype_of(config))
     if plan is not None:
         parallel.parallelize_module(model, rank.mesh().device_mesh()["tensor"], plan())
     return Training(rank, config, model, causal_loss(model, dtype=logits))

@@ -41,6 +41,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
 from benchmarks.report import Results
+from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.machine import keep_freed_memory
 from tools.layouts.job import open_samples
 
@@ -59,7 +60,7 @@ def sharded(rank: Rank, flags: Sequence[str], *, keeps: bool = False) -> Turn:
     """keeps: see `keep_freed_memory`."""
     if keeps:
         keep_freed_memory()
-    config = steps.read(flags, rank.size)
+    config: PretrainGPT2Config = steps.read(flags, rank.size)
     rank.connect()
     vocab_size = open_samples(config)[1]
     weights = peers.in_parts(peers.initial_weights(config.model, vocab_size), 1)
@@ -90,7 +91,7 @@ def sharded(rank: Rank, flags: Sequence[str], *, keeps: bool = False) -> Turn:
 
 
 def redundancy(rank: Rank, flags: Sequence[str]) -> Turn:
-    config = steps.read(flags, rank.size)
+    config: PretrainGPT2Config = steps.read(flags, rank.size)
     rank.connect()
     model = peers.plain_gpt2(config, rank.device)
     return Redundancy(

@@ -1,4 +1,4 @@
-"""A question whose answers are known, for the tests of the harness."""
+"""Contenders whose figures are known; their processes import this module alone, without torch."""
 
 import os
 import subprocess
@@ -8,10 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.harness import Rank, Turn
 
 
 def steady(rank: Rank, number: float = 1.0, log: str = "") -> Turn:
@@ -73,34 +70,3 @@ def failing(rank: Rank, error: Exception, at: str) -> Turn:
     if rank.size > 1:
         rank.connect()
     return turn
-
-
-def summing(rank: Rank) -> Turn:
-    """The sum over ranks of their numbers from 1 on, by this project's mesh."""
-    import torch
-
-    from megatron.parallel.collectives import all_reduce
-
-    mesh = rank.mesh()
-
-    def turn() -> dict[str, Any]:
-        return {"sum": all_reduce(torch.tensor(1.0 + rank.rank), mesh.tensor).item()}
-
-    return turn
-
-
-def contenders(flags: Flags) -> list[Contender]:
-    """Sums over ranks."""
-    return [Contender(f"{ranks} ranks", summing, ranks=ranks) for ranks in (1, 2, 3)]
-
-
-QUESTION = Question(
-    contenders,
-    (Column("sum", "sum", "{:.0f}"), Column("seconds", "wall")),
-    lambda found: f"The sums are {found.range('sum', '{:.0f}')}.",
-    rounds=2,
-    together=False,
-)
-
-if __name__ == "__main__":
-    QUESTION.run()

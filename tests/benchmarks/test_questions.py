@@ -1,7 +1,11 @@
 """Each question once, in miniature: all contenders have figures, those that train have the same
 losses (the harness compares them), and the figures are those of the formulas."""
 
+import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks import activations, commits, pipeline, tensor_modes, train_step, zero
+from benchmarks import activations, commits, growth, pipeline, tensor_modes, train_step, zero
 from benchmarks.harness import Flags, Rank
 from benchmarks.report import Results
 from tests.benchmarks.run import ROOT, figures, run
@@ -94,13 +98,6 @@ def of_train_step(record: Record, folder: Path) -> None:
         assert "aten::mm" in profile.read_text()
 
 
-def of_growth(record: Record, folder: Path) -> None:
-    alone, pair = record["contenders"]
-    assert alone["facts"]["flops"] == pytest.approx(2 * pair["facts"]["flops"], rel=0.01)
-    for each in (alone, pair):
-        assert each["rounds"][0]["rank_bytes"] > 2**20
-
-
 def of_scaling(record: Record, folder: Path) -> None:
     one, model = (each["rounds"][0] for each in record["contenders"][:2])
     assert one["tokens"] == 8 * 128
@@ -171,7 +168,6 @@ QUESTIONS = {  # the file's name, and after a blank the case
         f"--presets gpt2_124m {DRAWN} --program-flags='{GPT2}'",
         (OURS, "plain torch", "transformers"),
     ),
-    "growth": Small("--preset {preset} --axes ranks", ("1", "2"), of_growth),
     "commits": Small(f"--against {ROOT} --groups 'quickstart, fp32, t = 1'", warm_up=2),
     "scaling": Small(
         "",
@@ -212,7 +208,7 @@ def test_question(case: str, tmp_path: Path) -> None:
     words = shlex.split(small.words.format(folder=tmp_path, preset=preset))
     if small.contenders:
         words += ["--contenders", *small.contenders]
-    changes = {} if small.warm_up is None else {"warm_up": small.warm_up}
+    changes: dict[str, Any] = {} if small.warm_up is None else {"warm_up": small.warm_up}
     record = run(tmp_path, case.partition(" ")[0], *words, **changes)
     measured = [each for each in record["contenders"] if not each["reason"]]
     assert case == "scaling" or measured == record["contenders"]
@@ -221,6 +217,32 @@ def test_question(case: str, tmp_path: Path) -> None:
     assert record["page"].startswith("# ")
     if small.check is not None:
         small.check(record, tmp_path)
+
+
+def test_growth_by_torchrun(tmp_path: Path) -> None:
+    """As a user starts it; each launched process is one rank of every contender."""
+    preset, file = tmp_path / "preset.toml", tmp_path / "record.json"
+    preset.write_text(PRESET)
+    words = "-m torch.distributed.run --standalone --nproc-per-node=2 benchmarks/growth.py "
+    words += f"--preset {preset} --axes ranks --rounds 1 --turns 1 --json {file}"
+    ended = subprocess.run(
+        [sys.executable, *words.split()],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(growth.TIME) == 1  # only the first process reports
+    (record,) = json.loads(file.read_text())
+    assert record["command"].startswith("torchrun --nproc-per-node 2 ")
+    alone, pair, missing = record["contenders"]
+    assert alone["facts"]["flops"] == pytest.approx(2 * pair["facts"]["flops"], rel=0.01)
+    for each in (alone, pair):
+        assert each["rounds"][0]["rank_bytes"] > 2**20
+        assert each["rounds"][0]["tokens"] == 2 * 64
+    assert (bool(missing["reason"]), missing["rounds"]) == (True, [])
 
 
 @pytest.mark.parametrize(
