@@ -145,7 +145,6 @@ QUESTIONS: dict[str, tuple[Sequence[object], Sequence[str], Callable[..., None] 
         ["--tensor-parallel", 1, 4],
         ["selective", "selective, sequence parallel", "host reads"], of_activations,
     ),
-    "dropout_quality": (["--rows", 512, "--columns", 64], [], None),
     "train_step": (
         ["--presets", "quickstart", "--dtypes", "fp32", "--tensor-parallel", 1, 2,
          "--program-flags", GPT2, "--profile", "{folder}/profile"],
