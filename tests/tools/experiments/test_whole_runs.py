@@ -164,8 +164,9 @@ def test_finetuning(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "out" / "finetuning.json").read_text())
     last = {name: each["last_epoch"] for name, each in facts.items()}
     assert last["pretrained"]["majority_accuracy"]["median"] == pytest.approx(1 / 3)
-    assert str(pretrained) in facts["pretrained"]["command"]
-    assert str(tmp_path / "out" / "initial") in facts["random"]["command"]
+    for name, weights in (("pretrained", pretrained), ("random", tmp_path / "out" / "initial")):
+        stamp = json.loads((tmp_path / "out" / "stages" / f"{name}.json").read_text())
+        assert f" --load {weights} " in stamp["commands"][0]
     theirs, initial = (
         load_file(next(each.glob("step_*/*.safetensors")))
         for each in (pretrained, tmp_path / "out" / "initial")
