@@ -21,6 +21,7 @@ if sys.hexversion < 0x30B0000:
 
 import os
 import shlex
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 from benchmarks.corpus_generator import texts_of
 from benchmarks.data_path import MICRO, STEP, STEPS, configure, figures_of, read
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
-from benchmarks.program import start
+from benchmarks.processes import ROOT
 from benchmarks.report import Results
 from megatron.data.tokenizer import GPT2BPETokenizer
 from megatron.libraries import Library
@@ -50,6 +51,10 @@ datasets, orjson = Library("datasets"), Library("orjson")
 PACKED, LINES, SAVED, PARQUET = "packed", "JSON lines, padded", "saved, padded", "parquet, padded"
 CORE, READING, TRAINING = "Megatron-Core", "reading, 1024 tokens", "a step, 256 tokens"
 SPEED, WAITING, PADDING = "tokens/s", "waiting, %", "padding, %"
+
+
+def start(*words: str) -> None:
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 
 
 def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> dict[str, list[str]]:
@@ -65,11 +70,11 @@ def write_sources(texts: Sequence[str], tokenizer: Path | None, size: int) -> di
     if tokenizer is None:
         tokenizer = scratch() / "tokenizer"
         how = ["--vocab-size", str(size), "--output", str(tokenizer), "--input", lines]
-        start(Rank(), "tools/train_tokenizer.py", *how)
+        start("tools/train_tokenizer.py", *how)
     files = [str(tokenizer.resolve() / name) for name in ("vocab.json", "merges.txt")]
     own = ["--vocab-file", files[0], "--merge-file", files[1]]
     how = ["--workers", "2", "--output-prefix", packed, "--input", lines]
-    start(Rank(), "tools/preprocess_data.py", *own, *how)
+    start("tools/preprocess_data.py", *own, *how)
     return {
         PACKED: [*own, "--data-path", f"{packed}_text_document"],
         LINES: [*own, "--data-path", lines, "--pad"],

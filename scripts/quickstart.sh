@@ -12,4 +12,4 @@ if [[ $# -gt 0 && $1 != -* && ! -s $1 ]]; then
     exit 2
 fi
 
-start tools.quickstart "$@"
+start tools.experiments.quickstart "$@"

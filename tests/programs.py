@@ -28,6 +28,7 @@ from megatron.train.metrics import read_metrics
 from tests.data.samples import write_data
 from tests.dist import PATIENCE, PRELOADED
 
+ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
 
@@ -202,6 +203,20 @@ def _program(program: str, arguments: list[str], before: Callable[[], None] | No
         before()
     sys.argv = [f"{program}.py", *arguments]
     import_module(program).main(arguments, os.environ)
+
+
+def run_python(words: Sequence[str]) -> None:
+    """As Python does with these words in the root of the repository, for `start_ranks`."""
+    os.chdir(ROOT)
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str((ROOT / words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _main(target: Callable[[], object], environ: Mapping[str, str], log: Path) -> None:

@@ -99,7 +99,8 @@ def programs() -> list[Path]:
     files = [file for file in ROOT.glob("[!.]*/**/*.py") if "tests" not in file.parts]
     starts = [file for file in (*ROOT.glob("*.py"), *files) if "__main__" in file.read_text()]
     tools = ROOT / "tools"
-    outer = [file for file in starts if file.parent == tools or tools not in file.parents]
+    folders = tools, tools / "experiments"
+    outer = [file for file in starts if file.parent in folders or tools not in file.parents]
     return [tools / "__init__.py", *outer]
 
 

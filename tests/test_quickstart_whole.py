@@ -1,18 +1,20 @@
-"""The quickstart and every command of the README, as a user types them and with the presets that it
-names; only lengths are cut, and folders are a test's own."""
+"""The quickstart by its script, and every command of the README with the presets that it names, in
+processes that have imported torch before; only lengths are cut, and folders are a test's own."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+import shlex
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 
-from tests.tools.papers import WIKITEXT
+from tests.programs import run_python, start_ranks
+from tests.tools.papers import WIKITEXT, reused_stages, shell
+from tools.experiments import quickstart as experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,21 +30,6 @@ COLUMNS = "sentence1\tsentence2\tgold_label"
 LABELS = ("contradiction", "entailment", "neutral")
 
 pytestmark = pytest.mark.slow
-
-
-def shell(command: str) -> str:
-    """What the command prints, run in the repository's root with this Python first on the path."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, f"{command}\n{ended.stderr}"
-    return ended.stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +52,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quickstart(folder: Path) -> Path:
-    """What it leaves of a corpus of one's own."""
+    """What the quickstart leaves of a corpus of one's own."""
     preset = (ROOT / "scripts" / "presets" / "quickstart.toml").read_text()
     for key, value in LENGTHS.items():
         preset, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", preset)
         assert count == 1, key
     (folder / "short.toml").write_text(preset)
     out = folder / "runs" / "quickstart"
-    command = f"bash scripts/quickstart.sh {folder}/mine.jsonl --output {out}"
-    command += f" --preset {folder}/short.toml"
-    shell(command)
-    assert shell(command).count("reused") == 7
+    words = [folder / "mine.jsonl", "--output", out, "--preset", folder / "short.toml"]
+    shell("scripts/quickstart.sh", *words)
+    assert reused_stages(experiment, words) == 7
     (out / "corpus" / "raw.jsonl").symlink_to(folder / "mine.jsonl")
     with (out / "corpus" / "split" / "train" / "part-00000.jsonl").open() as documents:
         (folder / "few.jsonl").write_text("".join(islice(documents, FEW)))
     return out
 
 
-def test_quickstart_leaves_what_the_contract_names(quickstart: Path) -> None:
+def test_quickstart(quickstart: Path) -> None:
     report = json.loads((quickstart / "report.json").read_text())
     assert {"corpus", "layout", "seconds", "training", "evaluation", "samples"} <= report.keys()
     assert report["layout"]["tensor_parallel_size"] == 2
@@ -102,11 +88,25 @@ def test_quickstart_leaves_what_the_contract_names(quickstart: Path) -> None:
     assert not re.search(r'(src|href)="?https?:', page), "the page opens offline"
 
 
-def readme_commands() -> list[str]:
-    """The commands of the README's bash blocks, line continuations joined."""
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+def readme_blocks() -> list[list[str]]:
+    """The commands of each of the README's bash blocks, line continuations joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [block.replace("\\\n", " ").splitlines() for block in blocks]
+    return [[line for line in block if line and not line.startswith("#")] for block in lines]
+
+
+BLOCKS = readme_blocks()
+
+
+def program_of(number: int) -> str:
+    """The first program of a block, as its name."""
+    return Path(re.search(r"[\w/.]+\.py|(?<=-m )[\w.]+", BLOCKS[number][0])[0]).stem
+
+
+def needed_blocks(number: int) -> list[int]:
+    """Earlier blocks that name one of the block's paths in runs/mine, which may make it."""
+    paths = [set(re.findall(r"runs/mine/[\w/]+", " ".join(block))) for block in BLOCKS]
+    return [earlier for earlier in range(number) if paths[earlier] & paths[number]]
 
 
 def shortened(command: str, folder: Path) -> str:
@@ -126,11 +126,44 @@ def shortened(command: str, folder: Path) -> str:
     return command.replace("--seeds 5", "--seeds 2 --epochs 1")
 
 
-def test_every_command_of_the_readme_runs(folder: Path, quickstart: Path) -> None:
-    commands = readme_commands()
-    assert len(commands) > 20
-    for command in commands:
-        shell(shortened(command, folder))
-    latest = folder / "runs" / "mine" / "checkpoints" / "latest"
-    assert latest.read_text() == "step_00000003\n"
-    assert "<svg" in (folder / "runs" / "mine" / "corpus.html").read_text()
+def run_command(command: str, folder: Path) -> None:
+    """Run python or torchrun with the words of the command; it has to end well."""
+    program, *words = shlex.split(command, comments=True)
+    world = 1
+    if program == "torchrun":
+        assert words[0] == "--nproc-per-node"
+        world, words = int(words[1]), words[2:]
+    else:
+        assert program == "python", command
+    with start_ranks(partial(run_python, words), range(world), world, folder, agent=True) as run:
+        assert run.wait() == [0] * world, f"{command}\n{run.text()[-5000:]}"
+
+
+@pytest.fixture(scope="module")
+def run_block(folder: Path, quickstart: Path) -> Callable[[int], None]:
+    """Runs a block of the README, once."""
+
+    @cache
+    def run(number: int) -> None:
+        for needed in needed_blocks(number):
+            run(needed)
+        for command in BLOCKS[number]:
+            run_command(shortened(command, folder), folder)
+
+    return run
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)), ids=program_of)
+def test_commands_of_the_readme(
+    number: int, run_block: Callable[[int], None], folder: Path
+) -> None:
+    run_block(number)
+    if any("runs/mine/checkpoints" in command for command in BLOCKS[number]):
+        latest = folder / "runs" / "mine" / "checkpoints" / "latest"
+        assert latest.read_text() == "step_00000003\n"
+    if any("runs/mine/corpus.html" in command for command in BLOCKS[number]):
+        assert "<svg" in (folder / "runs" / "mine" / "corpus.html").read_text()
+
+
+def test_the_readme_has_its_commands() -> None:
+    assert sum(map(len, BLOCKS)) > 40

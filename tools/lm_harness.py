@@ -5,6 +5,10 @@
 
 The harness provides tasks, prompts and metrics, this project log-probabilities. Under torchrun each
 data-parallel rank scores its share, and the model may be sharded over the processes.
+
+Two tasks can read local files, where the harness's data sets cannot be downloaded. Their
+definitions include the harness's own and change only the source of the data, so prompt, target,
+detokenisation and metrics stay the harness's.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,11 +36,12 @@ from megatron.config.launch import interruptible, world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError, flag
-from megatron.libraries import Library
+from megatron.libraries import Library, load
 from megatron.train.trained import begin_of, begin_token_of, open_trained
+from tasks.lambada import read_passages
 from tasks.protocol import EvaluationConfig
 from tasks.record import describe, identify, publish
-from tools.harness.definitions import READERS, find_harness, write_definition
+from tasks.wikitext103 import cut_articles, read_articles
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -46,7 +52,24 @@ harness_tasks = Library("lm_eval.tasks")
 defaults = Library("lm_eval.defaults")
 evaluator = Library("lm_eval.evaluator")
 
+# By task: the setting of its local file; its definition inside lm_eval/tasks and the key of the
+# text in its documents; the reader of its texts.
 LOCAL = {"lambada_openai": "lambada_data", "wikitext": "wikitext_data"}
+DEFINITIONS = {
+    "lambada_openai": ("lambada/lambada_openai.yaml", "text"),
+    "wikitext": ("wikitext/wikitext.yaml", "page"),
+}
+
+
+def read_pages(file: Path) -> list[str]:
+    """WikiText: the raw file, cut before the title of every article."""
+    return cut_articles(read_articles(file))
+
+
+READERS: Mapping[str, Callable[[Path], list[str]]] = {
+    "lambada_openai": lambda file: [text for _, text in read_passages(file)[1]],
+    "wikitext": read_pages,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +131,11 @@ class Settings:
         return {task: file for task, file in files.items() if file is not None}
 
 
+def find_harness() -> Path:
+    """The folder of the installed lm_eval. Raises MissingLibrary."""
+    return Path(str(load("lm_eval").__file__)).parent
+
+
 def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
     """Write definitions for tasks that read local files; errors name this program's flags."""
     for task, file in files.items():
@@ -116,6 +144,31 @@ def write_local(folder: Path, harness: Path, files: Mapping[str, Path]) -> None:
         except (ValueError, OSError) as error:
             raise ValueError(str(error).replace("--valid-data", flag(LOCAL[task]))) from error
         write_definition(folder, harness, task, texts)
+
+
+def write_definition(folder: Path, harness: Path, task: str, texts: Sequence[str]) -> None:
+    """Write TASK.yaml and TASK.jsonl, its documents, into the folder.
+
+    harness: the folder of lm_eval. The harness stores its copy of the documents in `folder`, too.
+    """
+    original, key = DEFINITIONS[task]
+    data = folder.resolve() / f"{task}.jsonl"
+    data.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
+    definition = {
+        "include": str(harness / "tasks" / original),
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {
+            "data_files": {"test": str(data)},
+            "cache_dir": str(data.with_name("cache")),
+        },
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+    }
+    # JSON is valid YAML.
+    (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=1), encoding="utf-8")
 
 
 def find_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:

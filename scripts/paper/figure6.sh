@@ -8,4 +8,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/scripts/paper/start.sh"
 
 require_all
-start tools.paper.figure6 "$@"
+start tools.experiments.figure6 "$@"

@@ -15,4 +15,4 @@ fi
 if [[ -n "$data" ]]; then
     require race/RACE_train.tar.xz
 fi
-start tools.paper.figure7 "$@"
+start tools.experiments.figure7 "$@"

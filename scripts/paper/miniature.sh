@@ -9,4 +9,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/scripts/paper/start.sh"
 
 require_all
-start tools.paper.miniature "$@"
+start tools.experiments.miniature "$@"

@@ -1,17 +1,23 @@
 """The questions about corpora in miniature: what they compare, refuse and report."""
 
 import itertools
+import json
 import random
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks import corpus_generator, tokenise
+from benchmarks import corpus_generator, corpus_steps, exact_join, tokenise
 from benchmarks.corpus_generator import five_grams, generate, read
+from benchmarks.harness import Rank
+from benchmarks.report import Results
 from tests.benchmarks.run import figures, run
 from tests.data.samples import write_tokenizer
+from tests.refusals import field_of, refusal, refused
 from tests.tools.corpus.lines import content, write_jsonl
-from tools.corpus import harvest
+from tools.corpus import dedup, harvest
 
 OURS = "this project"
 
@@ -56,23 +62,27 @@ def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
     assert ours["bytes"] == peer["bytes"] == pytest.approx(600_000, rel=0.2)
 
 
-def test_steps_run_one_after_another_and_as_a_chain(text: Path, tmp_path: Path) -> None:
+def test_steps_and_the_chain(text: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    words = ["--tokenizer", tmp_path, "--text", text, "--sizes", "200KB", "600KB"]
+    words = ["--tokenizer", tmp_path, "--text", text, "--sizes", "200KB"]
     record = run(tmp_path, "corpus_steps", *words, "--steps", "extract", "tokenise", "chain")
-    small, large = ({step: figures(record, size, step) for step in ("tokenise", "chain")}
-                    for size in ("200KB", "600KB"))  # fmt: skip
-    for each in (small, large):
-        assert each["chain"]["tasks"] > 0 < each["tokenise"]["tasks"]  # CPU seconds
-    assert large["chain"]["bytes"] > 2 * small["chain"]["bytes"] > 0
+    found = {step: figures(record, "200KB", step) for step in ("extract", "tokenise", "chain")}
+    assert found["chain"]["tasks"] > 0 < found["tokenise"]["tasks"]  # CPU seconds
+    sizes = {each["bytes"] for each in found.values()}
+    assert sizes.pop() == pytest.approx(200_000, rel=0.3)
+    assert not sizes
+    assert corpus_steps.power({"tasks": 8, "bytes": 4}, {"tasks": 2, "bytes": 2}) == 2
 
 
-def test_a_step_over_the_limit_is_a_failure(text: Path, tmp_path: Path) -> None:
-    words = ["--text", text, "--steps", "dedup", "--sizes", "200KB", "--limit", "120MB"]
-    record = run(tmp_path, "corpus_steps", *words, status=1)
-    (only,) = record["contenders"]
-    assert only["reason"]
-    assert "dedup 200KB" in record["page"]
+def test_step_over_the_limit(text: Path, tmp_path: Path) -> None:
+    generate(tmp_path / "200KB" / "0", (text,), "200KB", 0)
+    given = {"steps": ["dedup"], "tokenizer": "", "evaluation": [], "limit": 120_000_000}
+    turn = corpus_steps.run(Rank(), "dedup", "200KB", str(tmp_path), given)
+    with pytest.raises(MemoryError):
+        turn()
+    left_out = {"group": "dedup", "name": "200KB", "first": "200KB", "reason": "out of memory"}
+    found = Results(corpus_steps.QUESTION, {"contenders": [left_out | {"facts": {}, "rounds": []}]})
+    assert "dedup 200KB" in corpus_steps.failure(found)
 
 
 # The generator
@@ -103,7 +113,7 @@ def test_the_5_grams_of_a_text_by_hand() -> None:
     assert five_grams("A\tb") == {"a b"}
 
 
-def test_near_duplicates_are_as_similar_as_said_and_all_others_stay_apart(corpus: Path) -> None:
+def test_near_duplicates_are_as_similar_as_said(corpus: Path) -> None:
     sets = {each["id"]: five_grams(each["text"]) for each in read(corpus / "shards")}
     truth = {each["id"]: each for each in read(corpus / "truth")}
     assert len(truth) == pytest.approx(0.05 * len(sets), abs=5)
@@ -119,7 +129,9 @@ def test_near_duplicates_are_as_similar_as_said_and_all_others_stay_apart(corpus
         assert len(one & other) < 0.5 * len(one | other)
 
 
-def test_bytes_depend_on_seed_and_shard_alone(made_up: Path, corpus: Path, tmp_path: Path) -> None:
+def test_generated_bytes_depend_on_seed_and_shard(
+    made_up: Path, corpus: Path, tmp_path: Path
+) -> None:
     generate(tmp_path / "again", (made_up,), "1.5MB")
     made = content(corpus)
     assert content(tmp_path / "again") == made
@@ -130,3 +142,68 @@ def test_bytes_depend_on_seed_and_shard_alone(made_up: Path, corpus: Path, tmp_p
     generate(tmp_path / "other", (made_up,), "900KB", seed=5)
     texts = [{each["text"] for each in read(tmp_path / n / "shards")} for n in ("small", "other")]
     assert not texts[0] & texts[1]
+
+
+# The exact join: all pairs, by brute force, and what it says of a run of the step.
+
+WORDS = [f"{a}{b}" for a in "bcdfgkl" for b in ("and", "est", "ill", "orn")]
+
+
+def draw_texts(count: int, seed: int) -> list[str]:
+    """Texts of few words, most of them an earlier text with some words replaced."""
+    draw, texts = random.Random(seed), []
+    for _ in range(count):
+        words = draw.choices(WORDS, k=draw.randint(1, 60))
+        if texts and draw.random() < 0.6:
+            words = draw.choice(texts).split()
+            for _ in range(draw.randint(0, 5)):
+                words[draw.randrange(len(words))] = draw.choice(WORDS)
+        texts.append(" ".join(words))
+    return texts
+
+
+@pytest.mark.parametrize("least", ["0.2", "0.7", "1"])
+@pytest.mark.parametrize("shingle", dedup.signatures.SHINGLES)
+def test_exact_pairs_are_those_of_brute_force(shingle: str, least: str) -> None:
+    for seed in range(8):
+        grams = exact_join.gram_sets(draw_texts(60, seed), shingle)
+        sets = [set(each.tolist()) for each in grams]
+        expected = {
+            (i, j)
+            for i in range(len(sets))
+            for j in range(i)
+            if len(sets[i] & sets[j]) >= Fraction(least) * len(sets[i] | sets[j])
+        }
+        assert expected
+        assert set(exact_join.exact_pairs(grams, Fraction(least))) == expected
+
+
+def test_exact_join_names_what_the_step_misses(tmp_path: Path) -> None:
+    records = [
+        {"text": text, "id": f"d{k:03}", "source": "ab"[k % 2]}
+        for k, text in enumerate(draw_texts(120, 1))
+    ]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+    words = {"input": (source,), "source_priority": ("b",), "workers": 1}
+    for name, bands, rows, status in (("many", 42, 3, 0), ("few", 1, 40, 1)):
+        kept, facts = tmp_path / name, tmp_path / f"{name}.json"
+        dedup.run(
+            dedup.Settings(output=kept, bands=bands, rows=rows, allow_large_removal=True, **words)
+        )
+        with pytest.raises(SystemExit) as end:
+            exact_join.main(["--input", str(source), "--kept", str(kept), "--json", str(facts)])
+        found = json.loads(facts.read_text())
+        assert end.value.code == status
+        assert found["documents"] == 120
+        assert bool(found["kept_by_step_alone"]) == bool(status)
+        assert found["kept_by_join_alone"] == []
+        assert found["kept_by_join"] < found["documents"] < found["pairs"] + 120
+
+
+def test_exact_join_refusals(tmp_path: Path) -> None:
+    same = write_jsonl(tmp_path / "in.jsonl", [{"text": text, "id": "x"} for text in ("a", "b")])
+    words = f"--input {same} --kept {tmp_path}"
+    assert refused(exact_join.main, words) == "--kept"
+    dedup.run(dedup.Settings(input=(same,), output=tmp_path / "out", workers=1))
+    error = refusal(partial(exact_join.main, f"{words}/out".split()))
+    assert field_of(error) == "--input"

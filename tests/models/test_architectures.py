@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.architectures import rows
+from tools.experiments.architectures import rows
 
 # Dense ones that are not, and what they are told.
 REFUSED = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.dropout_quality import quality
 from megatron.parallel.dropout import (
     CHUNK,
     STEPS,
@@ -28,6 +27,7 @@ from megatron.parallel.random import derive_seed
 from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import mesh_of_ranks
+from tools.experiments.dropout_quality import quality
 
 U32, U64 = 2**32, 2**64
 

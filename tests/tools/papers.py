@@ -1,14 +1,25 @@
-"""A small folder laid out as MEGATRON_TEST_DATA, of the English that Python itself holds."""
+"""A small folder laid out as MEGATRON_TEST_DATA, of the English that Python itself holds; and the
+experiments that read it, as their users start them."""
 
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import ModuleType
 from typing import Any
 
+import pytest
+
+from megatron.config.parse import parse
+from tools.experiments import runner
+from tools.experiments.runner import ROOT
 from tools.experiments.stages import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
 
 WIKITEXT = """
@@ -68,3 +79,29 @@ def write_folder(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content, encoding="utf-8")
     return folder
+
+
+def shell(*words: object) -> str:
+    """What bash prints with these words, in the root of the repository and with this Python first
+    on the path; it has to end well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{words}\n{ended.stdout[-2000:]}{ended.stderr[-3000:]}"
+    return ended.stdout
+
+
+def reused_stages(experiment: ModuleType, words: list[object]) -> int:
+    """How many stages the experiment reuses when its script has run with these flags."""
+    printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setattr(runner, "PYTHON", ROOT / ".venv" / "bin" / "python")  # as scripts have it
+        experiment.run(parse(experiment.Settings, [str(word) for word in words], {}))
+    printed.seek(0)
+    return printed.read().count("reused")

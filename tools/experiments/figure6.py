@@ -3,6 +3,11 @@
 Finished stages are reused.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +16,9 @@ from math import exp, hypot
 from operator import gt, lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import find_preset
 from megatron.data.files import write_atomically
@@ -139,9 +147,8 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
         ],
     )
     facts = {"machine": results.machine_facts(), "runs": runs}
-    results.write_results(output, "figure6", page, facts)
     write_atomically(output / "figure6.png", figures.picture(paint, "png"))
-    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure6.html')}"
+    return results.write_results(output, "figure6", page, facts)
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -301,3 +308,7 @@ def lambada_in_words(names: Sequence[str], records: Sequence[Facts]) -> str:
 def first_step(curve: Iterable[Sequence[float]], loss: float) -> float | None:
     """The first step of the curve with a loss as low as this."""
     return next((step for step, value in curve if value <= loss), None)
+
+
+if __name__ == "__main__":
+    main()

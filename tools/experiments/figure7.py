@@ -3,6 +3,11 @@
 Finished stages are reused.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +15,9 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import find_preset
 from megatron.config.pretrain import PretrainBertConfig
@@ -160,9 +168,8 @@ def report(settings: Settings, _: Stamps | None = None) -> str:
     )
     runs = [run for pair in pairs for run in pair]
     facts = {"machine": results.machine_facts(), "runs": runs}
-    results.write_results(output, "figure7", page, facts)
     write_atomically(output / "figure7.png", figures.picture(paint, "png", size))
-    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'figure7.html')}"
+    return results.write_results(output, "figure7", page, facts)
 
 
 def describe(settings: Settings, order: str, depth: int, rate: float) -> dict[str, Any]:
@@ -261,3 +268,7 @@ def columns(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]
 
 def drawn_losses(run: Facts) -> list[float]:
     return plot.smooth(columns(run["curve"])[1]) + columns(run["validation_curve"])[1]
+
+
+if __name__ == "__main__":
+    main()

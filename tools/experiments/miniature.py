@@ -3,11 +3,19 @@
 Finished stages are reused.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import find_preset
 from megatron.config.pretrain import PretrainBertConfig
@@ -148,8 +156,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
         paint = partial(plot.draw_losses, runs=runs, term=term)
         curves.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
     page = make_page(facts, curves)
-    results.write_results(output, "report", page, facts, indent=1)
-    return f"{page.markdown().decode()}\nopen {runner.to_open(output / 'report.html')}"
+    return results.write_results(output, "report", page, facts, indent=1)
 
 
 def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
@@ -296,3 +303,7 @@ def time_table(seconds: Mapping[str, float]) -> Table:
     planned = f"{sum(MINUTES.values()):g} min"
     rows.append(("in all", duration(sum(seconds.values())), planned))
     return Table(("stage", "took", "planned, on two cores"), rows, marked=[len(rows) - 1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,16 @@
 """Unpack some of RACE's passages from its archive: `python -m tools.experiments.passages`."""
 
 import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import tarfile
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.errors import UsageError

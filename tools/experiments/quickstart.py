@@ -3,12 +3,20 @@
 Finished stages are reused.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tyro
 
@@ -85,9 +93,7 @@ def run(settings: Settings) -> None:
     files = settings.vocab_file, settings.merge_file
     if files.count(None) == 1:
         raise UsageError("--vocab-file", files[0], f"given with --merge-file, now {files[1]}")
-    for flag, file in zip(("--vocab-file", "--merge-file"), files, strict=True):
-        if file is not None and not file.is_file():
-            raise UsageError(flag, file, "a file that exists")
+    runner.check_inputs(vocab_file=settings.vocab_file, merge_file=settings.merge_file)
     runner.run_experiment(settings, "the quickstart", list_stages, report, "report")
 
 
@@ -323,3 +329,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, float):
         return decimal(value, 4) if value < 100 else whole(value)
     return whole(value) if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.files import write_atomically
+from tools.experiments.runner import to_open
 from tools.report import plot
 from tools.report.numbers import decimal, percent, whole
 from tools.report.sections import Commands, Page, Part, Section, Table, Text
@@ -18,11 +19,12 @@ Facts = Mapping[str, Any]
 
 def write_results(
     output: Path, name: str, page: Page, facts: object, *, indent: int | None = None
-) -> None:
-    """NAME.json, NAME.md and NAME.html."""
+) -> str:
+    """Write NAME.json, NAME.md and NAME.html; returns the text, and the command to open it."""
     write_atomically(output / f"{name}.json", json.dumps(facts, indent=indent).encode() + b"\n")
     write_atomically(output / f"{name}.md", page.markdown())
     write_atomically(output / f"{name}.html", page.html())
+    return f"{page.markdown().decode()}\nopen {to_open(output / f'{name}.html')}"
 
 
 def curve(lines: Sequence[Facts], key: str) -> list[tuple[int, float]]:

@@ -26,12 +26,13 @@ from typing import Any, TypeVar
 from megatron.config.parse import parse, user_errors
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.files import sha256, write_atomically
-from megatron.errors import UsageError
+from megatron.errors import UsageError, flag
 from tools.layouts.processes import count_gpus
 from tools.report.numbers import duration, size
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(sys.executable)
+DATA = Path(os.environ.get("MEGATRON_TEST_DATA", "data"))  # files that cannot be generated here
 STAMPS = "stages"  # folder of the stamps and of the logs of failures
 OWNER = "owner"  # file in it that names the program whose folder it is
 RESULTS = (".json", ".md", ".html", ".png")  # endings of the files that a report writes
@@ -161,6 +162,12 @@ def python(
     )
 
 
+def call(module: str, function: str, *words: Word, **command: Any) -> Command:
+    """A command that calls a function of a module with the words. command: see `python`."""
+    text = f"import sys; from {module} import {function}; {function}(*sys.argv[1:])"
+    return python("-c", text, *words, **command)
+
+
 def torchrun(processes: Processes, *words: Word) -> Command:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
     return python(*launcher, processes.count, *words, threads=processes.threads)
@@ -183,6 +190,13 @@ def fit_processes(config: PretrainConfig, machine: Machine) -> Processes:
     micro_batch = gcd(config.training.micro_batch_size, batch // data)
     count = tensor * data
     return Processes(count, micro_batch, max(1, machine.cores // count))
+
+
+def check_inputs(**files: Path | None) -> None:
+    """Raises UsageError for the first setting whose file is missing. files: by setting."""
+    for name, path in files.items():
+        if path is not None and not path.is_file():
+            raise UsageError(flag(name), path, "a file that exists")
 
 
 def main(settings: type[S], run: Callable[[S], None], program: str, doc: str | None) -> None:

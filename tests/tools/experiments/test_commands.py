@@ -1,10 +1,14 @@
-"""The commands of scripts/paper: every one is one that its program takes, only what is compared
+"""The commands of experiments: every one is one that its program takes, only what is compared
 differs, and settings that cannot be run are refused."""
 
+import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,27 @@ import pytest
 
 from megatron.config.parse import parse, parse_call
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
+from megatron.data.indexed import IndexedDataset
 from tasks.main import find_module, split_task
+from tests.data.samples import write_data
 from tests.refusals import field_of, refusal
 from tests.tools.papers import write_folder, write_race
+from tools.convert_hf import export_model, import_model
 from tools.corpus.settings import parse_settings
 from tools.corpus.tokenize.settings import Settings as PreprocessSettings
-from tools.experiments import figure6, figure7, miniature, quickstart
+from tools.experiments import (
+    figure6,
+    figure7,
+    finetuning,
+    learning_curves,
+    lm_harness,
+    miniature,
+    quickstart,
+)
 from tools.experiments.passages import passages
 from tools.experiments.runner import ROOT, Command, Machine, Stage
 from tools.experiments.stages import FILES, LAMBADA, RACE_DEV, WIKITEXT103
+from tools.lm_harness import Settings as HarnessSettings
 from tools.train_tokenizer import train_tokenizer
 
 CPU = Machine(0, 2)
@@ -28,9 +44,16 @@ DATA = Path("/data")
 FIGURE7 = figure7.Settings(data=DATA, depths=(6, 12), rates=(2e-3, 5e-4))
 SIZES = ("2x64", "4x128", "6x256")
 UNCOMPARABLE = (("2x64",), ("2x64", "2x64"), ("4x128", "2x64"), ("2x64", "4-128"))
+PRETRAINING = {"pretrain_gpt2.py": PretrainGPT2Config, "pretrain_bert.py": PretrainBertConfig}
+SETTINGS = {
+    "tools/preprocess_data.py": PreprocessSettings,
+    "tools/lm_harness.py": HarnessSettings,
+}
 FUNCTIONS = {
     "tools/train_tokenizer.py": train_tokenizer,
     "tools.experiments.passages": passages,
+    "tools/convert_hf.py import": import_model,
+    "tools/convert_hf.py export": export_model,
 }
 
 
@@ -41,44 +64,52 @@ def experiments() -> dict[str, Sequence[Stage]]:
         "figure6": figure6.list_stages(figure6.Settings(data=DATA), CPU),
         "figure7": figure7.list_stages(FIGURE7, CPU),
         "figure7 without data": figure7.list_stages(replace(FIGURE7, data=None), CPU),
+        "learning_curves": learning_curves.list_stages(learning_curves.Settings(seeds=2), CPU),
+        "finetuning": finetuning.list_stages(finetuning.Settings(), CPU),
+        "lm_harness": lm_harness.list_stages(lm_harness.Settings(), CPU),
     }
 
 
 def program_of(command: Command) -> tuple[str, list[str], int]:
-    """(file or module, its arguments, processes)."""
+    """(file or module, its arguments, processes). Python code that trains counts as the program
+    whose flags it takes."""
     words, world = [*command.argv[1:], *command.tuning], 1
     if words[:2] == ["-m", "torch.distributed.run"]:
         world = int(words[words.index("--nproc-per-node") + 1])
         words = words[words.index("--nproc-per-node") + 2 :]
+    if words[0] == "-c" and re.search("pretrain_gpt2.py|train_transformers", words[1]):
+        return "pretrain_gpt2.py", words[2:], world
     if words[0] == "-m":
         words = words[1:]
+    elif words[0] == "tools/convert_hf.py":
+        words = [" ".join(words[:2]), *words[2:]]
     return words[0], words[1:], world
 
 
 def parse_command(command: Command) -> Any:
     """The settings that the program makes of the flags; an error if it refuses them."""
     program, flags, world = program_of(command)
-    if program in ("pretrain_gpt2.py", "pretrain_bert.py"):
-        config = PretrainGPT2Config if "gpt2" in program else PretrainBertConfig
-        settings = parse(config, flags, {})
+    if program in PRETRAINING:
+        settings = parse(PRETRAINING[program], flags, {})
         settings.check(world)
         return settings
     if program == "tasks/main.py":
         name, rest = split_task(flags)
         return parse(find_module(name).Settings, rest, {})
-    if program == "tools/preprocess_data.py":
-        return parse(PreprocessSettings, flags, {})
+    if program in SETTINGS:
+        return parse(SETTINGS[program], flags, {})
     if program == "tools/generate.py":
         return None  # it reads its checkpoint; the quickstart runs it whole
     if program.startswith("tools.corpus."):
         return parse_settings(program, flags)
+    if program == "-c":
+        module, name = re.search(r"from (\S+) import (\w+)", flags[0]).groups()
+        return signature(getattr(import_module(module), name)).bind(*flags[1:])
     return parse_call(FUNCTIONS[program], flags, {})
 
 
 @pytest.mark.parametrize("name", experiments())
-def test_every_command_is_one_that_its_program_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_commands_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The folders of what it writes exist, as in a run."""
     monkeypatch.chdir(tmp_path)
     Path("scripts").symlink_to(ROOT / "scripts")
@@ -96,6 +127,9 @@ def test_every_command_is_one_that_its_program_takes(
         values = [(r.model.residual_order, r.model.num_layers, r.optimizer.lr) for r in berts]
         both = [(depth, rate) for rate in FIGURE7.rates for depth in FIGURE7.depths]
         assert values == [(order, *each) for each in both for order in ("pre-ln", "post-ln")]
+    if name == "learning_curves":
+        seeds = [each.training.seed for each in parsed]
+        assert seeds == [1234] * (len(seeds) - 4) + [1, 1, 2, 2]
 
 
 def differing(one: Command, other: Command) -> set[str]:
@@ -104,7 +138,7 @@ def differing(one: Command, other: Command) -> set[str]:
     return {flag for flag, a, b in zip(ours, ours[1:], theirs[1:], strict=False) if a != b}
 
 
-def test_compared_runs_are_trained_and_evaluated_alike() -> None:
+def test_compared_runs_are_alike() -> None:
     pairs = [stage.commands for stage in experiments()["figure7"] if stage.is_parallel]
     assert pairs
     for one, other in pairs:
@@ -121,7 +155,7 @@ def test_compared_runs_are_trained_and_evaluated_alike() -> None:
             assert {f"{folder}/checkpoints", f"{folder}/{task}.json"} <= {*other.argv}
 
 
-def test_text_that_is_evaluated_on_is_not_trained_on() -> None:
+def test_evaluated_text_is_not_trained_on() -> None:
     clean = experiments()["miniature"][1]
     cut = next(c for c in clean.commands if c.argv[2] == "tools.corpus.decontaminate")
     flags = list(cut.argv)
@@ -130,7 +164,78 @@ def test_text_that_is_evaluated_on_is_not_trained_on() -> None:
     assert evaluated[2].startswith("runs/miniature/corpus/race-dev/")
 
 
-def test_missing_files_are_all_named_before_anything_is_written(tmp_path: Path) -> None:
+def stages_of(machine: Machine = CPU, **settings: Any) -> dict[str, Stage]:
+    """Of the quickstart."""
+    found = quickstart.list_stages(quickstart.Settings(**settings), machine)
+    return {stage.name: stage for stage in found}
+
+
+def test_quickstart_fits_its_processes() -> None:
+    for gpus, steps in ((0, 1), (2, 2600), (5, None), (8, 50)):
+        stage = stages_of(Machine(gpus, 16), train_iters=steps)["pretrain"]
+        program, flags, world = program_of(stage.commands[0])
+        config = parse(PretrainGPT2Config, flags, {})
+        config.check(world)
+        assert program == "pretrain_gpt2.py"
+        assert world == max(2, min(8, gpus // 2 * 2))
+        assert config.global_batch_size(world) == 4
+        assert config.training.train_iters == (steps or 2600)
+        assert config.logging.log_interval <= config.training.train_iters
+
+
+@pytest.mark.parametrize(("positions", "count"), [(256, 96), (64, 35), (20, 1)])
+def test_quickstart_samples_fit_the_model(tmp_path: Path, positions: int, count: int) -> None:
+    preset = tmp_path / "own.toml"
+    text = quickstart.Settings().preset.read_text()
+    for key in ("max_position_embeddings", "seq_length"):
+        text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {positions}", text)
+    preset.write_text(text)
+    argv = stages_of(preset=preset)["sample"].commands[0].argv
+    assert argv[argv.index("--max-new-tokens") + 1] == str(count)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [([200] * 19, None), ([200] * 10, 200), ([2000], 0), ([257] * 2, None), ([256] * 2, 256)],
+)
+def test_quickstart_checks_the_corpus_size(
+    tmp_path: Path, sizes: list[int], tokens: int | None
+) -> None:
+    """tokens: of the smaller part if it is too small."""
+    write_data(tmp_path / "data", [[1] * size for size in sizes])
+    data = IndexedDataset(str(tmp_path / "data"))
+    if tokens is None:
+        quickstart.check_corpus_size(data, 256)
+    else:
+        error = refusal(lambda: quickstart.check_corpus_size(data, 256))
+        assert field_of(error) == "corpus"
+        assert f" {tokens} tokens" in str(error)
+
+
+def test_quickstart_with_own_corpus_and_vocabulary(tmp_path: Path) -> None:
+    names = ("c", "v", "m")
+    corpus, vocabulary, merges = (tmp_path / name for name in names)
+    corpus.touch()
+    own = stages_of(corpus=corpus, vocab_file=vocabulary, merge_file=merges)
+    assert not own["corpus"].commands
+    assert not own["tokenizer"].commands
+    assert str(corpus) in own["clean"].commands[0].argv
+    assert str(vocabulary) in own["preprocess"].commands[0].argv
+    assert list(own) == list(stages_of())
+
+
+def test_quickstart_names_a_corpus_under_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "c.jsonl").touch()
+    monkeypatch.chdir(tmp_path / "mine")
+    for corpus, name in ((Path(), "mine"), (Path("c.jsonl"), "c.jsonl")):
+        argv = stages_of(corpus=corpus, json_key="body")["clean"].commands[0].argv
+        assert argv[argv.index("--source") + 1] == name
+
+
+def test_missing_files_are_all_named(tmp_path: Path) -> None:
     data, output = write_folder(tmp_path / "data"), tmp_path / "out"
     (data / LAMBADA).unlink()
     (data / RACE_DEV).write_bytes(b"")
@@ -144,9 +249,18 @@ def test_missing_files_are_all_named_before_anything_is_written(tmp_path: Path) 
     assert not output.exists()
 
 
-def test_a_script_helps_and_names_missing_files_before_anything_is_installed(
-    tmp_path: Path,
-) -> None:
+def test_experiment_started_in_another_folder(tmp_path: Path) -> None:
+    """Its commands, which run in the root of the repository, have the paths of that folder."""
+    (tmp_path / "text.bin").touch()
+    words = ["--plan-only", "--data-path", "text", "--output", "out"]
+    command = [sys.executable, str(ROOT / learning_curves.PROGRAM), *words]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f" --data-path {tmp_path}/text " in ended.stdout
+    assert f" --save {tmp_path}/out/runs/" in ended.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_scripts_before_anything_is_installed(tmp_path: Path) -> None:
     # A copy without scripts/setup.sh could install nothing.
     for name in ("quickstart.sh", "test.sh", "paper/miniature.sh", "paper/start.sh"):
         copy = tmp_path / "scripts" / name
@@ -178,18 +292,37 @@ def test_a_script_helps_and_names_missing_files_before_anything_is_installed(
         (figure6, {"sizes": ("2x64", "4x130")}, "--num-attention-heads"),
         (figure7, {"depths": (6, 6)}, "--depths"),
         (figure7, {"rates": ()}, "--rates"),
+        (learning_curves, {"runs": ("no such run",)}, "--runs"),
+        (learning_curves, {"data_path": Path("none")}, "--data-path"),
+        (finetuning, {"train_data": Path("none")}, "--train-data"),
+        (lm_harness, {"wikitext_data": Path("none")}, "--wikitext-data"),
+        (quickstart, {"corpus": Path("none")}, "corpus"),
+        (quickstart, {"vocab_size": 256}, "--vocab-size"),  # no room for the bytes
+        (quickstart, {"vocab_file": Path("vocab.json")}, "--vocab-file"),  # alone
+        (quickstart, {"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size"),
     ],
 )
-def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(
-    tmp_path: Path, experiment: Any, changes: Mapping[str, Any], field: str
-) -> None:
-    data, output = write_folder(tmp_path / "data"), tmp_path / "out"
-    settings = experiment.Settings(data=data, output=output, **changes)
+def test_refusals(tmp_path: Path, experiment: Any, changes: Mapping[str, Any], field: str) -> None:
+    """Before anything is written."""
+    output, given = tmp_path / "out", {}
+    if experiment in (miniature, figure6, figure7):
+        given = {"data": write_folder(tmp_path / "data")}
+    elif experiment is lm_harness:
+        given = {"lambada_data": Path(__file__)}
+    settings = experiment.Settings(**{"output": output, **given, **changes})
     assert field_of(refusal(lambda: experiment.run(settings))) == field
     assert not output.exists()
 
 
-def test_fewer_passages_are_part_of_more_and_of_both_levels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["", '{"body": 1}\n{}\n'])
+def test_quickstart_refuses_a_corpus_without_text(tmp_path: Path, content: str) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text(content)
+    settings = quickstart.Settings(corpus=corpus, output=tmp_path / "out")
+    assert field_of(refusal(lambda: quickstart.run(settings))) == "corpus"
+
+
+def test_fewer_passages_are_part_of_more(tmp_path: Path) -> None:
     archive = tmp_path / "race.tar.xz"
     write_race(archive, "RACE/train", iter(["text"] * 40))
     unpacked = {}

@@ -1,23 +1,33 @@
-"""Reports of scripts/paper, of made-up numbers: tables, facts, files."""
+"""Reports of experiments, of made-up numbers: tables, facts, files."""
 
 import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from math import log, nan
+from math import nan
 from operator import lt
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.paper import compare
 from tests.refusals import refusal
 from tests.tools.experiments.test_commands import SIZES
-from tools.experiments import figure6, figure7
+from tests.tools.report.pages import HOSTILE, ParsedPage
+from tools.corpus.files import Count, DocumentCounts
+from tools.experiments import (
+    architectures,
+    dropout_quality,
+    figure6,
+    figure7,
+    learning_curves,
+    lm_harness,
+    quickstart,
+)
 from tools.experiments.miniature import judge_race
+from tools.experiments.runner import StageError
+from tools.report.sections import Figure
 
-PARAMETERS = 1_000_000
 PNG = b"\x89PNG\r\n\x1a\n"
 CHECK = {"step": 1000, "validation_mlm_loss": 3.5, "validation_sop_loss": 0.6}
 
@@ -26,9 +36,7 @@ CHECK = {"step": 1000, "validation_mlm_loss": 3.5, "validation_sop_loss": 0.6}
     ("accuracy", "questions", "is_chance"),
     [(0.26, 4000, True), (0.27, 4000, False), (0.20, 400, True)],
 )
-def test_chance_is_told_from_more_than_two_standard_errors(
-    accuracy: float, questions: int, is_chance: bool
-) -> None:
+def test_chance_is_two_standard_errors(accuracy: float, questions: int, is_chance: bool) -> None:
     text = judge_race({"accuracy": accuracy, "questions": questions})
     assert (": above chance" in text) != is_chance
 
@@ -51,7 +59,7 @@ def trained_figure7(
     (folder / "run.json").write_text(json.dumps({"parameters": 1000 * run[1]}))
 
 
-def test_figure_7_has_a_line_for_each_rate_and_depth_and_pictures(tmp_path: Path) -> None:
+def test_figure_7_rows(tmp_path: Path) -> None:
     settings = figure7.Settings(output=tmp_path, rates=(2e-3, 5e-4), depths=(6, 48))
     for rate, depth in product(settings.rates, settings.depths):
         for order, end in (("pre-ln", 3.0), ("post-ln", 3.0 + depth / 10)):
@@ -70,7 +78,7 @@ def test_figure_7_has_a_line_for_each_rate_and_depth_and_pictures(tmp_path: Path
     assert "<svg" in (tmp_path / "figure7.html").read_text()
 
 
-def test_figure_7_draws_a_run_that_diverges_before_its_first_evaluation(tmp_path: Path) -> None:
+def test_figure_7_with_a_diverged_run(tmp_path: Path) -> None:
     settings = figure7.Settings(output=tmp_path, depths=(6,))
     ended = {"step": 1000, "ended": figure7.DIVERGED, "exit_code": 1}
     trained_figure7(settings, ("pre-ln", 6, 1e-3), 3.0, CHECK)
@@ -81,7 +89,7 @@ def test_figure_7_draws_a_run_that_diverges_before_its_first_evaluation(tmp_path
     assert [run["train_loss"] for run in runs] == [5, None]
 
 
-def test_a_last_evaluation_that_is_not_finite_is_no_number(tmp_path: Path) -> None:
+def test_last_evaluation_is_not_finite(tmp_path: Path) -> None:
     settings, run = figure7.Settings(output=tmp_path), ("pre-ln", 6, 2e-3)
     last = {"step": 1000, "validation_mlm_loss": None, "validation_sop_loss": None}
     trained_figure7(settings, run, 3.0, CHECK, last)
@@ -91,69 +99,136 @@ def test_a_last_evaluation_that_is_not_finite_is_no_number(tmp_path: Path) -> No
     assert facts["validation_curve"] == [(1000, 3.5)]
 
 
-def evaluated(task: str, **figures: Any) -> dict[str, Any]:
-    """A record of tasks/main.py."""
-    return {
-        "task": task,
-        "paper": compare(task, {"this_model": figures}, PARAMETERS),
-        "conventions": dict.fromkeys(figures, "by a convention"),
-        "model": {"parameters": PARAMETERS, "hidden_size": 10, "vocab_size": 400,
-                  "max_position_embeddings": 100},
-        "data": [{"file": "/somewhere/else/file", "sha256": "0"}],
-        "command": ["tasks/main.py", "--load", "/somewhere/else"],
-        "checkpoint": "/somewhere/else/checkpoints",
-        **figures,
-    }  # fmt: skip
-
-
-def trained_figure6(folder: Path, losses: Sequence[float], words: float, share: float) -> None:
-    """A run of one size; losses: of the evaluations at steps 100, 200, ..."""
-    lines: list[dict[str, Any]] = [{"step": 0, "started": "now"}]
-    for number, loss in enumerate(losses, start=1):
-        step = {"step": 100 * number, "samples": 400 * number}
-        lines.append({**step, "loss": loss - 0.5, "elapsed_seconds": 60.0 * number})
-        lines.append({**step, "validation_loss": loss})
-    write_lines(folder / "metrics.jsonl", lines)
-    (folder / "run.json").write_text(json.dumps({"parameters": PARAMETERS, "device": "cpu"}))
-    records = {
-        "wikitext103": evaluated("WIKITEXT103", word_perplexity=words, window=256, stride=64,
-                                 num_original_tokens=217_642),
-        "lambada": evaluated("LAMBADA", strict_accuracy=share, last_word_perplexity=9 * words,
-                             num_examples=500),
-    }  # fmt: skip
-    for task, record in records.items():
-        (folder / f"{task}.json").write_text(json.dumps(record))
-
-
-def test_figure_6_has_the_numbers_of_each_size_and_no_path_of_the_machine(tmp_path: Path) -> None:
-    """Larger is better, but for LAMBADA between the first two."""
-    folders = [tmp_path / "runs" / name for name in SIZES]
-    trained_figure6(folders[0], [log(800), log(600), log(500)], 9000, 0.01)
-    trained_figure6(folders[1], [log(900), log(450), log(400)], 7000, 0.012)
-    trained_figure6(folders[2], [log(700), log(420), log(300)], 6000, 0.1)
-    figure6.report(figure6.Settings(data=tmp_path, output=tmp_path))
-    text = (tmp_path / "figure6.json").read_text()
-    assert "somewhere" not in text
-    runs = json.loads(text)["runs"]
-    assert [run["name"] for run in runs] == list(SIZES)
-    ends = [run["validation_perplexity"] for run in runs]
-    assert ends == [pytest.approx(each) for each in (500, 400, 300)]
-    assert runs[0]["lambada"]["data"] == [{"file": "file", "sha256": "0"}]
-    page = (tmp_path / "figure6.md").read_text()
-    assert all(each in page for each in ("500.00", "400.00", "300.00", "10.0 %"))
-    assert (tmp_path / "figure6.png").read_bytes()[:8] == PNG
-
-
-def test_an_order_is_broken_if_a_larger_model_is_no_better() -> None:
+def test_order_of_sizes() -> None:
     for values, count in (([3, 2, 1], 0), ([300, 300, 310], 2), ([3, 2, nan], 1)):
         assert len(figure6.disordered(SIZES, values, lt)) == count
     curve = [(100, 6.0), (200, 4.0), (300, 3.0)]
     assert [figure6.first_step(curve, loss) for loss in (6.5, 4.0, 2.0)] == [100, 200, None]
 
 
-def test_a_run_without_an_evaluation_is_refused(tmp_path: Path) -> None:
-    trained_figure6(tmp_path / "2x64", [], 1.0, 0.0)
+def test_run_without_an_evaluation(tmp_path: Path) -> None:
+    write_lines(tmp_path / "2x64" / "metrics.jsonl", [{"step": 0, "started": "now"}])
     refusal(partial(figure6.describe, tmp_path / "2x64"))
     settings, run = figure7.Settings(output=tmp_path), ("pre-ln", 6, 2e-3)
     trained_figure7(settings, run, 3.0)
     refusal(partial(figure7.describe, settings, *run))
+
+
+def test_quickstart_page() -> None:
+    counted = {"documents": 2, "bytes": 20}
+    read, lost = Count(3, 40), Count(1, 10)  # of 20 bytes left; the other 10 were cut
+    counts = DocumentCounts({"a": read}, {"a": Count(2, 20)}, {HOSTILE: {"a": lost}})
+    step = {**counts.to_json(), "bad_lines": []}
+    clean = {**step, "repaired": 1, "unit_of_length": "pieces"}
+    names = ("token", "bigram", "unigram", "word")
+    facts = {
+        "corpus": {"clean": clean, "split": {**step, "sides": {"train": counted}}},
+        "layout": {"device": "cpu", "tensor_parallel_size": 2, "data_parallel_size": 1},
+        "seconds": {"clean": 1.5},
+        "training": {"steps": 3, "tokens_per_second": 7.5, "compiled": True},
+        "evaluation": {
+            **{f"{name}_perplexity": 7.0 for name in names},
+            **dict.fromkeys(("bits_per_byte", "xz_bits_per_byte", "cloze_accuracy"), 0.5),
+            **dict.fromkeys(("tokens", "words", "bytes"), 9),
+        },
+        "samples": [{"prompt": HOSTILE, "text": HOSTILE + HOSTILE}],
+        "commands": {"clean": [HOSTILE], "tokenizer": []},
+    }
+    page = quickstart.make_page(facts, Figure("<svg></svg>"), Path("runs"))
+    assert ParsedPage(page.html()).text.count(HOSTILE) == 5
+    text = page.markdown().decode()
+    assert "| **Raw** | **3** | **40 B** |" in text
+    assert " | \N{MINUS SIGN}10 B | 25.00 % |\n" in text
+
+
+def compared(first: Sequence[float], own: Sequence[float], **facts: Any) -> dict[str, Any]:
+    """The second of two runs of learning_curves with these losses. facts: of the second."""
+    run = {"group": "layouts", "name": "own", "tolerance": None, "rates": [0.1]}
+    found = {**run, "losses": own, **facts}
+    learning_curves.compare(found, {**run, "losses": first})
+    return found
+
+
+def test_gaps_of_learning_curves() -> None:
+    serial = [8.0 - 0.01 * step for step in range(200)]
+    own = compared(serial, [x + (0.5 if k == 49 else 0.001) for k, x in enumerate(serial)])
+    table = learning_curves.table([own])
+    row = dict(zip(table.head, table.rows[0], strict=True))
+    shown = {"": "own", "first loss": "8.001", "last loss": "6.0110"}
+    shown |= {"largest gap": "5.0e-01", "at step": "50", "mean gap": "3.5e-03"}
+    assert row == shown
+    assert "5.0e-01" in learning_curves.lead([own], 200)
+    with pytest.raises(StageError):
+        compared(serial, serial, rates=[0.1 + 1e-6])
+
+
+@pytest.mark.parametrize(
+    ("gaps", "outside"),
+    [((0.015, 0.002), False), ((0.017, 0.0), True), ((0.005, 0.005), True)],
+    ids=["within", "largest", "mean"],
+)
+def test_tolerance_of_learning_curves(gaps: tuple[float, float], outside: bool) -> None:
+    """gaps: of one step in 100, and of the others; in bf16."""
+    bf16 = [5.0 + gaps[0]] + [5.0 + gaps[1]] * 99
+    found = compared([5.0] * 100, bf16, tolerance=learning_curves.TOLERANCES["bf16"])
+    assert (found["share"] > 1) is outside
+
+
+def write_curve(settings: learning_curves.Settings, losses: dict[str, float]) -> None:
+    """Runs of dropout 0 with a loss each, by name; the first is what others are compared with."""
+    for run in learning_curves.chosen_runs(settings):
+        line = {"step": 1, "loss": losses[run.name], "lr": 0.1}
+        folder = learning_curves.folder_of(settings, run)
+        write_lines(folder / "metrics.jsonl", [line, {"step": 1, "ended": "train_iters"}])
+
+
+def test_learning_curves_that_fail(tmp_path: Path) -> None:
+    names = ("fp32, t = 1", "bf16, t = 1")
+    settings = learning_curves.Settings(output=tmp_path, steps=1, runs=names)
+    write_curve(settings, dict.fromkeys(names, 5.0))
+    learning_curves.report(settings)
+    write_curve(settings, dict(zip(names, (5.0, 5.1), strict=True)))
+    with pytest.raises(StageError):
+        learning_curves.report(settings)
+    for run in learning_curves.chosen_runs(settings):
+        file = learning_curves.folder_of(settings, run) / "metrics.jsonl"
+        file.write_text(file.read_text().splitlines()[0])
+    refusal(lambda: learning_curves.report(settings))  # a run is not complete
+
+
+def test_dropout_quality(tmp_path: Path) -> None:
+    settings = dropout_quality.Settings(rows=512, columns=64, output=tmp_path)
+    text = dropout_quality.report(settings)
+    found = json.loads((tmp_path / "dropout_quality.json").read_text())
+    assert all(f"| {name} | {value:+.2f} |" in text for name, value in found.items())
+
+
+def test_lm_harness_that_differs(tmp_path: Path) -> None:
+    def write(accuracy: float) -> None:
+        own = {"strict_accuracy": accuracy, "last_word_perplexity": 9.0}
+        pages = {"word_perplexity_per_document": 9.0, "bits_per_byte_per_document": 2.0}
+        theirs = {task: {} for task in lm_harness.TASKS}
+        for task, ours, name in lm_harness.FIGURES.values():
+            theirs[task][name] = {**own, **pages, "strict_accuracy": 0.5}[ours]
+        records = {"lambada": own, "wikitext103": pages, "harness": {"results": theirs}}
+        for name, record in {**records, "harness_exported": {"results": theirs}}.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(record))
+
+    settings = lm_harness.Settings(output=tmp_path)
+    write(0.5)
+    assert "0.5000" in lm_harness.report(settings)
+    write(0.502)
+    with pytest.raises(StageError):
+        lm_harness.report(settings)
+
+
+def test_architectures(tmp_path: Path) -> None:
+    row = partial(architectures.Row, difference=1e-15, shares=(0.5, 0.25))
+    rows = [row("one", "exact"), row("one", "exact", changes='"a": 1')]
+    rows.append(architectures.Row("two", "refused", f"{architectures.NO_LAYER}mixers"))
+    text = architectures.report(rows, ["three"], architectures.Settings(output=tmp_path))
+    assert "1 of 1 dense architectures" in text
+    assert '| one | "a": 1 | exact | 1e-15 | 50 % | 25 % |' in text
+    assert "three" in text
+    found = json.loads((tmp_path / "architectures.json").read_text())
+    assert [each["outcome"] for each in found] == ["exact", "exact", "refused"]

@@ -82,7 +82,7 @@ def failure(stage: Stage, output: Path) -> str:
     return str(caught.value)
 
 
-def test_a_stage_runs_again_if_it_changed_and_with_it_all_later_ones(tmp_path: Path) -> None:
+def test_changed_stages_run_again(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.write_text("1")
     stages = [fake(out, "a", "x", inputs=(source,)), fake(out, "b", "x"), fake(out, "c", "x")]
@@ -96,7 +96,7 @@ def test_a_stage_runs_again_if_it_changed_and_with_it_all_later_ones(tmp_path: P
     assert ran(changed, out) == ["a", "b", "c"]
 
 
-def test_a_failure_names_stage_cause_and_command_without_a_traceback(
+def test_failure_names_stage_cause_and_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log's name is one that can be opened in the current folder."""
@@ -115,7 +115,7 @@ def test_a_failure_names_stage_cause_and_command_without_a_traceback(
     assert to_open(ROOT / "runs" / "report.html") == f"{ROOT}/runs/report.html"
 
 
-def test_a_failure_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=4096)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     program = f"raise OSError({errno.ENOSPC}, 'No space left on device')"
@@ -123,7 +123,7 @@ def test_a_failure_on_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.M
     assert all(text in message for text in ("stage a", "No space left", "4.1 kB", str(tmp_path)))
 
 
-def test_a_stage_that_leaves_nothing_or_cannot_succeed_has_failed(tmp_path: Path) -> None:
+def test_stage_that_leaves_nothing(tmp_path: Path) -> None:
     stage = Stage(name="a", commands=(script(""),), outputs=(tmp_path / "a",))
     assert str(tmp_path / "a") in failure(stage, tmp_path)
 
@@ -159,13 +159,11 @@ def test_a_stage_that_leaves_nothing_or_cannot_succeed_has_failed(tmp_path: Path
         ("warm\n" + KILLED.partition("E1128")[0], "warm"),
     ],
 )
-def test_the_cause_is_the_first_error_and_not_the_launchers_summary(
-    tail: str, expected: str
-) -> None:
+def test_cause_is_the_first_error(tail: str, expected: str) -> None:
     assert cause(tail.encode(), 3).endswith(expected)
 
 
-def test_fresh_deletes_only_what_the_stages_wrote(tmp_path: Path) -> None:
+def test_fresh_deletes_only_outputs(tmp_path: Path) -> None:
     out, foreign = tmp_path / "run", tmp_path / "foreign"
     ran([fake(out, "a", "x"), fake(out, "b", "x")], out)
     result = out / "report.html"
@@ -184,9 +182,7 @@ def test_fresh_deletes_only_what_the_stages_wrote(tmp_path: Path) -> None:
     assert field_of(refusal(lambda: run_stages([], out, "another", fresh=True))) == "--output"
 
 
-def test_a_fresh_start_that_was_cut_short_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it ends while it removes files."""
     stages, whole = [fake(tmp_path, "a", "x")], runner.remove
     ran(stages, tmp_path)
@@ -206,9 +202,7 @@ def test_a_fresh_start_that_was_cut_short_can_be_repeated(
     assert ran(stages, tmp_path) == ["a"]
 
 
-def test_parallel_commands_run_at_the_same_time_and_are_labelled(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_parallel_commands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Each waits for the other's file, which one after the other would never come.
     text = (
         "import pathlib, sys, time; mine, other = map(pathlib.Path, sys.argv[1:]); mine.touch()\n"
@@ -225,9 +219,7 @@ def test_parallel_commands_run_at_the_same_time_and_are_labelled(
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_the_first_failure_ends_the_commands_beside_it_unless_it_is_accepted(
-    tmp_path: Path, accepted: bool
-) -> None:
+def test_first_failure_ends_parallel_commands(tmp_path: Path, accepted: bool) -> None:
     fails = replace(script("import sys; sys.exit(3)"), accepts=lambda s: s == 3 and accepted)
     out = tmp_path / "out"
     wait = "" if accepted else "import time; time.sleep(6000)\n"
@@ -248,7 +240,7 @@ def test_the_first_failure_ends_the_commands_beside_it_unless_it_is_accepted(
         ("", 2, False),
     ],
 )
-def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
+def test_diverged_training_is_a_result(
     tmp_path: Path, word: str, status: int, expected: bool
 ) -> None:
     settings = replace(FIGURE7, output=tmp_path)
@@ -270,13 +262,13 @@ def test_a_training_that_diverges_is_a_result_and_one_that_fails_is_none(
         (8, 8, Processes(8, 1, 1)),
     ],
 )
-def test_gpus_are_used_if_one_model_fits(gpus: int, cores: int, expected: Processes) -> None:
+def test_gpus_that_are_used(gpus: int, cores: int, expected: Processes) -> None:
     flags = ["--preset", "quickstart", "--tensor-model-parallel-size", 2]
     config = parse_training(PretrainGPT2Config, flags)
     assert fit_processes(config, Machine(gpus, cores)) == expected
 
 
-def test_hidden_gpus_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert count_gpus() == 0  # without nvidia-smi
     (tmp_path / "nvidia-smi").touch(0o755)

@@ -11,22 +11,36 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
-from benchmarks.report import Results
+from megatron.config.parse import parse, user_errors
+from megatron.errors import UsageError
 from megatron.parallel import dropout
 from megatron.parallel.dropout import fold, head_keys, layer_key, row_keys
+from tools.experiments import results
+from tools.experiments.runner import ROOT
+from tools.report.sections import Page, Section, Table
 
-P, UNIT = 0.1, "standard deviations"
+P = 0.1  # of dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    rows: int = 8192
+    """Rows of the masks: a multiple of 256, at least 512; masks of attention have 1024 times as
+    many elements."""
+    columns: int = 4096
+    """Columns of the masks of hidden states."""
+    output: Path = ROOT / "runs" / "dropout_quality"
+    """Folder for the result."""
 
 
 def kept(keys: Tensor, columns: int) -> Tensor:
@@ -71,22 +85,28 @@ def quality(rows: int, columns: int) -> dict[str, float]:
     return {name: float(each) for name, each in found.items()}
 
 
-def contender(rank: Rank, rows: int, columns: int) -> Turn:
-    return lambda: quality(rows, columns)
+def main() -> None:
+    with user_errors({}):
+        settings = parse(Settings, sys.argv[1:], {}, description=__doc__ or "")
+        if settings.rows % 256 or settings.rows < 512:
+            raise UsageError("--rows", settings.rows, "a multiple of 256 from 512 on")
+        print(report(settings))
 
 
-def contenders(flags: Flags, rows: int = 8192, columns: int = 4096) -> Iterator[Contender]:
-    """Compute the figures; attention masks have 1024 x rows elements."""
-    yield Contender(UNIT, contender, {"rows": rows, "columns": columns}, threads=2)
+def report(settings: Settings) -> str:
+    """Write dropout_quality.json, .md and .html; returns the text."""
+    found = quality(settings.rows, settings.columns)
+    worst = max(map(abs, found.values()))
+    title = f"{settings.rows} x {settings.columns} elements, p = {P}"
+    rows = [(name, f"{value:+.2f}") for name, value in found.items()]
+    page = Page(
+        "How random dropout by coordinates is",
+        f"None of the figures is further than {worst:.1f} standard deviations from independent "
+        "draws.",
+        [Section("Figures", [Table((title, "standard deviations"), rows)])],
+    )
+    return results.write_results(settings.output, "dropout_quality", page, found, indent=1)
 
-
-def result(found: Results) -> str:
-    worst = max(abs(found.median("", UNIT, title)) for title in found.columns)
-    return f"None of the figures is further than {worst:.1f} {UNIT} from independent draws."
-
-
-COLUMNS = [Column(name, name, "{:+.2f}") for name in quality(512, 4)]  # a moment's work
-QUESTION = Question(contenders, COLUMNS, result, rounds=1, warm_up=0, picture="")
 
 if __name__ == "__main__":
-    QUESTION.run()
+    main()

@@ -1,13 +1,20 @@
-"""Pages of tools.report: texts stay texts, in HTML and in Markdown; figures and their curves."""
+"""Pages of tools.report: texts stay texts, in HTML and in Markdown; figures, numbers, and the
+losses of several runs in one picture."""
 
+import json
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.config.parse import parse_call
+from tests.refusals import refused
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.report import numbers
 from tools.report.figures import PALETTE, draw, picture
-from tools.report.plot import draw_losses, smooth
+from tools.report.plot import draw_losses, plot, smooth
 from tools.report.sections import (
     Beside,
     Commands,
@@ -33,7 +40,7 @@ def everything(text: str) -> Page:
     return Page(text, text, [Section(text, parts)], [Number(text, text, text)])
 
 
-def test_every_text_of_a_page_is_shown_as_it_is() -> None:
+def test_texts_are_escaped() -> None:
     page = ParsedPage(everything(HOSTILE).html())
     assert page.text.count(HOSTILE) == 23
     assert {"table", "svg", "mark", "details", "pre"} <= page.tags
@@ -53,7 +60,7 @@ def test_invalid_unicode_is_shown_as_a_question_mark() -> None:
     assert "half ? of a pair" in ParsedPage(Page("t", "half \ud800 of a pair", []).html()).text
 
 
-def test_a_figure_has_the_colours_of_the_page() -> None:
+def test_figure_has_the_colours_of_the_page() -> None:
     lines = [{"step": step, "loss": 9 / step, "validation_loss": None} for step in range(1, 9)]
     lines.append({"step": 8, "validation_loss": 2.0})
     figure = draw(lambda axes: draw_losses(axes, {"run": lines}))
@@ -91,5 +98,27 @@ def test_smoothing_keeps_lines_and_averages_noise() -> None:
         (numbers.duration(7200), "2.0 h"),
     ],
 )
-def test_a_number_is_shown_in_the_unit_that_a_reader_wants(shown: str, expected: str) -> None:
+def test_numbers(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def write_losses(folder: Path, terms: tuple[str, ...]) -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "device": "cpu"}]
+    lines += [{"step": k, **dict.fromkeys(terms, 9 / k)} for k in (1, 2, 3)]
+    lines += [{"step": 3, **{f"validation_{term}": 3.5 for term in terms}}]
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_plot_of_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_losses(Path("gpt2"), ("loss",))
+    write_losses(Path("bert"), ("loss", "mlm_loss"))
+    write_losses(Path("other/bert"), ("loss",))
+    plot((Path("gpt2"), Path("bert/metrics.jsonl"), Path("other/bert")), Path("new/losses.svg"))
+    labels = re.findall(r">([\w/]+, \w+)</text>", Path("new/losses.svg").read_text())
+    names, kinds = ("gpt2", "bert", "other/bert"), ("training", "validation")
+    assert labels == [f"{name}, {kind}" for name in names for kind in kinds]
+    for words in ("gpt2 --output loss.png --term mlm_loss", "bert --output a.png --term step"):
+        assert refused(lambda given: parse_call(plot, given, {})(), words) == "--term"
+    assert refused(lambda given: parse_call(plot, given, {})(), "gpt2 --output a.gif") == "--output"

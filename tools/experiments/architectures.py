@@ -5,35 +5,34 @@ tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmo
 tools.prove_plan does. Those with few key/value heads have 2, so 4 ranks share them.
 """
 
-from __future__ import annotations
-
 import sys
 
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
-import json as json_library
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import tyro
-
-from megatron.data.files import write_atomically
+from megatron.config.parse import parse, user_errors
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
+from tools.experiments import results
+from tools.experiments.runner import ROOT
+from tools.report.numbers import percent
+from tools.report.sections import Page, Section, Table
 
 SIZES = (2, 4)
 MASKED = "masked words"
 NO_LAYER = "no layer here cuts "
 UNGROUPED = ("esmc",)  # keys and values have as many heads as queries
-NOTES = "\n## Notes\n"
-
 
 # Two unusual variants of config.json for each dense architecture: fewer key/value heads, biases,
 # norms of heads, tied and untied output layers, scaling, windows, partial rotary embeddings, and
@@ -190,6 +189,12 @@ METHOD = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    output: Path = ROOT / "runs" / "architectures"
+    """Folder for the result."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Result of an architecture; difference and shares (of matmul FLOPs) only if it is exact."""
@@ -230,8 +235,8 @@ def architectures() -> tuple[dict[tuple[str, str], HuggingFaceConfig], list[str]
                 continue
             full_name = f"{name}, {MASKED}" if is_masked else name
             for changes in ({}, *UNUSUAL.get(name, ())):
-                text = json_library.dumps(described(name) | dict(changes))
-                said = json_library.dumps(changes)[1:-1]
+                text = json.dumps(described(name) | dict(changes))
+                said = json.dumps(changes)[1:-1]
                 found[full_name, said] = kind(hf_model=name, hf_config=text)
     return found, without
 
@@ -314,63 +319,45 @@ def result(found: list[Row]) -> str:
     )
 
 
-def page_of(found: list[Row], without: list[str], old: str) -> str:
-    """old: the previous page; its text below "## Notes" is kept."""
-    from benchmarks.report import command, commit, markdown, processor
-
-    def table(rows: list[Row], first: Callable[[Row], list[str]], names: list[str]) -> str:
-        header = [*names, "outcome", "largest difference", *shares, "reason"]
-        lines = [
-            [
-                *first(row),
-                row.outcome,
-                "" if row.difference is None else f"{row.difference:.0e}",
-                *([f"{share:.0%}" for share in row.shares] or [""] * len(SIZES)),
-                row.reason.replace("|", "/"),
-            ]
-            for row in sorted(rows, key=lambda row: (row.outcome, row.name))
-        ]
-        return markdown(header, lines)
-
-    import torch
-    import transformers
-
-    shares = [f"matmul FLOPs of a rank, t = {size}" for size in SIZES]
+def report(found: Sequence[Row], without: Sequence[str], settings: Settings) -> str:
+    """Write architectures.json, .md and .html; returns the text. without: names of architectures
+    that have no plan."""
     plain, unusual = ([row for row in found if bool(row.changes) is each] for each in (False, True))
-    parts = [
-        "# Unmodified models of transformers, cut by their plans",
-        result(found),
-        f"    {command()}",
-        f"commit {commit()}, {processor()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-        " ".join((__doc__ or "").split()),
-        table(plain, lambda row: [row.name], ["architecture"]),
-        *METHOD,
-        "Unusual configurations, by what config.json has in place of its defaults:",
-        table(unusual, lambda row: [row.name, row.changes], ["architecture", "config.json"]),
-        f"Without a plan, where `--plan FILE.toml` says how they are cut: {', '.join(without)}.",
-    ]
-    notes = old.partition(NOTES)[2].strip()
-    speed = "How fast they train: [huggingface_speed.md](huggingface_speed.md)."
-    return "\n\n".join([*parts, speed]) + "\n" + (f"{NOTES}\n{notes}\n" if notes else "")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    page = Page(
+        "Unmodified models of transformers, cut by their plans",
+        result(list(found)),
+        [
+            Section("Architectures", [table(plain), *METHOD]),
+            Section("Unusual configurations", [table(unusual)]),
+            Section(
+                "Without a plan",
+                [f"`--plan FILE.toml` says how these are cut: {', '.join(without)}.", versions],
+            ),
+        ],
+    )
+    rows = [vars(row) for row in found]
+    return results.write_results(settings.output, "architectures", page, rows, indent=1)
 
 
-def main(*, page: Path | None = None, json: Path | None = None) -> None:
-    """Prove the plans of all architectures of transformers that have one, with tiny models.
+def table(rows: Sequence[Row]) -> Table:
+    """By outcome. Unusual configurations have what config.json has in place of its defaults."""
+    flops = [f"matmul FLOPs of a rank, t = {size}" for size in SIZES]
+    head = ("architecture", "config.json", "outcome", "largest difference", *flops, "reason")
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.outcome, row.name)):
+        difference = "" if row.difference is None else f"{row.difference:.0e}"
+        shares = [percent(share, 0) for share in row.shares] or [""] * len(SIZES)
+        lines.append((row.name, row.changes, row.outcome, difference, *shares, row.reason))
+    return Table(head, lines, left=(0, 1, 2, len(head) - 1))
 
-    Args:
-        page: The page to write; its text below "## Notes" is kept.
-        json: A file for one row per architecture.
-    """
-    found, (_, without) = [*rows()], architectures()
-    print(result(found))
-    if json is not None:
-        text = json_library.dumps([vars(row) for row in found], indent=1) + "\n"
-        write_atomically(json, text.encode())
-    if page is not None:
-        old = page.read_text() if page.exists() else ""
-        write_atomically(page, page_of(found, without, old).encode())
+
+def main() -> None:
+    with user_errors({}):
+        settings = parse(Settings, sys.argv[1:], {}, description=__doc__ or "")
+        _, without = architectures()
+        print(report([*rows()], without, settings))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

@@ -1,0 +1,185 @@
+"""Commands and links of README.md and docs/: training commands fit their presets, as far as their
+plan; files, flags and anchors are there; docs/reproduce.md has one status for each item."""
+
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.parse import parse
+from megatron.config.pretrain import (
+    PretrainBertConfig,
+    PretrainGPT2Config,
+    PretrainLlamaConfig,
+)
+from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
+from megatron.models.build import build_model
+from megatron.train.pipelining import plan_of_run
+from tests.huggingface import write_folder
+from tests.programs import run_python, start_ranks
+from tools.layouts.job import program_of
+from tools.plan import __main__ as plan
+from tools.plan.absent import absent_mesh
+from tools.plan.hardware import load_hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+README, SOURCES, PARALLELISM, REPRODUCE = (
+    ROOT / name
+    for name in ("README.md", "docs/sources.md", "docs/parallelism.md", "docs/reproduce.md")
+)
+PROGRAMS = {
+    "pretrain_gpt2": PretrainGPT2Config,
+    "pretrain_bert": PretrainBertConfig,
+}
+KINDS = {"llama": PretrainLlamaConfig, "huggingface": PretrainHuggingFaceConfig}  # of pretrain.py
+VOCABULARY = 50_257
+STATUSES = ["not run", "miniature", "simulated", "per rank", "at size"]  # the best is last
+HEADLINES = ["Figures 1 and 5", "Figure 6", "Figure 7", "Table 3", "Table 5"]
+SUBMITTED = ("gpt2_355m", "gpt2_2.5b", "gpt2_8.3b", "bert_336m", "bert_1.3b", "bert_3.9b")
+
+
+def rows(text: str) -> dict[str, str]:
+    """Name to status of a page's first table; a name may be a link."""
+    table = re.search(r"^\|(.*\n\|)+.*", text, re.MULTILINE)
+    cells = [line.split("|")[1:-1] for line in table[0].splitlines()[2:]]
+    return {re.sub(r"\[|\]\(.*?\)", "", row[0]).strip(): row[2].strip() for row in cells}
+
+
+def test_every_item_has_one_status() -> None:
+    found, there = rows(REPRODUCE.read_text()), rows(README.read_text())
+    assert set(found.values()) <= set(STATUSES)
+    for name in HEADLINES:
+        assert STATUSES.index(found[name]) >= STATUSES.index("miniature"), name
+    # The README's first table is this list in short.
+    assert set(HEADLINES) <= there.keys()
+    assert {name: found.get(name) for name in there} == there
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [SOURCES, PARALLELISM, REPRODUCE], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text())
+    assert len(links) > 10
+    for path, anchor in links:
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), anchor
+
+
+def indented_commands() -> list[list[str]]:
+    """The words of every indented command of reproduce.md, loops' own lines left out."""
+    lines = re.sub(r"\\\n *", "", REPRODUCE.read_text()).splitlines()
+    found = [line.strip() for line in lines if line.startswith("    ")]
+    return [shlex.split(line, comments=True) for line in found if not re.match("for |done", line)]
+
+
+@pytest.mark.parametrize("words", indented_commands(), ids=" ".join)
+def test_what_a_command_names_is_there(words: list[str]) -> None:
+    for word in words:
+        if re.fullmatch(r"[\w/.-]+\.(py|sh|toml)", word) or word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
+    if "-m" in words:
+        module = words[words.index("-m") + 1].replace(".", "/")
+        assert module == "pytest" or (ROOT / f"{module}.py").exists() or (ROOT / module).is_dir()
+    if "--hardware" in words:
+        load_hardware(words[words.index("--hardware") + 1])
+    if words[0] == "sbatch":
+        assert option(words, "--gpus-per-node") == option(words, "--ntasks-per-node")
+        script = next(place for place, word in enumerate(words) if "scripts/slurm/" in word)
+        preset = words[script + 1]
+        assert preset.startswith("-") or (ROOT / "scripts" / "presets" / f"{preset}.toml").exists()
+
+
+def commands(page: Path, program: str) -> list[list[str]]:
+    """Words of every command of the program, a regular expression, whatever block it is in."""
+    lines = page.read_text().replace("\\\n", " ").splitlines()
+    found = [line.strip().removeprefix("$ ") for line in lines]
+    wanted = re.compile(rf"(torchrun|python|sbatch) .*{program} ")
+    return [shlex.split(line, comments=True) for line in found if wanted.match(line)]
+
+
+def training_commands() -> list[list[str]]:
+    pages = README, SOURCES, PARALLELISM, REPRODUCE
+    return [each for page in pages for each in commands(page, r"pretrain(_\w+)?\.(py|sh)")]
+
+
+def option(words: list[str], name: str) -> int:
+    return int(words[words.index(name) + 1]) if name in words else 1
+
+
+@pytest.mark.parametrize("words", training_commands(), ids=" ".join)
+def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> None:
+    (program,) = (word for word in words if Path(word).stem in {*PROGRAMS, "pretrain"})
+    world_size = option(words, "--nproc-per-node") * option(words, "--nnodes")
+    world_size *= option(words, "--ntasks-per-node") * option(words, "--nodes")
+    flags = words[words.index(program) + 1 :]
+    while "..." in flags:  # in place of the reader's own path
+        place = flags.index("...")
+        del flags[place - 1 : place + 1]
+    kind = PROGRAMS.get(Path(program).stem)
+    if program == "pretrain.py":
+        assert flags[0] == "--model"
+        kind = KINDS[flags[1]]
+        del flags[:2]
+    if "--hf-model" in flags:  # in place of the reader's own model
+        write_folder(tmp_path, "qwen3", vocab_size=VOCABULARY, max_position_embeddings=1024)
+        flags[flags.index("--hf-model") + 1] = str(tmp_path)
+    if program.endswith(".sh"):
+        flags = ["--preset", *flags]
+    flags = [f"{ROOT}/{word}" if word.startswith("scripts/") else word for word in flags]
+    assert kind is not None
+    config = parse(kind, flags, {})
+    config.check(world_size)
+    if world_size > 2:  # too large to run here
+        sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
+        mode = config.parallel.tensor_parallel_mode
+        mesh = absent_mesh(sizes, torch.device("meta"), tensor_parallel_mode=mode)
+        vocabulary = config.model.vocab_size or VOCABULARY
+        stages = plan_of_run(config, vocabulary)
+        model = build_model(
+            config.model, mesh, vocabulary, seed=None, dtype=torch.bfloat16, pipeline=stages
+        )
+        assert mesh.size() == world_size
+        assert {each.device.type for each in model.parameters()} == {"meta"}
+
+
+def test_the_training_commands_are_found() -> None:
+    found = training_commands()
+    assert {words[0] for words in found} == {"torchrun", "python", "sbatch"}
+    submitted = {word for words in found if words[0] == "sbatch" for word in words}
+    assert submitted >= {*SUBMITTED}
+
+
+@pytest.mark.parametrize("words", commands(SOURCES, r"examples/\w+\.py"), ids=" ".join)
+def test_flags_of_examples(words: list[str], tmp_path: Path) -> None:
+    (program,) = (word for word in words if word.startswith("examples/"))
+    with start_ranks(partial(run_python, [program, "--help"]), range(1), 1, tmp_path) as run:
+        assert run.wait() == [0]
+        text = run.text()
+    flags = [word for word in words[words.index(program) :] if word.startswith("--")]
+    assert flags
+    assert not [flag for flag in flags if f"{flag} " not in text]
+
+
+def test_plans_in_docs_fit_their_presets() -> None:
+    (words,) = commands(SOURCES, r"tools/plan\.py")
+    flags = words[2:]
+    config = parse(program_of(flags, question=plan.QuestionConfig), flags, {})
+    config.check(config.question.gpus)
+    assert plan_of_run(config, VOCABULARY).ranks == 8
+    load_hardware(config.question.hardware)
+
+
+def test_pictures_of_schedules_are_what_the_tool_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = commands(PARALLELISM, r"tools/plan\.py schedule")
+    assert plan.main(words[2:], {}) == 0
+    picture, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert picture.count("rank") == 4
+    assert picture in PARALLELISM.read_text()

@@ -1,0 +1,199 @@
+"""Whole experiments at toy size: those of scripts/paper as a user types them, on text that Python
+itself holds; and those that compare runs, whose commands are started the same way."""
+
+import json
+import os
+import re
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.data.samples import write_data, write_tokenizer
+from tests.tasks.made import write_model
+from tests.tools.papers import reused_stages, shell, write_folder
+from tools.experiments import figure6, figure7, finetuning, learning_curves, lm_harness, miniature
+from tools.experiments.miniature import MINUTES
+from tools.experiments.runner import ROOT
+from tools.experiments.stages import LAMBADA
+
+SMALL = {
+    "num_layers": "2",
+    "hidden_size": "32",
+    "seq_length": "64",
+    "max_position_embeddings": "64",
+    "train_iters": "20",
+    "lr_warmup_iters": "2",
+    "log_interval": "5",
+    "eval_interval": "10",
+    "eval_iters": "2",
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands started here have a thread each, as tests run beside each other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("papers") / "data")
+
+
+def small_preset(folder: Path, name: str) -> Path:
+    """The preset of this name with a toy's sizes."""
+    text = (ROOT / "scripts" / "presets" / f"{name}.toml").read_text()
+    for key, value in SMALL.items():
+        names = r"lr_warmup_\w+" if key == "lr_warmup_iters" else key
+        text, count = re.subn(rf"(?m)^{names} = .*$", f"{key} = {value}", text)
+        assert count == 1, key
+    preset = folder / f"{name}.toml"
+    preset.write_text(text)
+    return preset
+
+
+def test_miniature(tmp_path: Path, data: Path) -> None:
+    output = tmp_path / "out"
+    presets = [small_preset(tmp_path, f"miniature_{model}") for model in ("gpt2", "bert")]
+    words = [
+        "--data", data, "--output", output,
+        "--gpt2-preset", presets[0], "--bert-preset", presets[1],
+        "--vocab-size", 400, "--race-train", 12, "--race-dev", 6,
+    ]  # fmt: skip
+    shell("scripts/paper/miniature.sh", *words)
+    report = json.loads((output / "report.json").read_text())
+    assert report["results"]["race"]["questions"] == 12
+    assert report["results"]["race"]["notes"]["input"]["train"]["questions"] == 24
+    assert report["results"]["lambada"]["num_examples"] == 2
+    assert report["results"]["wikitext103"]["word_perplexity"] > 1
+    assert report["corpus"]["split"]["output"]["documents"] > 100
+    assert report["training"]["bert"]["steps"] == 20
+    assert "<svg" in (output / "report.html").read_text()
+    (output / "report.json").unlink()
+    assert reused_stages(miniature, words) == len(MINUTES)
+    assert (output / "report.json").exists()
+
+
+def test_figure_6(tmp_path: Path, data: Path) -> None:
+    output, preset = tmp_path / "out", small_preset(tmp_path, "figure6")
+    words = ["--data", data, "--output", output, "--vocab-size", 400, "--preset", preset]
+    words += ["--sizes", "1x16", "2x32"]
+    assert "| paper, 8.3B | 10.81 | 66.5 % |" in shell("scripts/paper/figure6.sh", *words)
+    text = (output / "figure6.json").read_text()
+    assert str(tmp_path) not in text  # paths of the machine
+    runs = json.loads(text)["runs"]
+    sizes = [(run["name"], run["steps"], run["samples"]) for run in runs]
+    assert sizes == [("1x16", 20, 80), ("2x32", 20, 80)]
+    for run in runs:
+        assert [step for step, _ in run["validation_curve"]] == [10, 20]
+        assert run["validation_perplexity"] == exp(run["validation_curve"][-1][1])
+        assert run["lambada"]["data"][0]["file"] == Path(LAMBADA).name
+        assert run["wikitext103"]["word_perplexity"] > 1
+        assert run["lambada"]["num_examples"] == 2
+    assert (output / "figure6.png").stat().st_size > 10_000
+    assert reused_stages(figure6, words) == 7
+
+
+def test_figure_7(tmp_path: Path, data: Path) -> None:
+    output, preset = tmp_path / "out", small_preset(tmp_path, "figure7_bert")
+    words = ["--data", data, "--output", output, "--vocab-size", 400, "--preset", preset]
+    words += ["--depths", 1, "--rates", "1e-3", "1e30"]
+    shell("scripts/paper/figure7.sh", *words)
+    lines = (output / "figure7.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith(("| 0.001", "| 1e+30"))]
+    assert [row[1] for row in rows] == ["1"] * 2
+    diverged = [["diverged at step" in cell for cell in row[3:]] for row in rows]
+    assert diverged == [[False] * 4, [True] * 4]
+    assert (output / "figure7.png").stat().st_size > 10_000
+    stamps = list((output / "stages").glob("*.json"))
+    assert reused_stages(figure7, words) == len(stamps) == 5
+
+
+def runs_of(settings: learning_curves.Settings) -> list[dict[str, Any]]:
+    learning_curves.run(settings)
+    return json.loads((settings.output / "learning_curves.json").read_text())["runs"]
+
+
+def test_learning_curves(tmp_path: Path) -> None:
+    """On a text of 60 ids, each followed by the next."""
+    prefix = tmp_path / "text_document"
+    starts = np.random.default_rng(0).integers(0, 60, 60)
+    write_data(prefix, [[*((start + np.arange(300)) % 60 + 1), 0] for start in starts])
+
+    def settings(steps: int, *runs: str) -> learning_curves.Settings:
+        output = tmp_path / str(steps)
+        return learning_curves.Settings(data_path=prefix, output=output, steps=steps, runs=runs)
+
+    serial, theirs = runs_of(settings(52, "serial", "transformers"))
+    assert serial["losses"][-1] < serial["losses"][0]
+    np.testing.assert_allclose(theirs["losses"], serial["losses"], atol=2e-5)
+    assert max(theirs["gaps"]) < 2e-5
+    first, second = runs_of(settings(10, *learning_curves.MASKS))
+    assert first["losses"][0] != second["losses"][0]  # other elements are dropped
+    # Of the same weights and samples.
+    assert first["losses"][0] == pytest.approx(second["losses"][0], rel=0.02)
+    assert second["ratio"] == second["validation_loss"] / first["validation_loss"]
+
+
+def test_finetuning(tmp_path: Path) -> None:
+    labels = {"alpha": "entailment", "beta": "neutral", "gamma": "contradiction"}
+    pretrained = write_model(tmp_path / "model", words=[*labels]).parent
+    rows = [
+        {"text_a": f"the {word}", "text_b": "the", "label": label} for word, label in labels.items()
+    ]
+    train, dev = tmp_path / "train", tmp_path / "dev"
+    for file, count in ((train, 20), (dev, 8)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows * count))
+    flags = "--task MNLI --seeds 2 --epochs 1 --lr 3e-3 --seq-length 16 --micro-batch-size 8"
+    flags += " --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"
+    settings = finetuning.Settings(
+        pretrained=pretrained,
+        train_data=train,
+        valid_data=dev,
+        settings=flags,
+        output=tmp_path / "out",
+    )
+    finetuning.run(settings)
+    facts = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    last = {name: each["last_epoch"] for name, each in facts.items()}
+    assert last["pretrained"]["majority_accuracy"]["median"] == pytest.approx(1 / 3)
+    for name, weights in (("pretrained", pretrained), ("random", tmp_path / "out" / "initial")):
+        stamp = json.loads((tmp_path / "out" / "stages" / f"{name}.json").read_text())
+        assert f" --load {weights} " in stamp["commands"][0]
+    theirs, initial = (
+        load_file(next(each.glob("step_*/*.safetensors")))
+        for each in (pretrained, tmp_path / "out" / "initial")
+    )
+    assert theirs.keys() == initial.keys()
+    assert not all(torch.equal(theirs[key], initial[key]) for key in theirs)
+
+
+def test_lm_harness(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")  # which the harness's own model imports
+    write_tokenizer(tmp_path)
+    passages = [f"In the {word} there is a thing in the {word}" for word in ("inn", "tin", "bin")]
+    lambada, wikitext = tmp_path / "lambada", tmp_path / "wiki"
+    lambada.write_text("".join(f"{text}\n" for text in passages))
+    article = " = {0} = \n \n the {0} in the inn . \n the thing . \n \n"
+    wikitext.write_text(" \n" + article.format("One") + article.format("Two"))
+    output = tmp_path / "out"
+    lm_harness.run(
+        lm_harness.Settings(
+            lambada_data=lambada, wikitext_data=wikitext, tokenizer=tmp_path, output=output
+        )
+    )
+    facts = json.loads((output / "lm_harness.json").read_text())
+    reference, *others = facts.values()
+    assert 0 < reference["LAMBADA, accuracy"] < 1, "says little"
+    for own in others:
+        assert own == pytest.approx(reference, rel=1e-5)
+    record = json.loads((output / "harness.json").read_text())
+    assert record["documents"]["wikitext"] == {"original": 2, "effective": 2}

@@ -1,0 +1,121 @@
+"""The benefit of pretraining, on a small machine.
+
+A BERT is fine-tuned from its pretrained weights and, with the same commands, from the random
+weights at the start of pretraining. Figures are those of the last epoch: median, lowest and highest
+over the seeds, and the share of the most frequent class. Finished runs are reused.
+"""
+
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.experiments import results, runner
+from tools.experiments.runner import ROOT, Machine, Stage, Word
+from tools.report.corpus import read_json
+from tools.report.sections import Page, Section, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.config.model import ModelConfig
+
+PROGRAM = "tools/experiments/finetuning.py"
+SETTINGS = """--task MNLI --seeds 3 --epochs 5 --lr 3e-4 --seq-length 64 --micro-batch-size 32
+--global-batch-size 32 --hidden-dropout 0.1 --attention-dropout 0"""
+SEED = 1234  # the default of pretraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(runner.Settings):
+    pretrained: Path = ROOT / "runs" / "miniature" / "bert" / "checkpoints"
+    """Folder of a BERT's checkpoints; by default, those of scripts/paper/miniature.sh."""
+    train_data: Path = runner.DATA / "glue" / "MNLI" / "train.json"
+    """File of tasks/main.py to train on."""
+    valid_data: Path = runner.DATA / "glue" / "MNLI" / "dev.json"
+    """File of tasks/main.py to evaluate on."""
+    settings: str = " ".join(SETTINGS.split())
+    """Further flags of tasks/main.py, as one word."""
+    output: Path = ROOT / "runs" / "finetuning"
+    """Folder for all output."""
+
+
+def main() -> None:
+    runner.main(Settings, run, PROGRAM, __doc__)
+
+
+def run(settings: Settings) -> None:
+    runner.check_inputs(train_data=settings.train_data, valid_data=settings.valid_data)
+    runner.run_experiment(settings, PROGRAM, list_stages, report, "finetuning")
+
+
+def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
+    """The random weights, and a fine-tuning from each."""
+    folder = settings.output / "initial"
+    module = "tools.experiments.finetuning"
+    make = runner.call(module, "write_initial_weights", settings.pretrained, folder)
+    found = [Stage(name="initial weights", commands=[make], outputs=[folder])]
+    files = [settings.train_data, settings.valid_data]
+    data: list[Word] = ["--train-data", files[0], "--valid-data", files[1]]
+    for name, weights in {"pretrained": settings.pretrained, "random": folder}.items():
+        record = settings.output / f"{name}.json"
+        words = [*shlex.split(settings.settings), *data, "--load", weights, "--output", record]
+        command = runner.python("tasks/main.py", *words, threads=machine.cores, is_quiet=True)
+        found.append(Stage(name=name, commands=[command], inputs=files, outputs=[record]))
+    return found
+
+
+def initial_weights(config: "ModelConfig", vocab_size: int, seed: int) -> dict[str, "Tensor"]:
+    """Whole fp32 initial parameters of a model, by name."""
+    from megatron.models.build import build_on_meta
+    from megatron.parallel.initialize import initial_value
+    from megatron.parallel.mesh import serial_mesh
+    from megatron.parallel.sharding import sharding_specs
+
+    specs = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
+    return {name: initial_value(name, spec, seed) for name, spec in specs.items()}
+
+
+def write_initial_weights(pretrained: str, output: str) -> None:
+    """Write a checkpoint of the model and tokenizer of another one, with random weights."""
+    from megatron.config.checkpoint import TrainedConfig
+    from megatron.config.parallel import ParallelConfig
+    from megatron.models.registry import config_of
+    from megatron.train.trained import open_trained
+    from tools.convert.writing import write_checkpoint
+
+    trained = TrainedConfig(load=pretrained)
+    _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, ("bert",))
+    config, size = config_of(facts), facts["vocab_size"]
+    weights = initial_weights(config, size, SEED)
+    source = "initial weights"
+    write_checkpoint(Path(output), config, weights, size, tokenizer, source, lambda _: None)
+
+
+def report(settings: Settings, _: object = None) -> str:
+    """Write finetuning.json, .md and .html; returns the text."""
+    facts, rows, accuracies = {}, [], []
+    for name in ("pretrained", "random"):
+        facts[name] = read_json(settings.output / f"{name}.json")
+        last = facts[name]["last_epoch"]
+        found = [last["accuracy"][each] for each in ("median", "min", "max")]
+        found.append(last["majority_accuracy"]["median"])
+        rows.append([f"{name} weights", *(f"{each:.4f}" for each in found)])
+        accuracies.append(f"{found[0]:.4f} ({name} weights)")
+    head = ("", "accuracy", "lowest", "highest", "most frequent class")
+    title = "What pretraining is worth, on a small machine"
+    section = Section("Last epoch", [Table(head, rows)])
+    page = Page(title, f"Accuracy {', '.join(accuracies)}.", [section])
+    return results.write_results(settings.output, "finetuning", page, facts)
+
+
+if __name__ == "__main__":
+    main()
