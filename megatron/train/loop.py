@@ -144,7 +144,6 @@ def train(state: TrainState, loop: Loop) -> str:
 def log_step(
     state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock, unit: str
 ) -> None:
-    """unit: see Batch."""
     rate, peak = clock.tokens_per_second(), peak_memory(state.mesh)
     line: dict[str, Any] = {
         "step": state.step,
