@@ -28,6 +28,7 @@ from megatron.config.pretrain import (
     PretrainConfig,
     PretrainGPT2Config,
     PretrainLlamaConfig,
+    PretrainViTConfig,
 )
 from megatron.errors import UsageError
 from megatron.optim.schedule import learning_rate
@@ -343,11 +344,16 @@ def test_processes_that_do_not_know_of_each_other(environ: dict[str, str], flag:
     assert refused.value.works[:2] == ("torchrun", "--nproc-per-node")
 
 
+PROGRAMS: dict[str, type[PretrainConfig]] = {
+    "bert": PretrainBertConfig,
+    "llama": PretrainLlamaConfig,
+    "vit": PretrainViTConfig,
+}
+
+
 def load(name: str, *words: str) -> PretrainConfig:
-    program: type[PretrainConfig] = PretrainGPT2Config
-    for kind, other in (("bert", PretrainBertConfig), ("llama", PretrainLlamaConfig)):
-        program = other if kind in name else program
-    return parse(program, ["--preset", name, *words], {})
+    kinds = (program for kind, program in PROGRAMS.items() if kind in name)
+    return parse(next(kinds, PretrainGPT2Config), ["--preset", name, *words], {})
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in PRESETS.glob("*.toml")))

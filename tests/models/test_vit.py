@@ -1,6 +1,7 @@
 """ViT against transformers and plain torch; its crops, flips and accuracy."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from transformers import ViTConfig as TheirConfig
 from transformers import ViTForImageClassification
 
 from megatron.config.model import ViTConfig
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainViTConfig
 from megatron.config.training import OptimizerConfig
 from megatron.data.images import ImageBatch
-from megatron.models.build import build_model
+from megatron.models.build import build_model, build_on_meta
 from megatron.models.vit import ViT, crop_and_flip
 from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import sharding_specs
 from megatron.train.evaluate import mean_losses
 from megatron.train.executor import on_device
 from megatron.train.state import TrainState, build_state
@@ -244,3 +248,10 @@ def test_evaluation_under_sequence_parallelism(gloo: Pool, samples: int) -> None
     alone = measure("1", samples)
     for found in gloo.run(2, measure, "2", samples, True):
         assert found == pytest.approx(alone, rel=1e-12)
+
+
+def test_the_preset_of_vit_b16_has_the_parameters_of_its_weights() -> None:
+    """As google/vit-base-patch16-224 has them; the paper rounds to 86 million."""
+    config = parse(PretrainViTConfig, ["--preset", "vit_b16_224"], {}).model
+    specs = sharding_specs(build_on_meta(config, serial_mesh(), 1000))
+    assert sum(prod(each.shape) for each in specs.values()) == 86_567_656

@@ -96,7 +96,7 @@ def test_settings_after_the_preset_win(tmp_path: Path) -> None:
 def test_every_preset_is_planned(name: str, tmp_path: Path) -> None:
     size = prod(preset(name).parallel.sizes.values())
     found = planned(tmp_path, f"--preset {name} --gpus {size} --hardware dgx-a100")
-    kinds = (kind for kind in ("bert", "llama") if kind in name)
+    kinds = (kind for kind in ("bert", "llama", "vit") if kind in name)
     assert found["model"]["kind"] == next(kinds, "gpt2")
     assert found["predicted_step_seconds"]["total"] > 0
 
