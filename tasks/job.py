@@ -86,9 +86,7 @@ def make_job(
                 "--ensemble", folders[0], f"a model of the same tokenizer as {opened[0][0][0]}"
             )
     _, tokenizer, manifest = opened[0]
-    settings.parallel.check(
-        world, config_of(manifest).widths, {"--seq-length": settings.seq_length}
-    )
+    settings.parallel.check(world, config_of(manifest).widths, settings.seq_length)
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)

@@ -95,15 +95,15 @@ class ParallelConfig:
         self,
         world_size: int,
         widths: Mapping[str, int] | None = None,
-        stream_rows: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
     ) -> None:
         """Raise UsageError if the processes, a model's `KindConfig.widths`, or with sequence
-        parallelism the rows of its stream, by flag, cannot be divided evenly."""
+        parallelism the tokens of a sample cannot be divided evenly."""
         self._check_own(world_size)
         size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
         widths = dict(widths or {})
-        if self.cuts_stream:
-            widths |= stream_rows or {}
+        if self.cuts_stream and seq_length is not None:
+            widths["--seq-length"] = seq_length
         divided = [world_size, *(widths.values() if mode == "1d" else ())]
         if any(whole % size for whole in divided):
             others = math.prod(self.sizes.values()) // size

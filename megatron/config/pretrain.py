@@ -56,11 +56,6 @@ class PretrainConfig:
         raise NotImplementedError
 
     @property
-    def stream_rows(self) -> dict[str, int]:
-        """Number of rows that sequence parallelism divides, by flag."""
-        return {"--seq-length": self.seq_length}
-
-    @property
     def scored(self) -> float:
         """Share of the tokens whose logits the head computes."""
         return getattr(self.data, "mask_prob", 1.0)
@@ -83,6 +78,10 @@ class PretrainConfig:
         """File of the record of the run; None keeps none."""
         save = self.checkpoint.save
         return self.logging.metrics_file or (save and str(Path(save) / "metrics.jsonl"))
+
+    def check_layout(self, world_size: int) -> None:
+        """Raise UsageError if the processes cannot divide the model or its samples evenly."""
+        self.parallel.check(world_size, self.model.widths, self.seq_length)
 
     def check(self, world_size: int) -> None:
         """Raise UsageError if two configs, or a config and world_size processes, disagree."""
@@ -109,7 +108,7 @@ class PretrainConfig:
             works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
-        self.parallel.check(world_size, self.model.widths, self.stream_rows)
+        self.check_layout(world_size)
         self.parallel.check_model(self.model)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
         micro_batch = self.training.micro_batch_size
@@ -250,11 +249,14 @@ class PretrainViTConfig(PretrainConfig):
     def seq_length(self) -> int:
         return self.model.positions
 
-    @property
-    def stream_rows(self) -> dict[str, int]:
-        tokens = self.model.positions
-        name = f"--micro-batch-size x {tokens} tokens"
-        return {name: self.training.micro_batch_size * tokens}
+    def check_layout(self, world_size: int) -> None:
+        """An image may have an odd number of tokens: sequence parallelism divides those of a
+        micro-batch."""
+        widths, tokens = self.model.widths, self.model.positions
+        if self.parallel.cuts_stream:
+            rows = self.training.micro_batch_size * tokens
+            widths = {**widths, f"--micro-batch-size x {tokens} tokens": rows}
+        self.parallel.check(world_size, widths)
 
     @property
     def scored(self) -> float:

@@ -249,7 +249,11 @@ def test_growth_by_torchrun(tmp_path: Path) -> None:
     ("preset", "flags", "peer"),
     [
         ("gpt2_124m", GPT2, "plain torch, compiled"),
-        ("llama_1b", "--num-query-groups 2", "transformers, compiled"),
+        (
+            "llama_1b",
+            f"{LLAMA} --num-attention-heads 4 --num-query-groups 2",
+            "transformers, compiled",
+        ),
     ],
 )
 def test_peers_that_compile(preset: str, flags: str, peer: str) -> None:
@@ -259,7 +263,7 @@ def test_peers_that_compile(preset: str, flags: str, peer: str) -> None:
         (preset,),
         ("fp32",),
         (1,),
-        program_flags=f"{LLAMA} --num-attention-heads 4 {flags}",
+        program_flags=flags,
         fast_weights=True,
     )
     with torch.compiler.set_stance("force_eager"):
