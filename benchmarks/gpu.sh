@@ -29,6 +29,10 @@ while (($#)); do
     shift
 done
 [[ $device =~ ^(cpu|cuda)$ ]] || { echo "error: --device $device: cpu and cuda work" >&2 && exit 2; }
+if [[ " ${groups[*]} " = *" vit "* && ! $small && ! -f ${CIFAR10-} ]]; then
+    echo "error: vit needs CIFAR10=FILE.tar.xz, an archive of train/CLASS/ and test/CLASS/" >&2
+    exit 2
+fi
 ((${#groups[@]})) || groups=(hardware 124m profile loss dropout)
 mkdir -p "$out" || { echo "error: $out cannot be made; OUT=/tmp/gpu works" >&2 && exit 2; }
 out=$(realpath "$out") work=$(mktemp -d)
@@ -142,7 +146,6 @@ hf() { # unmodified models by a plan on one rank
 vit() { # wanted: 82 % of the test images
     local flags=(--mock-data --num-layers 1 --hidden-size 32 --image-size 8 --global-batch-size 64 --train-iters 3)
     if [[ ! $small ]]; then
-        [[ -f ${CIFAR10-} ]] || { echo "error: CIFAR10=FILE.tar.xz names no file of images" >&2 && exit 2; }
         mkdir "$work/cifar10" && tar -xf "$CIFAR10" -C "$work/cifar10"
         flags=(--data-path "$work/cifar10" --num-workers 8 --micro-batch-size 512)
     fi

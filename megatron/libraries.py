@@ -19,6 +19,7 @@ PIP = {  # pip's name of a module, or of its package, if not the package's name
     "dask_jobqueue": "dask-jobqueue",
     "lm_eval": "lm-eval",
     "megatron": "megatron-core",
+    "PIL": "pillow",
     "torch.utils.tensorboard": "tensorboard",
 }
 

@@ -29,6 +29,7 @@ from megatron.data.batch import Array, Batch
 from megatron.data.files import DataError
 from megatron.data.order import Blend, Series, mix
 from megatron.errors import UsageError
+from megatron.libraries import load
 
 CHANNELS = 3
 SPLITS = {"training": ("train",), "validation": ("test", "val", "valid", "validation")}
@@ -284,6 +285,7 @@ def _facts(folder: Path, files: Sequence[Path]) -> list[Any]:
 def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> None:
     """Writes the packed file. Chunks of images are files of their own until it is whole, so that
     memory is bounded and an interrupted call is not in vain."""
+    load("PIL.Image")  # before every image would be called broken
     parts = file.with_name(f"{file.name}.parts")
     parts.mkdir(exist_ok=True)
     chunks = [
@@ -330,21 +332,20 @@ def _pack_chunk(file: Path, origins: Sequence[Origin], *, size: int, key: str) -
 def read_image(origin: Origin, size: int) -> NDArray[np.uint8]:
     """The image in RGB: its shorter side scaled to `size`, its middle cut out. uint8 [size, size,
     3]."""
-    from PIL import Image
-
+    pillow = load("PIL.Image")
     if origin.record is None:
-        with Image.open(origin.path) as stored:
+        with pillow.open(origin.path) as stored:
             image = stored.convert("RGB")
     else:
         offset = origin.record * CIFAR_RECORD + 1
         planes = np.fromfile(origin.path, np.uint8, CIFAR_RECORD - 1, offset=offset)
         pixels = planes.reshape(CHANNELS, CIFAR_SIDE, CIFAR_SIDE).transpose(1, 2, 0)
-        image = Image.fromarray(np.ascontiguousarray(pixels))
+        image = pillow.fromarray(np.ascontiguousarray(pixels))
     if image.size != (size, size):
         scale = size / min(image.size)
         width, height = (max(size, round(each * scale)) for each in image.size)
         left, top = (width - size) // 2, (height - size) // 2
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        image = image.resize((width, height), pillow.Resampling.BICUBIC)
         image = image.crop((left, top, left + size, top + size))
     return np.asarray(image, np.uint8)
 

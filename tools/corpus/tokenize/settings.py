@@ -69,6 +69,9 @@ class Settings(StepSettings):
     shard_size: str = "1GB"
     """Largest amount of input for one .bin and .idx; a compressed file is not split."""
 
+    memory: str = "500MB"
+    """Memory of a job of Slurm; tokenising itself needs little."""
+
     overwrite: bool = False
     """Replace an existing data set, or the results of other settings or other input in the folder
     --output."""
@@ -142,9 +145,16 @@ class Settings(StepSettings):
         """The tokenizer; built once per process."""
         return load_tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
 
-    def load_encoder(self) -> Encoder:
-        """The encoder; built once per process."""
-        return load_encoder(self.tokenizer_type, self.vocab_file, self.merge_file, self.encoder)
+    def load_encoder(self, choice: str | None = None) -> Encoder:
+        """The encoder of this name, by default of --encoder; built once per process."""
+        files = self.vocab_file, self.merge_file
+        return load_encoder(self.tokenizer_type, *files, choice or self.encoder)
+
+    @cached_property
+    def encoder_name(self) -> str:
+        """Name of the encoder that --encoder selects here. Workers take the same one, or fail: a
+        machine without it would select another."""
+        return self.load_encoder().name
 
     @property
     def appends_eod(self) -> bool:
@@ -192,7 +202,7 @@ class Settings(StepSettings):
         if vocab_file is not None and vocab_file.is_dir():  # the tokenizer found its file in it
             vocab_file /= file_names(self.tokenizer_type)[0]
         return {
-            "encoder": self.load_encoder().name,
+            "encoder": self.encoder_name,
             "eod": self.eod,
             "fingerprint": self.fingerprint,
             "json_key": self.json_key,
