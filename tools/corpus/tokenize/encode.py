@@ -101,9 +101,8 @@ def encode(texts: Sequence[str], settings: Settings) -> Encoded:
     """The tokens of documents, with sentences and end marks according to the settings."""
     is_split = settings.split_sentences
     parts = [split_sentences(text) if is_split else [text] for text in texts]
-    ids, sizes = settings.load_encoder(settings.encoder_name).arrays(
-        list(chain.from_iterable(parts))
-    )
+    encoder = settings.load_encoder(settings.encoder_name)
+    ids, sizes = encoder.arrays(list(chain.from_iterable(parts)))
     document = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     assert len(sizes) == len(document)
     real = sizes > 0
