@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Speed and its causes on one H100 or H200, by groups. A group takes at most 120 s, start included
-# (sizes 200, on a CPU 1,800); contenders that are not done by then are left out, and it says so.
+# (sizes 200, vit 480, on a CPU 1,800); contenders that are not done by then are left out, and it says so.
 #
 #     bash benchmarks/gpu.sh                       # hardware 124m profile loss dropout
 #     bash benchmarks/gpu.sh speed                 # 124m 355m 1.2b llama: GPT-2 and a Llama of 1B
@@ -15,6 +15,7 @@
 # and without git and .venv: python3 (3.12, torch 2.11, transformers 5.17 are enough) takes missing
 # packages from wheels/. Tests: scripts/test.sh gpu.
 set -uo pipefail
+[[ -f ${CIFAR10-} ]] && CIFAR10=$(realpath "$CIFAR10")
 cd "$(dirname "$0")/.."
 out=${OUT:-runs/gpu} device=cuda small= groups=() names=() pages=() failed=()
 while (($#)); do

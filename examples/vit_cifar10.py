@@ -1,9 +1,8 @@
-"""ViT on CIFAR-10 in any tensor-parallel mode, as Colossal-AI's example trains it with its engine
-and hooks.
+"""ViT on CIFAR-10 in each tensor-parallel mode, as Colossal-AI's example with engine and hooks.
 
     torchrun --nproc-per-node 4 examples/vit_cifar10.py --data-path cifar10 --mode 2d
 
-pretrain.py --model vit --preset vit_tiny_cifar10 is the same run, with checkpoints and resume.
+pretrain.py --model vit --preset vit_tiny_cifar10 is this run with checkpoints and resume.
 """
 
 import sys
@@ -43,9 +42,10 @@ Hook = Callable[[TrainState, int, float], None]
 def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data-path", type=Path, required=True, help="folder of the images")
+    parser.add_argument("--cache-dir", type=Path, help="for the packed images; that of the images")
     parser.add_argument("--mode", default="1d", choices=("1d", "2d", "2.5d", "3d"))
     for flag, default, text in (
-        ("--tensor-model-parallel-size", None, "ranks that share each layer; all by default"),
+        ("--tensor-model-parallel-size", 0, "ranks that share each layer; 0: all"),
         ("--tensor-parallel-depth", 1, "squares of ranks in 2.5d"),
         ("--image-size", 32, "pixels"),
         ("--num-layers", 6, "transformer layers"),
@@ -93,7 +93,7 @@ def main() -> None:
             tensor_parallel_mode=flags.mode,
             tensor_parallel_depth=flags.tensor_parallel_depth,
         )
-        packed = open_images(flags.data_path, flags.image_size)
+        packed = open_images(flags.data_path, flags.image_size, beside=flags.cache_dir)
         model = ViTConfig(
             num_layers=flags.num_layers,
             hidden_size=flags.hidden_size,

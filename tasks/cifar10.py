@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.checks import writable
 from megatron.config.model import ViTConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.data.files import write_atomically
 from megatron.data.images import Images, open_images
 from megatron.errors import UsageError
 from megatron.models.registry import config_of
-from tasks.protocol import EvaluationConfig
+from tasks.protocol import ImageSettings
 
 if TYPE_CHECKING:
     from megatron.models.vit import ViT
@@ -38,10 +37,7 @@ DRAWN = 8  # pictures in a row, of which there are two of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    load: str
-    """Directory of checkpoints, whose newest one is used; or one of its subdirectories."""
-
+class Settings(ImageSettings):
     valid_data: Path
     """Folder of the images, as --data-path of the training; or its packed file."""
 
@@ -49,14 +45,8 @@ class Settings:
     """Folder of the packed images, made where they are first used; that of the images if not
     given."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of weights and activations."""
-
     picture: Path | None = None
     """PNG file for pictures of right and wrong predictions."""
-
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         writable(self, "picture")
@@ -71,8 +61,8 @@ class Classification:
     images: Images
     """The validation split, in the order of its file."""
     classes: tuple[str, ...]
-    content: str
-    """Identity of the data."""
+    data: Mapping[str, str]
+    """Folder and identity of the data, for the record."""
 
     def evaluate(self, model: ViT, mesh: Mesh, micro_batch_size: int) -> Mapping[str, Any]:
         """The figures; every rank calls this."""
@@ -106,8 +96,13 @@ def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
     try:
         packed = open_images(settings.valid_data, config.image_size, beside=settings.cache_dir)
     except UsageError as error:  # which names the flag of the pretraining program
-        name = "--valid-data" if error.flag == "--data-path" else error.flag
-        raise UsageError(name, error.value, error.allowed, works=error.works) from error
+        if error.flag == "--cache-dir":
+            raise
+        value = settings.valid_data if error.flag == "--image-size" else error.value
+        allowed = error.allowed
+        if error.flag == "--image-size":
+            allowed = f"of the model's size, {config.image_size} pixels"
+        raise UsageError("--valid-data", value, allowed) from error
     classes = tuple(packed.classes)
     if config.class_names and config.class_names != classes:
         ours, theirs = (", ".join(names) for names in (classes, config.class_names))
@@ -117,7 +112,8 @@ def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
         allowed = f"images of at most {manifest['vocab_size']} classes, not {len(classes)}"
         raise UsageError("--valid-data", settings.valid_data, allowed)
     images = packed.series("validation", 0, shuffle=False)
-    return Classification(settings, images, classes, packed.content)
+    data = {"folder": str(settings.valid_data), "content": packed.content}
+    return Classification(settings, images, classes, data)
 
 
 def predict(model: ViT, mesh: Mesh, images: Images, micro_batch_size: int) -> NDArray[np.int64]:

@@ -27,7 +27,7 @@ from megatron.errors import UsageError
 from megatron.train.trained import begin_token_of, open_model, open_trained
 from tasks import paper
 from tasks.job import check_judged, make_job
-from tasks.protocol import FinetuneSettings, TaskSettings
+from tasks.protocol import FinetuneSettings, ImageSettings, TaskSettings
 from tasks.record import arrange, describe, identify, publish, version
 
 # The module of each task, or module:class; tasks/protocol.py describes its contents. A user's own
@@ -99,10 +99,10 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
         run_finetuned(name, module, settings, command, environ)
-    elif isinstance(settings, TaskSettings):
-        run_zero_shot(name, module, settings, command, environ)
-    else:
+    elif isinstance(settings, ImageSettings):
         run_images(name, module, settings, command, environ)
+    else:
+        run_zero_shot(name, module, settings, command, environ)
 
 
 def run_finetuned(
@@ -177,14 +177,18 @@ def run_zero_shot(
 
 
 def run_images(
-    name: str, module: Any, settings: Any, command: Sequence[str], environ: Mapping[str, str]
+    name: str,
+    module: Any,
+    settings: ImageSettings,
+    command: Sequence[str],
+    environ: Mapping[str, str],
 ) -> None:
     """Evaluate a ViT, and publish the record."""
     with user_errors(environ):
         parallel = settings.parallel
         folders, manifest = open_model(settings.load, parallel, world_size(environ), ["vit"])
         task = module.prepare(settings, manifest)
-        data = [{"folder": str(settings.valid_data), "content": task.content}]
+        data = [task.data]
 
     from megatron.train.evaluate import load_newest
     from megatron.train.launch import launch

@@ -7,6 +7,8 @@ The module of a task has
     Finetuning: each has a `score` that turns the model's output into figures.
 A fine-tuned task that can score answers in a file also has score_only(settings) -> the figures and
 their "conventions"; Settings.judged names the field of that file.
+A task of images has Settings derived from ImageSettings, and prepare(settings, manifest) -> an
+object whose `evaluate(model, mesh, micro_batch_size)` returns the figures: see cifar10.py.
 If one module has several tasks, each is a class with these as attributes, and is selected by, for
 example, --task tasks.mine:Two. README.md adds a task of each kind in 40 lines.
 """
@@ -79,6 +81,26 @@ class TaskSettings:
     def files(self) -> Sequence[Path]:
         """Input files, which the record identifies: every field that is the path of a file."""
         return [each for each in vars(self).values() if isinstance(each, Path) and each.is_file()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEvaluationConfig(EvaluationConfig):
+    micro_batch_size: int = 8
+    """Images per forward pass; it changes the result only by rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """Settings of a task of images; each task adds its own fields."""
+
+    load: str
+    """Directory of checkpoints, whose newest one is used; or one of its subdirectories."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of weights and activations."""
+
+    evaluation: ImageEvaluationConfig = field(default_factory=ImageEvaluationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ def test_layouts_agree(data: Path, tmp_path: Path, layout: str, world: int) -> N
         ("--patch-size 3", "--patch-size"),
         ("--num-classes 2", "--num-classes"),
         ("--image-std 1 0 1", "--image-std"),
+        ("--image-mean nan 0 1", "--image-mean"),
+        ("--class-names dark bright red", "--class-names"),
         ("--crop-padding -1", "--crop-padding"),
         ("--data-path /nowhere", "--data-path"),
         ("--data-path one two", "--data-path"),
@@ -148,5 +150,5 @@ def test_rows_that_sequence_parallelism_cannot_divide_are_refused(data: Path) ->
     environ = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     assert (
         refused(lambda each: pretrain.main(each, environ), given, whole=False)
-        == "--tensor-model-parallel-size"
+        == "--micro-batch-size"
     )

@@ -217,6 +217,9 @@ def check_start(
         words: tuple[str, ...] = ("--mock-data",)
         works = ("--mock-data", "--override-data") if unless else ("--no-mock-data",)
         allowed = "left out"
+    elif name == "vocabulary" and hasattr(config.model, "num_classes"):
+        words, works = ("--num-classes", str(now)), ("--num-classes", str(saved))
+        allowed = str(saved)
     elif name == "vocabulary" and (
         config.data.mock_data or now == vars(config.model).get("vocab_size")
     ):

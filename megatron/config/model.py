@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -14,6 +14,7 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"]
 ResidualOrder = Literal["pre-ln", "post-ln"]
 Head = Literal["classifier", "choice", "span"]
 Pooling = Literal["class-token", "mean"]
+HALF = (0.5, 0.5, 0.5)  # mean and deviation of colors where no data give them
 TOKEN_TYPES = 2  # of the first and the second segment of a BERT sample
 # Files beside the model in a folder of transformers, and in a folder that an export makes.
 BESIDE = (
@@ -336,7 +337,8 @@ class ViTConfig(ModelConfig):
     kind: ClassVar[str] = "vit"
 
     image_size: int = 32
-    """Height and width of an image in pixels; files of other sizes are resized to it."""
+    """Height and width of an image in pixels. The shorter side of other files is scaled to it, and
+    their middle cut out."""
 
     patch_size: int = 4
     """Height and width of a patch, which is one token; a divisor of --image-size."""
@@ -372,9 +374,10 @@ class ViTConfig(ModelConfig):
         fraction(self, "label_smoothing")
         divides(self, "patch_size", self.image_size, "--image-size")
         for std in self.image_std or ():
-            if not std > 0:
-                allowed = "above 0 for each color"
-                raise UsageError("--image-std", self.image_std, allowed)
+            if not 0 < std < inf:
+                raise UsageError("--image-std", self.image_std, "above 0 for each color")
+        if not all(map(isfinite, self.image_mean or ())):
+            raise UsageError("--image-mean", self.image_mean, "a number for each color")
 
     @property
     def patches(self) -> int:

@@ -252,11 +252,14 @@ class PretrainViTConfig(PretrainConfig):
     def check_layout(self, world_size: int) -> None:
         """An image may have an odd number of tokens: sequence parallelism divides those of a
         micro-batch."""
-        widths, tokens = self.model.widths, self.model.positions
-        if self.parallel.cuts_stream:
-            rows = self.training.micro_batch_size * tokens
-            widths = {**widths, f"--micro-batch-size x {tokens} tokens": rows}
-        self.parallel.check(world_size, widths)
+        self.parallel.check(world_size, self.model.widths)
+        images, tokens = self.training.micro_batch_size, self.model.positions
+        ranks = self.parallel.tensor_model_parallel_size
+        if self.parallel.cuts_stream and images * tokens % ranks:
+            multiple = ranks // math.gcd(ranks, tokens)
+            works = ("--micro-batch-size", str(math.ceil(images / multiple) * multiple))
+            allowed = f"a multiple of {multiple}, as --sequence-parallel divides its images' tokens"
+            raise UsageError("--micro-batch-size", images, allowed, works=works)
 
     @property
     def scored(self) -> float:

@@ -12,8 +12,7 @@ OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
 OF_PADDED |= {"dataset_name", "dataset_config", "dataset_split"}
 OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle", "pad"}
 OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
-OF_IMAGES = {"cache_dir", "crop_padding", "flip"}
-OF_FILES |= OF_IMAGES
+OF_FILES |= {"cache_dir", "crop_padding", "flip"}
 """Fields that have no effect on mock data."""
 
 
@@ -301,7 +300,7 @@ class TrainingConfig:
     """Seed of initialisation, data order and dropout."""
 
     eval_interval: int | None = 1000
-    """Steps between evaluations on the validation split; an epoch's steps if not given."""
+    """Steps between evaluations on the validation split."""
 
     eval_iters: int = 100
     """Global batches of an evaluation; 0 disables evaluation."""
@@ -350,6 +349,7 @@ class TrainingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ImageTrainingConfig(TrainingConfig):
     eval_interval: int | None = None
+    """Steps between evaluations on the validation split; an epoch's steps if not given."""
 
     eval_iters: int = 1000
     """Global batches of an evaluation, at most those of the validation split; 0 disables it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ CIFAR_SIDE = 32
 CIFAR_RECORD = 1 + CHANNELS * CIFAR_SIDE**2  # bytes: a label, then pixels
 CIFAR_FILES = {"training": "data_batch_*.bin", "validation": "test_batch.bin"}
 CIFAR_NAMES = "batches.meta.txt"
-CHUNK = 1024  # images that a worker packs at a time: 3 MB of 32 x 32, 154 MB of 224 x 224
+CHUNK = 32 << 20  # bytes of images that a worker packs at a time: 213 of 224 x 224
 CHECKED = 2**30  # a packed file of up to so many bytes is read once and checked: in a second
 
 
@@ -179,6 +179,8 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
     def make() -> Packed:
         try:
             pack(listing, size, file, key, workers)
+        except FileNotFoundError:  # without locks: another process was faster, and has the parts
+            return _open_packed(file, size, key)
         except OSError as error:
             allowed = f"a folder that can be written, for the packed images: {error}"
             raise UsageError("--cache-dir", place, allowed) from error
@@ -189,12 +191,18 @@ def open_images(path: Path, size: int, *, beside: Path | None = None, workers: i
 
 def _open_packed(file: Path, size: int, key: str | None) -> Packed:
     """key: of the images it was made from; None for any."""
-    found = cache.Cache(file, key, f"--data-path {file}")
+    try:
+        found = cache.Cache(file, key, f"--data-path {file}")
+    except DataError as error:
+        if key is not None:
+            raise
+        raise DataError(f"--data-path {file} is damaged; a new copy works") from error
     if found.values["size"] != size:
         works = ("--image-size", str(found.values["size"]))
         raise UsageError("--image-size", size, f"that of the images in {file}", works=works)
-    if file.stat().st_size <= CHECKED:
-        for name in SPLITS:
+    for name in SPLITS:
+        found.read(f"{name} labels")
+        if file.stat().st_size <= CHECKED:
             found.read(name)
     return Packed(found, size)
 
@@ -229,8 +237,8 @@ def list_images(folder: Path) -> Listing:
         found = [folder / each for each in its_names if (folder / each).is_dir()]
         if len(found) != 1:
             several = " and ".join(f"{each.name}/" for each in found) or "none"
-            allowed = f"a folder with one of {', '.join(f'{each}/' for each in its_names)}, and "
-            allowed += f"not {several}; or with CIFAR-10's binary files"
+            allowed = f"a folder with {' or '.join(f'{each}/' for each in its_names)} (it has "
+            allowed += f"{several}), or with CIFAR-10's data_batch_*.bin and test_batch.bin"
             raise UsageError("--data-path", folder, allowed)
         files[split] = sorted(
             each
@@ -240,10 +248,7 @@ def list_images(folder: Path) -> Listing:
         names[split] = {each.parent.name for each in files[split]}
         if not files[split]:
             raise UsageError("--data-path", found[0], "a folder with images in a folder per class")
-    if lonely := sorted(names["training"] ^ names["validation"]):
-        which = "training" if lonely[0] in names["training"] else "validation"
-        allowed = f"of the same classes in both splits: {lonely[0]} is only in {which}"
-        raise UsageError("--data-path", folder, allowed)
+    _require_equal(folder, names)
     classes = sorted(names["training"])
     labels = {name: label for label, name in enumerate(classes)}
     splits = {
@@ -268,13 +273,27 @@ def _list_cifar(folder: Path) -> Listing:
             labels = np.fromfile(file, np.uint8).reshape(count, -1)[:, 0].tolist()
             splits[split] += [Origin(file, label, n) for n, label in enumerate(labels)]
         files += found
-    names = folder / CIFAR_NAMES
-    classes = names.read_text().split() if names.is_file() else [str(n) for n in range(10)]
+    names, classes = folder / CIFAR_NAMES, [str(number) for number in range(10)]
+    if names.is_file():
+        files.append(names)
+        classes = names.read_text(encoding="utf-8", errors="replace").split()
+        if len({*classes}) < len(classes):
+            raise UsageError("--data-path", names, "of names that differ")
     for origin in (each for its in splits.values() for each in its):
         if origin.label >= len(classes):
             allowed = f"of labels below {len(classes)}; record {origin.record} has {origin.label}"
             raise UsageError("--data-path", origin.path, allowed)
+    found_classes = {split: {classes[each.label] for each in its} for split, its in splits.items()}
+    _require_equal(folder, found_classes)
     return Listing(folder, classes, splits, _facts(folder, files))
+
+
+def _require_equal(folder: Path, classes: Mapping[str, set[str]]) -> None:
+    """Raise UsageError for a class that only one split has."""
+    if lonely := sorted(classes["training"] ^ classes["validation"]):
+        which = "training" if lonely[0] in classes["training"] else "validation"
+        allowed = f"of the same classes in both splits: {lonely[0]} is only in {which}"
+        raise UsageError("--data-path", folder, allowed)
 
 
 def _facts(folder: Path, files: Sequence[Path]) -> list[Any]:
@@ -288,10 +307,11 @@ def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> Non
     load("PIL.Image")  # before every image would be called broken
     parts = file.with_name(f"{file.name}.parts")
     parts.mkdir(exist_ok=True)
+    count = max(1, CHUNK // (size**2 * CHANNELS))
     chunks = [
-        (split, start, origins[start : start + CHUNK])
+        (split, start, origins[start : start + count])
         for split, origins in listing.splits.items()
-        for start in range(0, len(origins), CHUNK)
+        for start in range(0, len(origins), count)
     ]
     files = [parts / f"{split}_{start:09d}" for split, start, _ in chunks]
     work = partial(_pack_chunk, size=size, key=key)
@@ -308,7 +328,7 @@ def pack(listing: Listing, size: int, file: Path, key: str, workers: int) -> Non
             "without them it works"
         )
     cache.write(file, key, _entries(listing, chunks, files, size, key))
-    shutil.rmtree(parts)
+    shutil.rmtree(parts, ignore_errors=True)
 
 
 def _pack_chunk(file: Path, origins: Sequence[Origin], *, size: int, key: str) -> list[str]:
@@ -335,6 +355,8 @@ def read_image(origin: Origin, size: int) -> NDArray[np.uint8]:
     pillow = load("PIL.Image")
     if origin.record is None:
         with pillow.open(origin.path) as stored:
+            if stored.mode.startswith(("I", "F")):
+                raise ValueError(f"its colors have more than 8 bits (mode {stored.mode})")
             image = stored.convert("RGB")
     else:
         offset = origin.record * CIFAR_RECORD + 1
@@ -366,11 +388,11 @@ def _entries(
         digest.update(pixels.tobytes())
         yield split, pixels
         if split == "training":
-            wide = pixels.reshape(-1, CHANNELS).astype(np.uint64)
-            count += len(wide)
+            count += len(pixels) // CHANNELS
             for channel in range(CHANNELS):
-                sums[channel] += int(wide[:, channel].sum())
-                squares[channel] += int((wide[:, channel] ** 2).sum())
+                numbers = np.bincount(pixels[channel::CHANNELS], minlength=256).tolist()
+                sums[channel] += sum(value * n for value, n in enumerate(numbers))
+                squares[channel] += sum(value**2 * n for value, n in enumerate(numbers))
     for split, origins in listing.splits.items():
         labels = np.array([each.label for each in origins], np.int64)
         digest.update(labels.tobytes())

@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import ViTConfig
+from megatron.config.model import HALF, ViTConfig
 from megatron.data.images import CHANNELS, ImageBatch
 from megatron.models.gpt import Sequences, Transformer, make_norm
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory
 
 CLASS_TOKEN, PATCH = 0, 1  # rows of the embedding of token types
-HALF = (0.5, 0.5, 0.5)  # mean and deviation where no data give them
 
 
 def crop_and_flip(batch: ImageBatch) -> Tensor:

@@ -167,8 +167,10 @@ def validate(
         **{f"validation_{name}": mean for name, mean in terms.items()},
         "validation_samples": samples,
     }
-    text = f"step {state.step} | validation loss {loss:.4f}{in_words(terms)}"
-    if objective is state.objective:  # the first term is of tokens
+    is_all = objective is state.objective
+    said = {name: terms[name] for name in terms if is_all or name not in state.objective.terms}
+    text = f"step {state.step} | validation loss {loss:.4f}{in_words(said)}"
+    if is_all:  # the first term is of tokens
         perplexity = inf if first > 700 else exp(first)  # above, the run diverges
         line["validation_perplexity"] = perplexity
         text += f" | perplexity {perplexity:.2f}"

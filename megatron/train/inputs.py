@@ -192,6 +192,10 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
     if (given := model.num_classes) is not None and given < classes:
         allowed = f"at least {classes}, the classes of --data-path"
         raise UsageError("--num-classes", given, allowed, works=("--num-classes", str(classes)))
+    names = tuple(packed.classes)
+    if model.class_names and model.class_names != names:  # each column of the head is of one class
+        value, allowed = " ".join(model.class_names), f"those of --data-path: {' '.join(names)}"
+        raise UsageError("--class-names", value, allowed, works=("--class-names", *names))
     source = Source(weight=Fraction(1), data=packed)
     return Inputs(
         corpus=Corpus(sources=(source,), vocab_size=given or classes, eod=None, fingerprint=""),
@@ -208,7 +212,7 @@ def open_image_inputs(config: PretrainViTConfig) -> Inputs:
         model={
             "image_mean": model.image_mean or packed.mean,
             "image_std": model.image_std or packed.std,
-            "class_names": tuple(packed.classes),
+            "class_names": names,
         },
     )
 

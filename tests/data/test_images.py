@@ -82,7 +82,7 @@ def test_workers_and_chunks_change_no_byte(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_images(folder, SIDE, beside=tmp_path / "one", workers=1)
-    monkeypatch.setattr(images, "CHUNK", 3)
+    monkeypatch.setattr(images, "CHUNK", 3 * SIDE**2 * CHANNELS)
     open_images(folder, SIDE, beside=tmp_path / "two", workers=3)
     one, two = (next((tmp_path / each).rglob("*.pack")) for each in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
@@ -100,7 +100,7 @@ def test_packing_goes_on_after_an_interruption(
         seen.append(origin)
         return read(origin, size)
 
-    monkeypatch.setattr(images, "CHUNK", 3)
+    monkeypatch.setattr(images, "CHUNK", 3 * SIDE**2 * CHANNELS)
     monkeypatch.setattr(images, "read_image", read_some)
     with pytest.raises(KeyboardInterrupt):
         open_images(folder, SIDE, workers=1)
@@ -124,11 +124,13 @@ def test_a_packed_file_travels_alone(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError) as refused:
         open_images(file, 16)
     assert refused.value.works == ("--image-size", str(SIDE))
-    content = bytearray(file.read_bytes())
-    content[1000] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(DataError, match="images.pack"):
-        open_images(file, SIDE)
+    whole = file.read_bytes()
+    for byte in (1000, whole.index(np.arange(2).repeat(COUNT).tobytes()), len(whole) - 1):
+        content = bytearray(whole)
+        content[byte] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(DataError, match="images.pack"):
+            open_images(file, SIDE)
 
 
 def test_changes_are_functions_of_seed_and_number(folder: Path) -> None:
@@ -174,6 +176,18 @@ def mislabel(folder: Path) -> None:
     file.write_bytes(b"\x07" + file.read_bytes()[1:])
 
 
+def leave_one(folder: Path) -> None:
+    (write_cifar(folder / "binary") / "data_batch_2.bin").unlink()
+
+
+def name_twice(folder: Path) -> None:
+    (write_cifar(folder / "binary") / "batches.meta.txt").write_text("cat cat")
+
+
+def deepen(folder: Path) -> None:
+    Image.new("I;16", (8, 8), 40_000).save(folder / "train" / "cat" / "00.png")
+
+
 @pytest.mark.parametrize(
     ("spoil", "inside", "named"),
     [
@@ -183,10 +197,15 @@ def mislabel(folder: Path) -> None:
         (lambda folder: (folder / "val").mkdir(), "", "val"),
         (truncate, "binary", "data_batch_1.bin"),
         (mislabel, "binary", "data_batch_1.bin"),
+        (leave_one, "binary", "dog"),
+        (name_twice, "binary", "batches.meta.txt"),
         (lambda folder: None, "nothing", "nothing"),
         (lambda folder: None, "train/cat/00.png", "00.png"),
     ],
-    ids=["a class", "a split", "no split", "two splits", "truncated", "label", "none", "a file"],
+    ids=[
+        *("a class", "a split", "no split", "two splits", "truncated", "label", "lonely label"),
+        *("two of one name", "none", "a file"),
+    ],
 )
 def test_a_folder_is_refused(
     folder: Path, spoil: Callable[[Path], Any], inside: str, named: str
@@ -198,11 +217,12 @@ def test_a_folder_is_refused(
 
 
 def test_broken_images_are_counted_and_named(folder: Path) -> None:
+    deepen(folder)
     for name in ("03.png", "05.png"):
         file = folder / "train" / "cat" / name
         file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(DataError, match="2 files") as refused:
+    with pytest.raises(DataError, match="3 files") as refused:
         open_images(folder, SIDE)
     assert "03.png" in str(refused.value)
-    lose("train/cat/0[35].png")(folder)
-    assert len(open_images(folder, SIDE).split("training")) == 2 * COUNT - 2
+    lose("train/cat/0[035].png")(folder)
+    assert len(open_images(folder, SIDE).split("training")) == 2 * COUNT - 3

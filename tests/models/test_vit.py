@@ -116,7 +116,7 @@ def in_our_names(of: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    return float((actual - expected).detach().norm() / expected.detach().norm())
 
 
 def whole_state(config: ViTConfig, weights: dict[str, Tensor], **settings: Any) -> TrainState:

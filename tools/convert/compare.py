@@ -21,12 +21,11 @@ from torch import Tensor
 
 from megatron.checkpoint.format import read_manifest
 from megatron.checkpoint.load import verify
-from megatron.config.model import ViTConfig
+from megatron.config.model import HALF, ViTConfig
 from megatron.data.bert import BertBatch
 from megatron.data.images import CHANNELS, ImageBatch
 from megatron.huggingface.replacements import Wide
 from megatron.models.registry import KINDS, config_of
-from megatron.models.vit import HALF
 from megatron.parallel.collectives import gather_from
 from megatron.parallel.compare import SEEN
 from megatron.parallel.mesh import Mesh, serial_mesh

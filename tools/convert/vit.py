@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isqrt
+from math import inf, isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.model import ViTConfig
+from megatron.config.model import HALF, ViTConfig
 from megatron.data.images import CHANNELS
 from megatron.errors import UsageError
 from tools.convert.bert import PARAMETERS, Labels, both
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREPROCESSOR = "preprocessor_config.json"
-HALF = [0.5, 0.5, 0.5]  # mean and deviation where it names none
 OURS, THEIRS = "transformer.layers.{n}", "encoder.layer.{n}"
 
 
@@ -111,18 +110,28 @@ def with_colors(config: ViTConfig, folder: Path) -> ViTConfig:
     """The config with the mean and deviation of the folder's preprocessor. Raises UsageError for a
     preprocessor that gives the model other values than (pixel / 255 - mean) / deviation."""
     file = folder / PREPROCESSOR
-    options = json.loads(file.read_bytes()) if file.is_file() else {}
+    options: Any = {}
+    if file.is_file():
+        try:
+            options = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{file} should be a JSON object")
     for name, needed in (("do_normalize", True), ("do_rescale", True)):
         if options.get(name, needed) is not needed:
             raise UsageError(f"{file}: {name}", json.dumps(options[name]), json.dumps(needed))
-    if abs(options.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+    factor = options.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-6:
         allowed = f"{1 / 255}, for values from 0 to 1"
-        raise UsageError(f"{file}: rescale_factor", options["rescale_factor"], allowed)
-    colors = {}
-    for name in ("image_mean", "image_std"):
-        values = options.get(name, HALF)
-        if not isinstance(values, list) or len(values) != CHANNELS:
-            raise UsageError(f"{file}: {name}", json.dumps(values), f"{CHANNELS} numbers")
+        raise UsageError(f"{file}: rescale_factor", json.dumps(factor), allowed)
+    colors: dict[str, Any] = {}
+    for name, least in (("image_mean", -inf), ("image_std", 0)):
+        values = options.get(name, [*HALF])
+        is_list = isinstance(values, list) and len(values) == CHANNELS
+        if not is_list or not all(type(v) in (int, float) and least < v < inf for v in values):
+            what = "numbers above 0" if name == "image_std" else "numbers"
+            raise UsageError(f"{file}: {name}", json.dumps(values), f"{CHANNELS} {what}")
         colors[name] = tuple(map(float, values))
     return replace(config, **colors)
 

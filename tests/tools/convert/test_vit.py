@@ -83,7 +83,10 @@ def change(file: Path, **values: Any) -> None:
         ("config.json", {"patch_size": 3}, "patch_size"),
         ("preprocessor_config.json", {"do_normalize": False}, "do_normalize"),
         ("preprocessor_config.json", {"rescale_factor": 1 / 127.5}, "rescale_factor"),
+        ("preprocessor_config.json", {"rescale_factor": "x"}, "rescale_factor"),
         ("preprocessor_config.json", {"image_mean": [0.5]}, "image_mean"),
+        ("preprocessor_config.json", {"image_mean": ["a", 0, 0]}, "image_mean"),
+        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
     ],
 )
 def test_other_models_are_refused(
