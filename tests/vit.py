@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from megatron.config.model import ViTConfig
 from megatron.data.images import CHANNELS, ImageBatch
@@ -52,6 +51,8 @@ def write_images(
 
     counts: of a class, by split.
     """
+    from PIL import Image  # which the matrix does without
+
     random = np.random.default_rng(0)
     for split, count in counts.items():
         for name, color in colors.items():
