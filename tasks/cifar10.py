@@ -6,6 +6,7 @@ the model gets right, and some that it does not.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megatron.config.model import ViTConfig
 from megatron.data.files import write_atomically
 from megatron.data.images import Images, open_images
 from megatron.errors import UsageError
+from megatron.libraries import load
 from megatron.models.registry import config_of
 from tasks.protocol import ImageSettings
 
@@ -142,12 +144,8 @@ def predict(model: ViT, mesh: Mesh, images: Images, micro_batch_size: int) -> ND
 
 def draw(file: Path, images: Images, best: NDArray[np.int64], classes: tuple[str, ...]) -> None:
     """Two rows of images that are right, two of others: each spread over the split."""
-    import io
-
-    from matplotlib.figure import Figure
-
     labels = images.splits[0].labels
-    figure = Figure(figsize=(1.2 * DRAWN, 6), layout="constrained")
+    figure = load("matplotlib.figure").Figure(figsize=(1.2 * DRAWN, 6), layout="constrained")
     axes = figure.subplots(4, DRAWN)
     for first, kind in ((0, best == labels), (2, best != labels)):
         numbers = np.flatnonzero(kind)

@@ -14,9 +14,11 @@ from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainGPT2Config,
     PretrainLlamaConfig,
+    PretrainViTConfig,
 )
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.models.build import build_model
+from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
 from tests.programs import run_python, start_ranks
@@ -34,7 +36,11 @@ PROGRAMS = {
     "pretrain_gpt2": PretrainGPT2Config,
     "pretrain_bert": PretrainBertConfig,
 }
-KINDS = {"llama": PretrainLlamaConfig, "huggingface": PretrainHuggingFaceConfig}  # of pretrain.py
+KINDS = {  # of pretrain.py
+    "llama": PretrainLlamaConfig,
+    "huggingface": PretrainHuggingFaceConfig,
+    "vit": PretrainViTConfig,
+}
 VOCABULARY = 50_257
 STATUSES = ["not run", "miniature", "simulated", "per rank", "at size"]  # the best is last
 HEADLINES = ["Figures 1 and 5", "Figure 6", "Figure 7", "Table 3", "Table 5"]
@@ -141,7 +147,7 @@ def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> N
         sizes = {**config.parallel.sizes, "data": config.data_parallel_size(world_size)}
         mode = config.parallel.tensor_parallel_mode
         mesh = absent_mesh(sizes, torch.device("meta"), tensor_parallel_mode=mode)
-        vocabulary = config.model.vocab_size or VOCABULARY
+        vocabulary = vocabulary_of(config)
         stages = plan_of_run(config, vocabulary)
         model = build_model(
             config.model, mesh, vocabulary, seed=None, dtype=torch.bfloat16, pipeline=stages
