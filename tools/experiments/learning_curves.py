@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -240,7 +241,8 @@ def train_transformers(*flags: str) -> None:
 def report(settings: Settings, _: object = None) -> str:
     """Write learning_curves.json, .md and .html; returns the text.
 
-    Raises StageError where a run is outside its tolerance, or has other learning rates.
+    Raises StageError where a run is outside its tolerance, has other learning rates than the first
+    of its group, or has figures that prove nothing.
     """
     groups: dict[str, list[Facts]] = {}
     for each in chosen_runs(settings):
@@ -280,11 +282,27 @@ def describe(run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
+def check_figures(run: Facts) -> None:
+    """Raises StageError if a loss or a rate is not finite (None, in metrics.jsonl), or if all rates
+    are 0."""
+    values = [*run["losses"], *run["rates"]]
+    if run["group"].startswith("masks"):
+        values.append(run.get("validation_loss"))
+    if any(value is None or not isfinite(value) for value in values):
+        raise StageError(f"{run['group']}, {run['name']}: a loss or a learning rate is not finite")
+    if not any(run["rates"]):
+        raise StageError(f"{run['group']}, {run['name']}: all learning rates are 0")
+
+
 def compare(own: dict[str, Any], first: Facts) -> None:
     """Add to a run's facts how it differs from the first run of its group: the ratio of validation
     losses, or the gaps of training losses and their share of the tolerance."""
+    for each in (first, own):
+        check_figures(each)
     pairs = zip(own["rates"], first["rates"], strict=True)
-    if any(abs(a - b) > RATE_TOLERANCE * b for a, b in pairs):
+    # A step that fp16 skips does not advance the schedule.
+    skip_alike = own.get("skipped_steps", 0) == first.get("skipped_steps", 0)
+    if skip_alike and any(abs(a - b) > RATE_TOLERANCE * b for a, b in pairs):
         raise StageError(f"{first['name']} and {own['name']} have other learning rates")
     if own["group"].startswith("masks"):  # gaps between runs with different masks mean nothing
         own["ratio"] = own["validation_loss"] / first["validation_loss"]
