@@ -168,8 +168,15 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     for each in chosen_runs(settings):
         folder = folder_of(settings, each)
         commands = [command(each, *start, folder, machine.cores) for start in each.starts]
-        inputs = [binary_of(settings)]
-        found.append(Stage(name=each.title, commands=commands, inputs=inputs, outputs=[folder]))
+        found.append(
+            Stage(
+                name=each.title,
+                commands=commands,
+                inputs=[binary_of(settings)],
+                outputs=[folder],
+                is_independent=True,
+            )
+        )
     return found
 
 
@@ -198,7 +205,6 @@ def train_transformers(*flags: str) -> None:
 
     from tools.convert.gpt2 import GPT2
     from tools.convert.weights import resolve, to_theirs
-    from tools.experiments.finetuning import initial_weights
     from tools.layouts.job import open_samples
 
     config = runner.parse_training(PretrainGPT2Config, flags)
@@ -207,7 +213,7 @@ def train_transformers(*flags: str) -> None:
     marks = {"bos_token_id": None, "eos_token_id": None}
     options = GPT2.options_of(config.model)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **marks, **options))
-    weights = initial_weights(config.model, vocab_size, config.training.seed)
+    weights = stages.initial_weights(config.model, vocab_size, config.training.seed)
     theirs = to_theirs(GPT2, resolve(GPT2, config.model, vocab_size), weights)
     model.load_state_dict(theirs, strict=False)  # the output layer is the embedding
     parameters = list(model.parameters())
