@@ -100,7 +100,7 @@ def report(settings: Settings, _: object = None) -> str:
     title = "What pretraining is worth, on a small machine"
     section = Section("Last epoch", [Table(head, rows)])
     page = Page(title, f"Accuracy {', '.join(accuracies)}.", [section])
-    return results.write_results(settings.output, "finetuning", page, facts)
+    return results.write_measured(settings.output, "finetuning", page, facts, PROGRAM)
 
 
 if __name__ == "__main__":

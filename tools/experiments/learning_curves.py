@@ -262,8 +262,8 @@ def report(settings: Settings, _: object = None) -> str:
         sections.append(Section(group, [*figure, table([first, *others])]))
     found = [each for group in groups.values() for each in group]
     page = Page("Learning curves", lead(found, settings.steps), sections)
-    facts = {"machine": results.machine_facts(), "steps": settings.steps, "runs": found}
-    text = results.write_results(settings.output, "learning_curves", page, facts)
+    facts = {"steps": settings.steps, "runs": found}
+    text = results.write_measured(settings.output, "learning_curves", page, facts, PROGRAM)
     if wrong := [f"{x['group']}, {x['name']}" for x in found if x.get("share", 0.0) > 1]:
         raise StageError(f"outside the tolerance: {'; '.join(wrong)}")
     return text

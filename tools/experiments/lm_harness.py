@@ -211,7 +211,7 @@ def report(settings: Settings, _: object = None) -> str:
         f"The ways to score one model agree: its accuracy on LAMBADA is {accuracy:.4f}.",
         [Section("Figures", [Table(("", *FIGURES), rows)])],
     )
-    return results.write_results(output, "lm_harness", page, facts)
+    return results.write_measured(output, "lm_harness", page, {"figures": facts}, PROGRAM)
 
 
 def figures(record: results.Facts, place: int) -> dict[str, float]:

@@ -25,6 +25,7 @@ from tools.convert_hf import export_model, import_model
 from tools.corpus.settings import parse_settings
 from tools.corpus.tokenize.settings import Settings as PreprocessSettings
 from tools.experiments import (
+    dropout_quality,
     figure6,
     figure7,
     finetuning,
@@ -183,7 +184,8 @@ def test_stages_depend_on_their_model(tmp_path: Path) -> None:
 
 
 def test_ways_of_lm_harness_compute_on_the_cpu() -> None:
-    commands = [command for stage in experiments()["lm_harness"][2:] for command in stage.commands]
+    found = lm_harness.list_stages(lm_harness.Settings(), CPU)
+    commands = [command for stage in found[2:] for command in stage.commands]
     assert len(commands) == 4
     assert all(command.environ["CUDA_VISIBLE_DEVICES"] == "" for command in commands)
 
@@ -332,6 +334,8 @@ def test_scripts_before_anything_is_installed(tmp_path: Path) -> None:
         (lm_harness, {"wikitext_data": Path("none")}, "--wikitext-data"),
         (lm_harness, {"tokenizer": Path("none")}, "--tokenizer"),
         (lm_harness, {"load": Path("none")}, "--load"),
+        (dropout_quality, {"rows": 300}, "--rows"),
+        (dropout_quality, {"columns": 3}, "--columns"),
         (quickstart, {"corpus": Path("none")}, "corpus"),
         (quickstart, {"vocab_size": 256}, "--vocab-size"),  # no room for the bytes
         (quickstart, {"vocab_file": Path("vocab.json")}, "--vocab-file"),  # alone

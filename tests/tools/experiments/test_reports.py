@@ -1,6 +1,7 @@
 """Reports of experiments, of made-up numbers: tables, facts, files."""
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -221,11 +222,18 @@ def test_learning_curves_that_fail(tmp_path: Path) -> None:
     refusal(lambda: learning_curves.report(settings))  # a run is not complete
 
 
-def test_dropout_quality(tmp_path: Path) -> None:
+def test_dropout_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [dropout_quality.PROGRAM, "--output", str(tmp_path)])
     settings = dropout_quality.Settings(rows=512, columns=64, output=tmp_path)
     text = dropout_quality.report(settings)
-    found = json.loads((tmp_path / "dropout_quality.json").read_text())
-    assert all(f"| {name} | {value:+.2f} |" in text for name, value in found.items())
+    facts = json.loads((tmp_path / "dropout_quality.json").read_text())
+    assert all(f"| {name} | {value:+.2f} |" in text for name, value in facts["figures"].items())
+    machine = facts["machine"]
+    assert {"commit", "processor", "date", "torch", "numpy", "python", "cores"} <= machine.keys()
+    assert f"    {machine.pop('command')}\n" in text
+    assert all(f"{name} {value}" in text for name, value in machine.items())
+    monkeypatch.setattr(dropout_quality, "quality", lambda *_: {"rate": nan})
+    refusal(lambda: dropout_quality.report(settings))
 
 
 def test_lm_harness_that_differs(tmp_path: Path) -> None:
@@ -258,5 +266,6 @@ def test_architectures(tmp_path: Path) -> None:
     assert "1 of 1 dense architectures" in text
     assert '| one | "a": 1 | exact | 1e-15 | 50 % | 25 % |' in text
     assert "three" in text
-    found = json.loads((tmp_path / "architectures.json").read_text())
-    assert [each["outcome"] for each in found] == ["exact", "exact", "refused"]
+    facts = json.loads((tmp_path / "architectures.json").read_text())
+    assert facts["machine"]["commit"] in text
+    assert [each["outcome"] for each in facts["architectures"]] == ["exact", "exact", "refused"]
