@@ -29,6 +29,7 @@ from tools.experiments.runner import ROOT
 from tools.report.numbers import percent
 from tools.report.sections import Page, Section, Table
 
+PROGRAM = "tools/experiments/architectures.py"
 SIZES = (2, 4)
 MASKED = "masked words"
 NO_LAYER = "no layer here cuts "
@@ -336,8 +337,8 @@ def report(found: Sequence[Row], without: Sequence[str], settings: Settings) -> 
             ),
         ],
     )
-    rows = [vars(row) for row in found]
-    return results.write_results(settings.output, "architectures", page, rows, indent=1)
+    facts = {"architectures": [vars(row) for row in found]}
+    return results.write_measured(settings.output, "architectures", page, facts, PROGRAM, indent=1)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -354,7 +355,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main() -> None:
     with user_errors({}):
-        settings = parse(Settings, sys.argv[1:], {}, description=__doc__ or "")
+        settings = parse(Settings, sys.argv[1:], {}, prog=PROGRAM, description=__doc__ or "")
         _, without = architectures()
         print(report([*rows()], without, settings))
 

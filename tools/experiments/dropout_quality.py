@@ -12,23 +12,23 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-from torch import Tensor
-
 from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
-from megatron.parallel import dropout
-from megatron.parallel.dropout import fold, head_keys, layer_key, row_keys
 from tools.experiments import results
 from tools.experiments.runner import ROOT
 from tools.report.sections import Page, Section, Table
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROGRAM = "tools/experiments/dropout_quality.py"
 P = 0.1  # of dropout
 
 
@@ -38,26 +38,34 @@ class Settings:
     """Rows of the masks: a multiple of 256, at least 512; masks of attention have 1024 times as
     many elements."""
     columns: int = 4096
-    """Columns of the masks of hidden states."""
+    """Columns of the masks of hidden states, at least 4."""
     output: Path = ROOT / "runs" / "dropout_quality"
     """Folder for the result."""
 
 
-def kept(keys: Tensor, columns: int) -> Tensor:
+def kept(keys: "Tensor", columns: int) -> "Tensor":
     """The mask minus its mean, in standard deviations, [rows, columns]."""
+    import torch
+
+    from megatron.parallel import dropout
+
     p = 1 - round(P * dropout.STEPS) / dropout.STEPS
     return (dropout.kept_mask(keys, 0, columns, P, torch.bool).float() - p) / sqrt(p * (1 - p))
 
 
 def quality(rows: int, columns: int) -> dict[str, float]:
     """{property: standard deviations}. rows: a multiple of 256, at least two samples."""
+    import torch
+
+    from megatron.parallel.dropout import fold, hash_pairs, head_keys, layer_key, row_keys
+
     places, samples = torch.arange(256), torch.arange(rows // 256)
     stream, key = row_keys(samples, places), layer_key(1, "layers.0.mlp")
     mask = kept(fold(key, stream), columns)
     cut = mask.view(len(samples), 256, columns)
     heads = head_keys(stream, key, range(4), len(samples)).flatten()
     scores = kept(heads, 256).view(len(samples), 4, 256, 256)
-    words = dropout.hash_pairs(fold(key, stream)[:, None], torch.arange(columns // 2).int())
+    words = hash_pairs(fold(key, stream)[:, None], torch.arange(columns // 2).int())
     products = {
         "rate": (mask, torch.ones(())),
         "neighbouring channels": (mask[:, 1:], mask[:, :-1]),
@@ -87,15 +95,23 @@ def quality(rows: int, columns: int) -> dict[str, float]:
 
 def main() -> None:
     with user_errors({}):
-        settings = parse(Settings, sys.argv[1:], {}, description=__doc__ or "")
-        if settings.rows % 256 or settings.rows < 512:
-            raise UsageError("--rows", settings.rows, "a multiple of 256 from 512 on")
-        print(report(settings))
+        run(parse(Settings, sys.argv[1:], {}, prog=PROGRAM, description=__doc__ or ""))
+
+
+def run(settings: Settings) -> None:
+    if settings.rows % 256 or settings.rows < 512:
+        raise UsageError("--rows", settings.rows, "a multiple of 256 from 512 on")
+    if settings.columns < 4:
+        raise UsageError("--columns", settings.columns, "4 or more")
+    print(report(settings))
 
 
 def report(settings: Settings) -> str:
-    """Write dropout_quality.json, .md and .html; returns the text."""
+    """Write dropout_quality.json, .md and .html; returns the text. Raises ValueError for a figure
+    that is not finite."""
     found = quality(settings.rows, settings.columns)
+    if wrong := [name for name, value in found.items() if not isfinite(value)]:
+        raise ValueError(f"figures that are not finite: {', '.join(wrong)}")
     worst = max(map(abs, found.values()))
     title = f"{settings.rows} x {settings.columns} elements, p = {P}"
     rows = [(name, f"{value:+.2f}") for name, value in found.items()]
@@ -105,7 +121,10 @@ def report(settings: Settings) -> str:
         "draws.",
         [Section("Figures", [Table((title, "standard deviations"), rows)])],
     )
-    return results.write_results(settings.output, "dropout_quality", page, found, indent=1)
+    facts = {"figures": found}
+    return results.write_measured(
+        settings.output, "dropout_quality", page, facts, PROGRAM, indent=1
+    )
 
 
 if __name__ == "__main__":

@@ -13,25 +13,20 @@ if sys.hexversion < 0x30B0000:
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.experiments import results, runner
+from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Machine, Stage, Word
 from tools.report.corpus import read_json
 from tools.report.sections import Page, Section, Table
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron.config.model import ModelConfig
 
 PROGRAM = "tools/experiments/finetuning.py"
 SETTINGS = """--task MNLI --seeds 3 --epochs 5 --lr 3e-4 --seq-length 64 --micro-batch-size 32
 --global-batch-size 32 --hidden-dropout 0.1 --attention-dropout 0"""
 SEED = 1234  # the default of pretraining
+KINDS = ("bert",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +49,7 @@ def main() -> None:
 
 def run(settings: Settings) -> None:
     runner.check_inputs(train_data=settings.train_data, valid_data=settings.valid_data)
+    stages.check_checkpoint("pretrained", settings.pretrained, KINDS)
     runner.run_experiment(settings, PROGRAM, list_stages, report, "finetuning")
 
 
@@ -62,26 +58,16 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     folder = settings.output / "initial"
     module = "tools.experiments.finetuning"
     make = runner.call(module, "write_initial_weights", settings.pretrained, folder)
-    found = [Stage(name="initial weights", commands=[make], outputs=[folder])]
-    files = [settings.train_data, settings.valid_data]
-    data: list[Word] = ["--train-data", files[0], "--valid-data", files[1]]
+    model = stages.checkpoint_files(settings.pretrained)
+    found = [Stage(name="initial weights", commands=[make], inputs=model, outputs=[folder])]
+    data: list[Word] = ["--train-data", settings.train_data, "--valid-data", settings.valid_data]
+    inputs = [settings.train_data, settings.valid_data, *model]
     for name, weights in {"pretrained": settings.pretrained, "random": folder}.items():
         record = settings.output / f"{name}.json"
         words = [*shlex.split(settings.settings), *data, "--load", weights, "--output", record]
         command = runner.python("tasks/main.py", *words, threads=machine.cores, is_quiet=True)
-        found.append(Stage(name=name, commands=[command], inputs=files, outputs=[record]))
+        found.append(Stage(name=name, commands=[command], inputs=inputs, outputs=[record]))
     return found
-
-
-def initial_weights(config: "ModelConfig", vocab_size: int, seed: int) -> dict[str, "Tensor"]:
-    """Whole fp32 initial parameters of a model, by name."""
-    from megatron.models.build import build_on_meta
-    from megatron.parallel.initialize import initial_value
-    from megatron.parallel.mesh import serial_mesh
-    from megatron.parallel.sharding import sharding_specs
-
-    specs = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
-    return {name: initial_value(name, spec, seed) for name, spec in specs.items()}
 
 
 def write_initial_weights(pretrained: str, output: str) -> None:
@@ -93,9 +79,9 @@ def write_initial_weights(pretrained: str, output: str) -> None:
     from tools.convert.writing import write_checkpoint
 
     trained = TrainedConfig(load=pretrained)
-    _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, ("bert",))
+    _, tokenizer, facts = open_trained(trained, ParallelConfig(), 1, KINDS, "--pretrained")
     config, size = config_of(facts), facts["vocab_size"]
-    weights = initial_weights(config, size, SEED)
+    weights = stages.initial_weights(config, size, SEED)
     source = "initial weights"
     write_checkpoint(Path(output), config, weights, size, tokenizer, source, lambda _: None)
 
@@ -114,7 +100,7 @@ def report(settings: Settings, _: object = None) -> str:
     title = "What pretraining is worth, on a small machine"
     section = Section("Last epoch", [Table(head, rows)])
     page = Page(title, f"Accuracy {', '.join(accuracies)}.", [section])
-    return results.write_results(settings.output, "finetuning", page, facts)
+    return results.write_measured(settings.output, "finetuning", page, facts, PROGRAM)
 
 
 if __name__ == "__main__":

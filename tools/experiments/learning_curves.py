@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -167,8 +168,15 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     for each in chosen_runs(settings):
         folder = folder_of(settings, each)
         commands = [command(each, *start, folder, machine.cores) for start in each.starts]
-        inputs = [binary_of(settings)]
-        found.append(Stage(name=each.title, commands=commands, inputs=inputs, outputs=[folder]))
+        found.append(
+            Stage(
+                name=each.title,
+                commands=commands,
+                inputs=[binary_of(settings)],
+                outputs=[folder],
+                is_independent=True,
+            )
+        )
     return found
 
 
@@ -197,7 +205,6 @@ def train_transformers(*flags: str) -> None:
 
     from tools.convert.gpt2 import GPT2
     from tools.convert.weights import resolve, to_theirs
-    from tools.experiments.finetuning import initial_weights
     from tools.layouts.job import open_samples
 
     config = runner.parse_training(PretrainGPT2Config, flags)
@@ -206,7 +213,7 @@ def train_transformers(*flags: str) -> None:
     marks = {"bos_token_id": None, "eos_token_id": None}
     options = GPT2.options_of(config.model)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **marks, **options))
-    weights = initial_weights(config.model, vocab_size, config.training.seed)
+    weights = stages.initial_weights(config.model, vocab_size, config.training.seed)
     theirs = to_theirs(GPT2, resolve(GPT2, config.model, vocab_size), weights)
     model.load_state_dict(theirs, strict=False)  # the output layer is the embedding
     parameters = list(model.parameters())
@@ -240,7 +247,8 @@ def train_transformers(*flags: str) -> None:
 def report(settings: Settings, _: object = None) -> str:
     """Write learning_curves.json, .md and .html; returns the text.
 
-    Raises StageError where a run is outside its tolerance, or has other learning rates.
+    Raises StageError where a run is outside its tolerance, has other learning rates than the first
+    of its group, or has figures that prove nothing.
     """
     groups: dict[str, list[Facts]] = {}
     for each in chosen_runs(settings):
@@ -254,8 +262,8 @@ def report(settings: Settings, _: object = None) -> str:
         sections.append(Section(group, [*figure, table([first, *others])]))
     found = [each for group in groups.values() for each in group]
     page = Page("Learning curves", lead(found, settings.steps), sections)
-    facts = {"machine": results.machine_facts(), "steps": settings.steps, "runs": found}
-    text = results.write_results(settings.output, "learning_curves", page, facts)
+    facts = {"steps": settings.steps, "runs": found}
+    text = results.write_measured(settings.output, "learning_curves", page, facts, PROGRAM)
     if wrong := [f"{x['group']}, {x['name']}" for x in found if x.get("share", 0.0) > 1]:
         raise StageError(f"outside the tolerance: {'; '.join(wrong)}")
     return text
@@ -280,11 +288,27 @@ def describe(run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
+def check_figures(run: Facts) -> None:
+    """Raises StageError if a loss or a rate is not finite (None, in metrics.jsonl), or if all rates
+    are 0."""
+    values = [*run["losses"], *run["rates"]]
+    if run["group"].startswith("masks"):
+        values.append(run.get("validation_loss"))
+    if any(value is None or not isfinite(value) for value in values):
+        raise StageError(f"{run['group']}, {run['name']}: a loss or a learning rate is not finite")
+    if not any(run["rates"]):
+        raise StageError(f"{run['group']}, {run['name']}: all learning rates are 0")
+
+
 def compare(own: dict[str, Any], first: Facts) -> None:
     """Add to a run's facts how it differs from the first run of its group: the ratio of validation
     losses, or the gaps of training losses and their share of the tolerance."""
+    for each in (first, own):
+        check_figures(each)
     pairs = zip(own["rates"], first["rates"], strict=True)
-    if any(abs(a - b) > RATE_TOLERANCE * b for a, b in pairs):
+    # A step that fp16 skips does not advance the schedule.
+    skip_alike = own.get("skipped_steps", 0) == first.get("skipped_steps", 0)
+    if skip_alike and any(abs(a - b) > RATE_TOLERANCE * b for a, b in pairs):
         raise StageError(f"{first['name']} and {own['name']} have other learning rates")
     if own["group"].startswith("masks"):  # gaps between runs with different masks mean nothing
         own["ratio"] = own["validation_loss"] / first["validation_loss"]

@@ -15,7 +15,8 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,10 @@ from typing import Any
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.data.files import write_atomically
+from megatron.errors import UsageError
 from megatron.libraries import Library
+from megatron.libraries import load as load_library
 from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Command, Machine, Stage, StageError, Word
 from tools.report.corpus import read_json
@@ -40,6 +44,8 @@ FIGURES = {  # title: task, name in tasks/, name in the harness
     "bits per byte": ("wikitext", "bits_per_byte_per_document", "bits_per_byte,none"),
 }
 TOLERANCE = 1e-4
+VOCABULARY = {"--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # so that all three ways compute on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +68,48 @@ def main() -> None:
 
 def run(settings: Settings) -> None:
     runner.check_inputs(lambada_data=settings.lambada_data, wikitext_data=settings.wikitext_data)
+    if settings.load is not None:
+        stages.check_checkpoint("load", settings.load)
+    elif not all(file.is_file() for file in vocabulary(settings)):
+        names = " and ".join(VOCABULARY.values())
+        raise UsageError("--tokenizer", settings.tokenizer, f"a folder with {names}")
     runner.run_experiment(settings, PROGRAM, list_stages, report, "lm_harness")
+
+
+def vocabulary(settings: Settings) -> list[Path]:
+    return [settings.tokenizer / name for name in VOCABULARY.values()]
+
+
+def check_libraries() -> None:
+    """Raises MissingLibrary. The harness's own model needs accelerate."""
+    for name in ("lm_eval", "accelerate"):
+        load_library(name)
 
 
 def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     """The model, if none is given, its export, and the three ways."""
     output, files = settings.output, [settings.lambada_data, settings.wikitext_data]
     found, load = [], settings.load
-    if load is None:
-        load, made = output / "checkpoint", output / "made"
-        names = ["--vocab-file", "vocab.json", "--merge-file", "merges.txt"]
-        own = [word if word[0] == "-" else settings.tokenizer / word for word in names]
+    if load is not None:
+        model = stages.checkpoint_files(load)
+    else:
+        load, made, model = output / "checkpoint", output / "made", list[Path]()
+        own: list[Word] = []
+        for name, file in zip(VOCABULARY, vocabulary(settings), strict=True):
+            own += [name, file]
         commands = [
             call("make_model", files[0], settings.tokenizer, made, cores=machine.cores),
             runner.python("tools/convert_hf.py", "import", "--from", made, "--output", load, *own),
         ]
-        found.append(Stage(name="model", commands=commands, inputs=files, outputs=[made, load]))
+        found.append(
+            Stage(
+                name="model",
+                commands=commands,
+                inputs=[files[0], *vocabulary(settings)],
+                outputs=[made, load],
+                check=check_libraries,
+            )
+        )
     exported = output / "exported"
     words: list[Word] = ["export", "--from", load, "--output", exported]
     export = runner.python("tools/convert_hf.py", *words)
@@ -93,13 +125,24 @@ def list_stages(settings: Settings, machine: Machine) -> list[Stage]:
     words = ["--load", load, "--tasks", ",".join(TASKS), *local, "--output", theirs]
     tool = runner.python("tools/lm_harness.py", *words, threads=machine.cores, is_quiet=True)
     ask = call("ask_harness", exported, *files, own_model, cores=machine.cores)
-    return [
-        *found,
-        Stage(name="export", commands=[export], outputs=[exported]),
-        Stage(name="harness, exported folder", commands=[ask], inputs=files, outputs=[own_model]),
-        Stage(name="tasks", commands=scores, inputs=files, outputs=ours),
-        Stage(name="harness, checkpoint", commands=[tool], inputs=files, outputs=[theirs]),
-    ]
+    found.append(
+        Stage(
+            name="export",
+            commands=[export],
+            inputs=model,
+            outputs=[exported],
+            check=check_libraries,
+        )
+    )
+    inputs = [*files, *model]
+    for name, commands, outputs in (
+        ("harness, exported folder", [ask], [own_model]),
+        ("tasks", scores, ours),
+        ("harness, checkpoint", [tool], [theirs]),
+    ):
+        on_cpu = [replace(each, environ={**each.environ, **NO_GPU}) for each in commands]
+        found.append(Stage(name=name, commands=on_cpu, inputs=inputs, outputs=outputs))
+    return found
 
 
 def call(function: str, *words: Word, cores: int) -> Command:
@@ -141,7 +184,7 @@ def ask_harness(exported: str, lambada: str, wikitext: str, output: str) -> None
         files = dict(zip(TASKS, (Path(lambada), Path(wikitext)), strict=True))
         write_local(Path(folder), find_harness(), files)
         found = ask(model, list(TASKS), find_tasks(list(TASKS), [Path(folder)]), None)
-    Path(output).write_text(json.dumps({"results": found["results"]}), encoding="utf-8")
+    write_atomically(Path(output), json.dumps({"results": found["results"]}).encode())
 
 
 def report(settings: Settings, _: object = None) -> str:
@@ -155,9 +198,11 @@ def report(settings: Settings, _: object = None) -> str:
         "harness, checkpoint": figures(read_json(output / "harness.json"), 2),
     }
     first = facts["harness, exported folder"]
+    if not any(first.values()) or not all(map(isfinite, first.values())):
+        raise StageError(f"figures that are all 0 or not finite prove nothing: {first}")
     for name, values in facts.items():
         for title, value in values.items():
-            if abs(value - first[title]) > TOLERANCE * abs(first[title]):
+            if not abs(value - first[title]) <= TOLERANCE * abs(first[title]):
                 raise StageError(f"{name}: {title} is {value:.10g} and not {first[title]:.10g}")
     rows = [(name, *(f"{each:.10g}" for each in row.values())) for name, row in facts.items()]
     accuracy = first["LAMBADA, accuracy"]
@@ -166,7 +211,7 @@ def report(settings: Settings, _: object = None) -> str:
         f"The ways to score one model agree: its accuracy on LAMBADA is {accuracy:.4f}.",
         [Section("Figures", [Table(("", *FIGURES), rows)])],
     )
-    return results.write_results(output, "lm_harness", page, facts)
+    return results.write_measured(output, "lm_harness", page, {"figures": facts}, PROGRAM)
 
 
 def figures(record: results.Facts, place: int) -> dict[str, float]:

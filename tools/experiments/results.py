@@ -1,9 +1,14 @@
-"""Results that several experiments report: the training, table 3, the commands."""
+"""Results that several experiments report: the training, table 3, the commands, the machine."""
 
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from tools.report.numbers import decimal, percent, whole
 from tools.report.sections import Commands, Page, Part, Section, Table, Text
 
 Facts = Mapping[str, Any]
+PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "lm_eval", "accelerate")
 
 
 def write_results(
@@ -25,6 +31,21 @@ def write_results(
     write_atomically(output / f"{name}.md", page.markdown())
     write_atomically(output / f"{name}.html", page.html())
     return f"{page.markdown().decode()}\nopen {to_open(output / f'{name}.html')}"
+
+
+def write_measured(
+    output: Path, name: str, page: Page, facts: Facts, program: str, *, indent: int | None = None
+) -> str:
+    """`write_results`, with `origin_facts` as "machine" of NAME.json and at the end of the page."""
+    command, *others = origin_facts(program).items()
+    parts: list[Part] = [
+        Commands([command[1]]),
+        ", ".join(f"{name} {value}" for name, value in others) + ".",
+        Text("This is as the page was written: a stage that was reused ran earlier.", "note"),
+    ]
+    whole_page = replace(page, sections=[*page.sections, Section("Machine and command", parts)])
+    whole_facts = {"machine": dict([command, *others]), **facts}
+    return write_results(output, name, whole_page, whole_facts, indent=indent)
 
 
 def curve(lines: Sequence[Facts], key: str) -> list[tuple[int, float]]:
@@ -97,3 +118,38 @@ def command_section(commands: Mapping[str, Sequence[str]]) -> Section:
 
 def machine_facts() -> Facts:
     return {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+
+
+def origin_facts(program: str) -> Facts:
+    """Where figures are from: the command first, with absolute paths reduced to the file's name;
+    date, commit, processor, versions. program: as its user types it."""
+    import torch
+
+    from megatron.train.machine import commit
+
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    whole = commit() or "none"
+    found: dict[str, Any] = {
+        "command": f"python {program} {shlex.join(words)}".rstrip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": whole[:9] + ("-dirty" if whole.endswith("-dirty") else ""),
+        "processor": processor(),
+        **machine_facts(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()

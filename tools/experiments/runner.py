@@ -1,7 +1,8 @@
 """Runs an experiment: stages of commands, each as a user types it at the root of the repository.
 
 A finished stage leaves a stamp in OUTPUT/stages. It is reused while its commands, the contents of
-its inputs and the sizes of its outputs stay the same. Once a stage has run, so do all later ones.
+its inputs and the sizes of its outputs stay the same. Once a stage has run, so do all later
+ones that are not independent.
 """
 
 import contextlib
@@ -97,6 +98,8 @@ class Stage:
     """Files whose contents matter; outputs of earlier stages need not be listed."""
     outputs: Sequence[Path] = ()
     """Files and folders that the stage writes; removed before it runs."""
+    is_independent: bool = False
+    """Whether it reads no output of earlier stages; then it is reused even if they run again."""
     check: Callable[[], None] = lambda: None
     """Called before the commands; raises an error if they cannot succeed."""
 
@@ -276,8 +279,10 @@ def run_stages(
             print(f"{title}: reused, finished before in {duration(stamp['seconds'])}", flush=True)
             stamps[stage.name] = stamp
             continue
-        for later in stamp_files[number - 1 :]:
-            later.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        for later, its_file in zip(stages[number:], stamp_files[number:], strict=True):
+            if not later.is_independent:
+                its_file.unlink(missing_ok=True)
         for path in stage.outputs:
             remove(path)
         print(title, flush=True)

@@ -1,13 +1,22 @@
 """Stages that several experiments have: articles of RACE, a clean corpus, tokens, a training,
-evaluations."""
+evaluations; the checkpoint that they start from, and random weights."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron.checkpoint.format import one_step, step_folders
+from megatron.config.parallel import ParallelConfig
 from megatron.config.pretrain import PretrainBertConfig, PretrainGPT2Config
 from megatron.errors import UsageError, flag
+from megatron.train.trained import open_model
 from tools.experiments import runner
 from tools.experiments.runner import Command, Machine, Stage, Word, python
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.config.model import ModelConfig
 
 # Files of a folder laid out as MEGATRON_TEST_DATA.
 RACE_TRAIN = "race/RACE_train.tar.xz"
@@ -39,6 +48,32 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise UsageError(flag(name), count, "1 or more")
+
+
+def check_checkpoint(name: str, load: Path, kinds: Sequence[str] | None = None) -> None:
+    """Raises UsageError, naming the setting, if the folder has no readable checkpoint of a model of
+    these kinds; by default, of those that write text."""
+    open_model(str(load), ParallelConfig(), 1, kinds, flag(name))
+
+
+def checkpoint_files(load: Path) -> list[Path]:
+    """Files that tell whether a folder's newest checkpoint is still the same one: `latest`, and the
+    manifest, which has the checksums of all other files."""
+    one = one_step(load)
+    newest = [one] if one is not None else step_folders(load)[:1]
+    files = [load / "latest", *(folder / "manifest.json" for folder in newest)]
+    return [file for file in files if file.is_file()]
+
+
+def initial_weights(config: "ModelConfig", vocab_size: int, seed: int) -> dict[str, "Tensor"]:
+    """Whole fp32 initial parameters of a model, by name."""
+    from megatron.models.build import build_on_meta
+    from megatron.parallel.initialize import initial_value
+    from megatron.parallel.mesh import serial_mesh
+    from megatron.parallel.sharding import sharding_specs
+
+    specs = sharding_specs(build_on_meta(config, serial_mesh(), vocab_size))
+    return {name: initial_value(name, spec, seed) for name, spec in specs.items()}
 
 
 def extract_race(archive: Path, output: Path) -> Command:

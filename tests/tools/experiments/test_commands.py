@@ -25,6 +25,7 @@ from tools.convert_hf import export_model, import_model
 from tools.corpus.settings import parse_settings
 from tools.corpus.tokenize.settings import Settings as PreprocessSettings
 from tools.experiments import (
+    dropout_quality,
     figure6,
     figure7,
     finetuning,
@@ -153,6 +154,40 @@ def test_compared_runs_are_alike() -> None:
             assert differing(first, other) == {"--load", "--output"}
             folder = f"runs/figure6/runs/{size}"
             assert {f"{folder}/checkpoints", f"{folder}/{task}.json"} <= {*other.argv}
+
+
+def test_stages_depend_on_their_model(tmp_path: Path) -> None:
+    names = ("latest", "step_00000001/manifest.json", "vocab.json", "merges.txt", "data")
+    files = {name: tmp_path / name for name in names}
+    data = files["data"]
+    texts: dict[str, Any] = {"lambada_data": data, "wikitext_data": data, "tokenizer": tmp_path}
+    tuned = finetuning.Settings(pretrained=tmp_path, train_data=data, valid_data=data)
+    given, made = (lm_harness.Settings(load=load, **texts) for load in (tmp_path, None))
+
+    def fingerprints() -> list[list[str]]:
+        found = (
+            finetuning.list_stages(tuned, CPU),
+            lm_harness.list_stages(given, CPU),
+            lm_harness.list_stages(made, CPU)[:1],
+        )
+        return [[stage.fingerprint() for stage in stages] for stages in found]
+
+    for file in files.values():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("1")
+    for name, changed in zip(names[:4], ({0, 1}, {0, 1}, {2}, {2}), strict=True):
+        before = fingerprints()
+        files[name].write_text("2")
+        for number, (old, new) in enumerate(zip(before, fingerprints(), strict=True)):
+            same = {*old} & {*new}
+            assert not same if number in changed else old == new, name
+
+
+def test_ways_of_lm_harness_compute_on_the_cpu() -> None:
+    found = lm_harness.list_stages(lm_harness.Settings(), CPU)
+    commands = [command for stage in found[2:] for command in stage.commands]
+    assert len(commands) == 4
+    assert all(command.environ["CUDA_VISIBLE_DEVICES"] == "" for command in commands)
 
 
 def test_evaluated_text_is_not_trained_on() -> None:
@@ -295,7 +330,12 @@ def test_scripts_before_anything_is_installed(tmp_path: Path) -> None:
         (learning_curves, {"runs": ("no such run",)}, "--runs"),
         (learning_curves, {"data_path": Path("none")}, "--data-path"),
         (finetuning, {"train_data": Path("none")}, "--train-data"),
+        (finetuning, {"pretrained": Path("none")}, "--pretrained"),
         (lm_harness, {"wikitext_data": Path("none")}, "--wikitext-data"),
+        (lm_harness, {"tokenizer": Path("none")}, "--tokenizer"),
+        (lm_harness, {"load": Path("none")}, "--load"),
+        (dropout_quality, {"rows": 300}, "--rows"),
+        (dropout_quality, {"columns": 3}, "--columns"),
         (quickstart, {"corpus": Path("none")}, "corpus"),
         (quickstart, {"vocab_size": 256}, "--vocab-size"),  # no room for the bytes
         (quickstart, {"vocab_file": Path("vocab.json")}, "--vocab-file"),  # alone
@@ -308,7 +348,9 @@ def test_refusals(tmp_path: Path, experiment: Any, changes: Mapping[str, Any], f
     if experiment in (miniature, figure6, figure7):
         given = {"data": write_folder(tmp_path / "data")}
     elif experiment is lm_harness:
-        given = {"lambada_data": Path(__file__)}
+        given = {"lambada_data": Path(__file__), "wikitext_data": Path(__file__)}
+    elif experiment is finetuning:
+        given = {"train_data": Path(__file__), "valid_data": Path(__file__)}
     settings = experiment.Settings(**{"output": output, **given, **changes})
     assert field_of(refusal(lambda: experiment.run(settings))) == field
     assert not output.exists()

@@ -1,10 +1,11 @@
 """Reports of experiments, of made-up numbers: tables, facts, files."""
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from math import nan
+from math import inf, nan
 from operator import lt
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,31 @@ def compared(first: Sequence[float], own: Sequence[float], **facts: Any) -> dict
     return found
 
 
+@pytest.mark.parametrize(
+    ("first", "own", "facts"),
+    [
+        ([5.0], [nan], {}),
+        ([nan], [nan], {}),
+        ([5.0], [None], {}),  # as metrics.jsonl has what is not finite
+        ([5.0], [5.0], {"rates": [0.0]}),
+        ([5.0], [5.0], {"rates": [nan]}),
+        ([5.0], [5.0], {"rates": [0.2]}),
+        ([5.0], [5.0], {"group": "masks of dropout, seed 1", "validation_loss": nan}),
+    ],
+)
+def test_learning_curves_that_prove_nothing(
+    first: Sequence[float], own: Sequence[float], facts: dict[str, Any]
+) -> None:
+    with pytest.raises(StageError):
+        compared(first, own, **facts)
+
+
+def test_rates_where_fp16_skips_a_step() -> None:
+    assert compared([5.0], [5.0], rates=[0.2], skipped_steps=1)["gaps"] == [0.0]
+    with pytest.raises(StageError):  # a warm-up that never ends
+        compared([5.0], [5.0], rates=[0.0], skipped_steps=1)
+
+
 def test_gaps_of_learning_curves() -> None:
     serial = [8.0 - 0.01 * step for step in range(200)]
     own = compared(serial, [x + (0.5 if k == 49 else 0.001) for k, x in enumerate(serial)])
@@ -196,20 +222,29 @@ def test_learning_curves_that_fail(tmp_path: Path) -> None:
     refusal(lambda: learning_curves.report(settings))  # a run is not complete
 
 
-def test_dropout_quality(tmp_path: Path) -> None:
+def test_dropout_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [dropout_quality.PROGRAM, "--output", str(tmp_path)])
     settings = dropout_quality.Settings(rows=512, columns=64, output=tmp_path)
     text = dropout_quality.report(settings)
-    found = json.loads((tmp_path / "dropout_quality.json").read_text())
-    assert all(f"| {name} | {value:+.2f} |" in text for name, value in found.items())
+    facts = json.loads((tmp_path / "dropout_quality.json").read_text())
+    assert all(f"| {name} | {value:+.2f} |" in text for name, value in facts["figures"].items())
+    machine = facts["machine"]
+    assert {"commit", "processor", "date", "torch", "numpy", "python", "cores"} <= machine.keys()
+    assert f"    {machine.pop('command')}\n" in text
+    assert all(f"{name} {value}" in text for name, value in machine.items())
+    monkeypatch.setattr(dropout_quality, "quality", lambda *_: {"rate": nan})
+    refusal(lambda: dropout_quality.report(settings))
 
 
 def test_lm_harness_that_differs(tmp_path: Path) -> None:
-    def write(accuracy: float) -> None:
-        own = {"strict_accuracy": accuracy, "last_word_perplexity": 9.0}
-        pages = {"word_perplexity_per_document": 9.0, "bits_per_byte_per_document": 2.0}
+    def write(accuracy: float, reference: float = 0.5, others: float = 9.0) -> None:
+        own = {"strict_accuracy": accuracy, "last_word_perplexity": others}
+        pages = dict.fromkeys(
+            ("word_perplexity_per_document", "bits_per_byte_per_document"), others
+        )
         theirs = {task: {} for task in lm_harness.TASKS}
         for task, ours, name in lm_harness.FIGURES.values():
-            theirs[task][name] = {**own, **pages, "strict_accuracy": 0.5}[ours]
+            theirs[task][name] = {**own, **pages, "strict_accuracy": reference}[ours]
         records = {"lambada": own, "wikitext103": pages, "harness": {"results": theirs}}
         for name, record in {**records, "harness_exported": {"results": theirs}}.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(record))
@@ -217,9 +252,10 @@ def test_lm_harness_that_differs(tmp_path: Path) -> None:
     settings = lm_harness.Settings(output=tmp_path)
     write(0.5)
     assert "0.5000" in lm_harness.report(settings)
-    write(0.502)
-    with pytest.raises(StageError):
-        lm_harness.report(settings)
+    for values in ((0.502,), (nan,), (0.5, nan), (0.5, inf), (inf, inf), (0.0, 0.0, 0.0)):
+        write(*values)
+        with pytest.raises(StageError):
+            lm_harness.report(settings)
 
 
 def test_architectures(tmp_path: Path) -> None:
@@ -230,5 +266,6 @@ def test_architectures(tmp_path: Path) -> None:
     assert "1 of 1 dense architectures" in text
     assert '| one | "a": 1 | exact | 1e-15 | 50 % | 25 % |' in text
     assert "three" in text
-    found = json.loads((tmp_path / "architectures.json").read_text())
-    assert [each["outcome"] for each in found] == ["exact", "exact", "refused"]
+    facts = json.loads((tmp_path / "architectures.json").read_text())
+    assert facts["machine"]["commit"] in text
+    assert [each["outcome"] for each in facts["architectures"]] == ["exact", "exact", "refused"]

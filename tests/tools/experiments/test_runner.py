@@ -96,6 +96,17 @@ def test_changed_stages_run_again(tmp_path: Path) -> None:
     assert ran(changed, out) == ["a", "b", "c"]
 
 
+def test_independent_stages_are_reused_after_others(tmp_path: Path) -> None:
+    stages = [replace(fake(tmp_path, name, "x"), is_independent=True) for name in "abc"]
+    assert ran(stages[1:2], tmp_path) == ["b"]
+    assert ran(stages, tmp_path) == ["a", "c"]
+    (tmp_path / "b").write_text("cut off")
+    assert ran(stages, tmp_path) == ["b"]
+    assert ran([*stages[:2], fake(tmp_path, "c", "x")], tmp_path) == []
+    (tmp_path / "b").write_text("cut off")
+    assert ran([*stages[:2], fake(tmp_path, "c", "x")], tmp_path) == ["b", "c"]
+
+
 def test_failure_names_stage_cause_and_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,8 @@ def test_finetuning(tmp_path: Path) -> None:
     )
     finetuning.run(settings)
     facts = json.loads((tmp_path / "out" / "finetuning.json").read_text())
-    last = {name: each["last_epoch"] for name, each in facts.items()}
+    last = {name: facts[name]["last_epoch"] for name in ("pretrained", "random")}
+    assert {"command", "commit", "torch"} <= facts["machine"].keys()
     assert last["pretrained"]["majority_accuracy"]["median"] == pytest.approx(1 / 3)
     for name, weights in (("pretrained", pretrained), ("random", tmp_path / "out" / "initial")):
         stamp = json.loads((tmp_path / "out" / "stages" / f"{name}.json").read_text())
@@ -191,7 +192,7 @@ def test_lm_harness(tmp_path: Path) -> None:
         )
     )
     facts = json.loads((output / "lm_harness.json").read_text())
-    reference, *others = facts.values()
+    reference, *others = facts["figures"].values()
     assert 0 < reference["LAMBADA, accuracy"] < 1, "says little"
     for own in others:
         assert own == pytest.approx(reference, rel=1e-5)
