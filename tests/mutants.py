@@ -369,6 +369,11 @@ loss-scale-left-in-the-norm | train/test_step::test_the_loss_scale
 loss-scale-left-in-the-update | train/test_step::test_the_loss_scale
 - state.optimizer.step(lr, 1.0 / scaler.scale, norm)
 + state.optimizer.step(lr, 1.0, norm)
+vote-before-the-backward | train/test_step::test_all_ranks_stop
+- run = forward_backward if state.graph is None
++ asked = wants_stop()
++     wants_stop = lambda: asked
++     run = forward_backward if state.graph is None
 skipped-step-decays | train/test_step::test_skipped_step
 -     if not overflowed:
 +     if overflowed:

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests import mutants
+from tests.layouts.test_matrix import case_id, groups
 from tests.mutants import EQUIVALENT, MUTANTS, ROOT, Mutant, parse
 
 LISTED = parse(MUTANTS)
@@ -18,6 +19,12 @@ def functions(file: str) -> set[str]:
     return {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
 
 
+@cache
+def cases() -> set[str]:
+    """Names of those of tests/layouts."""
+    return {case_id(each) for each in groups(is_full=False)}
+
+
 @pytest.mark.parametrize("mutant", [*LISTED, *parse(EQUIVALENT)], ids=lambda each: each.name)
 def test_a_mutant_is_a_change_that_can_be_made(mutant: Mutant) -> None:
     """Its text is there once, what comes of it is Python, and there are tests of it."""
@@ -26,7 +33,9 @@ def test_a_mutant_is_a_change_that_can_be_made(mutant: Mutant) -> None:
     for test in mutant.tests:
         file, _, function = test.partition("::")
         assert (ROOT / file).is_file(), file
-        assert not function or function.partition("[")[0] in functions(file), test
+        name, _, case = function.removesuffix("]").partition("[")
+        assert not name or name in functions(file), test
+        assert not case or case in cases(), test
     assert mutant.tests or mutant.reason
 
 

@@ -40,7 +40,6 @@ TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size
 GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
 SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
 CUBE = f"{GRID} 3d --tensor-model-parallel-size 8"
-FP16 = "--fp16 --initial-loss-scale"
 
 # Of each row the last flag is refused, with what else is given.
 LAST = """

@@ -167,6 +167,22 @@ def test_text_that_is_no_utf8(tmp_path: Path) -> None:
     assert texts_of(documents) == [row.decode() for row in rows if row != b"\xff"]
 
 
+def test_scan_is_kept_until_the_file_changes(tmp_path: Path) -> None:
+    """Told by a change that keeps size and time of the file, which no user makes, where the copy of
+    its column is made anew."""
+    file, moved = parquet(tmp_path / "a.parquet", ["apple", "pear"]), tmp_path / "elsewhere"
+    first = open_map_style(str(file)).content
+    before = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"pple", b"ngle"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    moved.mkdir()
+    for each in list(tmp_path.glob("*a.parquet*")):
+        each.rename(moved / each.name)
+    assert open_map_style(str(moved / "a.parquet")).content == first
+    os.utime(moved / "a.parquet")
+    assert open_map_style(str(moved / "a.parquet")).content != first
+
+
 @pytest.mark.parametrize("kind", ["saved", "parquet"])
 def test_cache_is_of_one_column(tmp_path: Path, kind: str) -> None:
     """Each has its nulls at other rows."""

@@ -75,13 +75,17 @@ def groups(is_full: bool) -> dict[Case, Group]:
     return found
 
 
+def case_id(case: Case) -> str:
+    return case.name.replace(" ", "-")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         by_case = groups(metafunc.config.getoption("--full-matrix"))
         part, parts = map(int, metafunc.config.getoption("--part").split("/"))
         chosen = {*[*dict.fromkeys(by_case.values())][part - 1 :: parts]}
         cases = [case for case, group in by_case.items() if group in chosen]
-        metafunc.parametrize("case", cases, ids=lambda case: case.name.replace(" ", "-"))
+        metafunc.parametrize("case", cases, ids=case_id)
 
 
 def run_group(pool: Pool, group: Group, device: str) -> dict[Case, set[str]]:

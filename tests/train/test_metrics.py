@@ -11,7 +11,7 @@ from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -263,9 +263,9 @@ def test_a_missing_library_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     library, field = flag[2:].partition("-")[0], flag[2:].replace("-", "_")
-    pytest.importorskip(library)
     (tmp_path / library).mkdir()  # such as wandb's own, in the folder of an earlier run
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setitem(sys.modules, library, None)  # and what is imported here does not stay
     monkeypatch.delitem(sys.modules, library)
     with pytest.raises(UsageError) as refused:
         settings(**{field: "x"}, metrics_file="m.jsonl").check(1)
@@ -328,6 +328,8 @@ def test_wandb_continues_a_run(tmp_path: Path) -> None:
         ids.append(asked["id"])
     assert (ids[0], ids[3]) == (ids[1], ids[4])
     assert len({*ids}) == 3
+    by_step = [call("step"), call("*", step_metric="step")]
+    assert library.init().define_metric.call_args_list == by_step
     library.Settings.call_args.kwargs["stop_fn"]()
     assert stops == ["wandb"]
     sink.write({"step": 3, "loss": 0.5})
@@ -385,6 +387,8 @@ NO_SERVER = "http://127.0.0.1:9"  # nothing listens there
 def test_wandb_out_of_reach(tmp_path: Path, place: str) -> None:
     """With the library itself: it does not print the key, and keeps the run in its own folder."""
     pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
     home, save = tmp_path / "home", tmp_path / "save"
     home.mkdir()
     (home / ".netrc").touch(mode=0o600)
@@ -405,4 +409,7 @@ def test_wandb_out_of_reach(tmp_path: Path, place: str) -> None:
     assert [each.name for each in home.iterdir()] == [".netrc"]
     assert {each.name for each in save.iterdir()} == {"metrics.jsonl", "wandb", "wandb.json"}
     (kept,) = save.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"the first" in kept.read_bytes()
+    content = kept.read_bytes()
+    assert b"the first" in content
+    metric = wandb_internal_pb2.MetricRecord(glob_name="*", step_metric="step")
+    assert metric.SerializeToString() in content

@@ -185,6 +185,31 @@ def test_the_run_stops_when_no_more_steps_may_be_skipped(scaler: LossScaler, ste
     assert all(torch.equal(before[key], each) for key, each in tensors(state).items())
 
 
+def stops(tensor_size: int, voter: int) -> list[bool]:
+    """Whether each of three steps asks to stop; one rank votes in the second."""
+    state = tiny_state(mesh_of_ranks(tensor_size))
+    asked = []
+
+    def vote() -> bool:
+        assert any(bucket.gradients.any() for bucket in state.gradients.buckets), "asked too early"
+        asked.append(state.step)
+        return state.step == 1 and state.mesh.control.rank == voter
+
+    seen = []
+    for number in range(3):
+        batches = micro_batches(samples(4, first=4 * number), state.mesh, 1)
+        for bucket in state.gradients.buckets:
+            bucket.gradients.zero_()
+        seen.append(train_step(state, batches, 1e-3, wants_stop=vote).stop)
+    assert (asked, state.updates) == ([0, 1, 2], 3), "the step itself is finished"
+    return seen
+
+
+def test_all_ranks_stop_after_the_vote_of_one(gloo: Pool) -> None:
+    for answers in gloo.run(4, stops, 2, 3):
+        assert answers == [False, True, False]
+
+
 def small_all_reduces(tensor_size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Shapes of what a step sends before its forward pass, and after its backward pass."""
     state = tiny_state(mesh_of_ranks(tensor_size))

@@ -342,6 +342,34 @@ def test_the_last_of_duplicate_keys_counts_and_no_number_costs_the_document() ->
     refusal(partial(parse_record, b'{"text": "a", "text": 3}'))
 
 
+def test_every_line_is_a_document_or_set_aside_with_file_and_offset(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    good = b'{"text": "sch\\u00f6n", "source": "s"}'
+    content, offsets = b"", []
+    for line in BAD:
+        content += good + b"\r\n\n"
+        offsets.append(len(content))
+        content += line + b"\n"
+    path.write_bytes(content)
+    for unit_bytes in (10, 300, 10**9):
+        accounting = DocumentCounts()
+        documents = []
+        for unit in cut([path], unit_bytes):
+            for document in read_documents(unit, accounting):
+                documents.append(document)
+                accounting.keep(document.record)
+        assert [document.line for document in documents] == [good] * len(BAD)
+        assert all(content[each.offset :].startswith(good) for each in documents)
+        rejected = list(accounting.rejected)
+        assert [bad["offset"] for bad in rejected] == offsets
+        assert {bad["file"] for bad in rejected} == {str(path)}
+        assert all(bad["reason"] for bad in rejected)
+        assert accounting.dropped["bad line"]["unnamed"].documents == len(BAD)
+        assert accounting.input["s"].documents == accounting.output["s"].documents == len(BAD)
+        assert accounting.input["s"].bytes == 6 * len(BAD)
+        accounting.check("test")
+
+
 def test_millions_of_bad_lines_are_listed_in_order_in_little_memory() -> None:
     accounting, more = DocumentCounts(), DocumentCounts()
     for k in range(30_000):

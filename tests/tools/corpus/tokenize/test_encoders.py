@@ -230,13 +230,18 @@ def test_only_so_many_words_are_cached(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_fastest_that_is_for_the_tokenizer(tmp_path: Path) -> None:
-    """Those that the program refuses by name: test_step.py."""
-    for tokenizer, name in (
-        (GPT2BPETokenizer(*write_tokenizer(tmp_path)), "gigatoken"),
-        (BertWordPieceLowerCase(write_wordpiece(tmp_path)), "words"),
-        (HuggingFaceTokenizer(write_tokenizer_json(tmp_path / "json")), "tokenizers"),
+    """An encoder that is named is taken. Those that the program refuses by name: test_step.py."""
+    bpe = GPT2BPETokenizer(*write_tokenizer(tmp_path))
+    wordpiece = BertWordPieceLowerCase(write_wordpiece(tmp_path))
+    for tokenizer, choice, name in (
+        (bpe, "auto", "gigatoken"),
+        (bpe, "tokenizers", "tokenizers"),
+        (wordpiece, "auto", "words"),
+        (wordpiece, "words", "words"),
+        (wordpiece, "tokenizers", "tokenizers"),
+        (HuggingFaceTokenizer(write_tokenizer_json(tmp_path / "json")), "auto", "tokenizers"),
     ):
-        assert build_encoder("auto", tokenizer.library).name == name
+        assert build_encoder(choice, tokenizer.library).name == name
 
 
 def test_an_encoder_that_is_absent_or_of_other_ids_is_not_taken(
