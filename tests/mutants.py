@@ -507,8 +507,8 @@ images-changes-of-the-seed-alone
 - bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64))
 + bits = mix(mix(np.array([seed], np.uint64)) ^ np.asarray(numbers, np.uint64) % 2)
 images-the-mean-of-the-last-chunk
-- sums[channel] += int(wide[:, channel].sum())
-+ sums[channel] = int(wide[:, channel].sum())
+- sums[channel] += sum(value * n for value, n in enumerate(numbers))
++ sums[channel] = sum(value * n for value, n in enumerate(numbers))
 @ megatron/models/bert.py | train/test_step::test_bert_losses
 padding-is-attended-to | tasks/test_finetune::test_loss_is_the_mean
 - mask=is_real,

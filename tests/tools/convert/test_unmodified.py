@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from torch import Tensor
 from transformers import GenerationConfig
@@ -21,7 +22,13 @@ from tests.models.test_hf_weights import CASES, rewrite, section_of, state_of, w
 from tests.programs import newest, pretrain
 from tests.refusals import field_of, refusal
 from tests.tiny import VOCABULARY
-from tests.tools.convert.models import assert_same_weights, change_json, json_of, write_model
+from tests.tools.convert.models import (
+    assert_same_weights,
+    change_json,
+    json_of,
+    weights_of,
+    write_model,
+)
 from tests.tools.texts import generated, texts_of_transformers
 from tools.convert.compare import compare_logits
 from tools.convert.exporting import write_unmodified
@@ -166,10 +173,17 @@ def test_resume_of_another_model(tuned: Path, tmp_path: Path) -> None:
     assert all(each in said for each in ("layer_norm_epsilon", "0.1", "1e-05"))
 
 
-def test_generated_text(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A text of the checkpoint is that of the export."""
+def test_generated_text(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text of the checkpoint is that of the export, after weights have moved."""
+    folder, run, back = tuned.with_name("hf"), tmp_path / "run", tmp_path / "exported"
+    words = "--lr 1e-2 --lr-warmup-iters 0 --train-iters 2 --zero-stage 3"
+    train(tuned.parent, folder, f"{words} --save {run}", world=2)
+    export_model(str(run), back)
+    before, after = weights_of(folder), weights_of(back)
+    moved = {name for name, each in after.items() if not torch.equal(each, before[name])}
+    assert moved == after.keys()
     prompts = ["the", "in the"]
-    words = ["--prompt", *prompts, "--greedy", "--max-new-tokens", "5"]
-    records = generated(capsys, tuned, *words)
-    expected = texts_of_transformers(tuned.with_name("exported"), prompts, new=5)
+    asked = ["--prompt", *prompts, "--greedy", "--max-new-tokens", "5"]
+    records = generated(capsys, run, *asked)
+    expected = texts_of_transformers(back, prompts, new=5)
     assert [record["tokens"] for record in records] == expected
