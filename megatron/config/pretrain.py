@@ -53,7 +53,8 @@ class PretrainConfig:
     @property
     def seq_length(self) -> int:
         """Tokens of a sample."""
-        raise NotImplementedError
+        length: int = vars(self.data)["seq_length"]
+        return length
 
     @property
     def scored(self) -> float:
@@ -209,10 +210,6 @@ def epochs_of(samples: int, samples_in: Callable[[int], int]) -> int:
 class PretrainTextConfig(PretrainConfig):
     model: TextModelConfig
     data: TextDataConfig
-
-    @property
-    def seq_length(self) -> int:
-        return self.data.seq_length
 
     def check(self, world_size: int) -> None:
         super().check(world_size)

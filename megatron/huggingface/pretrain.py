@@ -23,10 +23,6 @@ class PretrainUnmodifiedConfig(PretrainConfig):
     model: HuggingFaceConfig
     data: TextDataConfig
 
-    @property
-    def seq_length(self) -> int:
-        return self.data.seq_length
-
     def check(self, world_size: int) -> None:
         self.model.check()
         if self.parallel.tensor_model_parallel_size > 1:
