@@ -118,6 +118,36 @@ def start_sum(x: Tensor, axis: Axis, owners: Axis, out: Tensor | None = None) ->
     return _started("reduce_scatter", x, axis, _REDUCE_SCATTER, rows, x.contiguous())
 
 
+def start_all_to_all(x: Tensor, axis: Axis) -> Wait:
+    """Start to send row i of `x` [c, ..] to rank i of `axis`, which has c ranks; the returned
+    function waits and returns [c, ..], whose row j is from rank j."""
+    if axis.size == 1:
+        return lambda: x
+    return _start_exchange(x, axis, [1] * axis.size, [1] * axis.size)
+
+
+def start_shift(x: Tensor, axis: Axis, step: int = 1) -> Wait:
+    """Start to send `x` to the rank `step` places on in the ring of `axis`; the returned function
+    waits and returns the tensor of the same shape that arrives from the other side."""
+    if axis.size == 1:
+        return lambda: x
+    sent, received = [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + step) % axis.size] = received[(axis.rank - step) % axis.size] = 1
+    wait = _start_exchange(x[None], axis, received, sent)
+    return lambda: wait()[0]
+
+
+def _start_exchange(x: Tensor, axis: Axis, received: list[int], sent: list[int]) -> Wait:
+    """received, sent: number of rows from and to each rank. Not isend and irecv, which a compiler
+    cannot trace."""
+    if torch.compiler.is_compiling():
+        return _traced("all_to_all_single", x, received, sent, axis=axis)
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    return _started(
+        "all_to_all", x, axis, dist.all_to_all_single, rows, x.contiguous(), received, sent
+    )
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a matrix of a matmul is divided: along `dim` over the ranks of `over`, which gather it
@@ -171,7 +201,7 @@ def start_reduce(x: Tensor, axis: Axis, receiver: int) -> Wait:
 
 
 def _started(
-    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], out: Tensor, *inputs: Tensor
+    name: str, x: Tensor, axis: Axis, collective: Callable[..., Any], out: Tensor, *inputs: Any
 ) -> Wait:
     block, call = _block(out), axis.calls.start(name, x.shape)
     work = collective(block, *inputs, group=axis.group, async_op=True)
