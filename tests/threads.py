@@ -110,6 +110,17 @@ class Collectives:
         x.copy_(torch.stack(terms).sum(0)) if rank == group_dst else x.fill_(torch.nan)
         return _DONE
 
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, received: Any, sent: Any, group: Any, async_op: bool
+    ) -> Any:
+        """received, sent: number of rows from and to each rank."""
+        meeting, rank = self.rooms[group]
+        blocks = meeting.exchange(rank, f"all_to_all {x.dtype}", x.clone().split(sent))
+        rows = [each[rank] for each in blocks]
+        assert [len(each) for each in rows] == received
+        out.copy_(torch.cat(rows))
+        return _DONE
+
     def abort(self) -> None:
         for meeting in self.meetings.values():
             meeting.barrier.abort()
