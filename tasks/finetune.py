@@ -121,7 +121,7 @@ class Steps:
             numbers, examples = zip(*own, *[rows[-1]] * (size - len(own)), strict=True)
             # Ranks of one model replica compute together, and need the same number of tokens.
             longest = rows[cuts[share - mesh.tokens.rank]][1].longest
-            batch = make_batch(examples, len(own), mesh.stream.size, longest)
+            batch = make_batch(examples, len(own), mesh.token_multiple, longest)
             batches.append(batch.numbered(np.array(numbers) + epochs_before))
         return batches
 

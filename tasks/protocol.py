@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from megatron.config.checkpoint import TrainedConfig
 from megatron.config.checks import fraction, non_negative, positive, share, writable
 from megatron.config.model import Head, RecomputeGranularity
-from megatron.config.parallel import FinetuneParallelConfig, ParallelConfig
+from megatron.config.parallel import ContextParallelConfig, FinetuneParallelConfig
 from megatron.data.text_checks import MAX_UNKNOWN
 from megatron.data.tokenizer import GPT2BPETokenizer, Tokenizer
 from megatron.errors import UsageError
@@ -75,7 +75,7 @@ class TaskSettings:
 
     trained: TrainedConfig
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -100,7 +100,7 @@ class ImageSettings:
     """Dtype of weights and activations."""
 
     evaluation: ImageEvaluationConfig = field(default_factory=ImageEvaluationConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
 
 
 @dataclass(frozen=True)

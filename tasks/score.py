@@ -18,6 +18,7 @@ from megatron.inference.generate import DivergedError, Sampling, generate_all
 from megatron.models.gpt import Decoder
 from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.context import local_tokens
 from megatron.parallel.mesh import Mesh
 from megatron.train.evaluate import score
 from megatron.train.executor import on_device
@@ -158,7 +159,7 @@ def logits_of(
 
     def answer(numbers: Sequence[int]) -> Tensor:
         unlabelled = [replace(examples[number], label=()) for number in numbers]
-        batch = make_batch(unlabelled, parts=mesh.stream.size)
+        batch = local_tokens(make_batch(unlabelled, parts=mesh.token_multiple), mesh)
         logits: Tensor = model(on_device(batch, mesh.device))
         return logits.float().cpu()
 

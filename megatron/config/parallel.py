@@ -11,7 +11,7 @@ from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
-TENSOR = "--tensor-model-parallel-size"
+TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
 STAGES = "pipeline_model_parallel_size"
 EACH = "num_layers_per_virtual_pipeline_stage"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
@@ -65,6 +65,11 @@ class ParallelConfig:
     def cuts_stream(self) -> bool:
         """Whether the tensor-parallel processes shard the rows of the hidden states, too."""
         return False
+
+    @property
+    def context_type(self) -> str:
+        """`cp_comm_type` of a mesh."""
+        return "a2a"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -137,7 +142,90 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneParallelConfig(ParallelConfig):
+class ContextParallelConfig(ParallelConfig):
+    """Parallelism of programs that read whole samples."""
+
+    context_parallel_size: int = 1
+    """Processes that share the tokens of each sample: sequences that many times as long in the same
+    memory for activations."""
+
+    cp_comm_type: Literal["a2a", "p2p"] = "a2a"
+    """How attention reads the tokens of the other context-parallel processes. a2a: each has all
+    tokens of some heads meanwhile (Ulysses). p2p: keys and values travel round a ring."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "context_parallel_size")
+        if (mode := self.tensor_parallel_mode) != "1d":
+            reason = f"with --tensor-parallel-mode {mode}, which cuts the hidden states already"
+            left_out(self, "context_parallel_size", reason)
+        if self.context_parallel_size == 1:
+            left_out(self, "cp_comm_type", f"without {CONTEXT} above 1")
+
+    @property
+    def context_type(self) -> str:
+        return self.cp_comm_type
+
+    @property
+    def is_ring(self) -> bool:
+        return self.context_parallel_size > 1 and self.cp_comm_type == "p2p"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"context": self.context_parallel_size, **super().sizes}
+
+    @property
+    def context_pieces(self) -> int:
+        """Equal pieces of a sample's tokens, of which each process has one, in a ring two."""
+        return self.context_parallel_size * (2 if self.is_ring else 1)
+
+    def check_kind(self, model: Any, given: str = "--model") -> None:
+        super().check_kind(model, given)
+        if model.is_unmodified:
+            reason = f"with {given} of the kind {model.kind}, whose attention reads whole samples"
+            left_out(self, "context_parallel_size", reason)
+
+    def check(
+        self,
+        world_size: int,
+        widths: Mapping[str, int] | None = None,
+        seq_length: int | None = None,
+    ) -> None:
+        super().check(world_size, widths, seq_length)
+        context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        if context == 1:
+            return
+        if world_size % math.prod(self.sizes.values()):
+            others = math.prod(self.sizes.values()) // context
+            allowed = (
+                f"such that it times the {others} processes that share its layers divides the "
+            )
+            allowed += f"processes: torchrun --nproc-per-node, now {world_size}"
+            raise UsageError(CONTEXT, context, allowed, works=(CONTEXT, "1"))
+        heads = (widths or {}).get(HEADS)
+        if heads is not None and not self.is_ring and heads % (context * tensor):
+            allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
+            allowed += "--cp-comm-type a2a"
+            raise UsageError(CONTEXT, context, allowed, works=("--cp-comm-type", "p2p"))
+        pieces = self.context_pieces * (tensor if self.cuts_stream else 1)
+        if seq_length is not None and seq_length % pieces:
+            allowed = f"a multiple of {pieces} with {CONTEXT} {context}"
+            allowed += f" and --cp-comm-type {self.cp_comm_type}"
+            nearest = math.ceil(seq_length / pieces) * pieces
+            works = ("--seq-length", str(nearest))
+            raise UsageError("--seq-length", seq_length, allowed, works=works)
+
+    def check_model(self, model: Any) -> None:
+        """Raise UsageError if a model with this config cannot run in these parts."""
+        if self.is_ring and model.recompute_granularity == "selective":
+            reason = "with --cp-comm-type p2p, whose attention keeps no probabilities"
+            left_out(
+                model, "recompute_granularity", reason, works=("--recompute-granularity", "full")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneParallelConfig(ContextParallelConfig):
     """Parallelism of programs that fine-tune."""
 
     sequence_parallel: bool = False
@@ -173,6 +261,7 @@ class FinetuneParallelConfig(ParallelConfig):
         if self.sequence_parallel and not self.cuts_stream:
             warnings.warn(f"--sequence-parallel does nothing with {TENSOR} 1", stacklevel=2)
         copies = self.data_parallel_size(world_size) * self.tensor_parallel_depth
+        copies *= self.context_parallel_size
         if self.stage_of_zero and copies == 1:
             name = "--zero-stage" if self.zero_stage else "--use-distributed-optimizer"
             text = f"{name} shares nothing out with one data-parallel model: more processes than "
@@ -251,8 +340,8 @@ class TrainingParallelConfig(FinetuneParallelConfig):
             raise UsageError(flag(STAGES), stages, allowed, works=works)
 
     def check_model(self, model: Any) -> None:
-        """Raise UsageError if a model with this config cannot have these stages or this
-        schedule."""
+        """Raise UsageError also if it cannot have these stages or this schedule."""
+        super().check_model(model)
         layers, stages = model.num_layers, self.pipeline_model_parallel_size
         of_model = f"--num-layers {layers}"
         if (each := self.num_layers_per_virtual_pipeline_stage) is not None:

@@ -251,7 +251,13 @@ class PretrainViTConfig(PretrainConfig):
         micro-batch."""
         self.parallel.check(world_size, self.model.widths)
         images, tokens = self.training.micro_batch_size, self.model.positions
-        ranks = self.parallel.tensor_model_parallel_size
+        ranks, pieces = self.parallel.tensor_model_parallel_size, self.parallel.context_pieces
+        if tokens % pieces:
+            name, size = "--context-parallel-size", self.parallel.context_parallel_size
+            works = ("--pooling", "mean") if not self.model.patches % pieces else (name, "1")
+            allowed = f"such that the {pieces} pieces of an image are equal, of {tokens} tokens"
+            raise UsageError(name, size, allowed, works=works)
+        tokens //= self.parallel.context_parallel_size
         if self.parallel.cuts_stream and images * tokens % ranks:
             multiple = ranks // math.gcd(ranks, tokens)
             works = ("--micro-batch-size", str(math.ceil(images / multiple) * multiple))

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
+
 Array = Any  # a numpy array from a data set, a torch tensor on a device
 
 
@@ -18,6 +20,8 @@ class Batch:
     """Name of what `num_tokens` counts."""
     per_token: ClassVar[tuple[str, ...]] = ()
     """Fields whose last dim is the token of a sample."""
+    per_key: ClassVar[tuple[str, ...]] = ()
+    """Fields whose last dim is the token, too, and which attention reads of all tokens."""
     numbers: Array = None
     """int64 [b]: sample numbers, counted over the whole training; dropout depends on them. None in
     evaluation."""
@@ -59,18 +63,35 @@ class Batch:
         """The same samples with these numbers."""
         return self.with_arrays(numbers=numbers)
 
+    @property
+    def seq_length(self) -> int | None:
+        """Tokens of a sample in this batch; None if it has no field per token."""
+        return getattr(self, self.per_token[0]).shape[-1] if self.per_token else None
+
     def take(self, order: Array) -> Self:
         """The batch with only the tokens at positions `order`, int64 [at most s], of each sample.
-        Attention's mask and dropout do not know positions and follow the new order."""
+        Fields `per_key` stay whole."""
         arrays = {"places": order if self.places is None else self.places[order]}
         for name in self.per_token:
             if (array := getattr(self, name)) is not None:
                 arrays[name] = array[..., order]
         return replace(self, **arrays)
 
+    def filled(self, count: int) -> Self:
+        """The batch with `count` tokens after those of each sample, which are no text and do not
+        count: all their fields are 0."""
+        arrays = {}
+        for name in (*self.per_token, *self.per_key):
+            if (array := getattr(self, name)) is not None:
+                arrays[name] = np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, count)])
+        return replace(self, **arrays)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextBatch(Batch):
+    per_token: ClassVar[tuple[str, ...]] = ("tokens",)
+    per_key: ClassVar[tuple[str, ...]] = ("is_real",)
+
     tokens: Array
     """int64 [b, s], or [b, sequences of a sample, s]"""
     is_real: Array = None
@@ -78,13 +99,20 @@ class TextBatch(Batch):
 
     @property
     def num_tokens(self) -> int:
-        return prod(self.tokens.shape) if self.is_real is None else int(self.is_real.sum())
+        return prod(self.tokens.shape) if self.is_real is None else int(self.real_here.sum())
+
+    @property
+    def real_here(self) -> Array:
+        """`is_real` of the tokens that are there."""
+        return self.is_real if self.places is None else self.is_real[..., self.places]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatch(TextBatch):
     """Labelled examples to fine-tune BERT on, padded to the longest sequence among them. With
     several options, tokens, token_types and is_real have three dims, [b, options, s]."""
+
+    per_token: ClassVar = ("tokens", "token_types")
 
     token_types: Array  # int64 [b, s]
     is_real: Array  # bool [b, s], False where there is padding
@@ -93,7 +121,7 @@ class ExampleBatch(TextBatch):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.is_real[self.counted > 0].sum())
+        return int(self.real_here[self.counted > 0].sum())
 
 
 class Samples(Protocol):

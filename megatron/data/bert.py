@@ -45,7 +45,7 @@ MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class BertBatch(TextBatch):
-    per_token: ClassVar = ("tokens", "token_types", "is_real", "labels", "loss_mask")
+    per_token: ClassVar = ("tokens", "token_types", "labels", "loss_mask")
 
     token_types: Array
     """int64 [b, s]: 1 for the second segment and the mark after it, else 0."""
@@ -71,7 +71,7 @@ class BertBatch(TextBatch):
         if self.loss_mask is None:
             return
         masked = np.flatnonzero(self.loss_mask)
-        size = -(-len(masked) // MASKED_MULTIPLE) * MASKED_MULTIPLE
+        size = max(1, -(-len(masked) // MASKED_MULTIPLE)) * MASKED_MULTIPLE
         filled = np.pad(masked, (0, size - len(masked)))
         vars(self).update(
             masked=filled,

@@ -24,9 +24,8 @@ from megatron.data.sources import Corpus
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Batch(TextBatch):
-    per_token: ClassVar = (
-        *("tokens", "labels", "loss_mask", "positions", "document_starts", "is_real"),
-    )
+    per_token: ClassVar = ("tokens", "labels", "loss_mask", "positions")
+    per_key: ClassVar = ("document_starts", "is_real")
 
     positions: Array
     """int64 [b, s]"""

@@ -35,8 +35,9 @@ from megatron.huggingface.replacements import (
 )
 from megatron.huggingface.weights import initial_values, layout_of, load_folder
 from megatron.models.cache import KeyValueCache
-from megatron.models.gpt import document_mask, dropout_keys
+from megatron.models.gpt import dropout_keys
 from megatron.models.registry import NO_END
+from megatron.parallel.context import document_mask
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.dropout import fold, require_keys
 from megatron.parallel.factory import LayerFactory

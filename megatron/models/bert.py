@@ -57,7 +57,7 @@ class BertEncoder(nn.Module):
         self.embedding_norm = nn.Identity() if is_pre else make_norm(config, factory)
         self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, RESIDUAL_ORDERS[config.residual_order])
-        self.exchange = factory.exchange
+        self.exchange, self.context = factory.exchange, factory.context
         self.final_norm = make_norm(config, factory) if is_pre else nn.Identity()
         self.gather = factory.gather()
 
@@ -65,7 +65,8 @@ class BertEncoder(nn.Module):
         """Norm of the sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         assert self.word_embedding is not None
         size, device = batch.tokens.shape[-1], batch.tokens.device
-        positions = torch.arange(size, device=device).expand_as(batch.tokens)
+        positions = torch.arange(size, device=device) if batch.places is None else batch.places
+        positions = positions.expand_as(batch.tokens)
         x = (
             self.word_embedding(batch.tokens.flatten())
             + self.position_embedding(positions.flatten())
@@ -78,14 +79,15 @@ class BertEncoder(nn.Module):
     ) -> Tensor:
         """Hidden states after the last layer, or after the last of `numbers`. No token attends to
         padding; the output at padding positions has no meaning."""
-        is_real = self.exchange(batch.is_real).view(-1, 1, 1, batch.is_real.shape[-1])
-        keys = self.transformer.dropout_keys(batch)
+        self.context.require_local(batch)
+        is_real, keys = self.exchange(batch.is_real), self.transformer.dropout_keys(batch)
+        count = is_real.numel() // is_real.shape[-1]
         at = Sequences(
-            count=len(is_real),
-            mask=is_real,
+            count=count,
+            mask=self.context.padding_mask(is_real),
             is_causal=False,
             dropout_keys=keys,
-            attention_dropout_keys=self.exchange(keys),
+            attention_dropout_keys=self.context.attention_keys(self.exchange(keys), count),
         )
         if numbers is None or 0 in numbers:  # see Decoder
             x = self.embedding_dropout(x, keys)
@@ -147,6 +149,7 @@ class BERT(nn.Module):
         self.pooler = Pooler(config, heads)
         self.mlm = MaskedTokenHead(config, heads, vocab_size)
         self.sop = heads.output(config.hidden_size, 2, std=config.init_method_std)
+        self.counts_samples = factory.context.counts_samples
 
     def stages(self) -> list[list[str]]:
         """See Decoder."""
@@ -158,7 +161,8 @@ class BERT(nn.Module):
         return [[f"encoder.{name}" for name in first], *layers, last]
 
     def denominators(self, batch: BertBatch) -> list[float]:
-        return [float(np.count_nonzero(batch.loss_mask)), float(len(batch.is_swapped))]
+        samples = float(len(batch.is_swapped) * self.counts_samples)
+        return [float(np.count_nonzero(batch.loss_mask)), samples]
 
     def embed(self, batch: BertBatch) -> Tensor:
         return self.encoder.embed(batch)
@@ -185,6 +189,7 @@ class BERT(nn.Module):
         order = self.sop(self.pooler(x, len(batch.tokens)))
         wide = torch.promote_types(order.dtype, torch.float32)
         of_order = F.cross_entropy(order.to(wide), batch.is_swapped, reduction="sum")
+        of_order = of_order * self.counts_samples  # only where x has the first token
         return torch.stack([masked, of_order * loss_scales[1].to(wide)])
 
     def forward(
@@ -217,9 +222,10 @@ class FinetunedBert(nn.Module):
         self.dropout = heads.dropout(config.hidden_dropout, "head")
         outputs = {"classifier": len(config.labels), "choice": 1, "span": SPAN_ENDS}[config.head]
         self.head = heads.output(config.hidden_size, outputs, std=config.init_method_std)
+        self.context = factory.context
 
     def denominators(self, batch: ExampleBatch) -> list[float]:
-        return [float(batch.counted.sum())]
+        return [float(batch.counted.sum() * self.context.counts_samples)]
 
     def embed(self, batch: ExampleBatch) -> Tensor:
         return self.encoder.embed(batch)
@@ -232,7 +238,8 @@ class FinetunedBert(nn.Module):
         last token, each over the tokens of its sequence only: see Objective."""
         scores = self.scores(x, batch)
         losses = F.cross_entropy(scores, batch.labels, reduction="none").mean(1)
-        return (losses * batch.counted).sum() * loss_scales.to(scores.dtype)
+        counted = batch.counted * self.context.counts_samples
+        return (losses * counted).sum() * loss_scales.to(scores.dtype)
 
     def scores(self, x: Tensor, batch: ExampleBatch) -> Tensor:
         """Scores for each example's k labels, [b, candidates, k] in fp32 or wider. Candidates are
@@ -242,10 +249,11 @@ class FinetunedBert(nn.Module):
         keys = dropout_keys(batch)
         if self.pooler is None:
             scores = self._score(x, keys).view(*batch.tokens.shape, SPAN_ENDS)
-            return scores.masked_fill(~batch.is_real[..., None], -torch.inf)
+            return self.context.whole(scores).masked_fill(~batch.is_real[..., None], -torch.inf)
         sequences = batch.tokens.numel() // batch.tokens.shape[-1]
         keys = None if keys is None else keys.view(sequences, -1)[:, 0]
-        return self._score(self.pooler(x, sequences), keys).view(len(batch.tokens), -1, 1)
+        scores = self._score(self.pooler(x, sequences), keys) * self.context.counts_samples
+        return self.context.sum(scores).view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
         """Runs all stages. With loss_scales see `loss`; without, see `scores`."""

@@ -41,6 +41,7 @@ from megatron.models.cache import KeyValueCache
 from megatron.parallel.dropout import row_keys
 from megatron.parallel.factory import LayerFactory
 from megatron.parallel.layers_llama import gated
+from megatron.parallel.ring import Visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class Sequences:
     """Facts about the sequences whose tokens are the rows of the hidden states [n, h]."""
 
     count: int  # b; each has n / b tokens
-    mask: Tensor | None  # bool [b or 1, 1, 1 or s, m], True where a query may attend
+    # bool [b or 1, 1, 1 or s, m], True where a query may attend; of the ring see Context
+    mask: Tensor | Visible | None
     is_causal: bool  # query i attends to the keys up to i, without a mask
     dropout_keys: Tensor | None = None  # int64 [n], see the function of this name
     attention_dropout_keys: Tensor | None = None  # the same for the samples that attention holds
@@ -68,12 +70,6 @@ def dropout_keys(batch: TextBatch) -> Tensor | None:
     numbers = batch.numbers[:, None] * several + torch.arange(several, device=device)
     positions = torch.arange(size, device=device) if batch.places is None else batch.places
     return row_keys(numbers.flatten(), positions)
-
-
-def document_mask(document_starts: Tensor) -> Tensor:
-    """Maps document starts [b, s] to the bool mask [b, 1, s, s]: causal, within one document."""
-    same_document = document_starts[:, :, None] == document_starts[:, None, :]
-    return torch.tril(same_document)[:, None]
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -134,7 +130,9 @@ class Attention(nn.Module):
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
         keys, index = at.attention_dropout_keys, self.kv_head_index
-        heads = self.maybe_checkpoint(self.core, q, k, v, at.mask, at.is_causal, keys, index)
+        # With a cache every rank has all tokens.
+        attend = self.core if at.cache is None else self.core.attend
+        heads = self.maybe_checkpoint(attend, q, k, v, at.mask, at.is_causal, keys, index)
         return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
@@ -257,7 +255,7 @@ class Decoder(nn.Module):
             self.position_embedding = factory.position_embedding(self.positions, h, std=std)
         self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory, self.make_layer)
-        self.exchange = factory.exchange
+        self.exchange, self.context = factory.exchange, factory.context
         self.final_norm = make_norm(config, factory)
         self.head = factory.head(
             vocab_size, h, divisible_by=rows, untied_std=None if self.is_tied else std
@@ -304,11 +302,13 @@ class Decoder(nn.Module):
 
         cache: keys and values of the tokens read so far; the batch's are added. Evaluation only.
         """
+        if cache is None:
+            self.context.require_local(batch)
         starts, size = self.exchange(batch.document_starts), batch.tokens.shape[1]
         keys = self.transformer.dropout_keys(batch)
         # Attention is causal by a mask for documents and where the cache needs one, otherwise by
         # is_causal; a single query without a mask is the last of all tokens and sees them all.
-        mask = None if starts is None else document_mask(starts)
+        mask = self.context.document_mask(starts)
         if cache is not None:
             assert mask is None
             assert not self.training
@@ -316,9 +316,11 @@ class Decoder(nn.Module):
         at = Sequences(
             count=len(batch.tokens),
             mask=mask,
-            is_causal=mask is None and size > 1,
+            is_causal=mask is None and (cache is None or size > 1),
             dropout_keys=keys,
-            attention_dropout_keys=self.exchange(keys),
+            attention_dropout_keys=self.context.attention_keys(
+                self.exchange(keys), len(batch.tokens)
+            ),
             cache=cache,
             rotary_cos_sin=self.rotary_cos_sin(batch),
         )

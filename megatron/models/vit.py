@@ -65,6 +65,8 @@ class ViT(nn.Module):
         self.embedding_dropout = factory.dropout(config.dropout_of_embeddings, "embedding")
         self.transformer = Transformer(config, factory)
         self.exchange, self.stream_ranks = factory.exchange, factory.stream.size
+        self.context = factory.context
+        self.tokens = config.positions // factory.context.axis.size  # of an image, on this rank
         self.final_norm = make_norm(config, factory)
         self.gather = factory.gather()
         self.head = heads.output(h, vocab_size, std=std)
@@ -78,25 +80,26 @@ class ViT(nn.Module):
         return [first, *layers, ["final_norm", "gather", "head"]]
 
     def denominators(self, batch: ImageBatch) -> list[float]:
-        return [float(len(batch.labels))]
+        return [float(len(batch.labels) * self.context.counts_samples)]
 
     def stream(self, batch: ImageBatch, number: int) -> Tensor:
         """Input of layer `number` for a batch of arrays, as a tensor on meta."""
-        return self.transformer.stream_like(self.filled(batch) * self.config.positions)
+        return self.transformer.stream_like(self.filled(batch) * self.tokens)
 
     def filled(self, batch: ImageBatch) -> int:
         """Images of the batch, and black ones after them for equally many rows on each rank of
         sequence parallelism: the last batch of an evaluation may be smaller than those of
         training, for which this is checked."""
-        step = self.stream_ranks // gcd(self.stream_ranks, self.config.positions)
+        step = self.stream_ranks // gcd(self.stream_ranks, self.tokens)
         return -(-len(batch.labels) // step) * step
 
     def embed(self, batch: ImageBatch) -> Tensor:
         """Sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         config, b, device = self.config, self.filled(batch), batch.images.device
         images = F.pad(crop_and_flip(batch), (0, 0) * 3 + (0, b - len(batch.images)))
-        x = self.patch_embedding(self.patches(images))
-        positions = torch.arange(config.positions, device=device).expand(b, -1)
+        positions = self.context.positions(config.positions, device)
+        x = self.patch_embedding(self.patches(images)[:, positions].flatten(0, 1))
+        positions = positions.expand(b, -1)
         x = x + self.position_embedding(positions.flatten())
         if self.has_class_token:
             types = torch.where(positions == 0, CLASS_TOKEN, PATCH)
@@ -104,7 +107,7 @@ class ViT(nn.Module):
         return x
 
     def patches(self, images: Tensor) -> Tensor:
-        """Maps images [b, size, size, 3], uint8, to the normalised pixels of each token, [n, 3 x
+        """Maps images [b, size, size, 3], uint8, to the normalised pixels of each token, [b, s, 3 x
         patch x patch], channel by channel; those of a class token are 0."""
         config, dtype = self.config, next(self.parameters()).dtype
         colors = images.to(torch.promote_types(dtype, torch.float32)).div(255).unbind(3)
@@ -114,7 +117,7 @@ class ViT(nn.Module):
         # [b, channel, row, y, column, x] to [b, row, column, channel, y, x]
         grid = pixels.view(-1, CHANNELS, side, patch, side, patch).permute(0, 2, 4, 1, 3, 5)
         tokens = grid.reshape(len(images), config.patches, -1)
-        return F.pad(tokens, (0, 0, int(self.has_class_token), 0)).flatten(0, 1)
+        return F.pad(tokens, (0, 0, int(self.has_class_token), 0))
 
     def layers(
         self, x: Tensor, batch: ImageBatch, *, numbers: Sequence[int] | None = None
@@ -126,7 +129,9 @@ class ViT(nn.Module):
             mask=None,
             is_causal=False,
             dropout_keys=keys,
-            attention_dropout_keys=self.exchange(keys),
+            attention_dropout_keys=self.context.attention_keys(
+                self.exchange(keys), self.filled(batch)
+            ),
         )
         if numbers is None or 0 in numbers:  # see Decoder
             x = self.embedding_dropout(x, keys)
@@ -136,20 +141,24 @@ class ViT(nn.Module):
         """See the function of this name."""
         if batch.numbers is None or not (self.training and self.transformer.drops):
             return None
-        positions = torch.arange(self.config.positions, device=batch.numbers.device)
+        positions = self.context.positions(self.config.positions, batch.numbers.device)
         return row_keys(batch.numbers, positions)
 
     def scores(self, x: Tensor, batch: ImageBatch) -> Tensor:
         """Scores of the classes [b, c], fp32 or wider, from the output of `layers`."""
         x = self.gather(self.final_norm(x))
-        x = x.view(-1, self.config.positions, x.shape[1])[: len(batch.labels)]
-        pooled = x[:, 0] if self.has_class_token else x.mean(1)
+        x = x.view(-1, self.tokens, x.shape[1])[: len(batch.labels)]
+        if self.has_class_token:
+            pooled = self.context.sum(x[:, 0] * self.context.counts_samples)
+        else:
+            pooled = self.context.sum(x.mean(1) / self.context.axis.size)
         scores: Tensor = self.head(pooled)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def loss(self, x: Tensor, batch: ImageBatch, loss_scales: Tensor) -> Tensor:
         """Cross-entropy of each image's label: see Objective."""
-        return self.losses(self.scores(x, batch), batch).sum() * loss_scales
+        losses = self.losses(self.scores(x, batch), batch)
+        return losses.sum() * loss_scales * self.context.counts_samples
 
     def losses(self, scores: Tensor, batch: ImageBatch) -> Tensor:
         """Loss of each image, [b]."""
@@ -180,4 +189,5 @@ class Accuracy:
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices
         hits = best == batch.labels[:, None]
         sums = [self.model.losses(scores, batch).sum(), hits[:, 0].sum(), hits.sum()]
-        return torch.stack([each.to(torch.float64) for each in sums]) * loss_scales
+        scales = loss_scales * self.model.context.counts_samples
+        return torch.stack([each.to(torch.float64) for each in sums]) * scales

@@ -16,6 +16,7 @@ from megatron.libraries import load
 from megatron.parallel import layers, layers_llama
 from megatron.parallel import layers_grid as grid
 from megatron.parallel.block_attention import block_attention
+from megatron.parallel.context import Context, core_of
 from megatron.parallel.dropout import Dropout
 from megatron.parallel.flex_dropout import flex_or_blocks
 from megatron.parallel.mesh import ALONE, Mesh
@@ -103,7 +104,7 @@ class LayerFactory:
         self.dropout: Maker = partial(Dropout, seed, stream=mesh.stream, hidden=mesh.hidden)
         # (dropout, name): inside the parallel region
         self.attention_core: Maker = partial(
-            layers.AttentionCore,
+            core_of(mesh),
             mesh,
             seed,
             draws_in_kernel=draws_in_kernel,
@@ -131,6 +132,8 @@ class LayerFactory:
         self.parallelize: Maker | None = None
         if mesh.tensor_parallel_mode == "1d":
             self.parallelize = lambda model, plan: resolve_name(BY_PLAN)(model, plan, mesh)
+        # positions, masks and sums of a model whose ranks hold other tokens of a sample
+        self.context = Context(mesh)
         self.tensor = mesh.tensor  # axis that cuts the layers
         self.stream = mesh.stream  # axis that cuts the rows of x: sequence parallelism
 

@@ -635,8 +635,13 @@ class AttentionCore(nn.Module):
         self.mesh, self.dropout, self.name = mesh, dropout, name
         self.key, self.draws_in_kernel, self.drop = layer_key(seed, name), draws_in_kernel, drop
         self.heads: int | None = None  # a, if each of several ranks may have all: [b, a, s, d]
+        self.head_rank = mesh.inner_hidden.rank  # of the ranks that have other heads
 
-    def forward(
+    def forward(self, *arguments: Any, **settings: Any) -> Tensor:
+        """See `attend`. Under context parallelism q, k and v have this rank's tokens only."""
+        return self.attend(*arguments, **settings)
+
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -659,8 +664,11 @@ class AttentionCore(nn.Module):
         is_whole = q.shape[1] == self.heads  # the kernel of each rank would draw another mask
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
             return kernels.attention(q, k, v, mask, p, is_causal)
+        return self.drop(q, k, v, mask, is_causal, p, self.keys(q, dropout_keys))
+
+    def keys(self, q: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        """Dropout keys of the rows of probabilities, int64 [b, a/t, s]."""
         # Heads have their numbers in the whole model, so that every layout drops the same.
-        first = 0 if is_whole else self.mesh.inner_hidden.rank * q.shape[1]
+        first = 0 if q.shape[1] == self.heads else self.head_rank * q.shape[1]
         heads = range(first, first + q.shape[1])
-        keys = head_keys(require_keys(dropout_keys), self.key, heads, len(q))
-        return self.drop(q, k, v, mask, is_causal, p, keys)
+        return head_keys(require_keys(dropout_keys), self.key, heads, len(q))

@@ -203,6 +203,8 @@ class Mesh:
     control: ControlGroup = ControlGroup()
     tensor_parallel_mode: str = "1d"
     """How layers are cut: a key of megatron.parallel.axes.INNER."""
+    cp_comm_type: str = "a2a"
+    """How ranks of the context axis attend to each other's tokens: a2a or p2p, see context.py."""
 
     pipeline: Axis = Axis("pipeline", is_of_stages=True)
     data: Axis = Axis("data")
@@ -261,6 +263,14 @@ class Mesh:
     def describe_rank(self) -> str:
         """This rank's coordinates for messages: "data 0, tensor 1"."""
         return ", ".join(f"{name} {rank}" for name, rank in self.coordinates.items())
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that must divide the tokens of a sample: the pieces that context parallelism cuts
+        it into, times the ranks that cut the rows of the hidden states."""
+        ranks = self.context.size
+        pieces = 2 * ranks if ranks > 1 and self.cp_comm_type == "p2p" else ranks
+        return pieces * self.stream.size
 
     @property
     def is_first(self) -> bool:
@@ -336,6 +346,7 @@ def build_mesh(
     *,
     tensor_parallel_mode: str = "1d",
     sequence_parallel: bool = False,
+    cp_comm_type: str = "a2a",
 ) -> Mesh:
     """Divide the initialised process group into the axes (every rank calls this).
 
@@ -376,6 +387,7 @@ def build_mesh(
         device=device,
         control=control,
         tensor_parallel_mode=tensor_parallel_mode,
+        cp_comm_type=cp_comm_type,
         **axes | unions,
         embedding_group=embedding_group,
         stream=axes["tensor"] if sequence_parallel else Axis("stream"),

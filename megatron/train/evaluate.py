@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -24,10 +25,11 @@ from megatron.models.gpt import Decoder
 from megatron.models.registry import config_of
 from megatron.parallel.bucket import gathered
 from megatron.parallel.collectives import all_reduce, gather_from, own_columns
+from megatron.parallel.context import gather_tokens, local_tokens
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
-from megatron.train.executor import Executor, to_device
+from megatron.train.executor import Executor, on_device, to_device
 from megatron.train.metrics import Metrics, in_words
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped
@@ -109,7 +111,8 @@ def mean_losses(
                         raise Stopped
                 starts = range(0, len(numbers), micro_batch_size)
                 batches = [
-                    data.batch(numbers[start : start + micro_batch_size]) for start in starts
+                    local_tokens(data.batch(numbers[start : start + micro_batch_size]), mesh)
+                    for start in starts
                 ]
                 executor = Executor(
                     model=model,
@@ -179,17 +182,23 @@ def validate(
     return loss
 
 
-def batch_of(tokens: Tensor) -> GPT2Batch:
-    """A batch of texts; tokens: int64 [b, s], with positions counted from 0."""
+def batch_of(tokens: Tensor, mesh: Mesh | None = None) -> GPT2Batch:
+    """A batch of texts; tokens: int64 [b, s], with positions counted from 0. mesh: takes this
+    rank's tokens, see local_tokens."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return GPT2Batch(tokens=tokens, positions=positions)
+    batch = GPT2Batch(tokens=tokens, positions=positions)
+    if mesh is None or mesh.context.size == 1:
+        return batch
+    batch = GPT2Batch(tokens=tokens.cpu().numpy(), positions=positions.cpu().numpy())
+    return on_device(local_tokens(batch, mesh), mesh.device)
 
 
 @torch.no_grad()
 def whole_logits(model: Decoder, mesh: Mesh, tokens: Tensor) -> Tensor:
     """Logits [b, s, true vocabulary], fp32 or wider, of tokens int64 [b, s]; on every rank."""
-    logits = gather_from(model(batch_of(tokens)), -1, mesh.vocabulary)
-    logits = logits[:, : model.vocab_size].view(*tokens.shape, -1)
+    logits = gather_from(model(batch_of(tokens, mesh)), -1, mesh.vocabulary)
+    logits = logits[:, : model.vocab_size].view(len(tokens), -1, model.vocab_size)
+    logits = gather_tokens(logits, mesh)[:, : tokens.shape[1]]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -203,7 +212,10 @@ def score(
     scored: bool [b, s]; at other positions no logits are computed. The log-probabilities are fp32
     or wider; if tokens are equally probable, the one with the lowest id is the most probable.
     """
-    batch = batch_of(tokens)
+    batch, whole = batch_of(tokens, mesh), scored
+    if batch.places is not None:  # this rank scores its own tokens
+        count = batch.tokens.shape[1] * mesh.context.size - tokens.shape[1]
+        labels, scored = (F.pad(each, (0, count))[:, batch.places] for each in (labels, scored))
     rows = model.layers(model.embed(batch), batch)[scored.flatten()]
     log_probabilities, hits = [], []
     parts = rows.split(SCORED_AT_ONCE), labels[scored].split(SCORED_AT_ONCE)
@@ -213,7 +225,14 @@ def score(
         hits.append(most_probable(logits, mesh.vocabulary, model.vocab_size) == ids)
         losses = vocab_parallel_cross_entropy(logits, ids, mesh.vocabulary, model.vocab_size)
         log_probabilities.append(-losses)
-    return torch.cat(log_probabilities), torch.cat(hits)
+    results = torch.cat(log_probabilities), torch.cat(hits)
+    if batch.places is None:
+        return results
+    spread = []
+    for each in results:
+        tokens_of = each.new_zeros(scored.shape).masked_scatter(scored, each)
+        spread.append(gather_tokens(tokens_of, mesh)[:, : whole.shape[1]][whole])
+    return spread[0], spread[1]
 
 
 def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
@@ -274,7 +293,8 @@ def gather_outputs(
     with gathered(model):
         for number, x in hidden_states.items():
             columns = gather_from(model.logits(x), -1, mesh.vocabulary)[:, : model.vocab_size]
-            logits[number] = columns.view(logits.shape[1:])
+            tokens = columns.view(labels.shape[1], -1, model.vocab_size)
+            logits[number] = gather_tokens(tokens, mesh)[:, : labels.shape[2]]
     all_reduce(logits, mesh.pipeline)
     # The samples of a step are in order of micro-batch, and within each in order of rank.
     logits, labels = (gather_from(each, 1, mesh.batch).flatten(0, 1) for each in (logits, labels))

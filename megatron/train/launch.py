@@ -118,6 +118,7 @@ def launch(
             timeout,
             tensor_parallel_mode=parallel.tensor_parallel_mode,
             sequence_parallel=parallel.cuts_stream,
+            cp_comm_type=parallel.context_type,
         )
         watch.add_mesh(mesh)
         yield mesh

@@ -14,6 +14,7 @@ from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Batch
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.context import local_tokens
 from megatron.parallel.partition import head_weight, partition, partition_uniform
 from megatron.parallel.schedules import Lists, PipelinePlan, ScheduleError
 from megatron.parallel.stages import PipelineModel
@@ -82,6 +83,7 @@ def run_pipeline(
     stage does not run on meta.
     """
     mesh, pipeline = model.mesh, model.pipeline
+    micro_batches = [local_tokens(each, mesh) for each in micro_batches]
     pipeline.lists(len(micro_batches))  # raises before any message is sent
     for each in micro_batches if pipeline.ranks > 1 else ():
         model.stream(each, model.count - 1)

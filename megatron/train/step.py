@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron.data.batch import Batch
 from megatron.data.files import DataError
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.context import local_tokens
 from megatron.parallel.random import seed_kernels
 from megatron.parallel.schedules import Action
 from megatron.train.diagnose import non_finite
@@ -63,7 +64,8 @@ def train_step(
 ) -> StepResult:
     """One update of the weights; in fp16 possibly only of the loss scale.
 
-    micro_batches: this rank's, of the same number and size on every rank. wants_stop: called once,
+    micro_batches: this rank's along the batch axis, of whole samples, and of the same number and
+    size on every rank. wants_stop: called once,
     after the backward; the step is finished in any case. return_outputs: fill `outputs`, with the
     weights before the update and with dropout; every rank has to ask for it, and then holds all
     logits of the global batch. In fp16 a step whose loss or gradient is not finite on any rank is
@@ -76,13 +78,14 @@ def train_step(
         require_outputs(state.model, micro_batches)
     if not state.model.training:
         state.model.train()  # visits each module
+    whole, micro_batches = micro_batches, [local_tokens(each, mesh) for each in micro_batches]
     counts = count(state, micro_batches)
     hidden_states = dict[int, Tensor]() if return_outputs else None
     run = forward_backward if state.graph is None else partial(state.graph, forward_backward)
     totals = run(state, micro_batches, counts, hidden_states)
     outputs = None
     if hidden_states is not None:
-        outputs = gather_outputs(state.model, mesh, micro_batches, hidden_states)
+        outputs = gather_outputs(state.model, mesh, whole, hidden_states)
 
     # The first sum is over all data and all pipeline stages, the second over one copy of the model:
     # together they reach every rank, so votes pass both. The host waits only once, for one copy.
@@ -130,9 +133,14 @@ def train_step(
 
 def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     """Tokens read and k denominators of the global batch, fp64 [1 + k]; the host does not wait."""
-    counts = [[each.num_tokens, *state.objective.denominators(each)] for each in micro_batches]
-    (sums,) = to_device(state.mesh.device, np.array(counts, dtype=np.float64).sum(axis=0))
-    return all_reduce(sums, state.mesh.loss)
+    mesh, counts = state.mesh, []
+    for each in micro_batches:
+        # Where units are whole samples, context ranks have the same ones.
+        is_counted = each.per_token or mesh.context.rank == 0
+        units = each.num_tokens if is_counted else 0
+        counts.append([units, *state.objective.denominators(each)])
+    (sums,) = to_device(mesh.device, np.array(counts, dtype=np.float64).sum(axis=0))
+    return all_reduce(sums, mesh.loss)
 
 
 def forward_backward(

@@ -1,5 +1,6 @@
 """A layout by its name: serial, or words such as tensor=2,data=2,sequence, data=2,zero=3,
-tensor=4:2d, tensor=8:2.5d:2, tensor=8:3d or pipeline=2,virtual=2,schedule=interleaved."""
+tensor=4:2d, tensor=8:2.5d:2, tensor=8:3d, context=2, context=2:p2p or
+pipeline=2,virtual=2,schedule=interleaved."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
     from megatron.parallel.mesh import Mesh
 
-AXES = ("tensor", "data", "pipeline")
+AXES = ("tensor", "context", "data", "pipeline")
 NUMBERS = (*AXES, "virtual", "zero")
 MODES = ("2d", "2.5d", "3d")  # of tensor=N:MODE
+CP_COMM_TYPES = ("a2a", "p2p")  # of context=N:TYPE
 STAGES_OF_ZERO = 3
 
 
@@ -39,12 +41,15 @@ class Layout:
     """Mode of tensor parallelism."""
     depth: int = 1
     """Depth of mode 2.5d."""
+    cp_comm_type: str = "a2a"
+    """Kind of context parallelism."""
 
     @property
     def name(self) -> str:
         mode = f":{self.mode}" * (self.mode != "1d") + f":{self.depth}" * (self.depth > 1)
+        suffixes = {"tensor": mode, "context": ":p2p" * (self.cp_comm_type == "p2p")}
         words = [
-            f"{axis}={self.sizes[axis]}{mode if axis == 'tensor' else ''}"
+            f"{axis}={self.sizes[axis]}{suffixes.get(axis, '')}"
             for axis in AXES
             if axis in self.sizes
         ]
@@ -69,6 +74,8 @@ class Layout:
             "tensor_parallel_mode": self.mode,
             "tensor_parallel_depth": self.depth,
             "sequence_parallel": self.cuts_stream,
+            "context_parallel_size": self.size("context"),
+            "cp_comm_type": self.cp_comm_type,
             "pipeline_model_parallel_size": self.size("pipeline"),
             "num_virtual_stages_per_pipeline_rank": self.virtual if self.virtual > 1 else None,
             "pipeline_schedule": self.schedule,
@@ -88,7 +95,11 @@ class Layout:
             return serial_mesh(device)
         sizes = TrainingParallelConfig(**self.settings).sizes
         return build_mesh(
-            sizes, device, tensor_parallel_mode=self.mode, sequence_parallel=self.cuts_stream
+            sizes,
+            device,
+            tensor_parallel_mode=self.mode,
+            sequence_parallel=self.cuts_stream,
+            cp_comm_type=self.cp_comm_type,
         )
 
 
@@ -96,13 +107,16 @@ def parse_layout(text: str) -> Layout:
     """The layout of this name. Raises UsageError naming a word that is invalid."""
     numbers: dict[str, int] = {}
     schedule: str | None = None
-    cuts_stream, mode, depth = False, "1d", 1
+    cuts_stream, mode, depth, cp_comm_type = False, "1d", 1, "a2a"
     for word in text.split(",") if text != "serial" else []:
         name, _, value = word.partition("=")
         if name == "tensor" and ":" in value and name not in numbers:
             value, mode, *rest = value.split(":")
             depth = int(rest[0]) if len(rest) == 1 and rest[0].isdecimal() else 0 if rest else 1
             value = value if mode in MODES and depth else ""
+        if name == "context" and ":" in value and name not in numbers:
+            value, _, cp_comm_type = value.partition(":")
+            value = value if cp_comm_type in CP_COMM_TYPES and value != "1" else ""
         is_number = name in NUMBERS and name not in numbers and value.isdecimal()
         if word == "sequence" and not cuts_stream:
             cuts_stream = True
@@ -113,11 +127,15 @@ def parse_layout(text: str) -> Layout:
         else:
             known = ", ".join([*(f"{each}=N" for each in NUMBERS), "sequence"])
             known += f", tensor=N:{'|'.join(MODES)}, tensor=N:2.5d:DEPTH"
+            known += f", context=N:{'|'.join(CP_COMM_TYPES)}"
             known += f", schedule={'|'.join(KINDS)}"
             raise UsageError("LAYOUT", text, f"serial, or of {known}, each once; not {word!r}")
     virtual, zero = numbers.pop("virtual", 1), numbers.pop("zero", 0)
     sizes = {axis: n for axis, n in numbers.items() if n > 1}
-    layout = Layout(sizes, cuts_stream, virtual, schedule, zero, mode, depth)
+    layout = Layout(sizes, cuts_stream, virtual, schedule, zero, mode, depth, cp_comm_type)
+    if mode != "1d" and layout.size("context") > 1:
+        allowed = f"given without context=N, as tensor=N:{mode} cuts the hidden states already"
+        raise UsageError("LAYOUT", text, allowed, works=(f"tensor={layout.size('tensor')}:{mode}",))
     if layout.cuts_stream and layout.size("tensor") == 1:
         allowed = "given with tensor=N, whose processes share out the sequence"
         raise UsageError("LAYOUT", text, allowed, works=("tensor=2,sequence",))
@@ -127,7 +145,7 @@ def parse_layout(text: str) -> Layout:
     if zero > STAGES_OF_ZERO:
         works = (text.replace(f"zero={zero}", f"zero={STAGES_OF_ZERO}"),)
         raise UsageError("LAYOUT", text, "with zero=0, 1, 2 or 3, a stage of ZeRO", works=works)
-    if zero and layout.size("data") * depth == 1:
+    if zero and layout.size("data") * layout.size("context") * depth == 1:
         allowed = (
             "given with data=N, or tensor=N:2.5d:DEPTH, whose ranks share out what each would hold"
         )

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data.batch import Batch
+from megatron.parallel.context import local_tokens
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import Action
 from megatron.parallel.stages import as_tuple
@@ -44,6 +45,7 @@ class Counts:
 
 def measure(state: TrainState, micro_batches: Sequence[Batch]) -> Counts:
     """Counts of the forward and backward of a step, which leave its gradients in the buckets."""
+    micro_batches = [local_tokens(each, state.mesh) for each in micro_batches]
     kept, counts = saved_bytes(state, micro_batches[0]), count(state, micro_batches)
     ties = [axis for bucket in state.gradients.tied for axis in bucket.axes]
     with counting(state.mesh, ties) as found:

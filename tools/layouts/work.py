@@ -101,6 +101,7 @@ COLLECTIVES = {
     "allgather_": (1, 0),
     "broadcast_": (1, 0),
     "reduce_": (1, 0),
+    "alltoall_base_": (1, 1),
 }
 ROOTED = {"broadcast_", "reduce_"}
 RETURN_WORK = {"send", "recv_", "reduce_"}  # only the work, without the tensors
@@ -227,6 +228,8 @@ class Meter(TorchDispatchMode):
                 axis = self.axes[dist.ProcessGroup.unbox(each)]
         tensors = args[which] if isinstance(args[which], list) else [args[which]]
         tensors = tensors[0] if isinstance(tensors[0], list) else tensors
+        if name == "alltoall_base_" and len({*args[4]}) > 1:  # all rows are for one rank
+            passes = 0
         whole = sum(tensor.nbytes for tensor in tensors)
         call = None if name == "recv_" else Call(axis.name, whole, passes, is_rooted=name in ROOTED)
         return call, tensors[0].is_meta
