@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.harness import Figures, Rank, Turn
 from benchmarks.steps import LEARNING_RATE, SEED, batch_of, draw, dtype_of, precision_of, read
-from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig
+from megatron.config.model import GPT2Config, LlamaConfig, ModelConfig, TextModelConfig
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.libraries import failure
 from megatron.models.build import build_on_meta
@@ -58,7 +58,7 @@ TRANSFORMERS = "transformers.models.gpt2.modeling_gpt2"
 
 
 def initial_weights(
-    config: TextModelConfig, vocab_size: int, device: torch.device | None = None
+    config: ModelConfig, vocab_size: int, device: torch.device | None = None
 ) -> dict[str, Tensor]:
     """This project's whole fp32 initial parameters, by name, for SEED; with a device, those of
     `steps.build(fast=True)` on it."""

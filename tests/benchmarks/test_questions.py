@@ -196,6 +196,7 @@ QUESTIONS = {  # the file's name, and after a blank the case
     ),
     "llama": Small(f"--dtypes fp32 --program-flags='{LLAMA}'"),
     "huggingface": Small(f"--models llama --dtypes fp32 --program-flags='{LLAMA}'"),
+    "vit": Small("--models small --program-flags='--num-layers 1 --micro-batch-size 4'"),
     "offload": Small("--layers 1 --hidden-size 64 --samples 2 --seq-length 32"),
 }
 

@@ -33,7 +33,8 @@ def plot(
     Args:
         runs: folders of runs (their --save), or their files of metrics.
         output: the picture: .png, .svg or .pdf.
-        term: name of the loss term in metrics.jsonl; a BERT also has mlm_loss and sop_loss.
+        term: name of the loss term in metrics.jsonl; a BERT also has mlm_loss and sop_loss, and the
+            validation of a ViT top1 and top5.
     """
     if output.suffix not in FORMATS:
         raise UsageError("--output", output, f"a name ending in {', '.join(FORMATS)}")
@@ -45,11 +46,11 @@ def plot(
         if not file.is_file():
             raise FileNotFoundError(f"{file} is not there; the folder of a --save works")
         lines = read_metrics(file)
-        keys = {key for line in lines for key in line if key.endswith("loss")}
+        keys = {key for line in lines for key in line if key.endswith(("loss", "top1", "top5"))}
         known = sorted({key.removeprefix("validation_") for key in keys})
         if term not in known:
             raise UsageError(
-                "--term", term, f"a loss of {file}: {', '.join(known) or 'it has none'}"
+                "--term", term, f"a term of {file}: {', '.join(known) or 'it has none'}"
             )
         # Two runs may have folders of one name.
         name = file.parent.name if file.parent.name not in curves else str(file.parent)
@@ -66,15 +67,16 @@ def main() -> None:
 
 
 def last_figures(metrics: Sequence[Facts]) -> Facts:
-    """The last losses, and the median of the logged tokens per second."""
+    """The last losses, and the median of the logged tokens or images per second."""
     logged = [line for line in metrics if "loss" in line]
     validated = [line for line in metrics if "validation_loss" in line]
     if not logged:
         raise ValueError("metrics.jsonl has no step; train for at least --log-interval steps")
+    rate = next(key for key in logged[-1] if key.endswith("_per_second"))
     return {
         "steps": logged[-1]["step"],
         "samples": logged[-1]["samples"],
-        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in logged),
+        rate: statistics.median(line[rate] for line in logged),
         "train_loss": logged[-1]["loss"],
         "validation_loss": validated[-1]["validation_loss"] if validated else None,
     }
