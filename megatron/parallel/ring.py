@@ -39,7 +39,7 @@ from megatron.parallel.ring_kernels import (
     holds_scores,
 )
 
-ROWS = 256  # most queries of a piece: a longer one computes more scores that its bias hides
+ROWS = 256  # queries of a piece on the diagonal: a longer one computes more that its bias hides
 SCORES = 2**23  # most elements of a piece's bias, or of its scores if the kernel holds them
 
 
@@ -53,6 +53,9 @@ class Visible(NamedTuple):
     """int64 [b]: keys at this position in the sample and later are padding."""
 
 
+EVERYTHING = Visible()
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -60,7 +63,7 @@ def ring_attention(
     axis: Axis,
     *,
     is_causal: bool,
-    visible: Visible = Visible(),
+    visible: Visible = EVERYTHING,
     dropout: float = 0.0,
     keys: Tensor | None = None,
 ) -> Tensor:
@@ -204,7 +207,9 @@ class _Blocks:
         # Columns of dropout are positions, which are consecutive within a chunk.
         cut = half if self.keys is not None and self.axis.size > 1 else length
         per_score = q.shape[0] * (q.shape[1] if holds else 1)
-        size = min(ROWS, max(1, SCORES // (per_score * min(cut, last_column))))
+        size = max(1, SCORES // (per_score * min(cut, last_column)))
+        if is_diagonal:
+            size = min(size, max(ROWS, length // 8))
         for start in range(first_row, length, size):
             rows = slice(start, min(start + size, length))
             seen = rows.stop if is_diagonal else last_column

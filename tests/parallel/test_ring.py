@@ -1,26 +1,29 @@
 """Ring attention beside block_attention of the whole sequence, in fp64 on threads and processes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import ring
 from megatron.parallel.block_attention import block_attention
 from megatron.parallel.dropout import head_keys, layer_key, row_keys
-from megatron.parallel.mesh import ALONE, Axis, Mesh
+from megatron.parallel.kernels import meta_as
+from megatron.parallel.mesh import ALONE, Axis, Mesh, build_mesh
 from megatron.parallel.ring import Visible, ring_attention
 from tests import threads
 from tests.dist import Pool
-from tests.tiny import mesh_of_ranks
+from tests.refusals import refusal
 
-BATCH, LENGTH, HEADS, SIZE = 3, 24, 4, 5
+BATCH, HEADS, SIZE = 3, 4, 5
 RANKS = (1, 2, 3, 4)
 # Lengths of documents; chunks of 3, 4, 6 and 12 tokens begin at some of their boundaries.
-DOCUMENTS = ((1, 2, 3, 6, 12), (LENGTH,), (2, 9, 1, 1, 10, 1))
+DOCUMENTS = ((1, 2, 3, 6, 12), (24,), (2, 9, 1, 1, 10, 1))
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,10 @@ class Case:
     name: str
     is_causal: bool
     groups: int = HEADS
-    documents: bool = False
+    documents: tuple[tuple[int, ...], ...] = ()
     lengths: tuple[int, ...] | None = None
     dropout: float = 0.0
+    length: int = 24
 
     def __str__(self) -> str:
         return self.name
@@ -40,7 +44,7 @@ class Case:
         """[b, s]"""
         if not self.documents:
             return None
-        lengths = [torch.tensor(each) for each in DOCUMENTS]
+        lengths = [torch.tensor(each) for each in self.documents]
         starts = [(each.cumsum(0) - each).repeat_interleave(each) for each in lengths]
         return torch.stack(starts)
 
@@ -49,8 +53,8 @@ class Case:
         """[b, 1, s, s], True where a query may look; None if nothing but causality hides keys."""
         if self.starts is None and self.lengths is None:
             return None
-        places = torch.arange(LENGTH)
-        mask = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
+        places = torch.arange(self.length)
+        mask = torch.ones(BATCH, 1, self.length, self.length, dtype=torch.bool)
         if self.starts is not None or self.is_causal:
             mask &= places <= places[:, None]
         if self.starts is not None:
@@ -65,15 +69,17 @@ CASES = [
     Case("causal-shared", True, groups=2),
     Case("whole", False),
     Case("whole-shared", False, groups=1),
-    Case("documents", True, groups=2, documents=True),
-    Case("documents-imply-causal", False, documents=True),
+    Case("documents", True, groups=2, documents=DOCUMENTS),
+    Case("documents-imply-causal", False, documents=DOCUMENTS),
     # At c = 4 rank 3, whose chunks begin at 9 and 12, has only padding.
     Case("padded", False, groups=2, lengths=(9, 2, 7)),
-    Case("padded-causal", True, lengths=(LENGTH, 2, 13)),
-    Case("padded-documents", True, documents=True, lengths=(LENGTH, 2, 13)),
+    Case("padded-causal", True, lengths=(24, 2, 13)),
+    Case("padded-documents", True, documents=DOCUMENTS, lengths=(24, 2, 13)),
     Case("dropout", False, groups=2, dropout=0.3),
     Case("dropout-causal", True, dropout=0.3),
-    Case("dropout-documents", True, groups=2, documents=True, lengths=(22, 2, 13), dropout=0.5),
+    Case(
+        "dropout-documents", True, groups=2, documents=DOCUMENTS, lengths=(22, 2, 13), dropout=0.5
+    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -81,28 +87,30 @@ BY_NAME = {case.name: case for case in CASES}
 def draw(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """(q, k, v, gradient of the result) of the whole samples; 0 for queries that look nowhere."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, LENGTH, SIZE) for heads in (HEADS, case.groups, case.groups, HEADS)]
+    shapes = [
+        (BATCH, heads, case.length, SIZE) for heads in (HEADS, case.groups, case.groups, HEADS)
+    ]
     q, k, v, d_out = (torch.randn(each, generator=generator).double() for each in shapes)
     if case.mask is not None:
         d_out *= case.mask.any(-1, keepdim=True)
     return [each.to(dtype) for each in (q, k, v, d_out)]
 
 
-def keys_of_rows() -> Tensor:
-    rows = row_keys(torch.arange(BATCH), torch.arange(LENGTH))
+def keys_of_rows(case: Case) -> Tensor:
+    rows = row_keys(torch.arange(BATCH), torch.arange(case.length))
     return head_keys(rows, layer_key(0, "core"), range(HEADS), BATCH)
 
 
 def serial(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
     """(result, dq, dk, dv) of the whole samples in one process."""
     inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-    keys = keys_of_rows() if case.dropout else None
+    keys = keys_of_rows(case) if case.dropout else None
     is_causal = case.is_causal and case.mask is None
     out = block_attention(*inputs, case.mask, is_causal, case.dropout, keys)
     return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
 
-def zigzag(ranks: int, length: int = LENGTH) -> list[Tensor]:
+def zigzag(ranks: int, length: int) -> list[Tensor]:
     """Positions of each rank's tokens."""
     chunks = torch.arange(length).chunk(2 * ranks)
     return [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
@@ -110,26 +118,27 @@ def zigzag(ranks: int, length: int = LENGTH) -> list[Tensor]:
 
 def on_a_rank(axis: Axis, case: Case, whole: Sequence[Tensor], attend: Any = None) -> list[Tensor]:
     """(result, dq, dk, dv) of the rank's tokens."""
-    own = zigzag(axis.size)[axis.rank]
+    own = zigzag(axis.size, whole[0].shape[2])[axis.rank]
     q, k, v, d_out = (each[:, :, own] for each in whole)
     # As a fused product of a layer gives them: views that do not lie side by side.
     inputs = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (q, k, v)]
-    starts = None if case.starts is None else case.starts[:, own]
-    lengths = None if case.lengths is None else torch.tensor(case.lengths)
+    device = whole[0].device
+    starts = None if case.starts is None else case.starts[:, own].to(device)
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
     out = (attend or ring_attention)(
         *(each.requires_grad_() for each in inputs),
         axis,
         is_causal=case.is_causal,
         visible=Visible(starts, lengths),
         dropout=case.dropout,
-        keys=keys_of_rows()[:, :, own] if case.dropout else None,
+        keys=keys_of_rows(case)[:, :, own].to(device) if case.dropout else None,
     )
     return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
 
 def joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The tensors of all ranks, of whole samples again."""
-    order = torch.cat(zigzag(len(parts))).argsort()
+    order = torch.cat(zigzag(len(parts), len(parts) * parts[0][0].shape[2])).argsort()
     return [torch.cat(each, 2)[:, :, order] for each in zip(*parts, strict=True)]
 
 
@@ -155,11 +164,184 @@ def assert_same(
         torch.testing.assert_close(own, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces of a block, the last one shorter."""
+    monkeypatch.setattr(ring, "ROWS", 5)
+    monkeypatch.setattr(ring, "SCORES", 200)
+
+
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_ring_equals_the_whole_sequence(
-    case: Case, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ring, "ROWS", 5)  # several pieces of a block, the last one shorter
+def test_a_ring_equals_the_whole_sequence(case: Case, ranks: int) -> None:
     whole = draw(case)
     assert_same(case, on_threads(ranks, case, whole), serial(case, *whole), 1e-12)
+
+
+def of_all_cases(ranks: int) -> dict[str, list[Tensor]]:
+    context = build_mesh({"context": ranks}, "cpu").context
+    return {case.name: on_a_rank(context, case, draw(case)) for case in CASES}
+
+
+def test_processes_equal_the_whole_sequence(gloo: Pool) -> None:
+    by_rank = gloo.run(4, of_all_cases, 4)
+    for case in CASES:
+        found = joined([each[case.name] for each in by_rank])
+        assert_same(case, found, serial(case, *draw(case)), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal-shared", "padded-documents", "dropout"])
+def test_fp32(name: str) -> None:
+    case = BY_NAME[name]
+    expected = [each.float() for each in serial(case, *draw(case))]
+    assert_same(case, on_threads(4, case, draw(case, torch.float32)), expected, 1e-5)
+
+
+def test_the_error_in_bf16_does_not_grow_with_the_ring() -> None:
+    case = replace(BY_NAME["causal-shared"], length=256)
+    whole = draw(case, torch.bfloat16)
+    exact = serial(case, *(each.double() for each in whole))
+
+    def errors(ranks: int) -> list[float]:
+        pairs = zip(on_threads(ranks, case, whole), exact, strict=True)
+        return [((own - true).norm() / true.norm()).item() for own, true in pairs]
+
+    alone = errors(1)
+    assert max(alone) < 1e-2
+    for ranks in (2, 8):
+        assert all(own < 1.3 * one for own, one in zip(errors(ranks), alone, strict=True))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["documents", "dropout-documents"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_document_does_not_depend_on_the_one_before(
+    name: str, dtype: torch.dtype, ranks: int
+) -> None:
+    """In any bit, however large the values there are."""
+    cut = 11
+    case = replace(BY_NAME[name], documents=((cut, 13),) * BATCH, lengths=None)
+    whole = draw(case, dtype)
+    changed = [each.clone() for each in whole]
+    for each in changed:
+        each[:, :, :cut] = 100 * torch.randn(each[:, :, :cut].shape).to(dtype)
+    before, after = (on_threads(ranks, case, each) for each in (whole, changed))
+    for one, other in zip(before, after, strict=True):
+        assert not torch.equal(one[:, :, :cut], other[:, :, :cut])
+        assert torch.equal(one[:, :, cut:], other[:, :, cut:])
+
+
+def compiled_and_not(names: Sequence[str]) -> list[list[Tensor]]:
+    context = build_mesh({"context": 2}, "cpu").context
+    attend = torch.compile(ring_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    cases = [BY_NAME[name] for name in names]
+    return [
+        on_a_rank(context, case, draw(case), function)
+        for case in cases
+        for function in (ring_attention, attend)
+    ]
+
+
+def test_it_is_compiled_whole_and_computes_the_same(gloo: Pool) -> None:
+    for found in gloo.run(2, compiled_and_not, ["causal-shared", "documents"]):
+        for plain, compiled in zip(found[::2], found[1::2], strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+
+
+class Scores(TorchDispatchMode):
+    """Counts the scores that attention kernels compute, of one head and sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if "flash_attention" in name:
+            is_backward = "backward" in name
+            q, k = args[is_backward : is_backward + 2]
+            n, m = q.shape[2], k.shape[2]
+            settings = dict(zip(function._schema.arguments, args, strict=False))
+            is_causal = any(each.name == "is_causal" and settings[each] for each in settings)
+            assert n == m or not is_causal
+            count = n * (n + 1) // 2 if is_causal else n * m
+            vars(self)["backward" if is_backward else "forward"] += count
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["causal", "whole", "documents"])
+def test_every_rank_does_the_same_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal one at most 0.6 x that of the slowest rank in plain order; on meta."""
+    monkeypatch.setattr(ring, "ROWS", 1)  # of masks in pieces, too
+    case, ranks = BY_NAME[name], 4
+    whole = [each.to("meta") for each in draw(case)]
+
+    def run(mesh: Mesh) -> tuple[int, int]:
+        with Scores() as found:
+            out, *gradients = on_a_rank(mesh.context, case, whole)
+        assert out.shape == (BATCH, HEADS, case.length // ranks, SIZE)
+        assert [each.shape[1] for each in gradients] == [HEADS, case.groups, case.groups]
+        return found.forward, found.backward
+
+    found = threads.run("1d", {"context": ranks}, run)
+    assert len({count for each in found for count in each}) == 1
+    pairs = case.length**2
+    last = (torch.arange(case.length) + 1)[-case.length // ranks :].sum().item()
+    assert found[0][0] <= (pairs // ranks if name == "whole" else 0.6 * last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["causal-shared", "padded", "dropout"])
+def test_kernels_of_a_gpu_fit_on_meta(name: str, dtype: torch.dtype) -> None:
+    case = BY_NAME[name]
+    whole = [each.to("meta") for each in draw(case, dtype)]
+    with meta_as("cuda"):
+        out, dq, dk, dv = on_a_rank(ALONE, case, whole)
+    for each, like in zip((out, dq, dk, dv), (whole[0], *whole[:3]), strict=True):
+        assert (each.shape, each.dtype) == (like.shape, dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_saved(ranks: int) -> None:
+    """q, k, v, the result and a number of each row; of documents also their starts."""
+    case = BY_NAME["documents"]
+    whole = draw(case, torch.bfloat16)
+
+    def run(mesh: Mesh) -> int:
+        saved: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            on_a_rank(mesh.context, case, whole)
+        return sum(saved.values())
+
+    rows = BATCH * case.length // ranks
+    bytes_of_row = 2 * SIZE * (2 * HEADS + 2 * case.groups) + 4 * HEADS + 8
+    assert threads.run("1d", {"context": ranks}, run) == [rows * bytes_of_row] * ranks
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axis", "options"),
+    [
+        (((2, 4, 6, 5), (2, 3, 6, 5), (2, 3, 6, 5)), ALONE, {}),
+        (((2, 4, 6, 5), (2, 2, 6, 5), (2, 4, 6, 5)), ALONE, {}),
+        (((2, 4, 6, 5), (2, 4, 6, 4), (2, 4, 6, 4)), ALONE, {}),
+        (((2, 4, 0, 5), (2, 4, 0, 5), (2, 4, 0, 5)), ALONE, {}),
+        (((2, 4, 7, 5), (2, 4, 7, 5), (2, 4, 7, 5)), Axis("context", 2), {}),
+        (((2, 4, 6, 5),) * 3, ALONE, {"visible": Visible(torch.zeros(2, 12).long())}),
+        (((2, 4, 6, 5),) * 3, ALONE, {"visible": Visible(None, torch.zeros(1).long())}),
+        (((2, 4, 6, 5),) * 3, ALONE, {"dropout": 0.1}),
+        (((2, 4, 6, 5),) * 3, ALONE, {"dropout": 0.1, "keys": torch.zeros(8, 6).long()}),
+    ],
+)
+def test_refusals(shapes: Sequence[Sequence[int]], axis: Axis, options: dict[str, Any]) -> None:
+    inputs = (torch.zeros(*shape) for shape in shapes)
+    error = refusal(lambda: ring_attention(*inputs, axis, is_causal=True, **options))
+    assert isinstance(error, ValueError)
