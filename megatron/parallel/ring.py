@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ def ring_attention(
     q [b, a, s/c, d], k and v [b, g, s/c, d]: of this rank's tokens in zigzag order. a/g adjacent
         heads of q share a head of k and v.
     axis: its c ranks hold the tokens of the same samples.
-    visible: a query that may look nowhere gets a finite, meaningless result.
+    visible: a query that may look nowhere gets 0, and its gradient is 0.
     dropout: rate for the probabilities, by coordinates: the same at any c. keys: int64
         [b, a, s/c], see `head_keys`.
 
@@ -113,7 +114,7 @@ class _Ring(torch.autograd.Function):
         dropout: float,
     ) -> Tensor:
         blocks = _Blocks(axis, is_causal, dropout, starts, lengths, keys)
-        local_q, kv = _strided(q), _joined(k, v, axis)
+        local_q, kv = _strided(q), torch.stack([k, v])  # in one message
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape, dtype=wide)
         lse = q.new_full(q.shape[:3], torch.finfo(wide).min, dtype=wide)
@@ -124,6 +125,13 @@ class _Ring(torch.autograd.Function):
                 part, its_lse = attend(local_q[:, :, rows], its_k, its_v, mask)
                 _merge_(out[:, :, rows], lse[:, :, rows], part, its_lse)
             kv = kv if wait is None else wait()
+        if lengths is not None:
+            first = torch.zeros_like(lengths)[:, None] if starts is None else starts
+            nowhere = (first >= lengths[:, None])[:, None]
+            out.masked_fill_(nowhere[..., None], 0.0)
+            # Its exponentials in the backward are then 0; beside the mask's own log-sum-exp, which
+            # kernels round, they might be infinite.
+            lse.masked_fill_(nowhere, 0.0)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, starts, lengths, keys)
         ctx.axis, ctx.is_causal, ctx.dropout = axis, is_causal, dropout
@@ -135,7 +143,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse, *masks = ctx.saved_tensors
         axis = ctx.axis
         blocks = _Blocks(axis, ctx.is_causal, ctx.dropout, *masks)
-        local_q, d_out, kv = _strided(q), _strided(d_out), _joined(k, v, axis)
+        local_q, d_out, kv = _strided(q), _strided(d_out), torch.stack([k, v])
         dq = torch.zeros_like(local_q, dtype=lse.dtype)
         wait_for_d_kv = None
         for step in range(axis.size):
@@ -164,11 +172,6 @@ class _Ring(torch.autograd.Function):
 def _strided(x: Tensor) -> Tensor:
     """x, or a copy if its last dim has not stride 1, which kernels take for granted."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _joined(k: Tensor, v: Tensor, axis: Axis) -> Tensor | tuple[Tensor, Tensor]:
-    """What travels, in one message."""
-    return torch.stack([k, v]) if axis.size > 1 else (_strided(k), _strided(v))
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, its_lse: Tensor) -> None:
@@ -226,16 +229,17 @@ class _Blocks:
 
     def _bias(self, q: Tensor, rows: slice, columns: Tensor) -> Tensor | None:
         """columns: positions of the keys."""
-        queries = self._positions(q, self.axis.rank)[rows, None]
-        visible = None
+        queries, conditions = self._positions(q, self.axis.rank)[rows, None], []
         if self.is_causal:
-            visible = (columns <= queries)[None, None]
+            conditions.append((columns <= queries)[None, None])
         if self.starts is not None:
-            visible = visible & (columns >= self.starts[:, None, rows, None])
+            conditions.append(columns >= self.starts[:, None, rows, None])
         if self.lengths is not None:
-            real = (columns < self.lengths[:, None])[:, None, None]
-            visible = real.expand(-1, -1, len(queries), -1) if visible is None else visible & real
-        return None if visible is None else bias_of(visible, q, self.keys is not None)
+            conditions.append((columns < self.lengths[:, None])[:, None, None])
+        if not conditions:
+            return None
+        bias = bias_of(reduce(torch.logical_and, conditions), q, self.keys is not None)
+        return bias.expand(-1, -1, len(queries), -1)
 
     def _dropout(self, rows: slice, first: int, source: int, half: int) -> Dropout | None:
         if self.keys is None:

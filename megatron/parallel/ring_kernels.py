@@ -75,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]
     or wider), of q [b, a, n, d], k and v [b, g, m, d]. The last dims have stride 1.
 
     a/g adjacent heads of q share a head of k and v. A row that looks nowhere has a finite result
-    and a log-sum-exp of at most half of the smallest number.
+    and about the mask's log-sum-exp, next to which any other is infinitely large.
     """
     (is_causal, bias, dropout), (rows, size) = mask, q.shape[2:]
     scale = size**-0.5
@@ -124,6 +124,7 @@ def attend_backward(
     else:
         k, v = (each.repeat_interleave(q.shape[1] // groups, 1) for each in (k, v))
         lse = F.pad(lse, (0, -rows % _LSE_MULTIPLE), value=torch.inf)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # its strides are taken for granted
         dq, dk, dv, _ = _ATEN._scaled_dot_product_efficient_attention_backward(
             d_out, q, k, v, _for_heads(bias, q), out, lse, *drawn, 0.0,
             [True, True, True, False], is_causal, scale=scale,

@@ -179,6 +179,21 @@ def test_a_ring_equals_the_whole_sequence(case: Case, ranks: int) -> None:
     assert_same(case, on_threads(ranks, case, whole), serial(case, *whole), 1e-12)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["padded", "dropout-documents"])
+def test_a_query_that_may_look_nowhere_is_0_and_has_no_gradient(name: str, ranks: int) -> None:
+    case = replace(BY_NAME[name], lengths=(24, 0, 13))
+    assert case.mask is not None
+    *inputs, d_out = draw(case)
+    nowhere = ~case.mask.any(-1, keepdim=True)
+    out, dq, *others = on_threads(ranks, case, [*inputs, d_out + 1000.0 * nowhere])
+    assert nowhere.any()
+    assert not (out * nowhere).any()
+    assert not (dq * nowhere).any()
+    for own, theirs in zip(others, on_threads(ranks, case, [*inputs, d_out])[2:], strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=0)
+
+
 def of_all_cases(ranks: int) -> dict[str, list[Tensor]]:
     context = build_mesh({"context": ranks}, "cpu").context
     return {case.name: on_a_rank(context, case, draw(case)) for case in CASES}
