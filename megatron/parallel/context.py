@@ -90,6 +90,7 @@ class Context:
         self.is_ring = self.axis.size > 1 and self.cp_comm_type == "p2p"
         # One rank has the first token of each sample. What counts once a sample counts there.
         self.counts_samples = self.axis.rank == 0
+        self._positions: dict[tuple[int, torch.device], Tensor] = {}
 
     def require_local(self, batch: Any) -> None:
         """Raises ValueError for a batch of whole samples, whose tokens would pass for parts."""
@@ -103,8 +104,10 @@ class Context:
         """Positions of this rank's tokens of a sample of `size` tokens: int64 [size/c]."""
         if self.axis.size == 1:
             return torch.arange(size, device=device)
-        order = token_order(size, self.axis.size, self.cp_comm_type)[self.axis.rank]
-        return torch.from_numpy(order).to(device)
+        if (size, device) not in self._positions:  # a CUDA graph takes no copies from the host
+            order = token_order(size, self.axis.size, self.cp_comm_type)[self.axis.rank]
+            self._positions[size, device] = torch.from_numpy(order).to(device)
+        return self._positions[size, device]
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks. Each may use it in its own way: gradients are summed, too."""
