@@ -269,6 +269,32 @@ rotary-interleaved
 depth-not-reduced
 - "replicas": ("data", "context", *copies),
 + "replicas": ("data", "context"),
+@ megatron/parallel/ring.py | parallel/test_ring::test_a_ring_equals_the_whole
+ring-turns-the-other-way
+- source = (rank - step) % self.axis.size
++ source = (rank + step) % self.axis.size
+ring-keeps-only-the-last-term-of-dk-and-dv
+- d_kv += wait_for_d_kv()
++ wait_for_d_kv()
+ring-log-sum-exp-of-the-last-block
+- lse.copy_(total)
++ lse.copy_(part_lse)
+ring-positions-of-the-chunks-swapped
+- rank, 2 * self.axis.size - 2 - rank)
++ 2 * self.axis.size - 1 - rank, rank - 1)
+ring-dropout-by-local-columns
+- chunk * half)
++ first)
+ring-whole-rows-look-nowhere | parallel/test_ring::test_a_query_that_may_look_nowhere
+- lse.masked_fill_(nowhere, 0.0)
++ pass
+ring-computes-what-no-query-sees | parallel/test_ring::test_every_rank
+- seen = rows.stop if is_diagonal else last_column
++ seen = last_column
+@ megatron/parallel/ring_kernels.py | parallel/test_ring::test_a_ring_equals_the_whole
+ring-hides-by-minus-infinity
+- torch.finfo(dtype).min / 2)
++ -torch.inf)
 @ megatron/parallel/dropout.py | parallel/test_dropout::test_the_stream
 masks-by-local-rows
 - own_rows(require_keys(keys), self.stream)

@@ -116,14 +116,14 @@ class _Ring(torch.autograd.Function):
         blocks = _Blocks(axis, is_causal, dropout, starts, lengths, keys)
         local_q, kv = _strided(q), torch.stack([k, v])  # in one message
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(q.shape, dtype=wide)
+        out = torch.zeros_like(local_q, dtype=wide)
         lse = q.new_full(q.shape[:3], torch.finfo(wide).min, dtype=wide)
         for step in range(axis.size):
             wait = start_shift(kv, axis) if step + 1 < axis.size else None
-            for rows, columns, mask in blocks.pieces(q, (axis.rank - step) % axis.size):
-                its_k, its_v = (each[:, :, columns] for each in kv)
-                part, its_lse = attend(local_q[:, :, rows], its_k, its_v, mask)
-                _merge_(out[:, :, rows], lse[:, :, rows], part, its_lse)
+            for rows, columns, mask in blocks.pieces(q, step):
+                part_k, part_v = (each[:, :, columns] for each in kv)
+                part, part_lse = attend(local_q[:, :, rows], part_k, part_v, mask)
+                _merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
             kv = kv if wait is None else wait()
         if lengths is not None:
             first = torch.zeros_like(lengths)[:, None] if starts is None else starts
@@ -149,16 +149,16 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             wait = start_shift(kv, axis) if step + 1 < axis.size else None
             d_kv = lse.new_zeros(2, *k.shape)  # this rank's term
-            for rows, columns, mask in blocks.pieces(q, (axis.rank - step) % axis.size):
-                its_k, its_v = (each[:, :, columns] for each in kv)
-                of_rows = (each[:, :, rows] for each in (d_out, local_q, out, lse))
-                its_d_out, its_q, its_out, its_lse = of_rows
-                its_dq, its_dk, its_dv = attend_backward(
-                    its_d_out, its_q, its_k, its_v, its_out, its_lse, mask
+            for rows, columns, mask in blocks.pieces(q, step):
+                of_rows = [each[:, :, rows] for each in (d_out, local_q, out, lse)]
+                d_part, part_q, part, part_lse = of_rows
+                part_k, part_v = (each[:, :, columns] for each in kv)
+                part_dq, part_dk, part_dv = attend_backward(
+                    d_part, part_q, part_k, part_v, part, part_lse, mask
                 )
-                dq[:, :, rows] += its_dq
-                d_kv[0, :, :, columns] += its_dk
-                d_kv[1, :, :, columns] += its_dv
+                dq[:, :, rows] += part_dq
+                d_kv[0, :, :, columns] += part_dk
+                d_kv[1, :, :, columns] += part_dv
             if wait_for_d_kv is not None:
                 d_kv += wait_for_d_kv()
             wait_for_d_kv = start_shift(d_kv, axis)
@@ -174,17 +174,17 @@ def _strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _merge_(out: Tensor, lse: Tensor, part: Tensor, its_lse: Tensor) -> None:
+def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add to the attention `out` [b, a, n, d] that to further keys. A row that looks nowhere in
-    them keeps its bits: exp(its_lse - total) is 0 there."""
-    total = torch.logaddexp(lse, its_lse)
-    out.mul_((lse - total).exp_()[..., None]).add_(part * (its_lse - total).exp_()[..., None])
+    them keeps its bits: exp(part_lse - total) is 0 there."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
     lse.copy_(total)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The scores of this rank's queries and each rank's keys, in pieces that a kernel computes."""
+    """The scores of this rank's queries and of each rank's keys, in pieces for a kernel."""
 
     axis: Axis
     is_causal: bool
@@ -193,9 +193,10 @@ class _Blocks:
     lengths: Tensor | None
     keys: Tensor | None
 
-    def pieces(self, q: Tensor, source: int) -> Iterator[tuple[slice, slice, Mask]]:
-        """(queries, keys of rank `source`, which scores count) of each piece of the block."""
+    def pieces(self, q: Tensor, step: int) -> Iterator[tuple[slice, slice, Mask]]:
+        """(queries, keys, which scores count) of each piece of the block that is here in a step."""
         rank, length, half = self.axis.rank, q.shape[2], q.shape[2] // 2
+        source = (rank - step) % self.axis.size
         is_diagonal = self.is_causal and source == rank
         first_row, last_column = 0, length
         if self.is_causal and source < rank:  # its second chunk is later than both of this rank
