@@ -124,6 +124,33 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
+# Of context parallelism, of both types.
+OF_CONTEXT = (
+    Case("context=2", "gpt2"),
+    Case("context=2:p2p", "gpt2"),
+    Case("context=4", "gpt2", frozenset(["documents", "dropout"])),
+    Case("context=4:p2p", "gpt2", frozenset(["documents", "dropout"])),
+    Case("context=4", "llama-even", frozenset(["documents", "full"])),
+    Case("context=4:p2p", "llama", frozenset(["padded", "dropout", "accumulate"])),
+    Case("tensor=2,context=2", "llama", frozenset(["dropout", "selective"])),
+    Case("tensor=2,context=2:p2p", "llama", frozenset(["documents", "untied"])),
+    Case("tensor=2,context=2,sequence", "bert", frozenset(["dropout", "full"])),
+    Case("tensor=2,context=2:p2p,sequence", "gpt2", frozenset(["dropout", "full", "accumulate"])),
+    Case("context=2,data=2", "bert", frozenset(["accumulate"])),
+    Case("context=2:p2p,data=2", "gpt2", frozenset(["documents", "fp32"])),
+    Case("context=2,pipeline=2", "gpt2", frozenset(["dropout", "accumulate"]), 3, 3),
+    Case("context=2:p2p,pipeline=2", "bert", frozenset(["dropout", "accumulate"]), 3, 3),
+    Case("context=2,zero=1", "llama-even", frozenset(["dropout", "accumulate"])),
+    Case("context=2:p2p,zero=3", "bert-post-ln", frozenset(["accumulate", "full"])),
+    Case("context=2,data=2,zero=3", "gpt2", frozenset(["dropout", "selective"])),
+    Case("context=2:p2p,data=2,zero=2", "llama", frozenset(["accumulate", "bf16"])),
+    Case("context=2", "bert-post-ln", frozenset(["selective", "bf16"])),
+    Case("context=2:p2p", "bert", frozenset(["fp16", "dropout"])),
+    Case("context=2", "vit-mean", frozenset(["dropout", "selective"])),
+    Case("context=2:p2p", "vit-mean", frozenset(["accumulate", "full"])),
+    Case("context=2", "llama", frozenset(["whole-logits", "fp32"])),
+    Case("context=2:p2p", "gpt2", frozenset(["whole-logits", "unscored", "untied"])),
+)
 # Of ViT: each mode of tensor parallelism, and what else a model goes through.
 OF_IMAGES = (
     Case("tensor=2", "vit", frozenset(["dropout"])),

@@ -1,18 +1,19 @@
 """What a step takes on one rank, by formulas: what the counts of the matrix have to equal.
 
 h hidden   a heads   g of keys and values   f MLP's width
-s tokens   b samples of a micro-batch   n = b s   t tensor-parallel size   v padded vocabulary
+s tokens   b samples of a micro-batch   t tensor-parallel size   v padded vocabulary
+c context-parallel size   n = b s / c tokens of a micro-batch on a rank
 k masked tokens   w bytes of a number   q numbers of a patch of an image
 m micro-batches   r ranks that hold rows of the stream: t under sequence parallelism, else 1
 p pipeline ranks   stages: the virtual ones of this rank   d ranks that hold the same shards
-Of grids, 2D, 2.5D and 3D, t is a side; c ranks that the columns of the stream are cut over, e that
-hold it of different samples; both 1 in 1D.
+Of grids, 2D, 2.5D and 3D, t is a side, and e ranks hold the stream of different samples: 1 in 1D.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import lcm
 
 from tests.layouts import grids
 
@@ -38,6 +39,8 @@ class Shape:
     t: int
     mode: str  # of tensor parallelism
     rank: int  # along the axis of heads
+    c: int
+    is_ring: bool  # context parallelism is ring attention (p2p); else it is Ulysses (a2a)
     r: int
     d: int
     replicas: str  # the axis of these
@@ -60,14 +63,19 @@ class Shape:
 
     @property
     def n(self) -> int:
-        return self.b * self.s
+        return self.b * self.s // self.c
+
+    @property
+    def is_causal(self) -> bool:
+        return self.kind not in ("bert", "vit")
 
     @property
     def is_grid(self) -> bool:
         return self.mode != "1d"
 
     @property
-    def c(self) -> int:
+    def columns(self) -> int:
+        """Ranks that the columns of the stream are cut over."""
         return self.t if self.is_grid else 1
 
     @property
@@ -98,6 +106,19 @@ class Shape:
         return len(self.shared) * self.h // self.a
 
     @property
+    def attended(self) -> int:
+        """Keys that a kernel of attention multiplies a query with, on average. Of a causal ring's c
+        blocks one is whole, and half of each other one is nobody's to see."""
+        return self.s * (self.c + 1) // (2 * self.c) if self.is_ring and self.is_causal else self.s
+
+    @property
+    def repeats(self) -> int:
+        """Times that each key/value head is there when Ulysses shares them out: the fewest that c
+        divides."""
+        heads = self.a // self.t if self.is_uneven else len(self.shared)
+        return 1 if self.is_ring else lcm(heads, self.c) // heads
+
+    @property
     def has_norm(self) -> bool:
         """The one beside the layers', behind the last or behind the embedding."""
         return self.is_first if self.post_norm else self.is_last
@@ -106,21 +127,22 @@ class Shape:
 def matmul_flops(x: Shape) -> int:
     """3 products where the forward has one, and the layers' once more where they are recomputed."""
     n, h, t = x.n, x.h, x.t
-    core = 4 * n * x.s * x.a * x.head // t
+    core = 4 * n * x.attended * x.a * x.head // t
     wide = 3 if x.is_llama else 2  # the MLP has a gate
     layer = 2 * n * h * (2 * h + wide * x.f) // t + 2 * n * h * 2 * x.keys_width + core
     again = {"none": 0, "selective": core, "full": layer}[x.recompute]
-    again += 0 if x.blocks else core // 2  # the kernel's backward computes the scores again
+    # The backward of the kernel, and that of the ring, computes the scores again.
+    again += 0 if x.blocks else core // 2
     if x.kind == "vit":  # both ends are whole on every rank, and pixels have no gradient
-        patches = 2 * (2 * n * x.q * h // (x.c * x.r)) * x.is_first
-        of_head = 3 * (2 * x.b * h * x.v // x.c) * x.is_last
+        patches = 2 * (2 * n * x.q * h // (x.columns * x.r)) * x.is_first
+        of_head = 3 * (2 * x.b * h * x.v // x.columns) * x.is_last
         return x.m * (x.layers * (3 * layer + again) + patches + of_head)
     if x.kind != "bert":
         heads = 2 * n * h * x.v // t
     elif x.unmodified:  # which transforms all tokens, and of which no head tells pairs apart
         heads = 2 * x.k * h * x.v // t + 2 * n * h * h
     else:  # in 1D all but the logits is small, and whole on every rank
-        heads = 2 * x.k * h * x.v // t + (2 * x.k * h * h + 2 * x.b * h * (h + 2)) // x.c
+        heads = 2 * x.k * h * x.v // t + (2 * x.k * h * h + 2 * x.b * h * (h + 2)) // x.columns
     return x.m * (x.layers * (3 * layer + again) + 3 * heads * x.is_last)
 
 
@@ -130,9 +152,9 @@ Parameters = list[tuple[int, str]]
 def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
     """(of what comes before the layers, of one layer, of what comes behind them): (numbers on this
     rank, over which ranks of the model the gradient is partial: a key of `summed_over`)."""
-    h, f, c, t = x.h, x.f, x.c, x.t
+    h, f, t, own = x.h, x.f, x.t, x.h // x.columns
     shares = t * x.e  # of a weight
-    norm = [(h // c, "stream")] * (1 if x.is_llama else 2)
+    norm = [(own, "stream")] * (1 if x.is_llama else 2)
     key_value = 2 * h * x.g * h // x.a // x.e  # of all heads, where ranks cannot share these
     layer = [
         *norm,
@@ -150,12 +172,12 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
         (3 * h * h // shares, ""),
         *([(h // t, "inside")] * 3 if is_split else [(3 * h // t, "inside")]),
         (h * h // shares, ""),
-        (h // c, "stream"),
+        (own, "stream"),
         *norm,
         (f * h // shares, ""),
         (f // t, "inside"),
         (h * f // shares, ""),
-        (h // c, "stream"),
+        (own, "stream"),
     ]
     before: Parameters = []
     behind: Parameters = []
@@ -163,21 +185,21 @@ def parameters(x: Shape) -> tuple[Parameters, Parameters, Parameters]:
         (before if x.post_norm else behind).extend(norm)
     if x.kind == "vit":
         if x.is_first:  # patches; positions; class token and bias, or the bias alone
-            before += [(each * h // c, "stream") for each in (x.q, x.positions, 1 + x.class_token)]
+            before += [(each * own, "stream") for each in (x.q, x.positions, 1 + x.class_token)]
         if x.is_last:
-            behind += [(x.v * h // c, "heads of BERT"), (x.v, "heads of BERT")]
+            behind += [(x.v * own, "heads of BERT"), (x.v, "heads of BERT")]
         return before, biased, behind
     is_tied = not x.untied and x.p > 1
     words = (x.v * h // shares, "ends" if is_tied else "")
     if x.is_first:
-        before += [words] + [(x.positions * h // c, "stream")] * (x.kind in ("gpt2", "bert"))
-        before += [(2 * h // c, "stream")] if x.kind == "bert" else []  # token types
+        before += [words] + [(x.positions * own, "stream")] * (x.kind in ("gpt2", "bert"))
+        before += [(2 * own, "stream")] if x.kind == "bert" else []  # token types
     if x.is_last and (x.untied or not x.is_first):
         behind.append(words)
     if x.is_last and x.kind == "bert":
-        square = [(h * h // (c * x.e), ""), (h // c, "heads of BERT")]
-        behind += [*square, *[(h // c, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
-        order = [*square, (2 * h // c, "heads of BERT"), (2, "heads of BERT")]
+        square = [(h * own // x.e, ""), (own, "heads of BERT")]
+        behind += [*square, *[(own, "heads of BERT")] * 2, (x.v // t, "heads of BERT")]
+        order = [*square, (2 * own, "heads of BERT"), (2, "heads of BERT")]
         behind += [] if x.unmodified else order
     return before, layer if x.is_llama else biased, behind
 
@@ -238,20 +260,21 @@ def parameter_bytes(x: Shape) -> int:
 def saved_bytes(x: Shape) -> int:
     """Of one micro-batch, to the loss."""
     n, t, r, w, size = x.n, x.t, x.r, x.w, x.n * x.h
-    of_stream = size * w // (r * x.c)
+    of_stream = size * w // (r * x.columns)
     keys = 8 * n * x.dropout  # of the rows, for dropout
     # Input, mean and deviation; or the root mean square, beside which that of grids keeps zeros.
     norm = of_stream + (1 if x.is_llama and not x.is_grid else 2) * n * x.wide // r
-    core = size * w // t + 2 * n * x.keys_width * w  # q, k and v
-    if x.recompute == "none" and x.is_uneven:  # k and v of every query head, and which they are
-        core = 3 * size * w // t + 8 * x.a // t
+    core = size * w // t + keys_and_values(x) * w  # q, k and v
+    core += 8 * x.a // t * (x.recompute == "none" and x.is_uneven)  # which heads they are
+    # A mask of all tokens, of which the ring makes blocks anew.
+    mask = 0 if x.kind == "vit" or x.is_ring else x.s if x.documents else 1
+    # Several heads come back as the queries lie, and are copied; Ulysses returns own tokens.
+    is_copied = x.a > t and (x.is_llama or x.is_ring) or (x.c > 1 and not x.is_ring)
     if x.recompute == "none" and x.blocks:  # the probabilities
-        core += x.b * x.a * x.s * x.s // t * w + keys * x.a // t
+        core += n * x.a // t * x.s * w + keys * x.a // t
     elif x.recompute == "none":  # the logarithms of sums, and a mask
-        mask = 0 if x.kind == "vit" else x.s if x.documents else 1
-        core += n * x.a // t * x.wide + n * w * mask
-        # Several heads come back as the queries lie, and are copied.
-        core += size * w // t * (x.is_llama and x.a > t)
+        core += n * x.a // t * x.wide + x.c * n * w * mask + x.is_ring * keys * x.a // t
+        core += size * w // t * is_copied
     # Heads; MLP before and after its activation, of a gate, too.
     inside = core + size * w // t + (3 if x.is_llama else 2) * n * x.f * w // t
     layer = 2 * norm + 2 * of_stream + inside + 2 * keys // r
@@ -260,13 +283,13 @@ def saved_bytes(x: Shape) -> int:
     if x.whole_logits:
         heads = of_stream + n * x.vocabulary * x.wide + 12 * n  # labels and their mask
     elif x.kind == "vit":  # the whole stream, of which a row is read; scores and labels
-        pooled = size * w // x.c if x.class_token else x.b * x.h // x.c * w
+        pooled = size * w // x.columns if x.class_token else x.b * x.h // x.columns * w
         heads = pooled + x.b * (x.v * x.wide + 8)
     elif x.kind != "bert":
         heads = 2 * of_stream + n * (8 + x.wide)  # input and its gradient; labels, scales
     else:  # the whole stream; of masked tokens what dense, GeLU, norm and head keep; a bias
-        masked = x.k * (5 * x.h // x.c * w + 3 * x.wide + 16)
-        heads = size * w // x.c + masked + x.v // t * x.wide + x.b * x.h // x.c * w
+        masked = x.k * (5 * x.h // x.columns * w + 3 * x.wide + 16)
+        heads = size * w // x.columns + masked + x.v // t * x.wide + x.b * x.h // x.columns * w
     # Ids of words, of all samples that a grid reads, of positions and types; rows, for dropout.
     # Own rows are a view of the patches of all ranks.
     of_patches = x.q * w + 8 + 8 * x.class_token
@@ -274,12 +297,24 @@ def saved_bytes(x: Shape) -> int:
     embedding = kinds[x.kind] * n
     embedding += keys // r
     others = norm * x.has_norm + heads * x.is_last + embedding * x.is_first
-    if x.recompute == "selective":  # what else the core is called with: rows and a mask
-        others += x.stages * (keys + n * (1 if x.kind == "bert" else x.s * x.documents))
+    if x.recompute == "selective":  # what else the core is called with: rows and a mask, of all
+        others += x.stages * x.c * (keys + n * (1 if x.kind == "bert" else x.s * x.documents))
         others += x.layers * x.is_uneven * 8 * x.a // t
     if x.is_llama and x.recompute != "full":  # cosine and sine of half a head, for all layers
         others += x.stages * n * x.h // x.a * x.wide
+    if x.is_ring and x.recompute == "none":  # where its documents begin; the length of a sample
+        others += x.stages * 8 * (n * x.documents + x.b * (x.kind == "bert"))
     return x.layers * layer + others
+
+
+def keys_and_values(x: Shape) -> int:
+    """Numbers of k and v that a rank's attention reads in one micro-batch: of own tokens and all of
+    its heads before they are exchanged, of all tokens and 1/c of the heads under Ulysses. Where
+    the numbers of heads are uneven or kept, k and v are of every query head."""
+    if x.is_uneven and x.recompute == "none":
+        return 2 * x.n * x.h // x.t
+    repeats = x.repeats if x.recompute == "none" else 1
+    return 2 * x.n * x.keys_width * repeats
 
 
 class Traffic:
@@ -299,10 +334,11 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
     """(calls, bytes sent) by axis, of forward and backward of all micro-batches."""
     found = Traffic()
     (of_layers_1d if x.mode == "1d" else grids.of_layers)(x, found)
+    of_context(x, found)
     if x.p > 1:  # each stage sends to the next one, and gradients to the one before
         messages = x.m * (2 * x.stages - x.is_first - x.is_last)
         found.calls["pipeline"] += messages
-        found.sent["pipeline"] += messages * x.n * x.h * x.w // (x.r * x.c)
+        found.sent["pipeline"] += messages * x.n * x.h * x.w // (x.r * x.columns)
     ends = "pipeline" if x.p == 2 else "embedding_group"
     for bucket in buckets(x):
         whole = bucket.size * x.wide
@@ -318,6 +354,32 @@ def traffic(x: Shape) -> tuple[Counter[str], Counter[str]]:
             times = {None: 1, x.layers - 1: x.m}.get(bucket.layer, 2 * x.m)
             found.add(x.replicas, x.d, 1, bucket.size * x.w, times)
     return found.calls, found.sent
+
+
+def of_context(x: Shape, found: Traffic) -> None:
+    """What attention sends along the context axis, and what counts once a sample.
+
+    a2a: q, k and v in one all-to-all, the result in another; their gradients go back as they came.
+    p2p: a message of k and v in each step but the last, and of dk and dv, in fp32, in each one.
+    """
+    if x.c == 1:
+        return
+    times, stream = x.layers * x.m, x.n * x.h * x.w // x.t
+    forwards = 1 if x.recompute == "none" else 2
+    key_value = 2 * x.n * (x.h // x.t if x.is_uneven else x.keys_width * x.repeats)
+    if x.is_ring:
+        messages = times * (x.c - 1) * (forwards + 1)
+        found.calls["context"] += messages + times * x.c
+        found.sent["context"] += messages * key_value * x.w + times * x.c * key_value * x.wide
+    else:
+        # Recomputation of the core ends with the kernel.
+        results = 3 if x.recompute == "full" else 2
+        found.add("context", x.c, 1, stream + key_value * x.w, times * (forwards + 1))
+        found.add("context", x.c, 1, stream, times * results)
+        # Keys of all rows, for dropout.
+        found.add("context", x.c, 1, 8 * x.c * x.n, x.m * x.stages * x.dropout)
+    if x.kind == "vit":  # the mean over all tokens, and its gradient
+        found.add("context", x.c, 2, x.b * x.h * x.w, 2 * x.m * x.is_last)
 
 
 def of_layers_1d(x: Shape, found: Traffic) -> None:

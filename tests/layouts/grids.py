@@ -76,7 +76,7 @@ class Sender:
         sums."""
         x = self.x
         whole = (1 if x.is_llama else 2) * n * x.wide
-        self.send(self.hidden, x.c * whole, times + again)
+        self.send(self.hidden, x.columns * whole, times + again)
         self.send(self.hidden, whole, times, passes=2)
 
     def cut_columns(self, n: int, times: int) -> None:

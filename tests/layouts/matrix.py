@@ -341,12 +341,15 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
     m = case.samples // (b * parallel.batch_parallel_size(layout.ranks))
     e = 1 if layout.mode == "1d" else layout.size("tensor") // (t * layout.depth)
     replicas = "data"
+    if layout.size("context") > 1:
+        replicas = "replicas" if layout.size("data") > 1 else "context"
     if layout.depth > 1:
         replicas = "copies" if layout.size("data") > 1 else "depth"
     if case.unmodified:
         section = sizes_of(case)
     is_vit = case.model.startswith("vit")
-    blocks = section.attention_dropout > 0 or keeps_scores(case, device)
+    is_ring = layout.size("context") > 1 and layout.cp_comm_type == "p2p"
+    blocks = not is_ring and (section.attention_dropout > 0 or keeps_scores(case, device))
     head = section.hidden_size // section.num_attention_heads
     if device.type == "cuda" and case.dtype.itemsize < 4 and not blocks:
         head = -(-head // 8) * 8  # with zeros: torch's kernels take multiples of 16 bytes
@@ -368,8 +371,10 @@ def shape(case: Case, device: torch.device, stage: int = 0, rank: int = 0) -> fo
         t=t,
         mode=layout.mode,
         rank=rank,
+        c=layout.size("context"),
+        is_ring=is_ring,
         r=t if layout.cuts_stream else 1,
-        d=layout.size("data") * layout.depth,
+        d=layout.size("data") * layout.size("context") * layout.depth,
         replicas=replicas,
         zero=layout.zero,
         p=plan.ranks,

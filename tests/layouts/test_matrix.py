@@ -14,6 +14,7 @@ import torch
 from tests.dist import Pool
 from tests.layouts.cover import (
     FACTORS,
+    OF_CONTEXT,
     OF_IMAGES,
     OF_LLAMA,
     UNMODIFIED,
@@ -64,7 +65,8 @@ def ranks(case: Case) -> int:
 @cache
 def groups(is_full: bool) -> dict[Case, Group]:
     """Of each case those that run in the same call."""
-    cases = [*map(case_of, every_row() if is_full else cover()), *UNMODIFIED, *OF_IMAGES]
+    cases = [*map(case_of, every_row() if is_full else cover())]
+    cases += [*UNMODIFIED, *OF_IMAGES, *OF_CONTEXT]
     cases.sort(key=ranks)
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):
