@@ -55,11 +55,12 @@ def tiny_section(**changes: Any) -> GPT2Config:
 
 def mesh_of_ranks(tensor_size: int | str, *, sequence_parallel: bool = False) -> Mesh:
     """The ranks of this call of the pool, or the process of the test alone. tensor_size: a number,
-    or as a LAYOUT has it, "4:2d"."""
+    as a LAYOUT has it, "4:2d", or a whole LAYOUT."""
     if not dist.is_initialized():
         return serial_mesh()
     if isinstance(tensor_size, str):
-        return parse_layout(f"tensor={tensor_size}").mesh(torch.device("cpu"))
+        name = tensor_size if "=" in tensor_size else f"tensor={tensor_size}"
+        return parse_layout(name).mesh(torch.device("cpu"))
     sizes, device = {"tensor": tensor_size}, torch.device("cpu")
     return build_mesh(sizes, device, sequence_parallel=sequence_parallel)
 

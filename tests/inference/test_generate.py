@@ -61,7 +61,8 @@ def test_the_text_is_the_same_at_every_layout_and_in_every_batch(gloo: Pool) -> 
     for texts in expected:
         assert len({tuple(tokens) for tokens in texts}) >= 5, "not all the same"
     assert each_way(1, 1) == each_way(1, 4) == expected
-    for world, size in ((2, 2), (4, 4), (4, "4:2d"), (8, "8:3d")):
+    layouts = (2, 2), (4, 4), (4, "4:2d"), (8, "8:3d"), (2, "context=2"), (4, "context=4:p2p")
+    for world, size in layouts:
         for found in gloo.run(world, each_way, size, 4):
             assert found == expected
 

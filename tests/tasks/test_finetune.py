@@ -120,7 +120,9 @@ def test_any_layout_gives_the_same_run(gloo: Pool, pretrained: Path, head: Head)
     losses, logits, weights = outcome(pretrained, head, 1, BATCH)
     found = [outcome(pretrained, head, 1, 3)]
     for world, *layout in (
-        (4, 2, 3, True, 1), (4, "4:2d", 2), (8, "8:3d", 2), (2, 1, 2, False, 3)
+        (4, 2, 3, True, 1), (4, "4:2d", 2), (8, "8:3d", 2), (2, 1, 2, False, 3),
+        (2, "context=2", 3), (4, "tensor=2,context=2:p2p,sequence", 2),
+        (4, "context=2:p2p,data=2", 3, False, 3),
     ):  # fmt: skip
         found += gloo.run(world, outcome, pretrained, head, *layout)
     for their_losses, their_logits, their_weights in found:

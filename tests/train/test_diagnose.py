@@ -88,7 +88,7 @@ Diagnosis = tuple[str, str, str, str]
 
 
 def diagnoses(
-    tensor_size: int, bad: tuple[int, int], zero: int, offloads: bool
+    tensor_size: int | str, bad: tuple[int, int], zero: int, offloads: bool
 ) -> dict[str, set[Diagnosis]]:
     """Of each fault, with and without recomputed activations."""
     mesh = mesh_of_ranks(tensor_size)
@@ -133,14 +133,14 @@ def diagnosis(
     zero: int = 0,
     offloads: bool = False,
 ) -> Diagnosis:
-    """What the second step raises, where the rank at (data, tensor) coordinates goes wrong."""
+    """What the second step raises, where the rank at (replicas, tensor) coordinates goes wrong."""
     config = tiny_section(
         recompute_granularity=granularity, hidden_dropout=0.1, cpu_offload_activations=offloads
     )
     optimizer = OptimizerConfig(optimizer_cpu_offload=offloads)
     state = tiny_state(mesh, config, optimizer, dtype=dtype, zero_stage=zero)
     step(state)
-    if (mesh.data.rank, mesh.tensor.rank) == bad:
+    if (mesh.replicas.rank, mesh.tensor.rank) == bad:
         FAULTS[fault][0](state, state.model.get_submodule(UP))
     before = {each.key: each.local.clone() for each in state.slices()}
     hooks = count_hooks(state.model)
@@ -185,6 +185,17 @@ def test_every_rank_names_the_module(
             ((*where, message),) = found[fault]
             assert where == [what, FAULTS[fault][1], place]
             assert message.startswith("step 2: ")
+            assert f"samples {sample} to {sample} " in message
+
+
+@pytest.mark.parametrize(("layout", "zero"), [("context=2", 0), ("context=2:p2p", 3)])
+def test_a_context_rank_is_named(gloo: Pool, layout: str, zero: int) -> None:
+    """The other one reads the same samples."""
+    sample = GLOBAL_BATCH + 2
+    for found in gloo.run(2, diagnoses, layout, (1, 0), zero, False):
+        for fault, what in WHAT.items():
+            ((*where, message),) = found[fault]
+            assert where == [what, FAULTS[fault][1], "data 0, context 1, tensor 0"]
             assert f"samples {sample} to {sample} " in message
 
 

@@ -141,10 +141,10 @@ def spoil(state: TrainState, name: str, sign: int = 1) -> None:
 def drifts_of(
     layout: int | str, bad: tuple[int, int], dtype: torch.dtype, names: list[str], zero: int = 0
 ) -> list[Drift | None]:
-    """What is found where the rank `bad`, (data, tensor), has changed each of these alone."""
+    """What is found where the rank `bad`, (replicas, tensor), has changed each of these alone."""
     state, drifts = trained(layout, dtype, zero_stage=zero), []
     batches = micro_batches(samples(4), state.mesh, 1)
-    is_bad = (state.mesh.data.rank, state.mesh.tensor.rank) == bad
+    is_bad = (state.mesh.replicas.rank, state.mesh.tensor.rank) == bad
     for name in names:
         if is_bad:
             spoil(state, name)
@@ -246,3 +246,16 @@ def test_a_flipped_bit_is_named_in_2d(gloo: Pool) -> None:
     for drifts in gloo.run(4, drifts_of, "4:2d", (0, 3), torch.float32, names):
         assert drifts == expected
     gloo.run(4, check_after_steps, "4:2d", torch.bfloat16, 0.1)
+
+
+def test_a_flipped_bit_is_named_on_a_context_rank(gloo: Pool) -> None:
+    """Context ranks hold the same parameters and read the same samples, of which each takes its
+    tokens."""
+    names = [*WHOLE, f"model.{CUT}", "counters.skipped"]
+    ranks = [f"(data 0, context {c}, tensor {t})" for c in (0, 1) for t in (0, 1)]
+    everywhere = ("context", "tensor"), [ranks[:3], ranks[3:]]
+    expected: list[Drift | None] = [([name], *everywhere) for name in names]
+    expected[3] = ([names[3]], ("context",), [[ranks[1]], [ranks[3]]])
+    for drifts in gloo.run(4, drifts_of, "tensor=2,context=2:p2p", (1, 1), torch.float32, names):
+        assert drifts == expected
+    gloo.run(2, check_after_steps, "context=2", torch.bfloat16, 0.1)
