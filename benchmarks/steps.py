@@ -127,6 +127,7 @@ def mesh_of(rank: Rank, config: PretrainConfig, of_ranks: int = 1) -> Mesh:
         of_ranks,
         tensor_parallel_mode=own.tensor_parallel_mode,
         sequence_parallel=own.cuts_stream,
+        cp_comm_type=own.context_type,
     )
 
 

@@ -47,6 +47,7 @@ from .parallel.regions import (
 )
 from .parallel.dropout import Dropout as Dropout
 from .parallel.factory import layer_factory as layer_factory
+from .parallel.context import local_tokens as local_tokens
 
 # Models that were not written for it, by a plan
 from .huggingface.parallelize import (

@@ -42,6 +42,11 @@ q x q square or l of an l x l x l cube, and a rank reads the samples of its plac
 `layer_factory` makes the layers of the mesh's mode: one module for all of them
 ([`examples/mlp_2d.py`](../examples/mlp_2d.py)).
 
+Under context parallelism the c ranks of `mesh.context` share the tokens of each sample: where n or
+s is written, a rank has n / c or s / c. `train_step`, `run_pipeline` and `mean_losses` take batches
+of whole samples; a loop of one's own takes its tokens by `local_tokens`, or by `context.positions`
+of `layer_factory` ([`examples/long_context.py`](../examples/long_context.py)).
+
 Layers of torch beside them, such as `nn.Linear` and norms, are taken to be whole on every rank.
 That is right outside of a pair of column and row layers and without sequence parallelism. Elsewhere
 they are refused unless `specs={name: replicated(parameter, mesh)}` of GradientBuckets says how. It

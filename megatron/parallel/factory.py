@@ -142,6 +142,11 @@ def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
     """The factory of the mesh's tensor-parallel mode, which makes the layers named in
     megatron/parallel/factory.py: `column(in, out)`, `row(in, out)`, `layer_norm(hidden)` ...
 
+    `attention_core(dropout, name)` makes attention of the mesh's `cp_comm_type`, which is called
+    with q [b, a, s/c, d], k and v [b, g, s/c, d], mask=None and is_causal. Under context
+    parallelism these have the tokens of this rank, at the positions
+    `context.positions(s, device)`, int64 [s/c], of a sample of s tokens.
+
     seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or in 1D "apex";
     draws_in_kernel=False, whether attention's kernel draws its dropout; by_flex=False, whether
     compiled layers drop by coordinates in torch's flex_attention.
