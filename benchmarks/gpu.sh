@@ -4,7 +4,7 @@
 #
 #     bash benchmarks/gpu.sh                       # hardware 124m profile loss dropout
 #     bash benchmarks/gpu.sh speed                 # 124m 355m 1.2b llama: GPT-2 and a Llama of 1B
-#     bash benchmarks/gpu.sh graph sizes offload modes hf
+#     bash benchmarks/gpu.sh graph sizes offload modes hf ring
 #     CIFAR10=cifar10_jpeg.tar.xz bash benchmarks/gpu.sh vit # 60 epochs on images by class: 480 s
 #     bash benchmarks/gpu.sh --device cpu --small  # in miniature, to try them
 #
@@ -23,7 +23,7 @@ while (($#)); do
         --device) device=${2-} && shift ;;
         --small) small=yes ;;
         speed) groups+=(124m 355m 1.2b llama) ;;
-        hardware | 124m | 355m | 1.2b | llama | sizes | profile | graph | loss | dropout | offload | modes | hf | vit)
+        hardware | 124m | 355m | 1.2b | llama | sizes | profile | graph | loss | dropout | offload | modes | hf | ring | vit)
             groups+=("$1") ;;
         *) echo "error: $1 is no group of this script; its first lines name them" >&2 && exit 2 ;;
     esac
@@ -143,6 +143,11 @@ hf() { # unmodified models by a plan on one rank
     local sizes=()
     [[ $small ]] && sizes=("--program-flags=--num-layers 1 --hidden-size 96 --seq-length 32 --vocab-size 512")
     question huggingface huggingface --tensor-parallel 1 --dtypes bf16 --turns 10 "${sizes[@]}"
+}
+ring() { # wanted: one rank of 2 to 8 takes 1.1 / ranks of the time of one that has all tokens
+    local sizes=(--seq-length 131072 --simulated 2 4 8)
+    [[ $small ]] && sizes=(--seq-length 256 --heads 4 --simulated 2 4)
+    question ring context --turns 5 "${sizes[@]}"
 }
 vit() { # wanted: 82 % of the test images
     local flags=(--mock-data --num-layers 1 --hidden-size 32 --image-size 8 --global-batch-size 64 --train-iters 3)

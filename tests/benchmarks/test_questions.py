@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks import activations, commits, growth, pipeline, tensor_modes, train_step, zero
+from benchmarks import (
+    activations,
+    commits,
+    context,
+    growth,
+    pipeline,
+    tensor_modes,
+    train_step,
+    zero,
+)
 from benchmarks.harness import Flags, Rank
 from benchmarks.report import Results
 from tests.benchmarks.run import ROOT, figures, run
@@ -127,6 +136,27 @@ def of_tensor_modes(record: Record, folder: Path) -> None:
         assert found["calls"] == calls[each["name"]]
 
 
+def of_context(record: Record, folder: Path) -> None:
+    """A rank of two sends half of q, k, v and the result each way; or k and v, again in the
+    backward, and twice their gradients: gathered or over the ring, in fp32 here."""
+    stream, layers = 128 * 256 * 4, 4  # bytes of the hidden states of a sample
+    names = (context.ALONE, context.A2A, context.P2P, context.GATHERED)
+    alone, a2a, p2p, gathered = (figures(record, name, context.STEP) for name in names)
+    assert alone["sent"] == 0
+    assert p2p["sent"] - a2a["sent"] == layers * (8 - 4) * stream / 2
+    assert p2p["sent"] - gathered["sent"] == layers * (8 - 6) * stream / 2
+    for each in (a2a, p2p, gathered):
+        assert each["kept"] < 0.6 * alone["kept"]
+    group = "the busiest of 4 ranks"
+    plain, zigzag = (figures(record, name, group) for name in (context.PLAIN, context.ZIGZAG))
+    assert 0.5 < zigzag["scores"] / plain["scores"] < 0.6
+
+
+def of_simulated(record: Record, folder: Path) -> None:
+    names = [each["name"] for each in record["contenders"]]
+    assert names == [context.ALONE, "a2a, 2 ranks", "p2p, 2 ranks", "p2p, 4 ranks"]
+
+
 class Small(NamedTuple):
     """A question in miniature: its words, the contenders to run (all by default), and what is known
     of their figures."""
@@ -190,6 +220,10 @@ QUESTIONS = {  # the file's name, and after a blank the case
         (pipeline.OURS, pipeline.TORCH),
     ),
     "tensor_modes": Small("--hidden-sizes 64 --tokens 128", check=of_tensor_modes),
+    "context": Small("--seq-length 128", check=of_context),
+    "context simulated": Small(
+        "--seq-length 64 --heads 2 --simulated 2 4 --dtype fp32", check=of_simulated
+    ),
     "zero": Small(
         f"--dtypes fp32 --stages 1 3 --program-flags='{SIZES}'",
         (zero.OURS, zero.REDUNDANCY, zero.FULLY_SHARD),
