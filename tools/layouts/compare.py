@@ -6,7 +6,8 @@ and the work is divided.
 
 A LAYOUT is `serial`, or comma-separated words: tensor=N, data=N and pipeline=N for the number of
 processes; tensor=4:2d, tensor=8:2.5d:2 (depth 2) or tensor=8:3d for another --tensor-parallel-mode;
-`sequence` for sequence parallelism; virtual=N for virtual stages of each pipeline rank;
+context=N for processes that share the tokens of a sample, by all-to-all, and context=N:p2p over a
+ring; `sequence` for sequence parallelism; virtual=N for virtual stages of each pipeline rank;
 schedule=KIND for the pipeline's schedule; zero=N for a ZeRO stage. Each layout is trained by its
 own processes, with the same seed and samples (random tokens without --data-path). Training is in
 fp64 without dropout, unless flags ask for either (an unmodified model of transformers has the
