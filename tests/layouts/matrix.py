@@ -510,7 +510,7 @@ def run_cases(
     for number, (case, reference) in enumerate(cases):
         of_case = [each for each in others if each.name != case.layout]
         if case.unmodified:
-            of_case = [each for each in of_case if each.size("pipeline") == 1]
+            of_case = [e for e in of_case if e.size("pipeline") == e.size("context") == 1]
             of_case = [each for each in of_case if not each.cuts_stream and each.mode == "1d"]
         other = of_case[number % len(of_case)]
         found[case] = failures(

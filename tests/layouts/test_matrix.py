@@ -40,17 +40,17 @@ AT_ONCE = 8  # cases of a call to the pool
 OTHERS = {
     2: (
         *("serial", "pipeline=2", "data=2,zero=3"),
-        *("data=2", "tensor=2,sequence", "data=2,zero=1"),
+        *("data=2", "tensor=2,sequence", "data=2,zero=1", "context=2:p2p", "context=2,zero=2"),
     ),
     3: ("serial", "data=3,zero=3", "data=3", "data=3,zero=2"),
     4: (
-        *("tensor=2,data=2", "tensor=2,pipeline=2", "tensor=2,data=2,zero=3"),
+        *("tensor=2,context=2,zero=1", "tensor=2,pipeline=2", "tensor=2,data=2,zero=3"),
         *("serial", "tensor=4,sequence", "data=4,zero=2"),
         *("tensor=4:2d", "data=2,pipeline=2"),
     ),
     8: (
         *("serial", "tensor=4,data=2", "tensor=8:3d", "tensor=4:2d,data=2,zero=3"),
-        *("tensor=8:2.5d:2", "tensor=2,data=2,pipeline=2"),
+        *("tensor=8:2.5d:2", "tensor=2,data=2,pipeline=2", "tensor=2,context=2:p2p,data=2"),
     ),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]
