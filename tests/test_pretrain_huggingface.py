@@ -57,6 +57,7 @@ EARLY = {  # before torch is imported
         f"{TENSOR} 4 --tensor-parallel-mode 2d", "--tensor-parallel-mode", ranks=4
     ),
     "tokens of a sequence": Row(f"{TENSOR} 2 --sequence-parallel", "--sequence-parallel", ranks=2),
+    "parts of a sample": Row("--context-parallel-size 2", "--context-parallel-size", ranks=2),
     "attention recomputed": Row(
         "--recompute-granularity selective", "--recompute-granularity", "llama"
     ),

@@ -144,11 +144,15 @@ def test_settings_are_refused(data: Path, words: str, field: str) -> None:
     assert refused(lambda each: pretrain.main(each, {}), given) == field
 
 
-def test_rows_that_sequence_parallelism_cannot_divide_are_refused(data: Path) -> None:
-    words = "--train-iters 1 --tensor-model-parallel-size 2 --sequence-parallel"
-    given = [*SHAPE.split(), *words.split(), "--data-path", str(data)]
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "--micro-batch-size"),
+        ("--context-parallel-size 2", "--context-parallel-size"),  # 4 patches and a class token
+        ("--context-parallel-size 2 --patch-size 8", "--context-parallel-size"),
+    ],
+)
+def test_tokens_that_ranks_cannot_divide_are_refused(data: Path, words: str, field: str) -> None:
+    given = [*SHAPE.split(), "--train-iters", "1", *words.split(), "--data-path", str(data)]
     environ = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    assert (
-        refused(lambda each: pretrain.main(each, environ), given, whole=False)
-        == "--micro-batch-size"
-    )
+    assert refused(lambda each: pretrain.main(each, environ), given, whole=False) == field

@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[type[PretrainConfig], list[str]]] = {
 EACH = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 HEAD, TAIL = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+CONTEXT, RING = "--context-parallel-size", "--cp-comm-type p2p"
 TENSOR, STAGES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 GRID, DEPTH = "--tensor-parallel-mode", "--tensor-parallel-depth"
 SQUARE = f"{GRID} 2d --tensor-model-parallel-size 4"
@@ -99,13 +100,15 @@ LAST_OF_BERT = """
 # The same, by the number of processes.
 LAST_AT = {
     2: f"""{DEPTH} 2 | {DEPTH} 0 | --zero-stage 4 | --tp 2
---zero-stage 2 --use-distributed-optimizer | --sequence-parallel --seq-length 255 {TENSOR} 2""",
+--zero-stage 2 --use-distributed-optimizer | --sequence-parallel --seq-length 255 {TENSOR} 2
+{CONTEXT} 0 | {CONTEXT} 3 | {RING} | {CONTEXT} 1 {RING} | {CONTEXT} 2 --cp-comm-type ring
+{CONTEXT} 2 {RING} --recompute-granularity selective""",
     3: f"{TENSOR} 3",
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
 {SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
 {SQUARE} --hidden-size 12 --num-attention-heads 3 | {SQUARE} --sequence-parallel
 {SQUARE} --micro-batch-size 3 --global-batch-size 8 | {SQUARE} --layernorm-impl apex""",
-    6: f"{TENSOR} 4 | {GRID} 2d {TENSOR} 4",
+    6: f"{TENSOR} 4 | {GRID} 2d {TENSOR} 4 | {CONTEXT} 4 | {TENSOR} 2 {CONTEXT} 2",
     8: f"""{GRID} 2d {TENSOR} 8 | {GRID} 3d {TENSOR} 4 | {GRID} 2d {TENSOR} 4 {DEPTH} 2
 {CUBE} --hidden-size 20 --num-attention-heads 5 | {CUBE} --ffn-hidden-size 6""",
 }
@@ -124,6 +127,12 @@ REFUSED = [
     ("--fp16 --bf16", 1, "--fp16"),
     ("--model-parallel-size 2", 1, TENSOR),
     (f"{GRID} 2.5d {TENSOR} 4 {DEPTH} 2", 8, TENSOR),
+    (f"{CONTEXT} 2 --seq-length 255", 2, "--seq-length"),
+    (f"{CONTEXT} 2 {RING} --seq-length 254", 2, "--seq-length"),
+    (f"{CONTEXT} 2 {TENSOR} 2 --sequence-parallel --seq-length 254", 4, "--seq-length"),
+    (f"{SQUARE} {CONTEXT} 2", 8, CONTEXT),
+    (f"{CONTEXT} 8", 8, CONTEXT),  # of 4 heads
+    (f"{CONTEXT} 4 {TENSOR} 2", 8, CONTEXT),
     ("--seq-length 65 --max-position-embeddings 64", 1, "--seq-length"),
     ("--lr-warmup-iters 4 --lr-decay-iters 2", 1, "--lr-warmup-iters"),
     ("--learning-rate=1e-3", 1, "--learning-rate"),

@@ -124,7 +124,26 @@ UNMODIFIED = (
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
 )
-# Of context parallelism, of both types.
+# Of context parallelism, for the full product; a pipeline has 3 micro-batches.
+WITH_CONTEXT = FACTORS | {
+    "layout": tuple(
+        layout.replace("context=2", f"context=2{kind}").replace("context=4", f"context=4{kind}")
+        for kind in ("", ":p2p")
+        for layout in (
+            "context=2",
+            "context=4",
+            "tensor=2,context=2",
+            "tensor=2,context=2,sequence",
+            "context=2,data=2",
+            "context=2,pipeline=2",
+            "context=2,zero=1",
+            "context=2,data=2,zero=3",
+        )
+    ),
+    "model": ("gpt2", "bert", "llama", "llama-even"),
+    "micro-batches": ("", "accumulate", "3"),
+}
+# A cover of it, and of ViT.
 OF_CONTEXT = (
     Case("context=2", "gpt2"),
     Case("context=2:p2p", "gpt2"),
@@ -170,8 +189,12 @@ Row = tuple[str, ...]
 def is_valid(row: Row) -> bool:
     if ("full" in row and "zb-h1" in row[0]) or ("unscored" in row and "1" in row):
         return False
+    if "p2p" in row[0] and "selective" in row:  # the ring keeps no probabilities
+        return False
     # Of micro-batches, in pipelines.
-    of_one_number = row[1] in OF_LLAMA["model"] or "zero" in row[0] or ":" in row[0]
+    of_one_number = row[1] in OF_LLAMA["model"] or any(
+        word in row[0] for word in ("zero", ":", "context")
+    )
     if of_one_number and ("pipeline" in row[0]) != ("3" in row):
         return False
     return not row[1].startswith("bert") or not OF_TEXT & {*row}
@@ -182,7 +205,7 @@ def rows_of(factors: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
 
 
 def every_row() -> list[Row]:
-    factors = (FACTORS, OF_PIPELINES, OF_LLAMA, OF_ZERO, OF_GRIDS)
+    factors = (FACTORS, OF_PIPELINES, OF_LLAMA, OF_ZERO, OF_GRIDS, WITH_CONTEXT)
     return [row for each in factors for row in rows_of(each)]
 
 

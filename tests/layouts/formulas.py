@@ -310,9 +310,9 @@ def saved_bytes(x: Shape) -> int:
 
 
 def keys_and_values(x: Shape) -> int:
-    """Numbers of k and v that a rank's attention reads in one micro-batch: of own tokens and all of
-    its heads before they are exchanged, of all tokens and 1/c of the heads under Ulysses. Where
-    the numbers of heads are uneven or kept, k and v are of every query head."""
+    """Numbers of k and v that attention keeps in one micro-batch: all tokens of 1/c of the repeated
+    heads under Ulysses, else own tokens of all heads. They are of every query head where heads are
+    uneven. A recomputed core keeps what it is called with."""
     if x.is_uneven and x.recompute == "none":
         return 2 * x.n * x.h // x.t
     repeats = x.repeats if x.recompute == "none" else 1

@@ -67,7 +67,7 @@ def groups(is_full: bool) -> dict[Case, Group]:
     """Of each case those that run in the same call."""
     cases = [*map(case_of, every_row() if is_full else cover())]
     cases += [*UNMODIFIED, *OF_IMAGES, *OF_CONTEXT]
-    cases.sort(key=ranks)
+    cases = sorted(dict.fromkeys(cases), key=ranks)
     found: dict[Case, Group] = {}
     for _, each in groupby(cases, ranks):
         same = list(each)

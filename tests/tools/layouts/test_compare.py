@@ -140,11 +140,13 @@ def test_failure(preset: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 # By the field that is refused.
 REFUSED = {
-    "LAYOUT": """tensor=2,context=2 | tensor=2,tensor=2 | tensor=0 | tensor=4:4d | tensor=8:2.5d:0
+    "LAYOUT": """context=2,context=2 | context=2:ring | context=1:p2p | context=4,sequence
+        tensor=4:2d,context=2 | tensor=2,tensor=2 | tensor=0 | tensor=4:4d | tensor=8:2.5d:0
         data=2,sequence | tensor=2,virtual=2 | pipeline=2,schedule=zbv | --steps 2""",
     "--tensor-model-parallel-size": "tensor=8:2d | tensor=4:3d",
     "layout": """pipeline=2 | pipeline=2,virtual=2 --num-layers 3 | tensor=3 | data=3
-        tensor=2,sequence --seq-length 15 | pipeline=1,schedule=interleaved""",
+        tensor=2,sequence --seq-length 15 | context=2 --seq-length 15
+        context=2:p2p --seq-length 18 | context=8 | pipeline=1,schedule=interleaved""",
     "--tensor-parallel-depth": "tensor=8:2d:2 | tensor=8:2.5d:2 --tensor-parallel-depth 2",
     "--pipeline-model-parallel-size": "tensor=2 --pipeline-model-parallel-size 2",
     VIRTUAL: f"tensor=2 {VIRTUAL}=1",
@@ -198,11 +200,12 @@ def test_nan_loss() -> None:
 
 
 def test_settings_of_a_layout(preset: Path) -> None:
-    words = "virtual=2,tensor=2,schedule=interleaved,data=2,pipeline=2,sequence"
+    words = "virtual=2,tensor=2,schedule=interleaved,data=2,pipeline=2,sequence,context=2:p2p"
     layout = parse_layout(words)
-    assert layout.ranks == 8
+    assert layout.ranks == 16
     flags = f"--pipeline-model-parallel-size 2 {VIRTUAL} 2"
     flags += " --pipeline-schedule interleaved --model-parallel-size 2 --sequence-parallel"
+    flags += " --context-parallel-size 2 --cp-comm-type p2p"
     asked = parse(PretrainGPT2Config, ["--preset", str(preset), *flags.split()], {})
     assert TrainingParallelConfig(**layout.settings) == asked.parallel
     with preset.open("a") as file:  # what it says of stages does not hold
@@ -212,7 +215,7 @@ def test_settings_of_a_layout(preset: Path) -> None:
     jobs = compare_layouts.plan(config, precision, names, preset.parent)
     assert list(jobs) == names
     assert jobs["serial"].config.parallel == TrainingParallelConfig()
-    for name, ranks, stages in zip(names, (1, 8, 4, 1), (1, 2, 4, 1), strict=True):
+    for name, ranks, stages in zip(names, (1, 16, 4, 1), (1, 2, 4, 1), strict=True):
         assert jobs[name].ranks == ranks
         assert jobs[name].config.parallel.pipeline_model_parallel_size == stages
 
@@ -222,6 +225,9 @@ def test_names_of_layouts() -> None:
         ("sequence,data=3,tensor=2", "tensor=2,data=3,sequence"),
         ("data=2,tensor=8:2.5d:2", "tensor=8:2.5d:2,data=2"),
         ("schedule=interleaved,virtual=2,pipeline=2", "pipeline=2,virtual=2,schedule=interleaved"),
+        ("zero=1,data=2,context=4:p2p,tensor=2", "tensor=2,context=4:p2p,data=2,zero=1"),
+        ("context=2:a2a", "context=2"),
+        ("context=1", "serial"),
         ("pipeline=1,virtual=1", "serial"),
         ("data=1,tensor=1", "serial"),
     ):
