@@ -149,7 +149,7 @@ def test_settings_are_refused(data: Path, words: str, field: str) -> None:
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", "--micro-batch-size"),
         ("--context-parallel-size 2", "--context-parallel-size"),  # 4 patches and a class token
-        ("--context-parallel-size 2 --patch-size 8", "--context-parallel-size"),
+        ("--context-parallel-size 2 --patch-size 8 --pooling mean", "--context-parallel-size"),
     ],
 )
 def test_tokens_that_ranks_cannot_divide_are_refused(data: Path, words: str, field: str) -> None:
