@@ -95,6 +95,7 @@ def prepare(settings: Settings, manifest: dict[str, Any]) -> Classification:
     """Raises ValueError or OSError, naming the flag, for images of other classes."""
     config = config_of(manifest)
     assert isinstance(config, ViTConfig)
+    settings.parallel.check_images(config.positions)
     try:
         packed = open_images(settings.valid_data, config.image_size, beside=settings.cache_dir)
     except UsageError as error:  # which names the flag of the pretraining program

@@ -87,6 +87,7 @@ def make_job(
             )
     _, tokenizer, manifest = opened[0]
     settings.parallel.check(world, config_of(manifest).widths, settings.seq_length)
+    settings.parallel.check_model(settings)
     task = module.prepare(settings, manifest, tokenizer)
     if settings.evaluation.compare_paper:
         paper.check_figures(task.paper or name, task.conventions)

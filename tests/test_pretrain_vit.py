@@ -12,7 +12,7 @@ from PIL import Image
 import pretrain
 import tasks.main
 from tests.programs import assert_equal_bits, newest, start_ranks
-from tests.refusals import refused
+from tests.refusals import field_of, refusal, refused
 from tests.vit import write_images
 
 SHAPE = "--model vit --num-layers 2 --hidden-size 32 --num-attention-heads 4 --image-size 8"
@@ -121,6 +121,32 @@ def test_layouts_agree(data: Path, tmp_path: Path, layout: str, world: int) -> N
             [each[name] for each in lines(tmp_path / save, name)] for save in ("alone", "other")
         )
         assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_context_ranks_train_and_evaluate_as_one(data: Path, tmp_path: Path) -> None:
+    """The task refuses an image of 5 tokens, with a class token."""
+    words, layout = f"{EPOCHS} --pooling mean", "--context-parallel-size 2"
+    run(data, f"{words} --save {tmp_path}/alone", tmp_path)
+    ring = f"{words} {layout} --cp-comm-type p2p --save {tmp_path}/other"
+    run(data, ring, tmp_path, world=2)
+    for name in ("loss", "validation_loss", "validation_top1"):
+        one, other = (
+            [each[name] for each in lines(tmp_path / save, name)] for save in ("alone", "other")
+        )
+        assert other == pytest.approx(one, rel=1e-4)
+
+    expected = lines(tmp_path / "other", "validation_top1")[-1]["validation_top1"]
+    task = f"--task CIFAR10 --valid-data {data} --output {tmp_path}/out.json {layout}"
+    arguments = f"{task} --load {tmp_path}/other --micro-batch-size 5".split()
+    with start_ranks(partial(evaluate, arguments), range(2), 2, tmp_path) as ranks:
+        assert ranks.wait() == [0] * 2, ranks.text()
+    assert json.loads((tmp_path / "out.json").read_text())["top1"] == expected
+
+    run(data, f"{EPOCHS} --exit-interval 1 --save {tmp_path}/class", tmp_path)
+    two = {"RANK": "0", "WORLD_SIZE": "2"}
+    arguments = f"{task} --load {tmp_path}/class".split()
+    error = refusal(lambda: tasks.main.main(arguments, two))
+    assert field_of(error) == "--context-parallel-size"
 
 
 @pytest.mark.parametrize(

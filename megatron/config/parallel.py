@@ -196,12 +196,15 @@ class ContextParallelConfig(ParallelConfig):
         if context == 1:
             return
         if world_size % math.prod(self.sizes.values()):
-            others = math.prod(self.sizes.values()) // context
-            allowed = (
-                f"such that it times the {others} processes that share its layers divides the "
-            )
-            allowed += f"processes: torchrun --nproc-per-node, now {world_size}"
-            raise UsageError(CONTEXT, context, allowed, works=(CONTEXT, "1"))
+            others = {flag(STAGES): self.sizes.get("pipeline", 1), TENSOR: tensor}
+            named = [f"{name} {size}" for name, size in others.items() if size > 1]
+            allowed = f"such that it times {' x '.join(named)} divides" if named else "a divisor of"
+            allowed += f" the processes: torchrun --nproc-per-node, now {world_size}"
+            parts = math.prod(others.values())
+            most = max(n for n in range(1, context) if not world_size % (n * parts))
+            # A ring of one is refused, too.
+            works = (CONTEXT, str(most)) if most > 1 or not self.is_ring else ()
+            raise UsageError(CONTEXT, context, allowed, works=works)
         heads = (widths or {}).get(HEADS)
         if heads is not None and not self.is_ring and heads % (context * tensor):
             allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
@@ -215,6 +218,12 @@ class ContextParallelConfig(ParallelConfig):
             nearest = math.ceil(seq_length / pieces) * pieces
             works = ("--seq-length", str(nearest))
             raise UsageError("--seq-length", seq_length, allowed, works=works)
+
+    def check_images(self, tokens: int, works: tuple[str, str] = (CONTEXT, "1")) -> None:
+        """Raise UsageError if images of so many tokens have no equal parts. works: see there."""
+        if tokens % (pieces := self.context_pieces):
+            allowed = f"such that the {pieces} pieces of an image are equal, of {tokens} tokens"
+            raise UsageError(CONTEXT, self.context_parallel_size, allowed, works=works)
 
     def check_model(self, model: Any) -> None:
         """Raise UsageError if a model with this config cannot run in these parts."""

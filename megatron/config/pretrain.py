@@ -109,6 +109,10 @@ class PretrainConfig:
             works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
+        if self.parallel.is_ring and self.model.attention_dropout_rng == "kernel":
+            works = ("--attention-dropout-rng", "coordinates")
+            reason = "with --cp-comm-type p2p, whose dropout is by coordinates"
+            left_out(self.model, "attention_dropout_rng", reason, works=works)
         self.check_layout(world_size)
         self.parallel.check_model(self.model)
         name, batch = "--global-batch-size", self.global_batch_size(world_size)
@@ -184,7 +188,12 @@ class PretrainConfig:
         elif self.checkpoint.save_interval is None and steps > 1:
             some = min(1000, max(1, steps // 4))
             texts.append(f"saved only at the end; --save-interval {some} saves on the way")
-        if self.model.draws_in_kernel(device):
+        if self.parallel.is_ring and self.model.drops_attention:
+            texts.append(
+                "--cp-comm-type p2p computes attention's dropout by coordinates, which takes more "
+                "time than --attention-dropout 0 or --cp-comm-type a2a"
+            )
+        elif self.model.draws_in_kernel(device):
             texts.append(
                 "attention's dropout is drawn by its kernel and depends on the layout; with "
                 "--attention-dropout-rng coordinates it does not, at a cost of time and memory"
@@ -251,12 +260,10 @@ class PretrainViTConfig(PretrainConfig):
         micro-batch."""
         self.parallel.check(world_size, self.model.widths)
         images, tokens = self.training.micro_batch_size, self.model.positions
-        ranks, pieces = self.parallel.tensor_model_parallel_size, self.parallel.context_pieces
-        if tokens % pieces:
-            name, size = "--context-parallel-size", self.parallel.context_parallel_size
-            works = ("--pooling", "mean") if not self.model.patches % pieces else (name, "1")
-            allowed = f"such that the {pieces} pieces of an image are equal, of {tokens} tokens"
-            raise UsageError(name, size, allowed, works=works)
+        ranks = self.parallel.tensor_model_parallel_size
+        if self.model.patches % self.parallel.context_pieces == 0:
+            self.parallel.check_images(tokens, works=("--pooling", "mean"))
+        self.parallel.check_images(tokens)
         tokens //= self.parallel.context_parallel_size
         if self.parallel.cuts_stream and images * tokens % ranks:
             multiple = ranks // math.gcd(ranks, tokens)

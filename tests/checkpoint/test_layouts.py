@@ -149,7 +149,9 @@ def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors
     return slices(state), losses
 
 
-@pytest.mark.parametrize("name", ["serial", "tensor=2,data=2,zero=2", "data=3,zero=3"])
+@pytest.mark.parametrize(
+    "name", ["serial", "tensor=2,data=2,zero=2", "data=3,zero=3", "context=2:p2p,tensor=2"]
+)
 def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) -> None:
     """At the same stage and layout in all bits, at others but for the order of sums."""
     ranks, path = parse_layout(name).ranks, tmp_path / "step_00000002"
@@ -158,7 +160,8 @@ def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) 
     assert losses_again == losses[2:]
     for key, tensor in straight.items():
         assert torch.equal(tensor, again[key]), key
-    for other in ("serial", "data=2,zero=3", "tensor=2,data=2,zero=1"):
+    others = ["serial", "data=2,zero=3", "tensor=2,data=2,zero=1", "tensor=2,context=2:p2p,zero=3"]
+    for other in others:
         elsewhere, losses_again = gloo.run(parse_layout(other).ranks, resumed, other, path, None)[0]
         assert losses_again == pytest.approx(losses[2:], rel=1e-10)
         for key, tensor in straight.items():

@@ -28,6 +28,7 @@ from megatron.data.gpt2 import GPT2Batch
 from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.parallel import cross_entropy, fused_softmax, kernels
+from megatron.parallel.context import local_tokens
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.offload import on_host
 from megatron.parallel.partition import partition
@@ -97,7 +98,7 @@ def first_steps(
     state = tiny_state(mesh, config, dtype=dtype, pipeline=plan if stages > 1 else WHOLE_MODEL)
     if backend is not None:
         compile_layers(state.model, backend)
-    batches = micro_batches(SAMPLES[kind](8), mesh, size)
+    batches = [local_tokens(each, mesh) for each in micro_batches(SAMPLES[kind](8), mesh, size)]
     state.model.train()
     with compiler(backend) as found:
         losses = forward_backward(state, batches, count(state, batches)).flatten().tolist()
@@ -118,6 +119,9 @@ def first_steps(
         ("llama", "tensor=4:2d", SELECTIVE),
         ("gpt2", "tensor=8:3d", DROPOUT),
         ("gpt2", "pipeline=2,schedule=zb-h1", DROPOUT),
+        ("gpt2", "context=2", DROPOUT | SELECTIVE),
+        ("llama", "context=2:p2p", DROPOUT | FULL),
+        ("bert", "tensor=2,context=2:p2p,sequence", DROPOUT),
     ],
 )
 def test_compiled_layers_are_one_graph_that_computes_the_same(

@@ -13,7 +13,7 @@ from megatron.models.registry import config_of
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train import evaluate
-from megatron.train.evaluate import load_newest, mean_losses, score
+from megatron.train.evaluate import load_newest, mean_losses, score, whole_logits
 from megatron.train.executor import on_device
 from megatron.train.signals import Stopped
 from tests.bert import bert_samples, bert_section
@@ -70,7 +70,10 @@ def test_the_mean_loss_depends_on_neither_batch_size_nor_layout(gloo: Pool) -> N
     expected = losses_of_seven(1, 7)
     assert expected.keys() == {"loss", "mlm_loss", "sop_loss"}
     results = [losses_of_seven(1, 1), losses_of_seven(1, 3)]
-    for world, tensor_size in ((2, 2), (4, 2), (4, 1), (4, "4:2d"), (8, "8:3d")):
+    for world, tensor_size in (
+        (2, 2), (4, 2), (4, 1), (4, "4:2d"), (8, "8:3d"), (2, "context=2"),
+        (4, "context=2:p2p,data=2"), (4, "tensor=2,context=2:p2p"),
+    ):  # fmt: skip
         results += gloo.run(world, losses_of_seven, tensor_size, 2)
     for each in results:
         assert each == pytest.approx(expected, rel=1e-12)
@@ -133,6 +136,19 @@ def scores(tensor_size: int) -> tuple[Tensor, Tensor]:
     batch = samples(3)
     tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
     return score(model, mesh, tokens, labels, scored_of(tokens))
+
+
+def logits_of_seven_tokens(layout: int | str) -> Tensor:
+    mesh = mesh_of_ranks(layout)
+    return whole_logits(tiny_model(mesh).eval(), mesh, torch.from_numpy(samples(3).tokens[:, :7]))
+
+
+def test_logits_are_whole_where_the_ranks_do_not_divide_a_text(gloo: Pool) -> None:
+    expected = logits_of_seven_tokens(1)
+    assert expected.shape == (3, 7, VOCABULARY)
+    for world, layout in ((2, "context=2"), (4, "tensor=2,context=2:p2p")):
+        for found in gloo.run(world, logits_of_seven_tokens, layout):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_scores_are_whole_on_every_rank(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

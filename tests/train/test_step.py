@@ -45,7 +45,7 @@ def step(state: TrainState, number: int) -> StepResult:
 
 
 def outputs(
-    tensor_size: int, model: str, sequence_parallel: bool = False, zero_stage: int = 0
+    tensor_size: int | str, model: str, sequence_parallel: bool = False, zero_stage: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(logits, labels) of a step of 4 samples, a micro-batch each."""
     mesh = mesh_of_ranks(tensor_size, sequence_parallel=sequence_parallel)
@@ -65,6 +65,7 @@ def test_outputs_of_the_global_batch(gloo: Pool, model: str) -> None:
         (2, (2, model)),
         (4, (2, model)),
         (4, (2, model, True, 3)),
+        (4, ("context=2:p2p,data=2", model)),
     ):
         for found, its_labels in gloo.run(ranks, outputs, *layout):
             assert torch.equal(its_labels, labels)

@@ -104,7 +104,7 @@ COLLECTIVES = {
     "alltoall_base_": (1, 1),
 }
 ROOTED = {"broadcast_", "reduce_"}
-RETURN_WORK = {"send", "recv_", "reduce_"}  # only the work, without the tensors
+RETURN_WORK = {"send", "recv_", "reduce_", "alltoall_base_"}  # only the work, without the tensors
 # Matmuls: number of the argument that is the left factor; the right one follows it.
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
 TRANSPOSED = "_linear_pointwise"  # oneDNN's matmul of x and a weight [out, in]

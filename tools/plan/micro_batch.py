@@ -32,6 +32,7 @@ from megatron.models.build import build_on_meta
 from megatron.models.registry import find_kind
 from megatron.parallel.bucket import Deferred
 from megatron.parallel.buckets import GradientBuckets
+from megatron.parallel.context import local_tokens
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import WHOLE_MODEL, Action, PipelinePlan
@@ -93,7 +94,7 @@ def trace(traced: MicroBatch) -> Trace:
     numbers = np.arange(config.training.micro_batch_size)
     samples = resolve_name(find_kind(config.model.kind).samples)(config)
     batch = samples.batch(range(len(numbers))).numbered(numbers)
-    batch = batch.trimmed() if traced.is_trimmed else batch
+    batch = local_tokens(batch.trimmed() if traced.is_trimmed else batch, mesh)
     own = range(rank, pipeline.stages, pipeline.ranks)
     held, peaks = list[int](), list[int]()  # at the start of each action
 
@@ -198,6 +199,7 @@ def rank_on_meta(
         torch.device(device),
         tensor_parallel_mode=config.parallel.tensor_parallel_mode,
         sequence_parallel=config.parallel.cuts_stream,
+        cp_comm_type=config.parallel.context_type,
         stage=rank,
     )
     model = build_on_meta(config.model, mesh, vocabulary_of(config), pipeline=pipeline)

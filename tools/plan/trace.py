@@ -39,6 +39,8 @@ ONE_RANK: dict[str, Any] = {  # settings of a layer that is not cut
     "tensor_parallel_mode": "1d",
     "tensor_parallel_depth": 1,
     "sequence_parallel": False,
+    "context_parallel_size": 1,
+    "cp_comm_type": "a2a",
 }
 
 

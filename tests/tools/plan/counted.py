@@ -54,6 +54,7 @@ def mesh_of(config: PretrainConfig) -> Mesh:
         torch.device("cpu"),
         tensor_parallel_mode=config.parallel.tensor_parallel_mode,
         sequence_parallel=config.parallel.cuts_stream,
+        cp_comm_type=config.parallel.context_type,
     )
 
 
