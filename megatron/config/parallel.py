@@ -209,8 +209,8 @@ class ContextParallelConfig(ParallelConfig):
         if heads is not None and not self.is_ring and heads % (context * tensor):
             allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
             allowed += "--cp-comm-type a2a"
-            works = (CONTEXT, str(context), "--cp-comm-type", "p2p")
-            raise UsageError(CONTEXT, context, allowed, works=works)
+            ring = (CONTEXT, str(context), "--cp-comm-type", "p2p")
+            raise UsageError(CONTEXT, context, allowed, works=ring)
         pieces = self.context_pieces * (tensor if self.cuts_stream else 1)
         if seq_length is not None and seq_length % pieces:
             allowed = f"a multiple of {pieces} with {CONTEXT} {context}"
