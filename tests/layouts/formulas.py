@@ -268,10 +268,8 @@ def saved_bytes(x: Shape) -> int:
     core += 8 * x.a // t * (x.recompute == "none" and x.is_uneven)  # which heads they are
     # A mask of all tokens, of which the ring makes blocks anew.
     mask = 0 if x.kind == "vit" or x.is_ring else x.s if x.documents else 1
-    # Several heads of Llama and of the ring come back side by side, and are copied; Ulysses returns
-    # own tokens.
-    is_ulysses = x.c > 1 and not x.is_ring
-    is_copied = is_ulysses or (x.a > t and (x.is_llama or x.is_ring))
+    # Several heads come back as the queries lie, and are copied; Ulysses returns own tokens.
+    is_copied = (x.is_llama and x.a > t) or (x.c > 1 and not x.is_ring)
     if x.recompute == "none" and x.blocks:  # the probabilities
         core += n * x.a // t * x.s * w + keys * x.a // t
     elif x.recompute == "none":  # the logarithms of sums, and a mask

@@ -96,7 +96,8 @@ def test_collectives_are_those_of_the_model(name: str, ranks: int, flags: str) -
 PARTS = f"--num-layers 3 {SMALL} --micro-batch-size 1"
 GPT2, BERT = f"quickstart {RECOMPUTED} none", f"miniature_bert {RECOMPUTED} none"
 AGAIN, LLAMA = f"quickstart {RECOMPUTED} full", f"miniature_llama {RECOMPUTED} selective"
-GRID = "--tensor-parallel-mode"
+GRID, CONTEXT = "--tensor-parallel-mode", "--context-parallel-size"
+RING = f"--cp-comm-type p2p {CONTEXT}"
 ZERO = tuple(f"quickstart --zero-stage {stage}" for stage in (1, 2, 3))
 # Ranks, precision, flags, and the presets with theirs.
 LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
@@ -105,6 +106,9 @@ LAYOUTS: dict[str, tuple[int, str, str, tuple[str, ...]]] = {
     "zero, d2 t2 sequence": (
         4, "bf16", f"--bf16 --global-batch-size 2 {TENSOR} 2 {SEQUENCE}", ZERO
     ),
+    "context, d2 c2": (4, "fp32", f"{CONTEXT} 2 --global-batch-size 4", (GPT2, BERT, LLAMA)),
+    "ring, c2 t2": (4, "fp32", f"{RING} 2 {TENSOR} 2 --global-batch-size 2", (AGAIN, BERT)),
+    "ring, c4": (4, "bf16", f"--bf16 {RING} 4 --global-batch-size 2", (GPT2,)),
     # Of two micro-batches.
     "2d": (4, "fp32", f"{GRID} 2d {TENSOR} 4 --global-batch-size 4", (GPT2, BERT, LLAMA)),
     "2d, zero 1": (
