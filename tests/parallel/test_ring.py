@@ -224,7 +224,7 @@ def test_the_error_in_bf16_does_not_grow_with_the_ring() -> None:
 
     alone = errors(1)
     assert max(alone) < 1e-2
-    for ranks in (2, 8):
+    for ranks in (2, 32):  # in bf16, dk and dv would be 2 x as far off at 32
         assert all(own < 1.3 * one for own, one in zip(errors(ranks), alone, strict=True))
 
 
