@@ -25,6 +25,7 @@ from tools.convert_hf import export_model, import_model
 from tools.corpus.settings import parse_settings
 from tools.corpus.tokenize.settings import Settings as PreprocessSettings
 from tools.experiments import (
+    context_memory,
     dropout_quality,
     figure6,
     figure7,
@@ -336,6 +337,7 @@ def test_scripts_before_anything_is_installed(tmp_path: Path) -> None:
         (lm_harness, {"load": Path("none")}, "--load"),
         (dropout_quality, {"rows": 300}, "--rows"),
         (dropout_quality, {"columns": 3}, "--columns"),
+        (context_memory, {"lengths": (12,)}, "--seq-length"),
         (quickstart, {"corpus": Path("none")}, "corpus"),
         (quickstart, {"vocab_size": 256}, "--vocab-size"),  # no room for the bytes
         (quickstart, {"vocab_file": Path("vocab.json")}, "--vocab-file"),  # alone

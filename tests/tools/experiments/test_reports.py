@@ -18,6 +18,7 @@ from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.corpus.files import Count, DocumentCounts
 from tools.experiments import (
     architectures,
+    context_memory,
     dropout_quality,
     figure6,
     figure7,
@@ -234,6 +235,19 @@ def test_dropout_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(f"{name} {value}" in text for name, value in machine.items())
     monkeypatch.setattr(dropout_quality, "quality", lambda *_: {"rate": nan})
     refusal(lambda: dropout_quality.report(settings))
+
+
+def test_context_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [context_memory.PROGRAM, "--output", str(tmp_path)])
+    settings = context_memory.Settings(preset="quickstart", lengths=(256, 512), output=tmp_path)
+    context_memory.report(settings)
+    facts = json.loads((tmp_path / "context_memory.json").read_text())
+    for short, long in (
+        facts[f"{ranks} ranks, {kind}"] for ranks in (2, 4) for kind in ("a2a", "p2p")
+    ):
+        assert short < facts["one rank"][0]
+        assert short < long < facts["one rank"][1]
+    assert (tmp_path / "context_memory.png").stat().st_size > 0
 
 
 def test_lm_harness_that_differs(tmp_path: Path) -> None:
