@@ -110,7 +110,7 @@ def draw_losses(axes: "Axes", runs: Mapping[str, Sequence[Facts]], term: str = "
         if steps:
             dots = colour if len(runs) > 1 else PALETTE["accent"]
             axes.plot(steps, losses, "o--", color=dots, markersize=4, label=f"{prefix}validation")
-    axes.set(xlabel="step", ylabel="loss (nats per token)" if term == "loss" else term)
+    axes.set(xlabel="step", ylabel="loss (nats)" if term == "loss" else term)
     axes.grid(axis="y")
     axes.legend()
 
