@@ -193,6 +193,7 @@ class ContextParallelConfig(ParallelConfig):
     ) -> None:
         super().check(world_size, widths, seq_length)
         context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        heads = (widths or {}).get(HEADS)
         if context == 1:
             return
         if world_size % math.prod(self.sizes.values()):
@@ -201,11 +202,12 @@ class ContextParallelConfig(ParallelConfig):
             allowed = f"such that it times {' x '.join(named)} divides" if named else "a divisor of"
             allowed += f" the processes: torchrun --nproc-per-node, now {world_size}"
             parts = math.prod(others.values())
-            most = max(n for n in range(1, context) if not world_size % (n * parts))
+            fitting = [n for n in range(1, context) if not world_size % (n * parts)]
+            if not self.is_ring:
+                fitting = [n for n in fitting if not (heads or 0) % (n * tensor)]
             # A ring of one is refused, too.
-            works = (CONTEXT, str(most)) if most > 1 or not self.is_ring else ()
+            works = (CONTEXT, str(fitting[-1])) if fitting[-1] > 1 or not self.is_ring else ()
             raise UsageError(CONTEXT, context, allowed, works=works)
-        heads = (widths or {}).get(HEADS)
         if heads is not None and not self.is_ring and heads % (context * tensor):
             allowed = f"such that it times {TENSOR} {tensor} divides {HEADS} {heads} with "
             allowed += "--cp-comm-type a2a"

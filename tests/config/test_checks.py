@@ -102,7 +102,8 @@ LAST_AT = {
     2: f"""{DEPTH} 2 | {DEPTH} 0 | --zero-stage 4 | --tp 2
 --zero-stage 2 --use-distributed-optimizer | --sequence-parallel --seq-length 255 {TENSOR} 2
 {CONTEXT} 0 | {CONTEXT} 3 | {RING} | {CONTEXT} 1 {RING} | {CONTEXT} 2 --cp-comm-type ring
-{CONTEXT} 2 {RING} --recompute-granularity selective""",
+{CONTEXT} 2 {RING} --recompute-granularity selective
+{CONTEXT} 2 {RING} --attention-dropout-rng kernel""",
     3: f"{TENSOR} 3",
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
 {SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
@@ -258,7 +259,7 @@ def test_pipelines(stages: int, text: str, virtual: int) -> None:
     words = ["--num-layers=12", f"--pipeline-model-parallel-size={stages}", *text.split()]
     config = accept("gpt2", [*words, "--tensor-model-parallel-size=2"], 4 * stages)
     assert config.parallel.virtual_stages(12) == virtual
-    assert config.parallel.sizes == {"pipeline": stages, "tensor": 2}
+    assert config.parallel.sizes == {"pipeline": stages, "context": 1, "tensor": 2}
     assert config.data_parallel_size(4 * stages) == 2
 
 
@@ -353,6 +354,14 @@ def test_the_first_loss_scale_is_a_decimal_or_a_power_of_two(text: str, scale: f
 def test_warnings_of_settings(words: str, device: str, count: int) -> None:
     config = accept("gpt2", ["--save", "a", "--save-interval", "5", *words.split()], 1)
     assert len(config.warnings(device)) == count
+
+
+@pytest.mark.parametrize(("more", "count"), [("", 1), (" --attention-dropout 0", 0)])
+def test_a_ring_warns_of_dropout(more: str, count: int) -> None:
+    """Its kernels never draw it, on a GPU either."""
+    words = f"--save a --save-interval 5 {CONTEXT} 2 {RING}{more}".split()
+    for device in ("cpu", "cuda"):
+        assert len(accept("gpt2", words, 2).warnings(device)) == count
 
 
 @pytest.mark.parametrize("train_iters", [2, 5, 260, 1_000_000])

@@ -121,7 +121,6 @@ def first_steps(
         ("gpt2", "pipeline=2,schedule=zb-h1", DROPOUT),
         ("gpt2", "context=2", DROPOUT | SELECTIVE),
         ("llama", "context=2:p2p", DROPOUT | FULL),
-        ("bert", "tensor=2,context=2:p2p,sequence", DROPOUT),
     ],
 )
 def test_compiled_layers_are_one_graph_that_computes_the_same(
