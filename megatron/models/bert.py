@@ -252,8 +252,8 @@ class FinetunedBert(nn.Module):
             return self.context.whole(scores).masked_fill(~batch.is_real[..., None], -torch.inf)
         sequences = batch.tokens.numel() // batch.tokens.shape[-1]
         keys = None if keys is None else keys.view(sequences, -1)[:, 0]
-        scores = self._score(self.pooler(x, sequences), keys) * self.context.counts_samples
-        return self.context.sum(scores).view(len(batch.tokens), -1, 1)
+        scores = self.context.of_first(self._score(self.pooler(x, sequences), keys))
+        return scores.view(len(batch.tokens), -1, 1)
 
     def forward(self, batch: ExampleBatch, loss_scales: Tensor | None = None) -> Tensor:
         """Runs all stages. With loss_scales see `loss`; without, see `scores`."""

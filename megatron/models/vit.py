@@ -149,7 +149,7 @@ class ViT(nn.Module):
         x = self.gather(self.final_norm(x))
         x = x.view(-1, self.tokens, x.shape[1])[: len(batch.labels)]
         if self.has_class_token:
-            pooled = self.context.sum(x[:, 0] * self.context.counts_samples)
+            pooled = self.context.of_first(x[:, 0])
         else:
             pooled = self.context.sum(x.mean(1) / self.context.axis.size)
         scores: Tensor = self.head(pooled)

@@ -118,6 +118,10 @@ class Context:
     def _sum(self, x: Tensor) -> Tensor:
         return start_all_reduce(x.clone(memory_format=torch.contiguous_format), self.axis)()
 
+    def of_first(self, x: Tensor) -> Tensor:
+        """x of the rank with the first token of each sample, on every rank; see `sum`."""
+        return x if self.axis.size == 1 else self.sum(x * self.counts_samples)
+
     def whole(self, x: Tensor) -> Tensor:
         """Tokens [b, s/c, ..] of all ranks in the order of the sample, [b, s, ..]; see `sum`."""
         if self.axis.size == 1:
