@@ -58,6 +58,7 @@ REFUSED = {
     "a LAYOUT says it, such as tensor=2,sequence": (
         *("tensor_model_parallel_size", "model_parallel_size", "sequence_parallel"),
         *("tensor_parallel_mode", "tensor_parallel_depth"),
+        *("context_parallel_size", "cp_comm_type"),
         *("zero_stage", "use_distributed_optimizer"),
         *("pipeline_model_parallel_size", "pipeline_schedule"),
         *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),

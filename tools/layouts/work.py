@@ -57,8 +57,8 @@ class Matmul(NamedTuple):
 
 class Call(NamedTuple):
     """A collective, or a message to one rank. bytes: of the whole tensor. passes: over a ring, 2 of
-    an all-reduce, 1 of other collectives, 0 of a message. beside: the matmuls between the start of
-    a collective and the wait for it. is_rooted: a broadcast or reduce; all ranks of the ring but
+    an all-reduce, 1 of other collectives, 0 of a message. beside: the matmuls between its start and
+    the wait for it. is_rooted: a broadcast or reduce; all ranks of the ring but
     one pass the whole tensor on."""
 
     axis: str
@@ -188,7 +188,11 @@ class Meter(TorchDispatchMode):
             self.matmul(*_factors(args[0].shape, args[1].shape[::-1]), args[0].itemsize)
         elif ATTENTION in name:
             is_backward = "backward" in name
-            self.attention(*args[is_backward : is_backward + 3], is_backward=is_backward)
+            place = [each.name for each in function._schema.arguments].index("is_causal")
+            share = 0.5 if len(args) > place and args[place] else 1.0
+            factors = args[is_backward : is_backward + 3]
+            self.attention(*factors, is_backward=is_backward, share=share)
+            self.work[self.phase].moved += sum(each.nbytes for each in (*given, *made))
         else:
             self.work[self.phase].moved += _moved(name, given, made, kwargs)
         for each in made:
@@ -237,8 +241,7 @@ class Meter(TorchDispatchMode):
     def finish(self, done: _Done) -> None:
         self.running.remove(done)
         if (call := done.call) is not None:
-            beside = tuple(done.beside) if call.passes else ()
-            self.work[done.phase].calls[call._replace(beside=beside)] += 1
+            self.work[done.phase].calls[call._replace(beside=tuple(done.beside))] += 1
 
     def _watch(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()

@@ -69,8 +69,8 @@ class QuestionConfig(FilesConfig):
     gpt2."""
 
     search: bool = False
-    """List the layouts that fit, best first; the global batch, the pipeline and the ZeRO stage are
-    not varied."""
+    """List the layouts that fit, best first; the global batch, the context-parallel size, the
+    pipeline and the ZeRO stage are not varied."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

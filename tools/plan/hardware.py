@@ -120,6 +120,12 @@ class Ring:
         hop = hardware.link_latency if is_inside else hardware.network_latency
         return size / pair.bandwidth(hardware) + hardware.base_latency + hop
 
+    def shift(self, size: float, hardware: Hardware) -> float:
+        """Seconds in which each rank sends `size` bytes to the next one."""
+        is_inside = self.inside(hardware) == self.ranks
+        hop = hardware.link_latency if is_inside else hardware.network_latency
+        return size / self.bandwidth(hardware) + hardware.base_latency + hop
+
     def inside(self, hardware: Hardware) -> int:
         """Number of the ring's ranks in one server."""
         return max(1, min(self.ranks, hardware.devices_per_server // self.stride))

@@ -37,7 +37,9 @@ def record(step: Step, hardware: Hardware) -> Record:
     step = max(step.stages, key=lambda each: each.memory["total"])
     plan, held = step.pipeline, step.memory
     halves = any(each.direction == "backward_weight" for each in chain(*step.lists))
-    tried = [each for each in model.granularities if each != "full" or not halves]  # undone by them
+    undone = {"full"} if halves else set[str]()  # by them
+    undone |= {"selective"} if config.parallel.is_ring else set()  # a ring keeps no scores
+    tried = [each for each in model.granularities if each not in undone]
     others = {each: varied(config, recompute_granularity=each) for each in tried}
     return {
         "model": {
@@ -54,6 +56,8 @@ def record(step: Step, hardware: Hardware) -> Record:
             "tensor": step.tensor,
             "tensor_mode": config.parallel.tensor_parallel_mode,
             "tensor_depth": config.parallel.tensor_parallel_depth,
+            "context": step.context,
+            "cp_comm_type": config.parallel.cp_comm_type,
             "data": step.copies,
             "pipeline": plan.ranks,
             "virtual_stages": plan.virtual,
@@ -101,7 +105,7 @@ def _stage(step: Step) -> Record:
 def _communications(step: Step) -> Record:
     """By axis, without the agreement of all ranks, which is small."""
     axes = ["tensor", "data", *(["pipeline", "embedding_group"] if step.pipeline.ranks > 1 else [])]
-    if step.config.parallel.tensor_parallel_mode != "1d":  # in place of tensor, and their unions
+    if step.config.parallel.tensor_parallel_mode != "1d" or step.context > 1:  # and their unions
         phases = (calls for phase, calls in step.calls.items() if phase != "agreement")
         used = {call.axis for calls in phases for call in calls}
         axes = [name for name in step.model.rings if name in used]
@@ -155,11 +159,13 @@ def summary(planned: Record) -> str:
     pipeline += f" x {virtual}" if virtual > 1 else ""
     mode = f" {model['tensor_mode']}" if model["tensor_mode"] != "1d" else ""
     zero = f", ZeRO {model['zero_stage']}" if model["zero_stage"] else ""
-    devices = model["tensor"] * model["data"] * model["pipeline"]
+    devices = model["tensor"] * model["context"] * model["data"] * model["pipeline"]
+    context = f"context-parallel {model['context']} by {model['cp_comm_type']}, "
     return (
         f"{model['kind']}, {planned['parameters']:,} parameters on "
         f"{devices} devices ({planned['hardware']['name']}): "
         f"tensor-parallel {model['tensor']}{mode}{sequence_parallel}, "
+        f"{context if model['context'] > 1 else ''}"
         f"data-parallel {model['data']}"
         f"{zero}"
         f"{pipeline + ' ' + model['schedule'] if model['pipeline'] > 1 else ''}\n"

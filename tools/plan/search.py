@@ -77,7 +77,7 @@ def nearest(config: PretrainConfig, gpus: int) -> PretrainConfig | None:
 
 def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
     """The same training in all layouts that can work. The global batch, the tensor-parallel mode,
-    the pipeline and the ZeRO stage stay the same."""
+    the context-parallel ranks, the pipeline and the ZeRO stage stay the same."""
     batches = {2**power for power in range(MOST_SAMPLES.bit_length())}
     sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
     for size, batch in product(sizes, sorted(batches | {config.training.micro_batch_size})):
@@ -91,7 +91,8 @@ def layouts(config: PretrainConfig, gpus: int) -> Iterator[PretrainConfig]:
 
 def search(config: PretrainConfig, gpus: int, hardware: Hardware, precision: str) -> list[Row]:
     """The layouts that fit, with and without sequence parallelism and recomputation, sorted by
-    tokens a second, most first. Each has the pipeline and the ZeRO stage of the config."""
+    tokens a second, most first. Each has the context-parallel ranks, the pipeline and
+    the ZeRO stage of the config."""
     from tools.plan.timing import predict
     from tools.plan.trace import Step
 

@@ -4,6 +4,8 @@
                         tiles may not fill the device
     other kernels       bytes / memory bandwidth
     tensor parallelism  collectives, which hide behind the matmuls between their start and the wait
+    context parallelism the same. An all-to-all takes as long as a gather of as many bytes; messages
+                        round a ring that travel beside the same matmuls share the link
     data parallelism    sums of gradients, which may hide behind the backward; in 2.5D also those
                         over its depth. Under ZeRO also gathers of weights: after the update nothing
                         hides them; in stage 3 those of a layer hide behind the previous layer,
@@ -18,9 +20,11 @@ collective is that of its ring (hardware.py).
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from tools.layouts.work import Call, Matmul, Work
 from tools.plan.hardware import Hardware
@@ -39,10 +43,13 @@ class Seconds:
     data_parallel_hidden: float
     pipeline_parallel_exposed: float = 0.0  # messages, and gradient sums of tied parameters
     pipeline_bubble: float = 0.0
+    context_parallel_exposed: float = 0.0
+    context_parallel_hidden: float = 0.0
 
     @property
     def total(self) -> float:
         parallel = self.tensor_parallel_exposed + self.data_parallel_exposed
+        parallel += self.context_parallel_exposed
         pipeline = self.pipeline_parallel_exposed + self.pipeline_bubble
         return self.matrix_products + self.other_kernels + parallel + pipeline
 
@@ -67,35 +74,50 @@ def _of_rank(step: Step, hardware: Hardware) -> tuple[Seconds, float]:
     """(seconds of one rank, without its waits along the pipeline axis; those of the micro-batches
     among them)."""
     bandwidth = hardware.memory_bandwidth * hardware.attained_share
-    matmuls = exposed = hidden = forward = backward = busy = 0.0
+    matmuls = forward = backward = busy = 0.0
     other = step.updated / bandwidth
+    exposed, hidden = Counter[str](), Counter[str]()
     for phase, work in step.work.items():
         computing = sum(
             times * matmul_seconds(each, hardware, step.precision)
             for each, times in work.matmuls.items()
         )
         moving = work.moved / bandwidth
-        waiting, beside = _collectives(step, work, hardware)
-        matmuls, other = matmuls + computing, other + moving
-        exposed, hidden = exposed + waiting, hidden + beside
+        matmuls, other, waiting = matmuls + computing, other + moving, 0.0
+        for axis, waits, beside in _collectives(step, work, hardware):
+            name = "context" if axis == "context" else "tensor"
+            exposed[name] += waits
+            hidden[name] += beside
+            waiting += waits
         busy += computing + moving + waiting
         if phase == "forward":
             forward = (computing + moving + waiting) / step.micro_batches
         else:
             backward += (computing + moving + waiting) / step.micro_batches
-    sums = dict.fromkeys(("tensor", "stages"), 0.0)
     for _, call in step.reductions:
         if call.axis != step.model.replicas:  # of parameters that stages or ranks of a model share
             name = "stages" if call.axis in step.model.of_stages else "tensor"
-            sums[name] += call_seconds(step, call, hardware)
-    found = matmuls, other, exposed + sums["tensor"], hidden
-    data = _data_parallel(step, hardware, forward, backward)
-    return Seconds(*found, *data, pipeline_parallel_exposed=sums["stages"]), busy
+            exposed[name] += call_seconds(step, call, hardware)
+    data_exposed, data_hidden = _data_parallel(step, hardware, forward, backward)
+    seconds = Seconds(
+        matrix_products=matmuls,
+        other_kernels=other,
+        tensor_parallel_exposed=exposed["tensor"],
+        tensor_parallel_hidden=hidden["tensor"],
+        context_parallel_exposed=exposed["context"],
+        context_parallel_hidden=hidden["context"],
+        data_parallel_exposed=data_exposed,
+        data_parallel_hidden=data_hidden,
+        pipeline_parallel_exposed=exposed["stages"],
+    )
+    return seconds, busy
 
 
 def call_seconds(step: Step, call: Call, hardware: Hardware) -> float:
     """Seconds of a collective with nothing beside it."""
     ring = step.model.rings[call.axis]
+    if not call.passes:
+        return ring.shift(call.bytes, hardware)
     return ring.seconds(call.bytes, hardware, call.passes, is_rooted=call.is_rooted)
 
 
@@ -122,20 +144,23 @@ def filled(matmul: Matmul, hardware: Hardware) -> float:
     return max(shares)
 
 
-def _collectives(step: Step, work: Work, hardware: Hardware) -> tuple[float, float]:
-    """(exposed, hidden) seconds of a phase. A hidden collective takes memory bandwidth from the
-    matmuls beside it; that time is exposed."""
-    exposed = hidden = 0.0
+def _collectives(step: Step, work: Work, hardware: Hardware) -> Iterator[tuple[str, float, float]]:
+    """(axis, exposed, hidden seconds) of the calls of a phase. A hidden one takes memory bandwidth
+    from the matmuls beside it; that time is exposed."""
+    # Messages beside the same matmuls share the link, and so the time in which they are hidden.
+    together = defaultdict[tuple[Any, ...], list[tuple[int, float]]](list)
     for call, times in work.calls.items():
-        if not call.passes:
-            continue  # a message: see predict
-        ring, taken = step.model.rings[call.axis], call_seconds(step, call, hardware)
-        beside = sum(matmul_seconds(each, hardware, step.precision) for each in call.beside)
-        if covered := min(taken, beside):
-            hidden += times * covered
-            exposed += times * ring.slowed(covered * ring.bandwidth(hardware), hardware)
-        exposed += times * (taken - covered)
-    return exposed, hidden
+        if call.axis in step.model.of_stages:
+            continue  # a message between stages: see predict
+        collective, seconds = call if call.passes else None, call_seconds(step, call, hardware)
+        together[call.axis, call.beside, collective].append((times, seconds))
+    for (axis, beside, _), calls in together.items():
+        ring = step.model.rings[axis]
+        window = sum(matmul_seconds(each, hardware, step.precision) for each in beside)
+        taken = sum(times * seconds for times, seconds in calls)
+        hidden = min(taken, window * max(times for times, _ in calls))
+        slowed = ring.slowed(hidden * ring.bandwidth(hardware), hardware) if hidden else 0.0
+        yield axis, taken - hidden + slowed, hidden
 
 
 def _data_parallel(

@@ -182,6 +182,11 @@ class Step:
         return self.config.parallel.tensor_model_parallel_size
 
     @property
+    def context(self) -> int:
+        """Context-parallel size."""
+        return self.config.parallel.context_parallel_size
+
+    @property
     def batch_ranks(self) -> int:
         """Number of ranks that read different samples."""
         return self.config.parallel.batch_parallel_size(self.ranks)
