@@ -130,9 +130,8 @@ class Attention(nn.Module):
         if at.cache is not None:
             k, v = at.cache.append(self.name, k, v)
         keys, index = at.attention_dropout_keys, self.kv_head_index
-        # With a cache every rank has all tokens.
-        attend = self.core if at.cache is None else self.core.attend
-        heads = self.maybe_checkpoint(attend, q, k, v, at.mask, at.is_causal, keys, index)
+        how = at.mask, at.is_causal, keys, index, at.cache is not None
+        heads = self.maybe_checkpoint(self.core, q, k, v, *how)
         return self.output(heads.transpose(1, 2).flatten(2).flatten(0, 1))
 
 

@@ -161,20 +161,8 @@ class UlyssesCore(AttentionCore):
         super().__init__(mesh, *arguments, **settings)
         self.head_rank = self.head_rank * mesh.context.size + mesh.context.rank
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        dropout_keys: Tensor | None = None,
-        kv_head_index: Tensor | None = None,
-    ) -> Tensor:
-        axis = self.mesh.context
-        if kv_head_index is not None:
-            k, v = k[:, kv_head_index], v[:, kv_head_index]
-        heads, shared = q.shape[1], k.shape[1]
+    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        axis, heads, shared = self.mesh.context, q.shape[1], k.shape[1]
         if heads % axis.size:
             raise ValueError(
                 f"{heads} heads of a rank are no multiple of {axis.size} context ranks"
@@ -188,7 +176,7 @@ class UlyssesCore(AttentionCore):
         if times > 1:
             k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         q, k, v = _Swap.apply(axis, 1, 2, q, k, v)
-        out = self.attend(q, k, v, mask, is_causal, dropout_keys)
+        out = self.attend(q, k, v, *how)
         return _Swap.apply(axis, 2, 1, out)[0]
 
 
@@ -219,18 +207,8 @@ class _Swap(torch.autograd.Function):
 class RingCore(AttentionCore):
     """Ring attention; q, k and v as those of UlyssesCore. Dropout is by coordinates."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Visible | None,
-        is_causal: bool,
-        dropout_keys: Tensor | None = None,
-        kv_head_index: Tensor | None = None,
-    ) -> Tensor:
-        if kv_head_index is not None:
-            k, v = k[:, kv_head_index], v[:, kv_head_index]
+    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        mask, is_causal, dropout_keys = how
         p = self.dropout if self.training else 0.0
         keys = None if p == 0.0 else self.keys(q, dropout_keys)
         visible = Visible() if mask is None else mask

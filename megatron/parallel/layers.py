@@ -637,9 +637,33 @@ class AttentionCore(nn.Module):
         self.heads: int | None = None  # a, if each of several ranks may have all: [b, a, s, d]
         self.head_rank = mesh.inner_hidden.rank  # of the ranks that have other heads
 
-    def forward(self, *arguments: Any, **settings: Any) -> Tensor:
-        """See `attend`. Under context parallelism q, k and v have this rank's tokens only."""
-        return self.attend(*arguments, **settings)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        is_causal: bool,
+        dropout_keys: Tensor | None = None,
+        kv_head_index: Tensor | None = None,
+        has_all_tokens: bool = False,
+    ) -> Tensor:
+        """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
+
+        is_causal: query i looks at the keys up to i; then s = m, and there is no mask.
+        dropout_keys: int64 [b x s], see Dropout. kv_head_index: int64 [a/t], the head of k and v
+        that each head of q uses; None if equally many adjacent heads share each. has_all_tokens:
+        under context parallelism, whether q, k and v have the tokens of all ranks; otherwise see
+        context.py, also for the mask.
+        """
+        if kv_head_index is not None:
+            k, v = k[:, kv_head_index], v[:, kv_head_index]
+        attend = self.attend if has_all_tokens else self.attend_over_ranks
+        return attend(q, k, v, mask, is_causal, dropout_keys)
+
+    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        """Attention of this rank's tokens to those of all context ranks, of which there is one."""
+        return self.attend(q, k, v, *how)
 
     def attend(
         self,
@@ -648,18 +672,10 @@ class AttentionCore(nn.Module):
         v: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        dropout_keys: Tensor | None = None,
-        kv_head_index: Tensor | None = None,
+        dropout_keys: Tensor | None,
     ) -> Tensor:
-        """mask: bool [b or 1, 1, 1 or s, m], True where a query may look; None for no mask.
-
-        is_causal: query i looks at the keys up to i; then s = m, and there is no mask.
-        dropout_keys: int64 [b x s], see Dropout. kv_head_index: int64 [a/t], the head of k and v
-        that each head of q uses; None if equally many adjacent heads share each.
-        """
+        """Attention on this rank alone."""
         assert not is_causal or (mask is None and q.shape[2] == k.shape[2])
-        if kv_head_index is not None:
-            k, v = k[:, kv_head_index], v[:, kv_head_index]
         p = self.dropout if self.training else 0.0
         is_whole = q.shape[1] == self.heads  # the kernel of each rank would draw another mask
         if p == 0.0 or (self.draws_in_kernel and not is_whole):
