@@ -48,6 +48,9 @@ class KindConfig:
     """Fields that no parameter depends on, which fine-tuning may change."""
     has_grids: ClassVar[bool] = True
     """Whether its layers can be sharded in every --tensor-parallel-mode, and not only in 1d."""
+    has_context: ClassVar[bool] = False
+    """Whether its ranks can hold other tokens of a sample: its attention and its loss are those of
+    a LayerFactory's `attention_core` and `context`."""
     is_unmodified: ClassVar[bool] = False
     """Whether it is an unmodified model of transformers, which has a tokenizer of its own."""
     layernorm_impl = "torch"
@@ -244,6 +247,7 @@ class TextModelConfig(ModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(TextModelConfig):
     kind: ClassVar[str] = "gpt2"
+    has_context: ClassVar[bool] = True
 
     activation: Activation = "gelu_tanh"
 
@@ -253,6 +257,7 @@ class GPT2Config(TextModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextModelConfig):
     kind: ClassVar[str] = "llama"
+    has_context: ClassVar[bool] = True
     has_biases: ClassVar[bool] = False
     normalization: ClassVar[Literal["layer", "rms"]] = "rms"
     adaptable: ClassVar[frozenset[str]] = frozenset(
@@ -309,6 +314,7 @@ class LlamaConfig(TextModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TextModelConfig):
     kind: ClassVar[str] = "bert"
+    has_context: ClassVar[bool] = True
 
     activation: Activation = "gelu"
 
@@ -335,6 +341,7 @@ class FinetunedConfig(BertConfig):
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(ModelConfig):
     kind: ClassVar[str] = "vit"
+    has_context: ClassVar[bool] = True
 
     image_size: int = 32
     """Height and width of an image in pixels. The shorter side of other files is scaled to it, and

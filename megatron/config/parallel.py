@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megatron.config.checks import at_most, excludes, is_set, left_out, positive
 from megatron.errors import UsageError, flag
-from megatron.parallel.axes import INNER, UNIONS
+from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
 HEADS, HIDDEN = "--num-attention-heads", "--hidden-size"
 TENSOR, CONTEXT = "--tensor-model-parallel-size", "--context-parallel-size"
@@ -176,12 +176,12 @@ class ContextParallelConfig(ParallelConfig):
 
     @property
     def context_pieces(self) -> int:
-        """Equal pieces of a sample's tokens, of which each process has one, in a ring two."""
-        return self.context_parallel_size * (2 if self.is_ring else 1)
+        """Equal pieces into which the processes cut a sample's tokens."""
+        return token_pieces(self.context_parallel_size, self.cp_comm_type)
 
     def check_kind(self, model: Any, given: str = "--model") -> None:
         super().check_kind(model, given)
-        if model.is_unmodified:
+        if not model.has_context:
             reason = f"with {given} of the kind {model.kind}, whose attention reads whole samples"
             left_out(self, "context_parallel_size", reason)
 

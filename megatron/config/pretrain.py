@@ -18,7 +18,7 @@ from megatron.config.model import (
     TextModelConfig,
     ViTConfig,
 )
-from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.parallel import CONTEXT, TrainingParallelConfig
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
@@ -109,7 +109,8 @@ class PretrainConfig:
             works = ("--attention-dropout-rng", "coordinates")
             reason = f"with --no-compile or --model huggingface, or {uncompiled}"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
-        if self.parallel.is_ring and self.model.attention_dropout_rng == "kernel":
+        other_dropout = self.model.attention_dropout_rng in ("kernel", "coordinates-flex")
+        if self.parallel.is_ring and other_dropout:
             works = ("--attention-dropout-rng", "coordinates")
             reason = "with --cp-comm-type p2p, whose dropout is by coordinates"
             left_out(self.model, "attention_dropout_rng", reason, works=works)
@@ -261,9 +262,8 @@ class PretrainViTConfig(PretrainConfig):
         self.parallel.check(world_size, self.model.widths)
         images, tokens = self.training.micro_batch_size, self.model.positions
         ranks = self.parallel.tensor_model_parallel_size
-        if self.model.patches % self.parallel.context_pieces == 0:
-            self.parallel.check_images(tokens, works=("--pooling", "mean"))
-        self.parallel.check_images(tokens)
+        is_cured = self.model.patches % self.parallel.context_pieces == 0
+        self.parallel.check_images(tokens, ("--pooling", "mean") if is_cured else (CONTEXT, "1"))
         tokens //= self.parallel.context_parallel_size
         if self.parallel.cuts_stream and images * tokens % ranks:
             multiple = ranks // math.gcd(ranks, tokens)

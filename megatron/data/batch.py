@@ -19,7 +19,8 @@ class Batch:
     unit: ClassVar[str] = "tokens"
     """Name of what `num_tokens` counts."""
     per_token: ClassVar[tuple[str, ...]] = ()
-    """Fields whose last dim is the token of a sample."""
+    """Fields whose last dim is the token of a sample: context ranks take their own tokens of them.
+    Each class lists all of its own."""
     per_key: ClassVar[tuple[str, ...]] = ()
     """Fields whose last dim is the token, too, and which attention reads of all tokens."""
     numbers: Array = None
@@ -96,6 +97,10 @@ class TextBatch(Batch):
     """int64 [b, s], or [b, sequences of a sample, s]"""
     is_real: Array = None
     """bool, as tokens: False where there is padding; None without any."""
+
+    def filled(self, count: int) -> Self:
+        is_real = np.ones(self.tokens.shape, np.bool_) if self.is_real is None else self.is_real
+        return super(TextBatch, self.with_arrays(is_real=is_real)).filled(count)
 
     @property
     def num_tokens(self) -> int:

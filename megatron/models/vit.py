@@ -97,9 +97,8 @@ class ViT(nn.Module):
         """Sum of the embeddings, [n, h], without dropout, which is in `layers`."""
         config, b, device = self.config, self.filled(batch), batch.images.device
         images = F.pad(crop_and_flip(batch), (0, 0) * 3 + (0, b - len(batch.images)))
-        positions = self.context.positions(config.positions, device)
-        x = self.patch_embedding(self.patches(images)[:, positions].flatten(0, 1))
-        positions = positions.expand(b, -1)
+        x = self.patch_embedding(self.context.take(self.patches(images)).flatten(0, 1))
+        positions = self.context.positions(config.positions, device).expand(b, -1)
         x = x + self.position_embedding(positions.flatten())
         if self.has_class_token:
             types = torch.where(positions == 0, CLASS_TOKEN, PATCH)

@@ -66,3 +66,9 @@ name of the first of them, so messages may name that one."""
 
 BATCH_AXES = frozenset(name for unions in UNIONS.values() for name in unions["batch"])
 """Axes along which ranks read different samples, in some mode."""
+
+
+def token_pieces(ranks: int, cp_comm_type: str) -> int:
+    """Equal pieces into which context-parallel ranks cut the tokens of a sample: two of a rank in
+    zigzag order."""
+    return 2 * ranks if ranks > 1 and cp_comm_type == "p2p" else ranks

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.axes import token_pieces
 from megatron.parallel.collectives import Pair, gather_from, start_all_reduce, start_all_to_all
 from megatron.parallel.layers import AttentionCore
 from megatron.parallel.mesh import Axis, Mesh
@@ -38,7 +39,7 @@ AnyBatch = TypeVar("AnyBatch", bound=Any)
 def token_order(size: int, ranks: int, cp_comm_type: str) -> NDArray[np.int64]:
     """Positions of each rank's tokens of a sample of `size` tokens, in their order: int64
     [ranks, size/c]. Raises ValueError if the ranks cannot have equally many."""
-    pieces = 2 * ranks if ranks > 1 and cp_comm_type == "p2p" else ranks
+    pieces = token_pieces(ranks, cp_comm_type)
     if size % pieces:
         raise ValueError(f"{size} tokens of a sample are no multiple of {pieces} pieces of them")
     chunks = np.arange(size).reshape(pieces, -1)
@@ -104,10 +105,14 @@ class Context:
         """Positions of this rank's tokens of a sample of `size` tokens: int64 [size/c]."""
         if self.axis.size == 1:
             return torch.arange(size, device=device)
-        if (size, device) not in self._positions:  # a CUDA graph takes no copies from the host
+        if (size, device) not in self._positions:  # so that a GPU waits for them once
             order = token_order(size, self.axis.size, self.cp_comm_type)[self.axis.rank]
             self._positions[size, device] = torch.from_numpy(order).to(device)
         return self._positions[size, device]
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens [b, s/c, ..] of x [b, s, ..]."""
+        return x if self.axis.size == 1 else x[:, self.positions(x.shape[1], x.device)]
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks. Each may use it in its own way: gradients are summed, too."""
@@ -142,8 +147,7 @@ class Context:
         if starts is None:
             return None
         if self.is_ring:
-            positions = self.positions(starts.shape[1], starts.device)
-            return Visible(starts=starts[:, positions])
+            return Visible(starts=self.take(starts))
         return document_mask(starts)
 
     def padding_mask(self, is_real: Tensor) -> Tensor | Visible:
@@ -209,6 +213,8 @@ class RingCore(AttentionCore):
 
     def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         mask, is_causal, dropout_keys = how
+        if isinstance(mask, Tensor):
+            raise ValueError("cp_comm_type p2p takes the masks that the factory's `context` makes")
         p = self.dropout if self.training else 0.0
         keys = None if p == 0.0 else self.keys(q, dropout_keys)
         visible = Visible() if mask is None else mask

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.parallel.axes import INNER, OUTER, UNIONS
+from megatron.parallel.axes import INNER, OUTER, UNIONS, token_pieces
 
 CALLS: dict[str, Calls] = {}
 """Calls, by name, of each axis of several ranks, channel and control group that was used."""
@@ -268,9 +268,7 @@ class Mesh:
     def token_multiple(self) -> int:
         """Number that must divide the tokens of a sample: the pieces that context parallelism cuts
         it into, times the ranks that cut the rows of the hidden states."""
-        ranks = self.context.size
-        pieces = 2 * ranks if ranks > 1 and self.cp_comm_type == "p2p" else ranks
-        return pieces * self.stream.size
+        return token_pieces(self.context.size, self.cp_comm_type) * self.stream.size
 
     @property
     def is_first(self) -> bool:

@@ -225,14 +225,14 @@ def score(
         hits.append(most_probable(logits, mesh.vocabulary, model.vocab_size) == ids)
         losses = vocab_parallel_cross_entropy(logits, ids, mesh.vocabulary, model.vocab_size)
         log_probabilities.append(-losses)
-    results = torch.cat(log_probabilities), torch.cat(hits)
-    if batch.places is None:
-        return results
-    spread = []
-    for each in results:
-        tokens_of = each.new_zeros(scored.shape).masked_scatter(scored, each)
-        spread.append(gather_tokens(tokens_of, mesh)[:, : whole.shape[1]][whole])
-    return spread[0], spread[1]
+    found = torch.cat(log_probabilities), torch.cat(hits)
+    if mesh.context.size == 1:
+        return found
+    # Every context rank gets the scores of all tokens.
+    local = (each.new_zeros(scored.shape).masked_scatter(scored, each) for each in found)
+    gathered_scores = (gather_tokens(each, mesh)[:, : whole.shape[1]] for each in local)
+    first, second = (each[whole] for each in gathered_scores)
+    return first, second
 
 
 def most_probable(logits: Tensor, axis: Axis, vocab_size: int) -> Tensor:
@@ -271,10 +271,13 @@ class Outputs:
 
 
 def require_outputs(model: Any, micro_batches: Sequence[Any]) -> None:
-    """Raises ValueError if the model lacks `logits`, or batches lack labels [b, s] of one shape."""
+    """Raises ValueError if the model lacks `logits`, or batches lack labels [b, s] of one shape or
+    have a rank's tokens only."""
     if not hasattr(model, "logits"):
         raise ValueError(f"return_outputs: {type(model).__name__} has no `logits`, as GPT2 has")
     shapes = {getattr(each.labels, "shape", None) for each in micro_batches}
+    if any(each.places is not None for each in micro_batches):
+        raise ValueError("return_outputs takes whole samples, not those of `local_tokens`")
     if len(shapes) != 1 or None in shapes:
         raise ValueError("return_outputs takes micro-batches with labels [b, s], of one shape")
 

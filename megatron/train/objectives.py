@@ -19,7 +19,11 @@ from megatron.parallel.regions import gather_with_gradient
 
 
 class Objective(Protocol):
-    """The loss to be minimised: a sum of k terms, each a mean over the global batch."""
+    """The loss to be minimised: a sum of k terms, each a mean over the global batch.
+
+    Under context parallelism a batch has this rank's tokens of its samples (`places`), and sums and
+    denominators are added over these ranks, too.
+    """
 
     @property
     def terms(self) -> Sequence[str]:
@@ -57,7 +61,7 @@ class WholeLogitsLoss:
     ) -> None:
         """model: one with `logits`, such as GPT2. function: takes the logits [n, vocabulary], fp32
         or wider, and the batch; returns the sum of the loss, a scalar. denominator: takes a batch;
-        returns the denominator of the mean."""
+        returns the denominator of the mean. Under context parallelism see Objective."""
         self.model, self.mesh, self.function, self.denominator = model, mesh, function, denominator
 
     def denominators(self, batch: Any) -> list[float]:

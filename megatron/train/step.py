@@ -135,8 +135,8 @@ def count(state: TrainState, micro_batches: Sequence[Batch]) -> Tensor:
     """Tokens read and k denominators of the global batch, fp64 [1 + k]; the host does not wait."""
     mesh, counts = state.mesh, []
     for each in micro_batches:
-        # Where units are whole samples, context ranks have the same ones.
-        is_counted = each.per_token or mesh.context.rank == 0
+        # Samples that are whole are the same ones on all context ranks.
+        is_counted = each.places is not None or mesh.context.rank == 0
         units = each.num_tokens if is_counted else 0
         counts.append([units, *state.objective.denominators(each)])
     (sums,) = to_device(mesh.device, np.array(counts, dtype=np.float64).sum(axis=0))

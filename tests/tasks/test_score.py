@@ -125,7 +125,7 @@ def test_figures_at_any_layout(peer: Peer, test_data: Path, tmp_path: Path, gloo
         for each in alone
     ]
     assert all_figures(rows, 1, 3) == expected
-    for world, tensor_size in ((4, 2), (4, "4:2d")):
+    for world, tensor_size in ((4, 2), (4, "4:2d"), (2, "context=2:p2p")):
         first, *others = gloo.run(world, all_figures, rows, tensor_size, 8)
         assert first == expected, (world, tensor_size)
         assert others == [[{}] * len(rows)] * (world - 1)

@@ -19,6 +19,7 @@ from tools.plan.timing import call_seconds, filled, matmul_seconds, predict
 from tools.plan.trace import Step
 
 V100 = load_hardware("dgx2h")
+FEW = "--num-layers 2"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,27 @@ def test_collectives_hide_behind_the_matmuls_beside_them() -> None:
     assert 0 < found["tensor_parallel_hidden"] < 2.1 * 72 * ring
     waiting = replace(V100, memory_bandwidth=1e30, peaks={"fp16": 1e30, "fp32": 1e30})
     assert times(waiting)["tensor_parallel_hidden"] < 0.01 * found["tensor_parallel_hidden"]
+
+
+@pytest.mark.parametrize("kind", ["a2a", "p2p"])
+def test_a_rings_messages_hide_and_all_to_alls_do_not(kind: str) -> None:
+    """On two devices of one server; a message is one hop."""
+    flags = f"--context-parallel-size 2 --cp-comm-type {kind} --micro-batch-size 1 --fp16 --no-bf16"
+    step = Step(preset("gpt2_355m", flags, FEW), 2, "fp16")
+    found, ring, taken = predict(step, V100), step.model.rings["context"], 0.0
+    for work in step.work.values():
+        for call, times in work.calls.items():
+            if call.axis == "context":
+                assert (call.passes == 0) == (kind == "p2p")
+                taken += times * call_seconds(step, call, V100)
+                hop = V100.base_latency + V100.link_latency
+                hop += call.bytes / ring.bandwidth(V100)
+                assert kind == "a2a" or call_seconds(step, call, V100) == pytest.approx(hop)
+    hidden, exposed = found.context_parallel_hidden, found.context_parallel_exposed
+    assert hidden + exposed >= taken > 0
+    assert (hidden > 0) == (kind == "p2p")
+    alone = predict(Step(preset("gpt2_355m", FEW), 1, "fp16"), V100)
+    assert (alone.context_parallel_hidden, alone.context_parallel_exposed) == (0, 0)
 
 
 QUICK = replace(V100, memory_bandwidth=1e30)  # so that hidden calls keep nothing from kernels
