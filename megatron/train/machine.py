@@ -56,8 +56,9 @@ def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
         if not is_allocation and str(error) != "could not create a primitive":
             raise
         clear_frames(error.__traceback__)  # frees their objects: ending takes memory, too
-        parallel, training, more = config.parallel, config.training, "more ranks"
+        parallel, training = config.parallel, config.training
         cures: list[str] = []
+        with_more: list[str] = []  # what only more ranks can divide
         if mesh.device.type == "cuda" and mesh.size() == 1 and training.cuda_graph is not False:
             cures.append("--no-cuda-graph")
         if parallel.stage_of_zero < (3 if parallel.pipeline_model_parallel_size == 1 else 1):
@@ -65,11 +66,14 @@ def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
             if mesh.replicas.size > 1:
                 cures.append(stage)
             else:  # ZeRO has nothing to divide by
-                more = f"{more} with {stage}"
+                with_more.append(stage)
+        if config.model.has_context and parallel.tensor_parallel_mode == "1d":
+            with_more.append(f"--context-parallel-size {2 * mesh.context.size}")
         if training.micro_batch_size > 1:
             cures.append(f"--micro-batch-size {training.micro_batch_size // 2}")
         if "full" in config.model.granularities and config.model.recompute_granularity != "full":
             cures.append("--recompute-granularity full")
+        more = " with ".join(filter(None, ["more ranks", " or ".join(with_more)]))
         where = Progress.phase
         if where == "train step":
             where += f" {Progress.step}"
