@@ -167,8 +167,10 @@ def _answer(request: bytes) -> bytes:
     except BaseException:
         return pickle.dumps(Answer(failure=traceback.format_exc()))
     # A model is a cycle, and keeps its process groups: each has a thread that wakes 100 times a
-    # second, and a thousand of them take half of a processor from the tests.
-    gc.collect()
+    # second, and a thousand of them take half of a processor from the tests. Nodes of a graph hold
+    # each other, and a collection frees one after another.
+    while gc.collect():
+        pass
     return answer
 
 

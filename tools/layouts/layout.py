@@ -16,7 +16,7 @@ from megatron.parallel.schedules import KINDS
 if TYPE_CHECKING:
     import torch
 
-    from megatron.parallel.mesh import Mesh
+    from megatron.parallel.mesh import ControlGroup, Mesh
 
 AXES = ("tensor", "context", "data", "pipeline")
 NUMBERS = (*AXES, "virtual", "zero")
@@ -86,9 +86,9 @@ class Layout:
             "use_distributed_optimizer": False,
         }
 
-    def mesh(self, device: torch.device) -> Mesh:
+    def mesh(self, device: torch.device, control: ControlGroup | None = None) -> Mesh:
         """Mesh of all ranks of the process group, as many as the layout has. Every rank calls
-        this."""
+        this. control: their control group, if there is one already."""
         from megatron.parallel.mesh import build_mesh, serial_mesh
 
         if self.ranks == 1:
@@ -97,6 +97,7 @@ class Layout:
         return build_mesh(
             sizes,
             device,
+            control=control,
             tensor_parallel_mode=self.mode,
             sequence_parallel=self.cuts_stream,
             cp_comm_type=self.cp_comm_type,

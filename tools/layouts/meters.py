@@ -152,7 +152,7 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
             each.untyped_storage().data_ptr() for each in model.parameters()
         }:
             kept[memory.data_ptr()] = memory.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would never be freed
 
     own = range(mesh.pipeline.rank, pipeline.stages, pipeline.ranks)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
