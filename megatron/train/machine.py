@@ -7,7 +7,8 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from traceback import clear_frames
@@ -67,8 +68,10 @@ def memory_errors(config: PretrainConfig, mesh: Mesh) -> Iterator[None]:
                 cures.append(stage)
             else:  # ZeRO has nothing to divide by
                 with_more.append(stage)
-        if config.model.has_context and parallel.tensor_parallel_mode == "1d":
-            with_more.append(f"--context-parallel-size {2 * mesh.context.size}")
+        with suppress(UsageError):  # where its checks accept a longer context axis
+            longer = replace(parallel, context_parallel_size=2 * mesh.context.size)
+            replace(config, parallel=longer).check(2 * mesh.size())
+            with_more.append(f"--context-parallel-size {longer.context_parallel_size}")
         if training.micro_batch_size > 1:
             cures.append(f"--micro-batch-size {training.micro_batch_size // 2}")
         if "full" in config.model.granularities and config.model.recompute_granularity != "full":

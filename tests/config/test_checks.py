@@ -22,6 +22,7 @@ from megatron.config.pretrain import (
 from megatron.config.training import PrecisionConfig
 from megatron.errors import UsageError
 from megatron.optim.schedule import learning_rate
+from tests.models.own_kind import OwnConfig
 from tests.refusals import field_of, refusal, refused
 from tools.layouts.job import program_of
 from tools.plan.__main__ import QuestionConfig
@@ -103,7 +104,8 @@ LAST_AT = {
 --zero-stage 2 --use-distributed-optimizer | --sequence-parallel --seq-length 255 {TENSOR} 2
 {CONTEXT} 0 | {CONTEXT} 3 | {RING} | {CONTEXT} 1 {RING} | {CONTEXT} 2 --cp-comm-type ring
 {CONTEXT} 2 {RING} --recompute-granularity selective
-{CONTEXT} 2 {RING} --attention-dropout-rng kernel""",
+{CONTEXT} 2 {RING} --attention-dropout-rng kernel
+{CONTEXT} 2 {RING} --attention-dropout-rng coordinates-flex""",
     3: f"{TENSOR} 3",
     4: f"""--ffn-hidden-size 6 {TENSOR} 4 | --micro-batch-size 3 --global-batch-size 8 | {GRID} 4d
 {SQUARE} --hidden-size 12 --num-attention-heads 1 | {SQUARE} --ffn-hidden-size 7
@@ -422,3 +424,8 @@ def test_zero_of_one_model_is_a_warning(field: str, value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cut.check(4)
+
+
+def test_a_kind_that_says_nothing_of_context_takes_none() -> None:
+    parallel = TrainingParallelConfig(context_parallel_size=2)
+    assert field_of(refusal(lambda: parallel.check_kind(OwnConfig))) == CONTEXT

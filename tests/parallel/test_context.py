@@ -15,6 +15,7 @@ from megatron.data.bert import BertBatch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.models.build import build_model
 from megatron.parallel.context import Context, gather_tokens, local_tokens, token_order
+from megatron.parallel.factory import layer_factory
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.train.executor import on_device
 from tests import threads
@@ -79,7 +80,9 @@ def test_ranks_read_all_tokens_once_and_fill_up_samples(kind: str, cut: int) -> 
     whole = packed(4)
     whole = replace(whole.take(np.arange(size)), places=None)
     whole = replace(whole, document_starts=whole.document_starts[:, :size])
-    for rank, (own, tokens) in enumerate(on_ranks(2, kind, tokens_of, whole)):
+    found = on_ranks(2, kind, tokens_of, whole)
+    assert sum(own.num_tokens for own, _ in found) == whole.num_tokens
+    for rank, (own, tokens) in enumerate(found):
         order = token_order(SEQUENCE, 2, kind)[rank]
         assert own.places.tolist() == order.tolist()
         assert tokens[:, :size].tolist() == whole.tokens.tolist()
@@ -101,6 +104,17 @@ def test_padding_before_a_token_is_refused_under_p2p() -> None:
             assert str(error).startswith("is_real")
         else:
             on_ranks(2, kind, local_tokens_of, real)
+
+
+def test_a_ring_refuses_a_mask_of_ones_own() -> None:
+    def attend(mesh: Mesh) -> Tensor:
+        q = torch.zeros(1, 1, 4, 2)
+        core = layer_factory(mesh).attention_core(0.0, "core")
+        return core(q, q, q, mask=torch.ones(1, 1, 4, 8, dtype=torch.bool), is_causal=False)
+
+    error = refusal(lambda: on_ranks(2, "p2p", attend))
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("cp_comm_type p2p")
 
 
 def local_tokens_of(mesh: Mesh, batch: Any) -> Any:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,8 @@ def test_outputs_of_the_global_batch(gloo: Pool, model: str) -> None:
 
 def test_outputs_that_cannot_be_are_refused() -> None:
     state, batch = tiny_state(serial_mesh()), samples(2)
-    for batches in ([replace(batch, labels=None)], [batch, samples(1)]):
+    cut = batch.take(np.arange(batch.tokens.shape[1] // 2))
+    for batches in ([replace(batch, labels=None)], [batch, samples(1)], [cut]):
         error = refusal(lambda each=batches: train_step(state, each, 1e-3, return_outputs=True))
         assert "return_outputs" in str(error)
     assert state.step == 0
