@@ -168,7 +168,7 @@ class Question:
     columns: those without a figure are left out. result, failure: called with a report.Results,
     return the sentence at the top of the page, and the reason for exit status 1, or "". together:
     the processes of a group exist at the same time and alternate; else one contender runs at a
-    time. drawn: titles of columns; for curves, columns whose figures are lists.
+    time. drawn: titles of columns.
     """
 
     contenders: Callable[..., Iterable[Contender]]
@@ -181,7 +181,7 @@ class Question:
     in_a_row: int = 1  # calls per timed turn on a GPU, without synchronisation between them
     warm_up: int = 1  # turns before the timed ones
     together: bool = True
-    picture: Literal["bars", "lines", "curves", ""] = "bars"
+    picture: Literal["bars", "lines", ""] = "bars"
     drawn: Sequence[Any] = ()
 
     @property

@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from itertools import cycle, product
+from itertools import product
 from math import comb
 from pathlib import Path
 from statistics import median
@@ -281,33 +281,39 @@ COLOURS = ("#c44e52", "#333333", "#4c72b0", "#dd8452", "#55a868", "#8172b3", "#9
 
 
 def draw(file: Path, results: Results) -> None:
-    """Writes a PNG. bars: one panel per drawn column. lines (along the contenders' x) and curves
-    (of columns whose values are lists): one panel per drawn column and group."""
-    paint = {"bars": bars, "lines": lines, "curves": curves}[results.question.picture]
+    """Writes a PNG. bars: one panel per drawn column, without the rows that have none of these.
+    lines, along the contenders' x: one panel per drawn column and group."""
     drawn = results.question.drawn or [next(iter(results.columns))]
-    # Lines have no panel for groups of contenders without an x.
-    shown = (row for row in results.rows if paint is not lines or results.contenders[row]["x"])
-    groups = dict.fromkeys(group for group, _ in shown) or {"": None}
-    high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
-    if paint is bars:
-        high, wide, height, groups = 1, len(drawn), 1.2 + 0.35 * len(results.rows), {"": None}
+    is_bars, shown = results.question.picture == "bars", results.rows
+    if is_bars:
+        shown = [row for row in shown if any(results.cell(*row, each) for each in drawn)] or shown
+        panels = [*product(drawn, [""])]
+        high, wide, height = 1, len(drawn), 1.2 + 0.35 * len(shown)
+    else:  # groups of contenders without an x have no panel
+        along_x = (group for group, name in shown if results.contenders[group, name]["x"])
+        groups = dict.fromkeys(along_x) or {"": None}
+        panels = [*product(drawn, groups)]
+        high, wide, height = len(drawn), len(groups), 3.2 * len(drawn)
     figure = figures.Figure(figsize=(max(7, 3.6 * wide), height), layout="constrained")
-    panels = figure.subplots(high, wide, squeeze=False, sharey=paint is bars).flat
-    for axes, (column, group) in zip(panels, product(drawn, groups), strict=True):
-        paint(axes, results, column, group)
+    places = figure.subplots(high, wide, squeeze=False, sharey=is_bars).flat
+    for axes, (column, group) in zip(places, panels, strict=True):
+        if is_bars:
+            bars(axes, results, column, shown)
+        else:
+            lines(axes, results, column, group)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
 
 
-def bars(axes: Axes, results: Results, title: str, _: str) -> None:
-    for place, (group, name) in enumerate(results.rows):
+def bars(axes: Axes, results: Results, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    for place, (group, name) in enumerate(rows):
         if (found := results.cell(group, name, title)) is not None:
             is_first = name == results.contenders[group, name]["first"]
             low, high = (found.median if x is None else x for x in found[1:])
             errors = [[found.median - low], [high - found.median]]
             colour = COLOURS[0 if is_first else -1]
             axes.barh(place, found.median, xerr=errors, color=colour, capsize=2)
-    names = [f"{group}: {name}" if group else name for group, name in results.rows]
+    names = [f"{group}: {name}" if group else name for group, name in rows]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)  # leaves space for rows without this column
     axes.set_xlabel(title)
@@ -325,20 +331,6 @@ def lines(axes: Axes, results: Results, titles: str, group: str) -> None:
             axes.minorticks_off()
             axes.legend(fontsize=7, frameon=False)
     axes.set_xlabel(group)
-
-
-def curves(axes: Axes, results: Results, column: Column, group: str) -> None:
-    """Curves of the last round; the axis is logarithmic if values differ by a factor above 100."""
-    rows = [row for row in results.rows if row[0] == group]
-    seen: list[float] = []
-    for colour, row in zip(cycle(COLOURS), rows, strict=False):
-        for values in results.values(row, column)[-1:]:
-            axes.plot(range(1, len(values) + 1), values, color=colour, lw=0.8, label=row[1])
-            seen += [each for each in values if each > 0]
-    if seen and max(seen) > 100 * min(seen):
-        axes.set_yscale("log")
-    axes.set(title=group, ylabel=column.title)
-    axes.legend(fontsize=7, frameon=False)
 
 
 def rows(record: Record) -> list[Record]:
