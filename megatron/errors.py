@@ -56,4 +56,4 @@ def spelling(field: str, value: Any) -> tuple[str, ...]:
 
 def setting(field: str, value: Any) -> str:
     """The spelling of a field and its value in a TOML file: append_eod = false."""
-    return f"{field} = {json.dumps(value, default=str)}"
+    return f"{field} = {json.dumps(value, default=str, ensure_ascii=False)}"

@@ -7,7 +7,6 @@ A program looks like this; its modules that need torch are imported after `parse
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
 import io
@@ -18,26 +17,36 @@ import select
 import sys
 import textwrap
 import time
-import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from megatron.config.launch import is_first, write_error_file
-from megatron.errors import CommandLineError, UsageError, flag, setting, spelling, switch
+from megatron.config.presets import (
+    PRESETS,
+    PresetSetting,
+    as_toml,
+    find_preset,
+    read_preset,
+    read_toml,
+    settings_of,
+)
+from megatron.errors import CommandLineError, UsageError, flag, setting, spelling
 from megatron.libraries import MissingLibrary
 
 Program = TypeVar("Program")
 
 PATIENCE = 3.0  # seconds within which a launcher ends all ranks after the first failure
+PRINT = "--print-config"
 CLOSED = 141  # status in shells of a program whose reader went away: 128 + SIGPIPE
-PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 
 _PRESET_HELP = (
     "--preset FILE|NAME reads settings from a TOML file (num_layers = 24), or from that of this "
-    "name in scripts/presets; it may be given several times, and the flags on the command line win."
+    "name in scripts/presets; it may be given several times, and the flags on the command line "
+    "win. --print-config "
+    "prints all settings as such a file, and ends."
 )
 
 # Flags of other trainers, and their names here (the first that the program has).
@@ -121,9 +130,10 @@ def user_errors(
         about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
         named = set(re.findall(r"--[a-z][\w-]*", about))
         lines: dict[Path, list[str]] = {}
-        for flags, file, line in [] if isinstance(error, CommandLineError) else _in_force:
-            if flags & named:
-                lines.setdefault(file, []).append(line)
+        for each in [] if isinstance(error, CommandLineError) else _in_force:
+            if each.flags & named:
+                text_of = f"{setting(each.key, each.value)} (line {each.line})"
+                lines.setdefault(each.file, []).append(text_of)
         for file, settings in lines.items():
             text += f"; --preset {file} has {', '.join(settings)}"
         if not is_first(environ) and not agreed:
@@ -135,9 +145,9 @@ def user_errors(
         raise SystemExit(2) from error
 
 
-_in_force: list[tuple[set[str], Path, str]] = []
-"""(its flags, file, line) of each setting of a preset that no flag has overridden, as the last
-`parse` left them: an error of any part of the program may be about one."""
+_in_force: list[PresetSetting] = []
+"""The settings of presets that no flag has overridden, as the last `parse` left them: an error of
+any part of the program may be about one."""
 
 
 def parse(
@@ -166,14 +176,14 @@ def parse(
     names: dict[str, str] = {}  # its first name, by each of its names
     replaces: dict[str, Collection[str]] = {}  # keys of presets, by the setting in their place
     required: set[str] = set()
-    for name, kind, setting_of in _fields(program):
+    for name, kind, setting_of in settings_of(program):
         if setting_of.default is MISSING and setting_of.default_factory is MISSING:
             required.add(name)
         replaces[name] = setting_of.metadata.get("replaces", ())
         for each in (name, setting_of.metadata.get("alias", name)):
             types[each] = kind
             names[each] = name
-    presets: list[tuple[Path, str, Any]] = []  # (file, key, value)
+    presets: list[PresetSetting] = []
     words: list[str] = []  # of the command line, with first names
     replaced: set[str] = set()
     remaining = iter(argv)
@@ -183,32 +193,20 @@ def parse(
         if name == "--preset" and "preset" not in types:
             value = value if equals else next(remaining, "")
             file = find_preset("" if value.startswith("--") else value, types)
-            others: set[str] = set()
-            settings = _read_toml(file)
-            for key, value in settings.items():
-                if key not in types or isinstance(value, dict):
-                    nearest = difflib.get_close_matches(key, types, n=1, cutoff=0)
-                    allowed = f"a setting of this program such as {nearest[0]}"
-                    raise UsageError("--preset", f"{file}: {setting(key, value)}", allowed)
-                if value is not False:
-                    others.update(replaces[names[key]])
-            presets = [each for each in presets if names[each[1]] not in others]
-            presets += [(file, key, value) for key, value in settings.items()]
+            given = list(read_preset(file, program, names))
+            on = [each.name for each in given if each.value is not False]
+            others = set[str]().union(*(replaces[name] for name in on))
+            presets = [each for each in presets if each.name not in others] + given
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
             replaced.update(replaces[names[field]])
-        else:
+        elif word != PRINT:
             words.append(word)
-    presets = [each for each in presets if names[each[1]] not in replaced]
+    presets = [each for each in presets if each.name not in replaced]
     # Presets become arguments before those of the command line, which win.
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
-    _in_force.clear()
-    first: list[str] = []
-    for file, key, value in presets:
-        first += _arguments(names[key], value)
-        flags = {flag(names[key]), switch(names[key], False)}
-        if not spelt & flags:
-            _in_force.append((flags, file, setting(key, value)))
+    _in_force[:] = [each for each in presets if not spelt & each.flags]
+    first = [word for each in presets for word in _arguments(each.name, each.value)]
     if saved is not None and not {"-h", "--help"} & set(words):
         saved_words: list[str] = []
         for key, value in saved([*first, *words]).items():
@@ -217,11 +215,11 @@ def parse(
         first = saved_words + first
     call = functools.partial(tyro.cli, program, description=description)
     try:
-        return _run_tyro(call, first + words, environ, [*types, "preset"], prog)
+        settings: Program = _run_tyro(call, first + words, environ, [*types, "preset"], prog)
     except CommandLineError as error:
         missing = {each for each in required if flag(each) not in spelt}
         if missing and not presets:
-            files = {file.stem: _read_toml(file) for file in PRESETS.glob("*.toml")}
+            files = {file.stem: read_toml(file) for file in PRESETS.glob("*.toml")}
             missing &= {key for settings in files.values() for key in settings}
             whole = [n for n, keys in files.items() if missing <= keys.keys() <= types.keys()]
             whole.sort(key=lambda n: files[n].get("num_layers", 0) * files[n].get("hidden_size", 0))
@@ -232,10 +230,15 @@ def parse(
                 text = f"{error}\n--preset NAME gives them all, such as {', '.join(whole[:3])}."
                 raise CommandLineError(text) from None
         # If a preset's value is not of its setting's type, the error names file and key.
-        for file, key, value in presets:
-            if fit := _type_of_value(types[key], key, value):
-                raise UsageError("--preset", f"{file}: {setting(key, value)}", fit) from None
+        for given_value in presets:
+            if fit := _type_of_value(types[given_value.key], given_value.key, given_value.value):
+                raise given_value.error(fit) from None
         raise
+    if PRINT in argv:
+        if is_first(environ):
+            print(as_toml(settings), end="")
+        raise SystemExit(0)
+    return settings
 
 
 def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
@@ -247,7 +250,7 @@ def parse_table(program: type[Program], table: Mapping[str, Any]) -> Program:
     try:
         settings: Program = _run_tyro(functools.partial(tyro.cli, program), words, {}, ())
     except CommandLineError:
-        types = {name: kind for name, kind, _ in _fields(program)}
+        types = {name: kind for name, kind, _ in settings_of(program)}
         for key, value in table.items():
             if fit := _type_of_value(types[key], key, value):
                 raise UsageError(setting(key, value), None, fit) from None
@@ -365,57 +368,8 @@ def _run_tyro(
     raise CommandLineError(text)
 
 
-def _fields(program: type) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """(name, type, field) of every setting, including those of the configs in it."""
-    hints = get_type_hints(program)
-    for field in fields(program):
-        annotation = hints[field.name]
-        if isinstance(annotation, type) and is_dataclass(annotation):
-            yield from _fields(annotation)
-        else:
-            yield field.name, annotation, field
-
-
 def _arguments(field: str, value: Any) -> list[str]:
     """A value of a preset, as words of the command line."""
     if isinstance(value, bool | list):
         return list(spelling(field, value))
     return [f"{flag(field)}={value}"]  # as one word, since a value may begin with --
-
-
-def find_preset(name: str, keys: Collection[str] = ()) -> Path:
-    """The file of this path, or the preset of this name in scripts/presets and its folders:
-    mnli_336m or finetune/mnli_336m.
-
-    Raises UsageError if there is neither; it names the nearest presets whose settings are
-    all among `keys` (any presets if that is empty).
-    """
-    if Path(name).is_file():
-        return Path(name)
-    files = sorted(PRESETS.rglob("*.toml"))
-    for file in files:
-        if name in (file.stem, str(file.relative_to(PRESETS).with_suffix(""))):
-            return file
-    names: dict[str, str] = {}
-    folder: Path | None = None  # the presets of a folder are of one kind of program
-    for file in (*Path(name).parent.glob("*.toml"), *files):
-        with contextlib.suppress(UsageError, OSError):
-            if keys and not _read_toml(file).keys() <= set(keys):
-                continue
-            if keys and file in files:
-                folder = folder or file.parent
-                if file.parent != folder:
-                    continue
-            names[file.stem] = file.stem if file in files else str(file)
-    near = [names[each] for each in difflib.get_close_matches(Path(name).stem, names, 3, cutoff=0)]
-    allowed = "a TOML file" + (f", or a preset's name such as {', '.join(near)}" if near else "")
-    works = ("--preset", near[0]) if near else ()
-    raise UsageError("--preset", name or None, allowed, works=works)
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        allowed = f"TOML with lines such as num_layers = 24 ({error})"
-        raise UsageError("--preset", file, allowed) from error

@@ -13,6 +13,8 @@ from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 from megatron.config.launch import is_first
+from megatron.config.parts import resolve
+from megatron.config.presets import kind_of_preset
 from megatron.errors import UsageError
 
 
@@ -128,15 +130,21 @@ Pretrain a model. --model KIND --help lists the flags of a kind.
 
 
 def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(the kind of --model, the other arguments). Prints the kinds for --help without --model."""
-    rest, kind = list[str](), None
+    """(the kind of --model, or else of a preset's `kind` in its table [model]; the other
+    arguments). Prints the kinds for --help without a kind."""
+    rest, kind, of_preset = list[str](), None, None
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--model":
             kind = value if equals else next(words, "")
-        else:
-            rest.append(word)
+            continue
+        rest.append(word)
+        if name == "--preset":
+            if not equals:
+                rest.append(value := next(words, ""))
+            of_preset = kind_of_preset(value) or of_preset
+    kind = kind or of_preset
     kinds = [name for name, each in KINDS.items() if each.program is not None]
     if kind is None and {"-h", "--help"} & set(rest):
         if is_first(environ):
@@ -152,14 +160,10 @@ def find_kind(name: str, given: str = "--model") -> ModelKind:
     UsageError if there is none."""
     if name in KINDS:
         return KINDS[name]
-    kind, reason = None, ""
-    try:
-        kind = resolve_name(name) if ":" in name else None
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = f" ({error})"
+    kind, wrong = resolve(name)
     if not isinstance(kind, ModelKind):
         allowed = f"{', '.join(KINDS)}, or module:name of a megatron.models.registry.ModelKind"
-        allowed += reason
+        allowed += f" ({wrong})" if wrong else ""
         raise UsageError(given, name, allowed, works=(given, next(iter(KINDS))))
     return kind
 

@@ -107,7 +107,7 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
     ("text", "key"),
     [
         ("lr = 1\n\nnum_layer = 4\n", "num_layer"),
-        ("seed = 1\n[model]\nnum_layers = 4\n", "model"),
+        ("seed = 1\n[model]\nnum_layer = 4\n", "line 3: num_layer"),
         ('seed = "x"\n', "seed"),
         ("seed = 4.0\n", "seed"),
         ("bf16 = true\nseed = 'x'\n", "seed ="),
@@ -115,9 +115,13 @@ def test_the_last_word_wins_and_presets_come_first(tmp_path: Path) -> None:
         ("lr = [1, 2]\n", "lr"),
         ("bf16 = 1\n", "bf16"),
         ("seed = 1\nbf16 = 'x'\n", "bf16"),
-        ('lr_decay_style = "cos"\n', "lr_decay_style"),
         ("checkpoint_activations = true\n", "checkpoint_activations"),
         ("preset = 'b.toml'\n", "preset"),
+        ("[model]\n\nseed = 1\n", "line 3: seed"),
+        ("[modle]\nnum_layers = 4\n", "line 1: modle"),
+        ('[model]\nkind = "bert"\n', "line 2: kind"),
+        ("[data]\n# a comment\nnum_workers = 3.5\n", "line 3: num_workers"),
+        ("seed = 1\n\n[training]\nseed = 2.5\n", "line 4: seed"),
         ("seed: 4\n", "line 1"),
         ("\xff\xfe", "TOML"),
     ],
@@ -134,12 +138,13 @@ def test_bad_presets_name_file_and_key(tmp_path: Path, text: str, key: str) -> N
 @pytest.mark.parametrize(
     ("text", "words", "lines"),
     [
-        ("lr_warmup_iters = 4", "", ["lr_warmup_iters = 4"]),
+        ("lr_warmup_iters = 4", "", ["lr_warmup_iters = 4 (line 1)"]),
         ("lr_warmup_iters = 4", "--lr-warmup-iters=0 --seed -1", []),
         ("shuffle = false", "--mock-data --no-shuffle", []),
-        ("model_parallel_size = 3\nseed = 1", "", ["model_parallel_size = 3"]),
-        ("fp16 = true\nloss_scale = 8", "--no-fp16", ["loss_scale = 8"]),
-        ("min_lr = 1.0\nlr = 0.5", "", ["min_lr = 1.0, lr = 0.5"]),
+        ('seed = 1\nlr_decay_style = "cos"', "", ['lr_decay_style = "cos" (line 2)']),
+        ("model_parallel_size = 3\nseed = 1", "", ["model_parallel_size = 3 (line 1)"]),
+        ("fp16 = true\nloss_scale = 8", "--no-fp16", ["loss_scale = 8 (line 2)"]),
+        ("min_lr = 1.0\nlr = 0.5", "", ["min_lr = 1.0 (line 1), lr = 0.5 (line 2)"]),
     ],
 )
 def test_an_error_names_the_preset_that_the_value_is_of(

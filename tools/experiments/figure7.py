@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # run as a file, only tools/experiments is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.parse import find_preset
+from megatron.config.presets import find_preset
 from megatron.config.pretrain import PretrainBertConfig
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError, flag

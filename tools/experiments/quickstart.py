@@ -20,7 +20,7 @@ if __name__ == "__main__":  # run as a file, only tools/experiments is on the pa
 
 import tyro
 
-from megatron.config.parse import find_preset
+from megatron.config.presets import find_preset
 from megatron.config.pretrain import PretrainConfig, PretrainGPT2Config
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import MANIFEST, find_shards, parse_line, read_shard

@@ -1,0 +1,181 @@
+"""Parts of a run that a user replaces without a change to this project.
+
+A setting that chooses a part takes a name of its registry, or "module:name" of a function or class
+of one's own. Parts are called with keywords. A part that cannot be called so is refused before
+anything is built, with the argument that does not fit. Needs no torch: an entry names its module.
+docs/parts.md has a table of the registries, made by tools/api_page.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from megatron.errors import UsageError, flag
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The parts of one kind, by name."""
+
+    setting: str
+    """The field of a config that names one."""
+    takes: tuple[str, ...]
+    """Keywords that a part is called with."""
+    does: str
+    """What a part returns or does."""
+    default: str | None = None
+    """The name of the part that a run has if none is given."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """A part, or its "module:name", by name."""
+
+    def find(self, name: str) -> Any:
+        """The part of this name, or at "module:name". Raises UsageError if there is none, or it
+        does not fit."""
+        part = self.parts.get(name, name)
+        part, wrong = resolve(part) if isinstance(part, str) else (part, "")
+        if not wrong:
+            wrong = misfit(part, self.takes)
+        if wrong:
+            names = f"{', '.join(self.parts)}, or " if self.parts else ""
+            allowed = f"{names}module:name of a part that takes {', '.join(self.takes)} ({wrong})"
+            works = () if self.default is None else (flag(self.setting), self.default)
+            raise UsageError(flag(self.setting), name, allowed, works=works)
+        return part
+
+
+def register_part(setting: str, name: str, part: Callable[..., Any]) -> None:
+    """Give a part of one's own a name, which the flag and key `setting` then take, such as
+    "optimizer". Raises ValueError if the name is taken or has a colon, or the part does not fit."""
+    registry, given = PARTS[setting], f"{flag(setting)} {name}"
+    if name in registry.parts or ":" in name:
+        taken = "has a colon" if ":" in name else "is registered already"
+        raise ValueError(f"{given}: the name {taken}")
+    if wrong := misfit(part, registry.takes):
+        raise ValueError(f"{given}: {wrong}")
+    registry.parts[name] = part
+
+
+def resolve(name: str) -> tuple[Any, str]:
+    """(the object at "module:name", or None; why there is none). Modules are found in the current
+    folder, too."""
+    if ":" not in name:
+        return None, "no such name"
+    see_modules_in(str(Path.cwd()))
+    try:
+        return resolve_name(name), ""
+    except (ImportError, AttributeError, ValueError) as error:
+        return None, str(error)
+
+
+def see_modules_in(folder: str) -> None:
+    """Let modules of this folder be imported, after those of all others."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def misfit(part: Any, takes: Sequence[str], positional: int = 0) -> str:
+    """Why a part cannot be called with so many arguments and these keywords; empty if it can be."""
+    if not callable(part):
+        return f"a {type(part).__name__} cannot be called"
+    try:
+        inspect.signature(part).bind(*range(positional), **dict.fromkeys(takes))
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # of C, without a signature
+        return ""
+    return ""
+
+
+def check_names(config: Any) -> None:
+    """Raise UsageError for the name of a part that its registry does not have."""
+    for registry, name in _parts_of(config):
+        if ":" not in name and name not in registry.parts:
+            registry.find(name)
+
+
+def check_parts(settings: Any) -> None:
+    """Raise UsageError for a part of one's own that is not there or does not fit. settings: a
+    program's, with configs."""
+    for config in (getattr(settings, each.name) for each in fields(settings)):
+        for registry, name in _parts_of(config) if is_dataclass(config) else ():
+            if ":" in name:  # those of the registry fit, and would take seconds to import
+                registry.find(name)
+
+
+def _parts_of(config: Any) -> list[tuple[Registry, str]]:
+    names = ((PARTS.get(each.name), getattr(config, each.name)) for each in fields(config))
+    return [(registry, name) for registry, name in names if registry and name is not None]
+
+
+PARTS = {
+    each.setting: each
+    for each in (
+        Registry(
+            "process_group",
+            ("backend", "store", "rank", "world_size", "timeout", "device_id"),
+            "connects the processes, by torch.distributed.init_process_group with what it is given",
+            "torch",
+            {"torch": "torch.distributed:init_process_group"},
+        ),
+        Registry(
+            "gradient_reduction",
+            ("x", "axis"),
+            "returns the sum of gradients x [n] over the ranks of an axis, the same on each",
+            "sum",
+            {"sum": "megatron.parallel.collectives:all_reduce"},
+        ),
+        Registry(
+            "pipeline_schedule",
+            ("ranks", "micro_batches", "virtual"),
+            "returns the actions of a training step, a sequence of Action for each rank",
+            None,
+            {
+                "1f1b": "megatron.parallel.schedules:one_f_one_b",
+                "gpipe": "megatron.parallel.schedules:gpipe",
+                "interleaved": "megatron.parallel.schedules:interleaved",
+                "zb-h1": "megatron.parallel.schedules:zb_h1",
+            },
+        ),
+        Registry(
+            "dataset",
+            ("config",),
+            "returns the Inputs of a run with these settings, in place of what --data-path names",
+        ),
+        Registry(
+            "sampler",
+            ("number", "samples_per_epoch", "seed"),
+            "returns the number of the sample that is read in place of a number",
+            "in-order",
+            {"in-order": "megatron.data.order:in_order"},
+        ),
+        Registry(
+            "optimizer",
+            ("params", "config"),
+            "returns a torch.optim.Optimizer of these groups of parameters",
+            "adamw",
+            {
+                "adamw": "megatron.optim.by_name:adam",  # MasterWeights has a faster one
+                **{
+                    name: f"megatron.optim.by_name:{name}"
+                    for name in ("sgd", "adam", "adagrad", "rmsprop", "muon", "adafactor")
+                },
+            },
+        ),
+        Registry(
+            "lr_decay_style",
+            ("config", "update", "warmup", "end"),
+            "returns the learning rate of an update after warm-up",
+            "cosine",
+            {
+                name: f"megatron.optim.schedule:{name.replace('-', '_')}"
+                for name in ("cosine", "linear", "constant", "inverse-sqrt", "wsd")
+            },
+        ),
+    )
+}
