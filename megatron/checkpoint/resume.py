@@ -196,7 +196,7 @@ def check_start(
     rules = _rules(manifest["kind"])
     if finetune:
         rules = {name: rule for name, rule in rules.items() if rule == "fixed"}
-        free = ("precision", *map(flag, config.model.adaptable))
+        free = ("precision", "--optimizer", *map(flag, config.model.adaptable))
         rules |= dict.fromkeys(free, "free") | {"tokenizer": "data"}
     precision = config.precision.name or manifest["precision"]
     facts = {"config": asdict(config), **identity, "precision": precision}
@@ -323,13 +323,16 @@ def _settings(facts: Mapping[str, Any], data_size: int, rules: Mapping[str, str]
     """{"--seed": 1234, ..., "precision": "fp32", "vocabulary": 50257, "tokenizer": its fingerprint,
     "data sets": their number, "data sets: 1": its SHA-256, ...}, as in JSON. Unset options are
     replaced by their effective values."""
-    parts = json.loads(json.dumps({part: facts["config"].get(part, {}) for part in PARTS}))
+    parts: Any = {part: dict(facts["config"].get(part, {})) for part in PARTS}
     if "kind" in facts:  # a checkpoint older than a setting has its default
         configs = _configs(facts["kind"])
         for part in ("model", "data"):
             for each in fields(configs[part]) if parts[part] else ():
                 if each.default is not MISSING:
                     parts[part].setdefault(each.name, each.default)
+    if parts["optimizer"]:
+        parts["optimizer"].setdefault("optimizer", "adamw")
+    parts = json.loads(json.dumps(parts))  # tuples are lists in both
     is_imported = "imported_from" in facts
     if is_imported:  # only the order and form of a run's samples are known of its data
         names = {"shuffle", "pad"} if _has_moments(facts) else set()

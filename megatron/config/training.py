@@ -4,15 +4,27 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megatron.config.checks import at_most, excludes, fraction, needs, non_negative, positive, share
-from megatron.errors import UsageError
+from megatron.config.checks import (
+    at_most,
+    excludes,
+    fraction,
+    left_out,
+    needs,
+    non_negative,
+    positive,
+    share,
+)
+from megatron.config.parts import check_names
+from megatron.errors import UsageError, flag
 
+SOURCES = {"mock_data", "data_path", "dataset_name", "dataset"}
+"""Fields that say where the samples are from."""
 OF_PACKED = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
 OF_PADDED = {"json_key", "begin_token", "end_token", "too_long", "cache_tokens"}
 OF_PADDED |= {"dataset_name", "dataset_config", "dataset_split"}
 OF_FILES = {"data_path", "split", "tokenizer_type", "vocab_file", "merge_file", "shuffle", "pad"}
 OF_FILES |= OF_PACKED | {"short_seq_prob", "max_ngram_size"}
-OF_FILES |= {"cache_dir", "crop_padding", "flip"}
+OF_FILES |= {"cache_dir", "crop_padding", "flip", "dataset"}
 """Fields that have no effect on mock data."""
 
 
@@ -21,7 +33,8 @@ class DataConfig:
     """Data settings of all pretraining programs."""
 
     data_path: tuple[str, ...] = field(
-        default=(), metadata={"replaces": {"mock_data", "dataset_name"}, "resume": "free"}
+        default=(),
+        metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"},
     )
 
     mock_data: bool = field(
@@ -33,11 +46,21 @@ class DataConfig:
     shuffle: bool = True
     """Read the samples of each epoch in its own random order; with --no-shuffle in file order."""
 
+    dataset: str | None = field(default=None, metadata={"replaces": SOURCES - {"dataset"}})
+    """Data set of your own in place of --data-path: module:name of a function that takes config,
+    the settings of the run, and returns its Inputs."""
+
+    sampler: str = "in-order"
+    """Part that chooses the sample that is read in place of number n: in-order, or module:name of a
+    function of number, samples_per_epoch and seed. The order of --shuffle comes after it."""
+
     num_workers: int = field(default=2, metadata={"resume": "free"})
     """Threads that prefetch, one step each."""
 
     def __post_init__(self) -> None:
+        check_names(self)
         positive(self, "num_workers")
+        excludes(self, "dataset", "data_path")
         excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
 
 
@@ -46,7 +69,8 @@ class TextDataConfig(DataConfig):
     """Data settings of models of text."""
 
     data_path: tuple[str, ...] = field(
-        default=(), metadata={"replaces": {"mock_data", "dataset_name"}, "resume": "free"}
+        default=(),
+        metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"},
     )
     """Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.3 first 0.7 second. GPT-2
     with --pad: files of JSON lines or parquet, folders of parquet or of datasets' save_to_disk."""
@@ -96,7 +120,7 @@ class GPT2DataConfig(TextDataConfig):
     in the loss, and not counted in tokens/s."""
 
     dataset_name: str | None = field(
-        default=None, metadata={"replaces": {"mock_data", "data_path"}, "resume": "free"}
+        default=None, metadata={"replaces": SOURCES - {"dataset_name"}, "resume": "free"}
     )
     """With --pad, in place of --data-path: a data set on the hub, or a local folder or file of
     JSON, CSV, parquet or text, which datasets.load_dataset copies to its cache."""
@@ -166,7 +190,7 @@ class BertDataConfig(TextDataConfig):
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig(DataConfig):
     data_path: tuple[str, ...] = field(
-        default=(), metadata={"replaces": {"mock_data"}, "resume": "free"}
+        default=(), metadata={"replaces": SOURCES - {"data_path"}, "resume": "free"}
     )
     """Folder with train/CLASS/ and test/CLASS/ of images, or with the binary files of CIFAR-10; or
     the packed file that an earlier run made of it."""
@@ -202,8 +226,12 @@ class OptimizerConfig:
     min_lr: float = 1e-5
     """Learning rate at and after the end of decay."""
 
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Curve from the highest to the lowest learning rate."""
+    lr_decay_style: str = "cosine"
+    """Curve of the learning rate after warm-up: cosine, linear, constant, inverse-sqrt, wsd
+    (constant, then linear over --lr-wsd-decay-iters), or module:name of a part."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the decay at the end of --lr-decay-style wsd; a tenth of all if not given."""
 
     lr_decay_iters: int | None = None
     """Iteration at which decay ends, warm-up included; --train-iters if not given."""
@@ -240,8 +268,15 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     """Added to the root of Adam's second moment."""
 
+    optimizer: str = field(default="adamw", metadata={"resume": "fixed"})
+    """Part that updates the weights: adamw; torch's sgd, adam, adagrad and rmsprop; muon and
+    adafactor, which need whole matrices, without tensor parallelism and ZeRO; or module:name."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of --optimizer sgd."""
+
     optimizer_impl: Literal["torch", "apex"] = "torch"
-    """Adam: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
+    """adamw: torch's own fused kernel, or NVIDIA apex's FusedAdam."""
 
     optimizer_cpu_offload: bool = False
     """Keep master weights and Adam's moments in host memory and update them there."""
@@ -250,13 +285,20 @@ class OptimizerConfig:
     """Largest global norm of the gradient; 0 disables clipping."""
 
     def __post_init__(self) -> None:
+        check_names(self)
         positive(self, "lr", "adam_eps", "lr_decay_iters", "lr_warmup_fraction")
+        positive(self, "lr_wsd_decay_iters")
         non_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_init", "weight_decay")
         non_negative(self, "clip_grad")
-        fraction(self, "adam_beta1", "adam_beta2")
+        fraction(self, "adam_beta1", "adam_beta2", "sgd_momentum")
         share(self, "lr_warmup_fraction")
         no_cpu = "as apex has no Adam of a CPU"
         excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
+        excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
+        if self.optimizer != "sgd":
+            left_out(self, "sgd_momentum", "without --optimizer sgd")
+        if self.lr_decay_style != "wsd":
+            left_out(self, "lr_wsd_decay_iters", "without --lr-decay-style wsd")
         at_most(self, "min_lr", self.lr, "--lr")
         excludes(self, "lr_warmup_fraction", "lr_warmup_iters")
         needs(self, "lr_warmup_init", "lr_warmup_iters", "lr_warmup_fraction")
@@ -275,7 +317,7 @@ class BertOptimizerConfig(OptimizerConfig):
 
     lr: float = 1e-4
     min_lr: float = 0.0
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "linear"
+    lr_decay_style: str = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,10 +419,13 @@ class PrecisionConfig:
     """Loss scale to start with: a decimal or 2**N."""
 
     loss_scale_window: int = 1000
-    """Steps without overflow after which the loss scale is doubled."""
+    """Steps without overflow after which the loss scale is raised."""
+
+    loss_scale_factor: float = 2.0
+    """Factor by which the loss scale is raised, and divided after overflows."""
 
     hysteresis: int = 2
-    """Overflows within a window after which the loss scale is halved."""
+    """Overflows within a window after which the loss scale is lowered."""
 
     min_loss_scale: float = 1.0
     """Lowest loss scale; an overflow there ends the run."""
@@ -396,7 +441,11 @@ class PrecisionConfig:
         if self.pure_bf16 and self.bf16 is False:
             works = ("--bf16", "--pure-bf16")
             raise UsageError("--pure-bf16", None, "given without --no-bf16", works=works)
-        of_dynamic = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
+        of_dynamic = ["initial_loss_scale", "loss_scale_window", "loss_scale_factor"]
+        of_dynamic += ["hysteresis", "min_loss_scale"]
+        if not 1 < self.loss_scale_factor < math.inf:
+            factor, works = flag("loss_scale_factor"), (flag("loss_scale_factor"), "2")
+            raise UsageError(factor, self.loss_scale_factor, "above 1", works=works)
         for name in ("loss_scale", "max_consecutive_skips", *of_dynamic):
             needs(self, name, "fp16")
         for name in of_dynamic:

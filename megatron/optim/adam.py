@@ -1,4 +1,4 @@
-"""Adam on flat fp32 master weights, one flat tensor for each bucket of gradients.
+"""AdamW, and the master weights of every optimizer, one flat tensor for each bucket of gradients.
 
 The masters have the same layout in memory as the gradients, so that scaling, norm and Adam are a
 few passes over a few long tensors. Parameters of the masters' dtype are views of them; parameters
@@ -21,7 +21,7 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.parallel.bucket import LocalPart
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.offload import HostPart
-from megatron.parallel.sharding import TensorSlice, load_whole
+from megatron.parallel.sharding import ShardingSpec, TensorSlice, load_whole
 
 COUNTERS = ("scale", "good_steps", "overflows", "skips")
 
@@ -30,18 +30,19 @@ COUNTERS = ("scale", "good_steps", "overflows", "skips")
 class LossScaler:
     """Loss scale: the factor on the loss before the backward, and how overflows change it.
 
-    A dynamic scale is doubled after `window` steps in a row without overflow. The first
-    hysteresis - 1 overflows since the last doubling leave it, and each later one halves it. A
+    A dynamic scale is multiplied by `factor` after `window` steps in a row without overflow. The
+    first hysteresis - 1 overflows since then leave it, and each later one divides it by `factor`. A
     static scale has window None. fp32 and bf16 need no scaling and skip no steps: most_skips is 0.
     """
 
     scale: float = 1.0
     window: int | None = None
+    factor: float = 2.0
     hysteresis: int = 1
     smallest: float = 0.0  # an overflow at this scale ends the run
     most_skips: int = 0  # so many overflows in a row end the run: all but the last are skipped
-    good_steps: int = 0  # in a row, since the scale was last doubled
-    overflows: int = 0  # since the scale was last doubled
+    good_steps: int = 0  # in a row, since the scale was last raised
+    overflows: int = 0  # since the scale was last raised
     skips: int = 0  # in a row
 
     @classmethod
@@ -54,6 +55,7 @@ class LossScaler:
         return cls(
             scale=config.first_scale(),
             window=config.loss_scale_window,
+            factor=config.loss_scale_factor,
             hysteresis=config.hysteresis,
             smallest=config.min_loss_scale,
             most_skips=config.max_consecutive_skips,
@@ -76,9 +78,9 @@ class LossScaler:
         if overflowed:
             self.overflows += 1
             if self.overflows >= self.hysteresis:
-                self.scale = max(self.smallest, self.scale / 2)
+                self.scale = max(self.smallest, self.scale / self.factor)
         elif self.good_steps >= self.window:
-            self.scale *= 2
+            self.scale *= self.factor
             self.good_steps = self.overflows = 0
 
     def counters(self) -> dict[str, float]:
@@ -177,23 +179,40 @@ class MasterWeights:
         self.buckets = gradients.buckets
         kind = HostPart if config.optimizer_cpu_offload else LocalPart
         self.parts = [bucket.hold_weights(kind) for bucket in self.buckets]
-        self.moments = [(part.zeros(), part.zeros()) for part in self.parts]
         # With offload a call for each bucket, while others are copied. Else one for all: 244 calls
         # took 10.1 ms at 1.2 billion parameters, their bytes 8 ms.
         numbers = list(range(len(self.buckets)))
         self.updated = [[n] for n in numbers] if config.optimizer_cpu_offload else [numbers]
-        """Numbers of the buckets that each of `adams` updates."""
-        self.adams: list[Any] = []
-        for numbers in self.updated:
-            segments = []
-            for number in numbers:
-                part, moments = self.parts[number], self.moments[number]
-                tensors = part.masters, part.gradients, *moments
-                for local, spec in self.buckets[number].own_segments:
-                    decays = spec.decay or config.decay_biases_and_norms
-                    decay = config.weight_decay if decays else 0.0
-                    segments.append(FlatWeights(decay, *(each[local] for each in tensors)))
-            self.adams.append(adam_class(config.optimizer_impl)(segments, config))
+        """Numbers of the buckets that each of `optimizers` updates."""
+        if config.optimizer == "adamw":
+            self.moments = [(part.zeros(), part.zeros()) for part in self.parts]
+            self.optimizers: list[Any] = [self._adam(each) for each in self.updated]
+        else:
+            self.moments = []
+            self.optimizers = [self._named(each) for each in self.updated]
+
+    def _decay(self, spec: ShardingSpec) -> float:
+        decays = spec.decay or self.config.decay_biases_and_norms
+        return self.config.weight_decay if decays else 0.0
+
+    def _adam(self, numbers: Sequence[int]) -> Any:
+        segments = []
+        for number in numbers:
+            part, moments = self.parts[number], self.moments[number]
+            tensors = part.masters, part.gradients, *moments
+            for local, spec in self.buckets[number].own_segments:
+                segments.append(FlatWeights(self._decay(spec), *(each[local] for each in tensors)))
+        return adam_class(self.config.optimizer_impl)(segments, self.config)
+
+    def _named(self, numbers: Sequence[int]) -> Any:
+        from megatron.optim.by_name import NamedOptimizer
+
+        shards = list[tuple[TensorSlice, Tensor]]()
+        for number in numbers:
+            bucket, part = self.buckets[number], self.parts[number]
+            slices = bucket.slices(part.masters), bucket.slices(part.gradients)
+            shards += [(master, gradient.local) for master, gradient in zip(*slices, strict=True)]
+        return NamedOptimizer(shards, self._decay, self.config)
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.
@@ -208,10 +227,10 @@ class MasterWeights:
         # With offload, while one bucket is updated, gradients of the next and weights of the
         # previous ones are copied. None starts before clip_grad_norm has scaled the sums.
         arrivals = [part.start() for part in self.parts]
-        for adamw, numbers in zip(self.adams, self.updated, strict=True):
+        for optimizer, numbers in zip(self.optimizers, self.updated, strict=True):
             for number in numbers:
                 arrivals[number]()
-            adamw.step(lr, unscale * clip)
+            optimizer.step(lr, unscale * clip)
             # Each rounds its masters and starts to gather weights; the last loop waits for all.
             for number in numbers:
                 self.buckets[number].start_publish()
@@ -244,8 +263,8 @@ class MasterWeights:
             yield TensorSlice(f"model.{name}", spec, local)
 
     def slices(self) -> Iterator[TensorSlice]:
-        """Every tensor of a checkpoint, to save or to load: parameters, Adam's moments, masters of
-        narrow weights. After load_checkpoint call `loaded`."""
+        """Every tensor of a checkpoint, to save or to load: parameters, the optimizer's state,
+        masters of half weights. Before load_checkpoint call `make_state`, after it `loaded`."""
         yield from self.weights()
         yield from self.tensors()
 
@@ -267,14 +286,23 @@ class MasterWeights:
 
     def tensors(self) -> Iterator[TensorSlice]:
         """This rank's part of the optimizer's state in a checkpoint: key KIND.NAME."""
-        for bucket, part, moments in zip(self.buckets, self.parts, self.moments, strict=True):
+        for bucket, moments in zip(self.buckets, self.moments, strict=bool(self.moments)):
             for moment, prefix in zip(moments, ("exp_avg.", "exp_avg_sq."), strict=True):
                 yield from bucket.slices(moment, prefix)
+        for optimizer in self.optimizers if not self.moments else ():
+            yield from optimizer.slices()
+        for bucket, part in zip(self.buckets, self.parts, strict=True):
             if bucket.weight_dtype != bucket.dtype:
                 yield from bucket.slices(part.masters, "master.")
 
+    def make_state(self, updates: int) -> None:
+        """Before `slices()` are filled from a checkpoint: make the state that an optimizer of
+        torch makes in its first update. updates: number made before the checkpoint."""
+        for each in self.optimizers if updates and not self.moments else ():
+            each.make_state()
+
     def loaded(self, updates: int) -> None:
         """Continue from a checkpoint that filled `slices()`. updates: number made before it."""
-        for each in self.adams:
+        for each in self.optimizers:
             each.set_updates(updates)
         self.publish()

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from megatron.checkpoint.format import Checkpoint
 from megatron.checkpoint.load import load_checkpoint, load_weights
 from megatron.config.model import KindConfig
+from megatron.config.parts import PARTS
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.errors import UsageError
 from megatron.models.build import build_on_meta
 from megatron.optim.adam import LossScaler, MasterWeights
+from megatron.optim.by_name import check_whole
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory, materialize, set_values
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan, measure
 from megatron.parallel.sharding import ShardingSpec, TensorSlice, sharding_specs
 from megatron.parallel.zero3 import offload_activations, untrained_memory
 from megatron.train.compiled import StepGraph, choose_graph, compile_layers, use_own_stream
@@ -96,6 +98,8 @@ class TrainState:
     def load(self, checkpoint: Checkpoint) -> None:
         """Resume from a whole checkpoint, saved at any layout. Raises ValueError if its moments are
         fp32 (or wider) and this run's are half, or the other way round."""
+        counters = checkpoint.manifest["counters"]
+        self.optimizer.make_state(counters["step"] - counters["skipped"])
         slices = list(self.slices())
         saved = checkpoint.manifest["tensors"]
         for each in slices:
@@ -107,7 +111,6 @@ class TrainState:
                         "the same --pure-bf16, or none, would work"
                     )
         load_checkpoint(checkpoint, slices, mesh=self.mesh)
-        counters = checkpoint.manifest["counters"]
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")
         )
@@ -149,9 +152,9 @@ class TrainState:
         self.optimizer.publish()
         return messages
 
-    def describe_stages(self) -> list[str]:
-        """One line per pipeline rank, with its layers and parameters; none without a pipeline
-        (every rank calls this)."""
+    def describe_stages(self, micro_batches: int) -> list[str]:
+        """A line for the schedule of so many micro-batches, and one per pipeline rank with its
+        layers and parameters; none without a pipeline (every rank calls this)."""
         mesh, plan = self.mesh, self.pipeline
         if mesh.pipeline.size == 1:
             return []
@@ -159,7 +162,13 @@ class TrainState:
         layers = ", ".join(f"{x[0]} to {x[-1]}" if x[1:] else f"{x[0]}" for x in ranges)
         size = sum(each.numel() for each in self.model.parameters())
         line = f"pipeline {mesh.pipeline.rank}: layers {layers}, {size:,} parameters on each rank"
-        return [line for _, line in sorted({*mesh.control.gather((mesh.pipeline.rank, line))})]
+        lines = [line for _, line in sorted({*mesh.control.gather((mesh.pipeline.rank, line))})]
+        facts = measure(plan.lists(micro_batches), plan.virtual)
+        return [
+            f"schedule {plan.kind}: {micro_batches} micro-batches, at most {max(facts.in_flight)} "
+            f"in flight on a rank, which idles {100 * facts.idle_share:.0f} % of its work's time",
+            *lines,
+        ]
 
     def describe(self) -> dict[str, Any]:
         """Facts about the model and its environment for the run's record, as JSON (every rank calls
@@ -191,6 +200,7 @@ def build_state(
     draws: bool = True,
     zero_stage: int = 0,
     cuda_graph: bool | None = False,
+    reduction: str = "sum",
 ) -> TrainState:
     """A run at step 0. dtype: of weights and activations, by default that of `precision`, or else
     torch's default; float16 uses a loss scale.
@@ -201,7 +211,9 @@ def build_state(
     of the programs. pipeline: the plan whose stages this rank builds. compiled: each layer is
     compiled at its first call; names, weights and hooks of the model stay. zero_stage: of ZeRO,
     over the ranks that hold the same shard of the model. cuda_graph: whether a GPU replays the
-    steps; None: where a graph can. Raises UsageError if it is True and none can.
+    steps; None: where a graph can. reduction: part that sums gradients, see --gradient-reduction.
+    Raises UsageError if cuda_graph is True and none can, and for an optimizer that needs whole
+    matrices where ranks divide them.
     """
     precision = precision or PrecisionConfig()
     if dtype is None:
@@ -211,6 +223,10 @@ def build_state(
     if cuda_graph := choose_graph(cuda_graph, config, mesh, dtype):
         use_own_stream(mesh.device)
     model = build_on_meta(config, mesh, vocab_size, seed, pipeline)
+    optimizer = optimizer or OptimizerConfig()
+    if optimizer.optimizer != "adamw":
+        divides = zero_stage > 0 and mesh.replicas.size > 1
+        check_whole(optimizer, sharding_specs(model).values(), divides=divides)
     values = getattr(model, "initial_values", None)
     is_lasting = zero_stage < 3  # whether whole weights stay in memory
     if is_lasting:
@@ -226,10 +242,11 @@ def build_state(
         wide=not precision.pure_bf16,
         zero_stage=zero_stage,
         compares_weights=False,  # they are a function of the seed, or loaded next
+        reduction=None if reduction == "sum" else PARTS["gradient_reduction"].find(reduction),
     )
     if config.cpu_offload_activations:
         offload_activations(model)
-    master_weights = MasterWeights(gradients, optimizer or OptimizerConfig())
+    master_weights = MasterWeights(gradients, optimizer)
     state = TrainState(
         mesh=mesh,
         model=model,

@@ -249,7 +249,7 @@ def test_a_checkpoint_knows_nothing_of_where_it_lies(tmp_path: Path) -> None:
     load(other, tmp_path / "moved")
     assert (other.step, other.samples, other.skipped) == (9, 36, 2)
     assert other.scaler == state.scaler
-    (adam,) = other.optimizer.adams
+    (adam,) = other.optimizer.optimizers
     assert {each for group in adam.updates for each in group.tolist()} == {7}
 
 

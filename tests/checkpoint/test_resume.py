@@ -298,6 +298,7 @@ CONSTANT = {"lr_decay_style": "constant"}
     [
         ({}, {}, []),
         ({}, {"lr": 3.0}, ["--lr"]),
+        ({}, {"optimizer": "sgd"}, ["--optimizer"]),
         ({"clip_grad": 0.5}, {"save": "s", "log_interval": 3}, ["--clip-grad"]),
         ({}, {"data_path": ("0.3", "a")}, ["--data-path"]),
         # What was left open is compared by what it comes to.

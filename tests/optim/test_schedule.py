@@ -1,9 +1,11 @@
+from dataclasses import replace
 from math import cos, pi
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from megatron.config.parse import parse
 from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.optim.adam import LossScaler
 from megatron.optim.schedule import learning_rate
@@ -53,6 +55,19 @@ def test_warmup_init_equals_torch_schedulers(warmup: int) -> None:
         scheduler.step()
 
 
+def test_inverse_sqrt_is_that_of_the_transformer_down_to_the_floor() -> None:
+    rates = {n: learning_rate(rates_of("inverse-sqrt"), n, END) for n in (100, 400, 900, 10**6)}
+    assert rates == pytest.approx({100: 1.5e-4, 400: 0.75e-4, 900: 0.5e-4, 10**6: 1e-5})
+
+
+@pytest.mark.parametrize(("decay", "start"), [(None, END - 110), (200, END - 200), (END, WARMUP)])
+def test_wsd_is_constant_and_then_linear(decay: int | None, start: int) -> None:
+    config = replace(rates_of("wsd"), lr_wsd_decay_iters=decay)
+    updates = WARMUP, start, (start + END) // 2, END, 2 * END
+    rates = [learning_rate(config, update, END) for update in updates]
+    assert rates == pytest.approx([1.5e-4, 1.5e-4, 0.8e-4, 1e-5, 1e-5])
+
+
 def test_warm_up_may_be_nothing_or_all() -> None:
     first = learning_rate(rates_of("linear", 0), 1, 1000)
     assert first == pytest.approx(1e-5 + 1.4e-4 * 0.999, rel=1e-12)
@@ -95,6 +110,16 @@ def test_fp16_starts_high_and_is_patient() -> None:
     scaler = fp16()
     assert scaler.is_scaling
     assert scales(scaler, 1000 * ".")[-2:] == [2.0**16, 2.0**17]
+
+
+def test_the_scale_of_torch_and_apex_by_flags() -> None:
+    """From 2^24, by a factor, after a window of 2000 steps; each overflow lowers it."""
+    for factor in (2.0, 4.0):
+        words = "--fp16 --initial-loss-scale 2**24 --loss-scale-window 2000 --hysteresis 1"
+        words += f" --loss-scale-factor {factor}"
+        scaler = LossScaler.of(parse(PrecisionConfig, words.split(), {}), torch.float16)
+        found = scales(scaler, "x" + 2000 * ".")
+        assert (found[0], found[-2], found[-1]) == (2**24 / factor, 2**24 / factor, 2**24)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class Step:
     def pipeline(self) -> PipelinePlan:
         if self.config.parallel.sizes.get("pipeline", 1) == 1:
             return WHOLE_MODEL
-        return plan_of_run(self.config, vocabulary_of(self.config))
+        return plan_of_run(self.config, vocabulary_of(self.config), self.ranks)
 
     @cached_property
     def stages(self) -> list[Step]:
@@ -341,8 +341,17 @@ class Step:
             "weights": 0 if stage == 3 else self.width * self.model.local,
             "gradients": part if stage >= 2 else self.wide * sum(each.size for each in buckets),
             "masters": part if stage == 3 or self.width < self.wide else 0,
-            "moments": 2 * part,
+            "moments": self.moments * part,
         }
+
+    @property
+    def moments(self) -> int:
+        """Numbers of the optimizer's state for each one that it updates; an optimizer of one's own,
+        or one that keeps fewer for a matrix, counts as AdamW."""
+        optimizer = self.config.optimizer
+        if optimizer.optimizer == "sgd":
+            return int(optimizer.sgd_momentum > 0)
+        return 1 if optimizer.optimizer in ("adagrad", "rmsprop") else 2
 
     @property
     def in_flight(self) -> int:

@@ -1,0 +1,254 @@
+"""Optimizers by name: the same numbers as torch's own on the plain model at each layout, and the
+same bytes after a resume."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron.checkpoint.format import read_checkpoint
+from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.training import OptimizerConfig
+from megatron.errors import UsageError
+from megatron.optim.by_name import find_optimizer
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.sharding import gather_whole
+from megatron.train.pipelining import plan_pipeline
+from megatron.train.state import TrainState
+from megatron.train.step import train_step
+from tests.dist import Pool
+from tests.optim.test_adam import RATES, plain_run
+from tests.refusals import field_of, refusal
+from tests.tiny import (
+    SEQUENCE,
+    VOCABULARY,
+    assert_relative,
+    mesh_of_ranks,
+    micro_batches,
+    samples,
+    save_state,
+    tiny_section,
+    tiny_state,
+)
+from tools.layouts.layout import parse_layout
+
+DECAY, BETAS, EPSILON = 0.1, (0.8, 0.9), 1e-6
+
+
+def pairs_of(name: str, model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(a parameter, the one of the same memory that the optimizer gets): as it is, or where the
+    optimizer needs matrices [m, n], a weight as one, and a bias or norm as a vector."""
+    pairs = []
+    for key, parameter in model.named_parameters():
+        shape = (-1,) if key.endswith("bias") or "norm" in key else (-1, parameter.shape[-1])
+        shape = shape if name in WHOLE else parameter.shape
+        pairs.append((parameter, nn.Parameter(parameter.data.view(shape))))
+    return pairs
+
+
+def muon(params: list[nn.Parameter]) -> list[Optimizer]:
+    """The embeddings come first."""
+    embeddings, layers = params[:2], params[2:]
+    vectors = [x for x in layers if x.ndim == 1]
+    return [
+        torch.optim.Muon(
+            [x for x in layers if x.ndim == 2], weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW([*embeddings, *vectors], betas=BETAS, eps=EPSILON, weight_decay=DECAY),
+    ]
+
+
+def one_of(make: Callable[..., Optimizer], **settings: Any) -> Callable[..., list[Optimizer]]:
+    return lambda params: [make(params, weight_decay=DECAY, **settings)]
+
+
+TORCH: Mapping[str, Callable[[list[nn.Parameter]], list[Optimizer]]] = {
+    "sgd": one_of(torch.optim.SGD, momentum=0.7),
+    "adam": one_of(torch.optim.AdamW, betas=BETAS, eps=EPSILON),
+    "adagrad": one_of(torch.optim.Adagrad, eps=EPSILON),
+    "rmsprop": one_of(torch.optim.RMSprop, alpha=BETAS[1], eps=EPSILON),
+    "muon": muon,
+    "adafactor": one_of(torch.optim.Adafactor),
+}
+WHOLE = {"muon", "adafactor", "tests.optim.test_by_name:normed"}
+LAYOUTS = ["tensor=2", "data=2,zero=1", "data=2,zero=2", "data=2,zero=3", "pipeline=2"]
+
+
+class Plain(Optimizer):
+    """torch's optimizers of the plain model as one, for `plain_run`."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.pairs = pairs_of(name, model)
+        self.optimizers = TORCH[name]([mine for _, mine in self.pairs])
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, mine in self.pairs:
+            assert parameter.grad is not None
+            mine.grad = parameter.grad.view_as(mine)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
+            optimizer.step()
+
+
+def config_of(name: str) -> OptimizerConfig:
+    given = {"sgd_momentum": 0.7} if name == "sgd" else {}
+    return OptimizerConfig(
+        optimizer=name,
+        weight_decay=DECAY,
+        decay_biases_and_norms=True,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPSILON,
+        clip_grad=0.5,
+        **given,
+    )
+
+
+def start(words: str, config: OptimizerConfig) -> TrainState:
+    layout = parse_layout(words)
+    plan = plan_pipeline(
+        TrainingParallelConfig(**layout.settings),
+        tiny_section(),
+        seq_length=SEQUENCE,
+        vocab_size=VOCABULARY,
+    )
+    mesh = mesh_of_ranks(words) if layout.ranks > 1 else serial_mesh()
+    return tiny_state(mesh, optimizer=config, zero_stage=layout.zero, pipeline=plan)
+
+
+def train(state: TrainState, *numbers: int) -> None:
+    for step in numbers:
+        train_step(state, micro_batches(samples(4, first=10 * step), state.mesh, 2), RATES[step])
+
+
+def masters(state: TrainState) -> dict[str, Tensor]:
+    return {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
+
+
+def trained(words: str, config: OptimizerConfig) -> dict[str, Tensor] | str:
+    """The weights after three steps, or the field that is refused."""
+    try:
+        state = start(words, config)
+    except UsageError as error:
+        return field_of(error)
+    train(state, 0, 1, 2)
+    return masters(state)
+
+
+@cache
+def plain(name: str) -> dict[str, Tensor]:
+    """The weights of the plain model after three steps by torch's optimizer."""
+    dense, _ = plain_run(config_of(name), RATES[:3], lambda model, _: Plain(model, name))
+    return {key: weight.detach() for key, weight in dense.named_parameters()}
+
+
+def equal_torch(name: str, found: Mapping[str, Tensor]) -> None:
+    # Adafactor divides the gradient of a key's bias, which is rounding, by its size.
+    tolerance = 1e-5 if name == "adafactor" else 1e-12
+    assert found
+    for key, weight in found.items():
+        assert_relative(weight, plain(name)[key], tolerance, f"{name} {key}")
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_three_steps_equal_torch(name: str) -> None:
+    found = trained("serial", config_of(name))
+    assert isinstance(found, dict)
+    equal_torch(name, found)
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_a_layout_gives_the_same_or_is_refused(gloo: Pool, words: str) -> None:
+    for name in TORCH:
+        for found in gloo.run(2, trained, words, config_of(name)):
+            if name in WHOLE and words != "pipeline=2":
+                assert found == "--optimizer"
+            else:
+                equal_torch(name, found)
+
+
+class Normed(Optimizer):
+    """Moves by the gradient of each tensor over the norm of its first one: whole tensors, a state
+    of one number, and a count of steps that is no tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                norm = state.setdefault("norm", p.grad.norm() + 1)
+                p.sub_(p.grad / norm, alpha=group["lr"] / state["step"])
+
+
+def normed(params: Any, config: OptimizerConfig) -> Optimizer:
+    return Normed(params, config.lr)
+
+
+class Remembering(Normed):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["name"] = "a text"
+
+
+def remembering(params: Any, config: OptimizerConfig) -> Optimizer:
+    return Remembering(params, config.lr)
+
+
+def state_bytes(state: TrainState) -> dict[str, bytes]:
+    return {each.key: each.local.numpy().tobytes() for each in state.optimizer.tensors()}
+
+
+def resumed(words: str, config: OptimizerConfig, folder: Path) -> bool:
+    """Whether a run that is saved and loaded has the same state, and goes on as one that is not."""
+    state = start(words, config)
+    train(state, 0, 1)
+    path = save_state(state, folder)
+    other = start(words, config)
+    other.load(read_checkpoint(path.path))
+    before = state_bytes(state)
+    is_same = before.keys() == state_bytes(other).keys() and before == state_bytes(other)
+    for each in (state, other):
+        train(each, 2, 3)
+    ends = masters(state), masters(other)
+    return bool(before) and is_same and all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
+
+
+OWN = "tests.optim.test_by_name:normed"
+
+
+@pytest.mark.parametrize("name", ["adamw", *TORCH, OWN, "examples.own_parts:lion"])
+def test_a_resumed_state_has_the_same_bytes(name: str, tmp_path: Path) -> None:
+    assert resumed("serial", config_of(name), tmp_path)
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_a_resumed_state_has_the_same_bytes_at_a_layout(
+    gloo: Pool, words: str, tmp_path: Path
+) -> None:
+    for name in ("sgd", "adagrad", "examples.own_parts:lion"):
+        folder = tmp_path / name.replace(":", "_")
+        assert all(gloo.run(2, resumed, words, config_of(name), folder))
+
+
+def test_whether_an_optimizer_is_element_by_element_is_found_by_trying() -> None:
+    names = [*TORCH, OWN, "examples.own_parts:lion"]
+    whole = {name for name in names if not find_optimizer(config_of(name))[1]}
+    assert whole == WHOLE
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused() -> None:
+    config = config_of("tests.optim.test_by_name:remembering")
+    assert field_of(refusal(lambda: start("serial", config))) == "--optimizer"
