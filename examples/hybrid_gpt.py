@@ -140,7 +140,7 @@ def main() -> None:
         file = flags.log_dir and flags.log_dir / "metrics.jsonl"
         sinks = [TensorBoardSink(flags.log_dir, 0)] if file and mesh.is_first else []
         with Metrics(file, mesh, start=0, steps=flags.train_iters, sinks=sinks) as metrics:
-            for text in state.describe_stages():  # each rank's layers and parameters
+            for text in state.describe_stages(flags.num_micro_batches):
                 metrics.log(text)
             before = time.monotonic()
             for result in train(state, data, flags):

@@ -104,14 +104,22 @@ from .config.training import (
     OptimizerConfig as OptimizerConfig,
     PrecisionConfig as PrecisionConfig,
 )
+from .config.pretrain import PretrainGPT2Config as PretrainGPT2Config
+from .models.gpt import (
+    GPT2 as GPT2,
+    TransformerLayer as TransformerLayer,
+    Sequences as Sequences,
+)
 from .models.vit import Accuracy as Accuracy
 from .parallel.schedules import (
     Action as Action,
     PipelinePlan as PipelinePlan,
 )
 from .train.pipelining import plan_pipeline as plan_pipeline
+from .config.parts import register_part as register_part
 from .models.registry import (
     ModelKind as ModelKind,
+    find_kind as find_kind,
     register as register,
 )
 from .train.state import (
@@ -158,7 +166,10 @@ from .data.tokenizer import (
     Tokenizer as Tokenizer,
     build_tokenizer as build_tokenizer,
 )
-from .train.inputs import prefetch as prefetch
+from .train.inputs import (
+    Inputs as Inputs,
+    prefetch as prefetch,
+)
 
 # Checkpoints
 from .checkpoint.format import Checkpoint as Checkpoint

@@ -5,6 +5,7 @@ import re
 import shlex
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -13,11 +14,9 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainGPT2Config,
-    PretrainLlamaConfig,
-    PretrainViTConfig,
 )
-from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.models.build import build_model
+from megatron.models.registry import find_kind, take_kind
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
@@ -35,11 +34,6 @@ README, SOURCES, PARALLELISM, REPRODUCE = (
 PROGRAMS = {
     "pretrain_gpt2": PretrainGPT2Config,
     "pretrain_bert": PretrainBertConfig,
-}
-KINDS = {  # of pretrain.py
-    "llama": PretrainLlamaConfig,
-    "huggingface": PretrainHuggingFaceConfig,
-    "vit": PretrainViTConfig,
 }
 VOCABULARY = 50_257
 STATUSES = ["not run", "miniature", "simulated", "per rank", "at size"]  # the best is last
@@ -131,9 +125,8 @@ def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> N
         del flags[place - 1 : place + 1]
     kind = PROGRAMS.get(Path(program).stem)
     if program == "pretrain.py":
-        assert flags[0] == "--model"
-        kind = KINDS[flags[1]]
-        del flags[:2]
+        name, flags = take_kind(flags, {})
+        kind = resolve_name(str(find_kind(name).program))
     if "--hf-model" in flags:  # in place of the reader's own model
         write_folder(tmp_path, "qwen3", vocab_size=VOCABULARY, max_position_embeddings=1024)
         flags[flags.index("--hf-model") + 1] = str(tmp_path)
@@ -148,7 +141,7 @@ def test_training_command_fits_its_preset(words: list[str], tmp_path: Path) -> N
         mode = config.parallel.tensor_parallel_mode
         mesh = absent_mesh(sizes, torch.device("meta"), tensor_parallel_mode=mode)
         vocabulary = vocabulary_of(config)
-        stages = plan_of_run(config, vocabulary)
+        stages = plan_of_run(config, vocabulary, world_size)
         model = build_model(
             config.model, mesh, vocabulary, seed=None, dtype=torch.bfloat16, pipeline=stages
         )
@@ -179,7 +172,7 @@ def test_plans_in_docs_fit_their_presets() -> None:
     flags = words[2:]
     config = parse(program_of(flags, question=plan.QuestionConfig), flags, {})
     config.check(config.question.gpus)
-    assert plan_of_run(config, VOCABULARY).ranks == 8
+    assert plan_of_run(config, VOCABULARY, config.question.gpus).ranks == 8
     load_hardware(config.question.hardware)
 
 

@@ -1,4 +1,5 @@
-"""Make docs/api.md from the docstrings of the names in megatron/api.pyi; a test compares the two.
+"""Make docs/api.md from the docstrings of the names in megatron/api.pyi, and the table of parts in
+docs/configuration.md; a test compares them.
 
 python tools/api_page.py
 """
@@ -22,8 +23,11 @@ if __name__ == "__main__":  # run as a file, only tools/ is on the path
 
 from megatron import api
 from megatron.config.parse import parse_call, user_errors
+from megatron.config.parts import PARTS
+from megatron.errors import flag
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK = "<!-- parts: made by tools/api_page.py -->\n"
 INTRODUCTION = """\
 # The public API
 
@@ -135,9 +139,28 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def parts_table() -> str:
+    lines = ["| setting | names, the default first | called with | a part |", "|---|---|---|---|"]
+    for name, each in PARTS.items():
+        names = sorted(each.parts, key=lambda part, default=each.default: part != default)
+        cells = ", ".join(f"`{part}`" for part in names), ", ".join(f"`{k}`" for k in each.takes)
+        lines.append(f"| `{flag(name)}` | {' | '.join(cells)} | {each.does} |")
+    return "\n".join(lines)
+
+
+def with_parts(text: str) -> str:
+    """A page with the table of parts between its two marks."""
+    before, mark, rest = text.partition(MARK)
+    _, end, after = rest.partition("<!-- end -->")
+    return f"{before}{mark}{parts_table()}\n{end}{after}"
+
+
 def write() -> None:
-    """Make docs/api.md from the docstrings of the names in megatron/api.pyi."""
+    """Make docs/api.md from the docstrings of the names in megatron/api.pyi, and the table of parts
+    in docs/configuration.md from their registries."""
     (ROOT / "docs" / "api.md").write_text(page())
+    configuration = ROOT / "docs" / "configuration.md"
+    configuration.write_text(with_parts(configuration.read_text()))
 
 
 if __name__ == "__main__":

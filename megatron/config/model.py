@@ -58,6 +58,10 @@ class KindConfig:
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
     """Values of --recompute-granularity that it has."""
 
+    layers: tuple[str, ...] = ()
+    """Layers of your own: rms_norm=module:Norm in place of the factory's, called with the mesh and
+    then as a model calls that; factory=module:name in place of layer_factory."""
+
     attention_dropout_rng: Literal["coordinates", "coordinates-flex", "kernel"] | None = field(
         default=None, metadata={"resume": "effect"}
     )

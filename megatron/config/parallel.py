@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.checks import at_most, excludes, is_set, left_out, positive
+from megatron.config.parts import check_names
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
@@ -32,11 +33,16 @@ class ParallelConfig:
     tensor_parallel_depth: int = 1
     """Number of squares in --tensor-parallel-mode 2.5d."""
 
+    process_group: str = "torch"
+    """Part that connects the processes: torch, or module:name of a function that calls
+    torch.distributed.init_process_group with what it is given."""
+
     distributed_timeout_minutes: float = 10.0
     """Minutes without progress after which a run of several processes stops and names the one that
     is behind; longer than the longest save, evaluation or load."""
 
     def __post_init__(self) -> None:
+        check_names(self)
         positive(self, "tensor_model_parallel_size", "distributed_timeout_minutes")
         positive(self, "tensor_parallel_depth")
         mode, size = self.tensor_parallel_mode, self.tensor_model_parallel_size
@@ -285,6 +291,10 @@ class FinetuneParallelConfig(ContextParallelConfig):
 class TrainingParallelConfig(FinetuneParallelConfig):
     """Parallelism of programs that pretrain."""
 
+    gradient_reduction: str = "sum"
+    """Part that adds up the gradients of ranks: sum, a collective that runs beside the backward, or
+    module:name of a function of gradients x [n] and axis that returns their sum [n]."""
+
     pipeline_model_parallel_size: int = 1
     """Pipeline stages: processes that share one model, each holding some of its layers, whole or a
     tensor-parallel slice of them."""
@@ -297,10 +307,10 @@ class TrainingParallelConfig(FinetuneParallelConfig):
     """Virtual stages of a process, in place of --num-layers-per-virtual-pipeline-stage; their
     numbers of layers may differ."""
 
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = None
+    pipeline_schedule: str | None = None
     """Order in which each process runs its forwards and backwards: gpipe, 1f1b, interleaved (for
-    virtual stages), or zb-h1 (zero bubble). If not given: 1f1b, or with virtual stages
-    interleaved."""
+    virtual stages), zb-h1 (zero bubble), or module:name of a part. If not given: 1f1b, or with
+    virtual stages interleaved."""
 
     pipeline_partition: Literal["balanced", "uniform"] = "balanced"
     """Layers of each stage. balanced: the slowest stage is as fast as possible, with the head

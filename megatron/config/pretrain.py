@@ -19,6 +19,7 @@ from megatron.config.model import (
     ViTConfig,
 )
 from megatron.config.parallel import CONTEXT, TrainingParallelConfig
+from megatron.config.parts import check_parts
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
@@ -85,7 +86,9 @@ class PretrainConfig:
         self.parallel.check(world_size, self.model.widths, self.seq_length)
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError if two configs, or a config and world_size processes, disagree."""
+        """Raise UsageError if two configs, or a config and world_size processes, disagree, or a
+        part of one's own does not fit."""
+        check_parts(self)
         if self.data.mock_data:
             left_out(self.training, "epochs", "with --mock-data, which has no end")
         if self.model.recompute_granularity not in self.model.granularities:

@@ -51,6 +51,11 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
     return training, validation, test
 
 
+def in_order(number: int, samples_per_epoch: int, seed: int) -> int:
+    """The default part of --sampler."""
+    return number
+
+
 def permute(
     numbers: NDArray[np.int64], size: int, *, seed: int, epochs: NDArray[np.int64]
 ) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel import kernels
-from megatron.parallel.collectives import start_all_reduce, start_gather, start_sum
+from megatron.parallel.collectives import own_rows, start_gather, start_sum
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.sharding import FlatRange, ShardingSpec, TensorSlice
 
@@ -125,6 +125,25 @@ class GradientView:
         self.is_filled = True
 
 
+StartSum = Callable[..., Callable[[], Tensor]]
+Reduction = Callable[..., Tensor]
+"""The part of --gradient-reduction: takes gradients x [n] and the axis over which they are partial,
+and returns their sum [n], the same on every rank of the axis."""
+
+
+def sum_by(reduction: Reduction) -> StartSum:
+    """`collectives.start_sum` by a reduction of one's own, which is over when it returns."""
+
+    def start(x: Tensor, axis: Axis, owners: Axis, out: Tensor | None) -> Callable[[], Tensor]:
+        total = reduction(x=x, axis=axis)
+        own = total if owners.size == 1 else own_rows(total, axis)
+        out = x if owners.size == 1 else torch.empty_like(own) if out is None else out
+        out.copy_(own)
+        return lambda: out
+
+    return start
+
+
 Deferred = tuple[GradientView, Callable[[], object]]
 """A gradient, and the work that adds it later."""
 
@@ -139,6 +158,7 @@ class Bucket:
     adjacent parameters with equal weight decay and shard axes.
     """
 
+    custom_sum: StartSum | None = None  # in place of start_sum
     sums_each_micro_batch: ClassVar[bool] = False  # whether no rank keeps whole gradients
     keeps_weights: ClassVar[bool] = True  # whether whole weights last between the steps
 
@@ -219,7 +239,13 @@ class Bucket:
             # In stage 1 a reduce-scatter into the own part, which leaves the rest undefined. Else
             # the own part is all: an all-reduce works in place, and ignores `out`.
             owners = self.shared if self.early_axis is self.shared else ALONE
-            self.pending_sum = start_sum(gradients, self.early_axis, owners, out=self.own_gradients)
+            out = self.own_gradients
+            self.pending_sum = self._start_sum(gradients, self.early_axis, owners, out)
+
+    def _start_sum(
+        self, x: Tensor, axis: Axis, owners: Axis, out: Tensor | None
+    ) -> Callable[[], Tensor]:
+        return (self.custom_sum or start_sum)(x, axis, owners, out=out)
 
     def fill_missing(self) -> Tensor:
         """`gradients`, with zeros for parameters without a gradient."""
@@ -236,7 +262,8 @@ class Bucket:
         for axis in self.axes:
             if axis is not self.early_axis and axis.is_of_stages == is_of_stages:
                 self.wait()
-                self.pending_sum = start_all_reduce(self.own_gradients, axis)
+                gradients = self.own_gradients
+                self.pending_sum = self._start_sum(gradients, axis, ALONE, gradients)
 
     def wait(self) -> None:
         """Wait for the sums that were started."""
@@ -308,7 +335,7 @@ class ShardedBucket(Bucket):
         gradients = self.fill_missing()
         # Sums of several micro-batches are added in another order than in stages 0 and 1: results
         # differ by 1e-6 in fp32.
-        arrived = start_sum(gradients, self.shared, self.shared)
+        arrived = self._start_sum(gradients, self.shared, self.shared, None)
         self._gradients = None
         for view in self.views:
             view.is_filled = False

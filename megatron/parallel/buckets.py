@@ -28,8 +28,10 @@ from megatron.parallel.bucket import (
     Deferred,
     GradientView,
     Named,
+    Reduction,
     ShardedBucket,
     nothing,
+    sum_by,
 )
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.initialize import give_memory
@@ -104,6 +106,7 @@ class GradientBuckets:
         zero_stage: int = 0,
         units: Sequence[nn.Module] | None = None,
         compares_weights: bool = True,
+        reduction: Reduction | None = None,
     ) -> Self:
         """For MasterWeights, which reads the buckets: there is no `.grad`, and gradients that
         several ranks hold are not compared. specs, mesh, wide: see GradientBuckets.
@@ -115,6 +118,8 @@ class GradientBuckets:
 
         compares_weights: check that initial weights that several ranks hold are equal on them;
         False if weights are set later. Raises RuntimeError, naming the weights that differ.
+
+        reduction: sums gradients over the ranks in place of a collective, see `Reduction`.
         """
         gradients = cls.__new__(cls)
         gradients._set_up(model, specs, mesh)
@@ -136,6 +141,9 @@ class GradientBuckets:
             layers = zero3.Units(model, units)
             unit_of = layers.of_parameters
         gradients._add_buckets(bucket_bytes, wide, unit_of)
+        if reduction is not None:
+            for bucket in gradients.buckets:
+                bucket.custom_sum = sum_by(reduction)
         if zero_stage == 3:
             gradients.units = layers
             layers.take(gradients.buckets)

@@ -3,7 +3,7 @@ cut. Another way to cut a model is a row of `PAIRS`, and no change to the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
@@ -74,6 +74,7 @@ class LayerFactory:
         norm: str = "torch",
         draws_in_kernel: bool = False,
         by_flex: bool = False,
+        custom: Mapping[str, Maker] | None = None,
     ) -> None:
         column, row, grouped_query, linear = PAIRS[mesh.tensor_parallel_mode]
         # (in, out, parts=1, bias=True, std=): x to the parallel region
@@ -119,6 +120,7 @@ class LayerFactory:
         )
         # (): factory for layers after `gather`, whose x is whole
         settings: Any = {"norm": norm, "draws_in_kernel": draws_in_kernel, "by_flex": by_flex}
+        settings["custom"] = custom
         self.whole = lambda: LayerFactory(replace(mesh, stream=ALONE), seed, **settings)
         # (n, h): shape of this rank's part of x
         self.stream_shape = lambda n, h: (n // mesh.stream.size, h // mesh.hidden.size)
@@ -136,6 +138,8 @@ class LayerFactory:
         self.context = Context(mesh)
         self.tensor = mesh.tensor  # axis that cuts the layers
         self.stream = mesh.stream  # axis that cuts the rows of x: sequence parallelism
+        for name, maker in (custom or {}).items():
+            setattr(self, name, partial(maker, mesh))
 
 
 def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
@@ -149,6 +153,7 @@ def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
 
     seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or in 1D "apex";
     draws_in_kernel=False, whether attention's kernel draws its dropout; by_flex=False, whether
-    compiled layers drop by coordinates in torch's flex_attention.
+    compiled layers drop by coordinates in torch's flex_attention; custom={name: maker}, layers
+    in place of these, see megatron.models.build.MAKERS.
     """
     return LayerFactory(mesh, seed, **settings)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -115,6 +115,10 @@ def schedule(kind: str, ranks: int, micro_batches: int, virtual: int = 1) -> Lis
             blocks += [("backward_weight", block) for block in rest]
         lists.append(tuple(Action(way, *each) for way, block in blocks for each in block))
     return tuple(lists)
+
+
+# Parts of --pipeline-schedule, in the order of KINDS.
+gpipe, one_f_one_b, interleaved, zb_h1 = (partial(schedule, kind) for kind in KINDS)
 
 
 @cache
@@ -304,7 +308,7 @@ WHOLE_MODEL = PipelinePlan()
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a schedule that `check` proves.
+    """Properties of a schedule, see `measure`.
 
     in_flight: by rank, the largest number of micro-batches, each counted for each virtual stage,
     whose activations wait for the end of their backward; 0 in an evaluation. idle_share: (time
@@ -345,7 +349,14 @@ def check(lists: Lists, virtual: int) -> Facts:
                 where = f"rank {stage % ranks}: of stage {stage}, micro-batch {n}"
                 raise ScheduleError(f"{where} it has {has}, and needs {needed}")
     simulate(tuple(program(lists, rank) for rank in range(ranks)), by_message=True)
+    return measure(lists, virtual)
 
+
+@cache
+def measure(lists: Lists, virtual: int) -> Facts:
+    """Properties of a schedule that works."""
+    micro_batches = 1 + max(action.micro_batch for action in chain(*lists))
+    trains = any(action.direction != "forward" for action in chain(*lists))
     in_flight, end = [], 0  # activations stay until B or W; an I frees none
     change = {"forward": int(trains), "backward": -1, "backward_input": 0, "backward_weight": -1}
     for starts, actions in zip(simulate(lists), lists, strict=True):

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.parts import PARTS
 from megatron.config.pretrain import (
     PretrainBertConfig,
     PretrainConfig,
@@ -69,6 +70,17 @@ class Inputs:
     model: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the model that the data give, by field; those of the flags go before."""
 
+    @classmethod
+    def of_samples(
+        cls, train: Samples, vocab_size: int, *, content: str, validation: Samples | None = None
+    ) -> Inputs:
+        """Of samples that come from no corpus. content: names the data set; a run resumes on the
+        one whose name it had."""
+        data = SimpleNamespace(num_documents=0, content=content)
+        source = Source(weight=Fraction(1), data=data)
+        corpus = Corpus(sources=(source,), vocab_size=vocab_size, eod=None, fingerprint="")
+        return cls(corpus=corpus, tokenizer=None, train=train, validation=validation)
+
     def samples_in(self, epochs: int) -> int:
         """Training samples in this many epochs; in a blend, until its first data set has been read
         this often."""
@@ -82,7 +94,9 @@ def open_inputs(config: PretrainConfig, kind: ModelKind) -> Inputs:
     does not fit."""
     if config.data.mock_data:
         return mock_inputs(config, resolve_name(kind.samples))
-    inputs: Inputs = resolve_name(str(kind.inputs))(config)
+    own = config.data.dataset
+    open_own = resolve_name(str(kind.inputs)) if own is None else PARTS["dataset"].find(own)
+    inputs: Inputs = open_own(config=config)
     return inputs
 
 
@@ -273,11 +287,9 @@ def _inputs(
 
 def mock_inputs(config: PretrainConfig, samples: Callable[[PretrainConfig], Samples]) -> Inputs:
     """Random samples for training, and others for validation; samples: see `ModelKind`."""
-    no_data = SimpleNamespace(num_documents=0, content="mock data")
-    source = Source(weight=Fraction(1), data=no_data)
-    corpus = Corpus(sources=(source,), vocab_size=vocabulary_of(config), eod=None, fingerprint="")
     other = replace(config, training=replace(config.training, seed=config.training.seed + 1))
-    return Inputs(corpus=corpus, tokenizer=None, train=samples(config), validation=samples(other))
+    size, validation = vocabulary_of(config), samples(other)
+    return Inputs.of_samples(samples(config), size, content="mock data", validation=validation)
 
 
 def vocabulary_of(config: PretrainConfig) -> int:
@@ -331,11 +343,13 @@ def prefetch(
     data_rank: int,
     data_size: int,
     num_workers: int = 1,
+    sampler: Callable[[int], int] = int,
 ) -> Generator[list[Batch]]:
     """Yields this rank's micro-batches of each step, made while earlier steps are computed.
 
     starts: the first sample of each step; its stride is the global batch size. num_workers: threads
-    that read ahead, each for one of the next steps. An error of the data set is raised in its step.
+    that read ahead, each for one of the next steps. sampler: gives the number of the sample that is
+    read in place of each. An error of the data set is raised in its step.
     The threads end with the iterator, so close an iterator that is left early.
     """
 
@@ -347,7 +361,7 @@ def prefetch(
             data_rank=data_rank,
             data_size=data_size,
         )
-        return [data.batch(each).numbered(np.array(each)) for each in numbers]
+        return [data.batch([*map(sampler, each)]).numbered(np.array(each)) for each in numbers]
 
     ahead = deque[Future[list[Batch]]]()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.config.launch import RankInfo, read_rank_info, world_size, write_error_file
 from megatron.config.parallel import ParallelConfig
+from megatron.config.parts import PARTS
 from megatron.errors import UsageError
 from megatron.parallel.mesh import Mesh, build_mesh, serial_mesh
 from megatron.train.watch import ROUNDS, Arrival, Watch, began_at, note
@@ -104,8 +105,9 @@ def launch(
         if has_gpu:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=ROUNDS * limit + _MARGIN)
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo",
+        connect = PARTS["process_group"].find(parallel.process_group)
+        connect(
+            backend="nccl" if has_gpu else "gloo",
             store=dist.PrefixStore("groups", store.clone()),  # type: ignore[attr-defined]
             rank=info.rank,
             world_size=info.size,

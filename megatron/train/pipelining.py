@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import TrainingParallelConfig
+from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Batch
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import local_tokens
 from megatron.parallel.partition import head_weight, partition, partition_uniform
-from megatron.parallel.schedules import Lists, PipelinePlan, ScheduleError
+from megatron.parallel.schedules import KINDS, Lists, PipelinePlan, ScheduleError
 from megatron.parallel.stages import PipelineModel
 from megatron.train.executor import Executor
 
@@ -28,18 +29,23 @@ def plan_pipeline(
     seq_length: int,
     vocab_size: int,
     scored: float = 1.0,
+    micro_batches: int | None = None,
     custom_schedule: Lists | None = None,
 ) -> PipelinePlan:
     """The pipeline of a model that divides into its stages (`TrainingParallelConfig.check_model`).
 
     model: its config. seq_length: tokens per sample. scored: the share of tokens whose logits the
     head computes, which is the head's cost. The embedding, a look-up, costs nothing.
-    custom_schedule: see PipelinePlan. Raises ValueError if that is not a schedule of this number of
+    micro_batches: of a step, for a --pipeline-schedule of one's own. custom_schedule: see
+    PipelinePlan. Raises ValueError if that is not a schedule of this number of
     stages, or halves backwards although layers are recomputed in full.
     """
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_stages(model.num_layers)
     kind = parallel.pipeline_schedule or ("interleaved" if virtual > 1 else "1f1b")
+    if kind not in KINDS and custom_schedule is None:
+        make = PARTS["pipeline_schedule"].find(kind)
+        custom_schedule = make(ranks=ranks, micro_batches=micro_batches, virtual=virtual)
     is_halved = any(each.direction == "backward_weight" for each in chain(*custom_schedule or ()))
     if is_halved and model.recompute_granularity == "full":
         # A deferred half keeps what full recomputation frees, 64 times the memory.
@@ -59,14 +65,17 @@ def plan_pipeline(
     return PipelinePlan(ranks, virtual, kind, layers, custom_schedule)
 
 
-def plan_of_run(config: PretrainConfig, vocab_size: int) -> PipelinePlan:
+def plan_of_run(config: PretrainConfig, vocab_size: int, world_size: int) -> PipelinePlan:
     """The pipeline of a run that `config.check` accepts."""
+    readers = config.parallel.batch_parallel_size(world_size)
+    samples = config.training.micro_batch_size * readers
     return plan_pipeline(
         config.parallel,
         config.model,
         seq_length=config.seq_length,
         vocab_size=vocab_size,
         scored=config.scored,
+        micro_batches=config.global_batch_size(world_size) // samples,
     )
 
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.resume import Start, data_fingerprint, find_start, run_id
 from megatron.config.launch import world_size
 from megatron.config.parse import parse, user_errors
+from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
-from megatron.errors import OutOfMemoryError, UsageError
+from megatron.errors import OutOfMemoryError, UsageError, flag
 from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train.inputs import Inputs, open_inputs, prefetch
@@ -128,25 +129,30 @@ def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> Pip
     from megatron.parallel.agree import on_all_ranks
     from megatron.train.pipelining import plan_of_run
 
-    def require_equal(flag: str, value: object, description: str, cure: str) -> None:
+    def require_equal(setting: str, value: object, description: str, cure: str) -> None:
         descriptions = mesh.control.gather(description)
         for rank, other in enumerate(descriptions):
             if other != descriptions[0]:
                 both = f"rank 0 has {descriptions[0]}, and rank {rank} {other}"
-                raise UsageError(flag, value, f"the same for all ranks: {both}; {cure}")
+                raise UsageError(setting, value, f"the same for all ranks: {both}; {cure}")
 
-    training, name = config.training, getattr(config.data, "dataset_name", None)
+    training, data = config.training, config.data
+    named = {"dataset": data.dataset, "dataset_name": getattr(data, "dataset_name", None)}
+    named["data_path"] = " ".join(data.data_path) or None
+    source = next((each for each, value in named.items() if value), "data_path")
     length = f"{training.train_iters} steps"
     if training.epochs is not None:
         length = f"{inputs.samples_in(training.epochs)} to be trained"
     require_equal(
-        "--data-path" if name is None else "--dataset-name",
-        name or " ".join(config.data.data_path) or None,
+        flag(source),
+        named[source],
         f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
         f"samples, {length}",
         "a folder that all of them see works",
     )
-    pipeline = on_all_ranks(mesh, lambda: plan_of_run(config, inputs.corpus.vocab_size))
+    pipeline = on_all_ranks(
+        mesh, lambda: plan_of_run(config, inputs.corpus.vocab_size, mesh.size())
+    )
     require_equal(
         "--pipeline-model-parallel-size",
         config.parallel.pipeline_model_parallel_size,
@@ -209,6 +215,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         draws=origin.weights is None,
         zero_stage=config.parallel.stage_of_zero,
         cuda_graph=config.training.cuda_graph,
+        reduction=config.parallel.gradient_reduction,
     )
 
     # 4. Facts for the manifests of its checkpoints
@@ -278,6 +285,11 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             data_rank=mesh.batch.rank,
             data_size=mesh.batch.size,
             num_workers=config.data.num_workers,
+            sampler=partial(
+                PARTS["sampler"].find(config.data.sampler),
+                samples_per_epoch=inputs.train.samples_per_epoch,
+                seed=config.training.seed,
+            ),
         ),
         learning_rate=partial(learning_rate, config.optimizer, decay_iters=config.lr_decay_iters()),
         evaluate=lambda state: validate(
@@ -302,6 +314,9 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
 def log_start(run: Run, loop: Loop) -> None:
     """Log and record where the run starts and what it runs on."""
     state = run.state
+    training, mesh = run.config.training, state.mesh
+    samples = training.micro_batch_size * mesh.batch.size
+    micro_batches = run.config.global_batch_size(mesh.size()) // samples
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
     axes = " x ".join(f"{name} {size}" for name, size in state.mesh.sizes.items())
@@ -311,7 +326,7 @@ def log_start(run: Run, loop: Loop) -> None:
     lr = loop.learning_rate(state.updates + 1)
     for message in (
         f"{size} on {facts['device']}, ranks {axes}",
-        *state.describe_stages(),
+        *state.describe_stages(micro_batches),
         *(state.mesh.describe_ranks() if run.config.logging.log_ranks else ()),
         *run.messages,
         *run.config.warnings(state.mesh.device.type),

@@ -1,6 +1,7 @@
 """Stages and schedules of a run, and steps of pipelines: what the stages agree on. The matrix of
 tests/layouts shows that every layout computes what one process computes."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def read(
     config = parse(settings, [*SMALL.split(), *given], {})
     world = 2 * config.parallel.pipeline_model_parallel_size
     config.check(world)
-    return plan_of_run(config, VOCABULARY)
+    return plan_of_run(config, VOCABULARY, world)
 
 
 def sizes(plan: PipelinePlan) -> list[int]:
@@ -100,7 +101,7 @@ def test_a_head_of_few_tokens_weighs_less() -> None:
 ])  # fmt: skip
 def test_layers_of_presets(layers: list[int], preset: str, vocabulary: int) -> None:
     config = parse(PretrainGPT2Config, ["--preset", preset], {})
-    plan = plan_of_run(config, vocabulary)
+    plan = plan_of_run(config, vocabulary, math.prod(config.parallel.sizes.values()))
     assert sizes(plan) == layers
 
 

@@ -68,8 +68,9 @@ def train_layout(job: Job) -> Report:
                 optimizer=config.optimizer,
                 precision=config.precision,
                 compiled=choose_compile(config.training.compile or False, mesh)[0],
-                pipeline=plan_of_run(config, vocabulary),
+                pipeline=plan_of_run(config, vocabulary, mesh.size()),
                 zero_stage=config.parallel.stage_of_zero,
+                reduction=config.parallel.gradient_reduction,
             )
             return report(job, state, samples)
     except Exception:  # of a single process; with several the failure watch reports it
