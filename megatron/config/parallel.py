@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.checks import at_most, excludes, is_set, left_out, positive
-from megatron.config.parts import check_names
+from megatron.config.parts import check_names, check_parts
 from megatron.errors import UsageError, flag
 from megatron.parallel.axes import INNER, UNIONS, token_pieces
 
@@ -109,7 +109,8 @@ class ParallelConfig:
         seq_length: int | None = None,
     ) -> None:
         """Raise UsageError if the processes, a model's `KindConfig.widths`, or with sequence
-        parallelism the tokens of a sample cannot be divided evenly."""
+        parallelism the tokens of a sample cannot be divided evenly, or a part is not there."""
+        check_parts(self)
         self._check_own(world_size)
         size, side, mode = self.tensor_model_parallel_size, self.side, self.tensor_parallel_mode
         widths = dict(widths or {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -99,13 +99,11 @@ def check_names(config: Any) -> None:
             registry.find(name)
 
 
-def check_parts(settings: Any) -> None:
-    """Raise UsageError for a part of one's own that is not there or does not fit. settings: a
-    program's, with configs."""
-    for config in (getattr(settings, each.name) for each in fields(settings)):
-        for registry, name in _parts_of(config) if is_dataclass(config) else ():
-            if ":" in name:  # those of the registry fit, and would take seconds to import
-                registry.find(name)
+def check_parts(config: Any) -> None:
+    """Raise UsageError for a part of one's own that is not there or does not fit."""
+    for registry, name in _parts_of(config):
+        if ":" in name:  # those of the registry fit, and would take seconds to import
+            registry.find(name)
 
 
 def _parts_of(config: Any) -> list[tuple[Registry, str]]:

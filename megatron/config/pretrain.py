@@ -88,7 +88,8 @@ class PretrainConfig:
     def check(self, world_size: int) -> None:
         """Raise UsageError if two configs, or a config and world_size processes, disagree, or a
         part of one's own does not fit."""
-        check_parts(self)
+        for config in (self.data, self.optimizer):
+            check_parts(config)
         if self.data.mock_data:
             left_out(self.training, "epochs", "with --mock-data, which has no end")
         if self.model.recompute_granularity not in self.model.granularities:

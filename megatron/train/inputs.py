@@ -94,9 +94,11 @@ def open_inputs(config: PretrainConfig, kind: ModelKind) -> Inputs:
     does not fit."""
     if config.data.mock_data:
         return mock_inputs(config, resolve_name(kind.samples))
-    own = config.data.dataset
-    open_own = resolve_name(str(kind.inputs)) if own is None else PARTS["dataset"].find(own)
-    inputs: Inputs = open_own(config=config)
+    inputs: Inputs
+    if config.data.dataset is not None:
+        inputs = PARTS["dataset"].find(config.data.dataset)(config=config)
+    else:
+        inputs = resolve_name(str(kind.inputs))(config)
     return inputs
 
 

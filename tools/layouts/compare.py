@@ -89,8 +89,8 @@ class ComparisonConfig:
     default depends on the precision."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of your own; by default the one in the preset's name, or else
-    gpt2."""
+    """Kind of model, or module:NAME of your own; by default that of the preset's
+    table [model], or the one in its name, or else gpt2."""
 
     json: Path | None = None
     """JSON file to write, with a row per layout."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from megatron.config.presets import kind_of_preset
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
 from megatron.errors import UsageError
 from megatron.models.registry import KINDS, find_kind
-from megatron.train.inputs import vocabulary_of
+from megatron.train.inputs import open_inputs, vocabulary_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +31,17 @@ class Job:
 
 
 def kind_of(arguments: Sequence[str]) -> str:
-    """The kind of model: that of --kind, or the one in the name of the preset, or gpt2."""
+    """The kind of model: that of --kind, or of the preset's table [model], or the one in the name
+    of the preset, or gpt2."""
     given: dict[str, str] = {}
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
         given[flag] = given.get(flag, "") + (own if has_value else value)
-    preset = Path(given.get("--preset", "")).name
-    named = (name for name, kind in KINDS.items() if kind.program is not None and name in preset)
-    return given.get("--kind") or next(named, "gpt2")
+    kind, preset = given.get("--kind"), given.get("--preset", "")
+    with suppress(UsageError):  # raised again when the preset is read
+        kind = kind or kind_of_preset(preset)
+    names = (name for name, each in KINDS.items() if each.program is not None)
+    return kind or next((name for name in names if name in Path(preset).name), "gpt2")
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:
@@ -59,7 +64,7 @@ def of_pretraining(config: Any) -> PretrainConfig:
 def open_samples(config: PretrainConfig) -> tuple[Samples, int]:
     """(samples that a training with this config reads, size of their vocabulary)."""
     kind = find_kind(config.model.kind)
-    if config.data.data_path:
-        inputs = resolve_name(str(kind.inputs))(config)
+    if config.data.data_path or config.data.dataset:
+        inputs = open_inputs(config, kind)
         return inputs.train, inputs.corpus.vocab_size
     return resolve_name(kind.samples)(config), vocabulary_of(config)

@@ -65,8 +65,8 @@ class QuestionConfig(FilesConfig):
     paper (2018), with a warning."""
 
     kind: str | None = None
-    """Kind of model, or module:NAME of your own; by default the one in the preset's name, or else
-    gpt2."""
+    """Kind of model, or module:NAME of your own; by default that of the preset's
+    table [model], or the one in its name, or else gpt2."""
 
     search: bool = False
     """List the layouts that fit, best first; the global batch, the context-parallel size, the
