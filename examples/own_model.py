@@ -1,6 +1,6 @@
 """A block of your own in GPT-2, trained, resumed and generated from by the project's programs.
 
-    python pretrain.py --model examples.own_model:KIND --preset quickstart
+    python pretrain.py --model examples.own_model:KIND --preset quickstart --mock-data
 
 GPT-NeoX (arXiv 2204.06745) adds attention and MLP to the hidden states side by side.
 """

@@ -1,5 +1,5 @@
-"""Parts of a user's own, one of each kind, for own_parts.toml. docs/parts.md lists what each takes;
-parts are called with keywords."""
+"""Parts of a user's own, one of each kind, for own_parts.toml. They are called with keywords;
+docs/configuration.md lists those of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -65,8 +65,8 @@ KIND = replace(
 
 
 class Sums:
-    """Sequences in which each token is the sum of the two before it, modulo the vocabulary. Later
-    samples have larger steps."""
+    """Sequences in which each token is the sum of the two before it, modulo the vocabulary. The
+    second token grows with the sample's number."""
 
     vocabulary, samples_per_epoch = 64, 1024
 
@@ -76,7 +76,7 @@ class Sums:
     def batch(self, numbers: Sequence[int]) -> GPT2Batch:
         """tokens, labels, positions int64 [b, s]; loss_mask float32 [b, s], 1 where it counts."""
         rows = np.zeros((len(numbers), self.length + 1), np.int64)
-        rows[:, 1] = 1 + np.array(numbers) // 16
+        rows[:, 1] = (1 + np.array(numbers) // 16) % self.vocabulary
         for place in range(2, self.length + 1):
             rows[:, place] = (rows[:, place - 1] + rows[:, place - 2]) % self.vocabulary
         shape = len(numbers), self.length
@@ -122,7 +122,7 @@ def lion(params: list[dict[str, Any]], config: OptimizerConfig) -> Lion:
 
 
 def halved(config: OptimizerConfig, update: int, warmup: int, end: int) -> float:
-    """Learning rate: halved four times until the end."""
+    """Learning rate: halved after each quarter of the run."""
     return max(config.min_lr, config.lr * 0.5 ** (4 * (update - 1) // end))
 
 

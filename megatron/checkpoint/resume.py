@@ -196,7 +196,7 @@ def check_start(
     rules = _rules(manifest["kind"])
     if finetune:
         rules = {name: rule for name, rule in rules.items() if rule == "fixed"}
-        free = ("precision", "--optimizer", *map(flag, config.model.adaptable))
+        free = ("precision", "--optimizer", "--sgd-momentum", *map(flag, config.model.adaptable))
         rules |= dict.fromkeys(free, "free") | {"tokenizer": "data"}
     precision = config.precision.name or manifest["precision"]
     facts = {"config": asdict(config), **identity, "precision": precision}
@@ -234,8 +234,7 @@ def check_start(
         allowed = " ".join(arguments_of(name, saved)) or "left out"
         works = tuple(word for each in wrong for word in arguments_of(each, differing[each][0]))
     else:  # it is no setting, but what is at --data-path
-        hub = getattr(config.data, "dataset_name", None)
-        words = ("--dataset-name", hub) if hub else ("--data-path", *config.data.data_path)
+        words = config.data.source
         vocab_file = getattr(config.data, "vocab_file", None)
         if name == "tokenizer" and vocab_file is not None:
             words = ("--vocab-file", vocab_file)

@@ -45,8 +45,7 @@ CLOSED = 141  # status in shells of a program whose reader went away: 128 + SIGP
 _PRESET_HELP = (
     "--preset FILE|NAME reads settings from a TOML file (num_layers = 24), or from that of this "
     "name in scripts/presets; it may be given several times, and the flags on the command line "
-    "win. --print-config "
-    "prints all settings as such a file, and ends."
+    "win. --print-config prints all settings as such a file, and ends."
 )
 
 # Flags of other trainers, and their names here (the first that the program has).
@@ -130,7 +129,8 @@ def user_errors(
         about = f"{error.flag} {error.allowed}" if isinstance(error, UsageError) else str(error)
         named = set(re.findall(r"--[a-z][\w-]*", about))
         lines: dict[Path, list[str]] = {}
-        for each in [] if isinstance(error, CommandLineError) else _in_force:
+        is_named = isinstance(error, UsageError) and error.flag == "--preset"
+        for each in [] if is_named or isinstance(error, CommandLineError) else _in_force:
             if each.flags & named:
                 text_of = f"{setting(each.key, each.value)} (line {each.line})"
                 lines.setdefault(each.file, []).append(text_of)

@@ -3,7 +3,7 @@
 A setting that chooses a part takes a name of its registry, or "module:name" of a function or class
 of one's own. Parts are called with keywords. A part that cannot be called so is refused before
 anything is built, with the argument that does not fit. Needs no torch: an entry names its module.
-docs/parts.md has a table of the registries, made by tools/api_page.py.
+docs/configuration.md has a table of the registries, made by tools/api_page.py.
 """
 
 from __future__ import annotations
@@ -109,6 +109,46 @@ def check_parts(config: Any) -> None:
 def _parts_of(config: Any) -> list[tuple[Registry, str]]:
     names = ((PARTS.get(each.name), getattr(config, each.name)) for each in fields(config))
     return [(registry, name) for registry, name in names if registry and name is not None]
+
+
+MAKERS = {
+    "column": (2, "parts bias std"),
+    "grouped_query": (1, "heads key_value_heads head_size bias std"),
+    "row": (2, "bias std"),
+    "linear": (2, "bias std"),
+    "gather": (0, ""),
+    "input": (2, "bias std"),
+    "output": (2, "bias std"),
+    "word_embedding": (2, "divisible_by std is_tied"),
+    "position_embedding": (2, "std"),
+    "rotary": (1, "base scaling"),
+    "layer_norm": (1, "epsilon"),
+    "rms_norm": (1, "epsilon"),
+    "inner_layer_norm": (1, "epsilon"),
+    "dropout": (2, ""),
+    "attention_core": (2, ""),
+    "head": (2, "divisible_by bias untied_std"),
+    "factory": (1, "custom norm draws_in_kernel by_flex"),
+}
+"""Makers of a layer factory (megatron/parallel/factory.py) that one of the user's own can replace:
+(arguments after the mesh, names of keywords)."""
+
+
+def custom_layers(settings: Sequence[str]) -> dict[str, Any]:
+    """{name of a maker, or "factory": the user's own} of `KindConfig.layers`. Raises UsageError for
+    a name that a factory does not have, and for a maker that is not there or does not fit."""
+    custom = dict[str, Any]()
+    for each in settings:
+        name, _, place = each.partition("=")
+        maker, wrong = resolve(place)
+        if name in MAKERS and not wrong:
+            count, keywords = MAKERS[name]
+            wrong = misfit(maker, keywords.split(), 1 + count)
+        if name not in MAKERS or wrong:
+            allowed = f"NAME=module:name with NAME one of {', '.join(MAKERS)}"
+            raise UsageError("--layers", each, allowed + (f" ({wrong})" if wrong else ""))
+        custom[name] = maker
+    return custom
 
 
 PARTS = {

@@ -9,8 +9,9 @@ import contextlib
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -35,7 +36,9 @@ class PresetSetting:
         return {flag(self.name), switch(self.name, False)}
 
     def error(self, allowed: str) -> UsageError:
-        text = f"{self.file}, line {self.line}: {setting(self.key, self.value)}"
+        is_table = isinstance(self.value, dict)
+        given = f"[{self.key}]" if is_table else setting(self.key, self.value)
+        text = f"{self.file}, line {self.line}: {given}"
         return UsageError("--preset", text, allowed)
 
 
@@ -56,7 +59,9 @@ def find_preset(name: str, keys: Collection[str] = ()) -> Path:
     folder: Path | None = None  # the presets of a folder are of one kind of program
     for file in (*Path(name).parent.glob("*.toml"), *files):
         with contextlib.suppress(UsageError, OSError):
-            if keys and not read_toml(file).keys() <= set(keys):
+            settings = read_toml(file).items()
+            inside = (value if isinstance(value, dict) else [key] for key, value in settings)
+            if keys and not set(chain(*inside)) - {"kind"} <= set(keys):
                 continue
             if keys and file in files:
                 folder = folder or file.parent
@@ -69,38 +74,49 @@ def find_preset(name: str, keys: Collection[str] = ()) -> Path:
     raise UsageError("--preset", name or None, allowed, works=works)
 
 
-def kind_of_preset(name: str) -> str | None:
-    """The `kind` in the table [model] of a preset. Raises as `find_preset`."""
-    file = find_preset(name)
-    see_modules_in(str(file.resolve().parent))
-    model = read_toml(file).get("model")
-    return str(model["kind"]) if isinstance(model, dict) and "kind" in model else None
+def kind_of_presets(names: Iterable[str]) -> PresetSetting | None:
+    """The last `kind` in a table [model] of these presets. Raises as `find_preset`."""
+    found = None
+    for name in names:
+        file = find_preset(name)
+        see_modules_in(str(file.resolve().parent))
+        model = read_toml(file).get("model")
+        if isinstance(model, dict) and "kind" in model:
+            line = _line_numbers(file).get(("model", "kind"), 1)
+            found = PresetSetting("kind", model["kind"], file, line, "model")
+    return found
 
 
 def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator[PresetSetting]:
     """Settings of a preset, which may be in a table with the name of their config. names: the first
     name of each setting, by each of its names. Raises UsageError for other keys."""
     hints = get_type_hints(program)
-    configs = {each.name: hints[each.name] for each in fields(program)}
+    tables = {each.name: hints[each.name] for each in fields(program)}
+    tables = {name: config for name, config in tables.items() if is_dataclass(config)}
     see_modules_in(str(file.resolve().parent))  # those of its parts
-    settings, lines = read_toml(file), _line_numbers(file)
+    settings, lines, first = read_toml(file), _line_numbers(file), dict[str, int]()
     for key, value in settings.items():
-        config: Any = configs.get(key)
-        is_table = isinstance(value, dict) and is_dataclass(config)
-        table, own = (key, value) if is_table else ("", {key: value})
-        allowed = {name for name, _, _ in settings_of(config)} if is_table else names.keys()
-        for name, each in own.items():
-            line = lines.get((table, name)) or lines.get((table, "")) or 1
+        is_table, config = isinstance(value, dict), tables.get(key)
+        if is_table and config is None:
+            table = PresetSetting(key, value, file, lines.get((key, ""), 1), key)
+            near = difflib.get_close_matches(key, tables, n=1, cutoff=0)
+            raise table.error(f"a table of this program such as [{', '.join(near)}]")
+        allowed = {name for name, _, _ in settings_of(config)} if config else names.keys()
+        for name, each in value.items() if is_table else [(key, value)]:
+            line = lines.get((key if is_table else "", name)) or lines.get((key, "")) or 1
             given = PresetSetting(name, each, file, line, names.get(name, name))
-            if is_table and name == "kind" and hasattr(config, "kind"):
+            if config and name == "kind" and name not in allowed and hasattr(config, "kind"):
                 if each != config.kind:
-                    raise given.error(f"that of --model, {config.kind}")
-            elif given.name not in allowed or isinstance(each, dict):
-                nearest = difflib.get_close_matches(name, allowed, n=1, cutoff=0)
-                where = f"table [{table}]" if is_table else "program"
-                raise given.error(f"a setting of this {where} such as {nearest[0]}")
-            else:
-                yield given
+                    raise given.error(f"the kind of the program or of its flag, {config.kind}")
+                continue
+            if given.name not in allowed or isinstance(each, dict):
+                (nearest,) = difflib.get_close_matches(name, allowed, n=1, cutoff=0)
+                where = f"table [{key}]" if is_table else "program"
+                raise given.error(f"a setting of this {where} such as {nearest}")
+            if given.name in first:
+                raise given.error(f"given once; line {first[given.name]} has it, too")
+            first[given.name] = line
+            yield given
 
 
 def _line_numbers(file: Path) -> dict[tuple[str, str], int]:

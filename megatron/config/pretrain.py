@@ -19,7 +19,7 @@ from megatron.config.model import (
     ViTConfig,
 )
 from megatron.config.parallel import CONTEXT, TrainingParallelConfig
-from megatron.config.parts import check_parts
+from megatron.config.parts import check_parts, custom_layers
 from megatron.config.training import (
     BertDataConfig,
     BertOptimizerConfig,
@@ -72,6 +72,11 @@ class PretrainConfig:
         smallest = self.training.micro_batch_size * readers
         return self.training.global_batch_size or smallest
 
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches of an optimizer step on each process."""
+        readers = self.parallel.batch_parallel_size(world_size)
+        return self.global_batch_size(world_size) // (self.training.micro_batch_size * readers)
+
     def lr_decay_iters(self) -> int:
         """Iteration at which the learning rate reaches its floor."""
         return self.optimizer.lr_decay_iters or self.training.steps
@@ -90,6 +95,7 @@ class PretrainConfig:
         part of one's own does not fit."""
         for config in (self.data, self.optimizer):
             check_parts(config)
+        custom_layers(self.model.layers)
         if self.data.mock_data:
             left_out(self.training, "epochs", "with --mock-data, which has no end")
         if self.model.recompute_granularity not in self.model.granularities:
@@ -183,6 +189,7 @@ class PretrainConfig:
         source = "train" if self.optimizer.lr_decay_iters is None else "lr-decay"
         works = ("--lr-warmup-fraction", "0.1")
         at_most(self.optimizer, "lr_warmup_iters", end, f"--{source}-iters", works=works)
+        at_most(self.optimizer, "lr_wsd_decay_iters", end, f"--{source}-iters")
 
     def warnings(self, device: str) -> list[str]:
         """Warnings of valid settings, rarely meant. device: torch's device type, such as "cpu"."""

@@ -63,6 +63,13 @@ class DataConfig:
         excludes(self, "dataset", "data_path")
         excludes(self, "mock_data", *(each.name for each in fields(self) if each.name in OF_FILES))
 
+    @property
+    def source(self) -> tuple[str, ...]:
+        """The flag that says where the samples are from, with its values."""
+        if self.dataset is not None:
+            return "--dataset", self.dataset
+        return "--data-path", *self.data_path
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig(DataConfig):
@@ -158,6 +165,13 @@ class GPT2DataConfig(TextDataConfig):
             elif each.name in OF_PADDED:
                 needs(self, each.name, "pad")
         excludes(self, "data_path", "dataset_name")
+        excludes(self, "dataset", "dataset_name")
+
+    @property
+    def source(self) -> tuple[str, ...]:
+        if self.dataset_name is not None:
+            return "--dataset-name", self.dataset_name
+        return super().source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +268,8 @@ class OptimizerConfig:
 
     decoupled_weight_decay: bool = True
     """AdamW's decay, which shrinks the weights themselves; with --no-decoupled-weight-decay that of
-    torch.optim.Adam, which is added to the gradient, after clipping."""
+    torch.optim.Adam, which is added to the gradient, after clipping; sgd, adagrad and rmsprop have
+    no other."""
 
     decay_biases_and_norms: bool = False
     """Let weight decay act on biases and norms, too, as torch's optimizers do by default."""
@@ -272,7 +287,7 @@ class OptimizerConfig:
     """Part that updates the weights: adamw; torch's sgd, adam, adagrad and rmsprop; muon and
     adafactor, which need whole matrices, without tensor parallelism and ZeRO; or module:name."""
 
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = field(default=0.9, metadata={"resume": "fixed"})
     """Momentum of --optimizer sgd."""
 
     optimizer_impl: Literal["torch", "apex"] = "torch"
@@ -295,6 +310,10 @@ class OptimizerConfig:
         no_cpu = "as apex has no Adam of a CPU"
         excludes(self, "optimizer_impl", "optimizer_cpu_offload", because=no_cpu)
         excludes(self, "optimizer", "optimizer_impl", because="which is an AdamW")
+        if self.optimizer in ("sgd", "adagrad", "rmsprop", "muon", "adafactor"):
+            kind = "decoupled" if self.optimizer in ("muon", "adafactor") else "in the gradient"
+            reason = f"with --optimizer {self.optimizer}, whose decay is always {kind}"
+            left_out(self, "decoupled_weight_decay", reason)
         if self.optimizer != "sgd":
             left_out(self, "sgd_momentum", "without --optimizer sgd")
         if self.lr_decay_style != "wsd":
@@ -422,7 +441,7 @@ class PrecisionConfig:
     """Steps without overflow after which the loss scale is raised."""
 
     loss_scale_factor: float = 2.0
-    """Factor by which the loss scale is raised, and divided after overflows."""
+    """Factor that multiplies the loss scale after a window, and divides it after overflows."""
 
     hysteresis: int = 2
     """Overflows within a window after which the loss scale is lowered."""

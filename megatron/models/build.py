@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pkgutil import resolve_name
 from typing import Any
@@ -11,34 +11,13 @@ import torch
 from torch import nn
 
 from megatron.config.model import KindConfig
-from megatron.config.parts import misfit, resolve
+from megatron.config.parts import custom_layers
 from megatron.errors import UsageError
 from megatron.models.registry import find_kind
 from megatron.parallel.factory import layer_factory
 from megatron.parallel.initialize import materialize
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
-
-MAKERS = {
-    "column": (2, "parts bias std"),
-    "grouped_query": (1, "heads key_value_heads head_size bias std"),
-    "row": (2, "bias std"),
-    "linear": (2, "bias std"),
-    "gather": (0, ""),
-    "input": (2, "bias std"),
-    "output": (2, "bias std"),
-    "word_embedding": (2, "divisible_by std is_tied"),
-    "position_embedding": (2, "std"),
-    "rotary": (1, "base scaling"),
-    "layer_norm": (1, "epsilon"),
-    "rms_norm": (1, "epsilon"),
-    "inner_layer_norm": (1, "epsilon"),
-    "dropout": (2, ""),
-    "attention_core": (2, ""),
-    "head": (2, "divisible_by bias untied_std"),
-}
-"""Makers of a LayerFactory that one of the user's own can replace: (arguments after the mesh, names
-of keywords), as the comment beside each of them says."""
 
 
 def build_on_meta(
@@ -57,39 +36,30 @@ def build_on_meta(
             f"--pipeline-model-parallel-size {pipeline.ranks}: the kind of model {config.kind} has "
             f"no {' and no '.join(lacks)}; see megatron.models.gpt.Decoder"
         )
-    custom = custom_layers(config.layers)
+    custom, used = custom_layers(config.layers), {"factory"}
     make_factory = custom.pop("factory", layer_factory)
+
+    def recorded(name: str, *sizes: Any, **settings: Any) -> Any:
+        used.add(name)
+        return custom[name](*sizes, **settings)
+
     factory = make_factory(
         mesh,
         seed or 0,
-        custom=custom,
+        custom={name: partial(recorded, name) for name in custom},
         norm=config.layernorm_impl,
         draws_in_kernel=config.draws_in_kernel(mesh.device.type),
         by_flex=config.attends_by_flex(mesh.device.type),
     )
     with torch.device("meta"):  # 96 layers take 0.06 s: each pipeline rank can make the whole model
         model = make(config, factory, vocab_size)
+    for each in config.layers:
+        if each.partition("=")[0] not in used:
+            allowed = f"layers that a model of the kind {config.kind} has"
+            raise UsageError("--layers", each, allowed)
     if pipeline.stages > 1:
         keep_stages(model, pipeline, mesh.pipeline.rank)
     return model
-
-
-def custom_layers(settings: Sequence[str]) -> dict[str, Any]:
-    """{name of a maker, or "factory": the user's own} of `KindConfig.layers`. Raises UsageError for
-    a name that a factory does not have, and for a maker that is not there or does not fit."""
-    takes = MAKERS | {"factory": (1, "custom norm draws_in_kernel by_flex")}
-    custom = dict[str, Any]()
-    for each in settings:
-        name, _, place = each.partition("=")
-        maker, wrong = resolve(place)
-        if name in takes and not wrong:
-            count, keywords = takes[name]
-            wrong = misfit(maker, keywords.split(), 1 + count)
-        if name not in takes or wrong:
-            allowed = f"NAME=module:name with NAME one of {', '.join(takes)}"
-            raise UsageError("--layers", each, allowed + (f" ({wrong})" if wrong else ""))
-        custom[name] = maker
-    return custom
 
 
 def keep_stages(model: Any, pipeline: PipelinePlan, rank: int) -> None:

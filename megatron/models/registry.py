@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from megatron.config.launch import is_first
 from megatron.config.parts import resolve
-from megatron.config.presets import kind_of_preset
+from megatron.config.presets import kind_of_presets
 from megatron.errors import UsageError
 
 
@@ -132,19 +132,26 @@ Pretrain a model. --model KIND --help lists the flags of a kind.
 def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, list[str]]:
     """(the kind of --model, or else of a preset's `kind` in its table [model]; the other
     arguments). Prints the kinds for --help without a kind."""
-    rest, kind, of_preset = list[str](), None, None
+    rest, kind, presets = list[str](), None, list[str]()
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
+        if name in ("--model", "--preset") and not equals:
+            value = next(words, "")
         if name == "--model":
-            kind = value if equals else next(words, "")
+            kind = value
             continue
         rest.append(word)
         if name == "--preset":
-            if not equals:
-                rest.append(value := next(words, ""))
-            of_preset = kind_of_preset(value) or of_preset
-    kind = kind or of_preset
+            rest += [] if equals else [value]
+            presets.append(value)
+    of_preset = kind_of_presets(presets) if kind is None else None
+    if of_preset is not None:
+        kind = str(of_preset.value)
+        try:
+            find_kind(kind)
+        except UsageError as error:
+            raise of_preset.error(error.allowed) from error
     kinds = [name for name, each in KINDS.items() if each.program is not None]
     if kind is None and {"-h", "--help"} & set(rest):
         if is_first(environ):

@@ -212,7 +212,7 @@ class MasterWeights:
             bucket, part = self.buckets[number], self.parts[number]
             slices = bucket.slices(part.masters), bucket.slices(part.gradients)
             shards += [(master, gradient.local) for master, gradient in zip(*slices, strict=True)]
-        return NamedOptimizer(shards, self._decay, self.config)
+        return NamedOptimizer(shards, self._decay, self.gradients.mesh, self.config)
 
     def step(self, lr: float, unscale: float = 1.0, norm: float = 0.0) -> None:
         """Clip by the global norm and update.

@@ -1,8 +1,8 @@
 """Optimizers of torch, or of one's own, on the master weights: --optimizer NAME or module:name.
 
 One that updates each element by that element's gradients alone takes parameters that are cut
-anywhere: by tensor parallelism, or by ZeRO in the middle of a row. Whether it does is found by
-trying. All others get whole matrices, and are refused where no rank has them.
+anywhere: by tensor parallelism, or by ZeRO in the middle of a row. A trial finds whether it does.
+All others get whole matrices, and are refused where no rank has them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from megatron.config.parts import PARTS
 from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.sharding import ShardingSpec, TensorSlice
 
 Groups = list[dict[str, Any]]
@@ -79,61 +80,93 @@ def adafactor(params: Groups, config: OptimizerConfig) -> Optimizer:
     return torch.optim.Adafactor(params, config.lr)
 
 
-@cache
-def find_optimizer(config: OptimizerConfig) -> tuple[Make, bool]:
-    """(the part of --optimizer, whether it is element by element). Raises UsageError if there is
-    none, or a checkpoint cannot hold its state."""
-    make: Make = PARTS["optimizer"].find(config.optimizer)
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 6, dtype=torch.float64, generator=generator)
-    gradients = [torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(3)]
+TRIED = ("layers.0.weight", "word_embedding.weight", "layers.0.bias")
+ADAMW = ("--optimizer", "adamw")
 
-    def train(*shape: int, sizes: Sequence[int]) -> tuple[Tensor, list[Mapping[str, Any]]]:
-        """(weights after three updates of these pieces, the state of each)."""
-        pieces = [nn.Parameter(x.clone()) for x in start.view(*shape).split(list(sizes))]
-        names = [f"layers.{number}.weight" for number in range(len(pieces))]
-        group = {"params": pieces, "param_names": names, "weight_decay": config.weight_decay}
+
+@cache
+def find_optimizer(config: OptimizerConfig) -> tuple[Make, str]:
+    """(the part of --optimizer, what it needs: "elements", to update any of them by their own
+    gradients; "matrices", whole; or "model", all parameters together). Raises UsageError if there
+    is none, or a checkpoint cannot hold its state."""
+    make: Make = PARTS["optimizer"].find(config.optimizer)
+
+    def refuse(allowed: str) -> UsageError:
+        return UsageError("--optimizer", config.optimizer, allowed, works=ADAMW)
+
+    def train(name: str, *starts: Tensor, updates: int = 3) -> tuple[Tensor, list[Optimizer]]:
+        """The weights after updates by gradients that are a function of weight and update."""
+        weights = [nn.Parameter(each.clone()) for each in starts]
+        names = [f"{number}.{name}" for number in range(len(weights))]
+        group = {"params": weights, "param_names": names, "weight_decay": config.weight_decay}
         optimizers = as_list(make(params=[group], config=config))
-        for each in gradients:
-            for piece, gradient in zip(pieces, each.view(*shape).split(list(sizes)), strict=True):
-                piece.grad = gradient.clone()
+        for update in range(updates):
+            for weight in weights:
+                weight.grad = (weight.detach() * 7 + update).sin()
             for optimizer in optimizers:
                 optimizer.step()
-        state = [state_of(piece, optimizers) for piece in pieces]
-        return torch.cat([each.detach().flatten() for each in pieces]), state
+        return torch.cat([each.detach().flatten() for each in weights]), optimizers
 
+    def equal(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=1e-12, atol=0)
+
+    start, numbers = torch.linspace(0.1, 1, 24, dtype=torch.float64).view(4, 6), set[str]()
     with torch.random.fork_rng(devices=[]):
-        whole, (state,) = train(4, 6, sizes=[4])
-        for name, value in state.items():
-            if name != "step" and not isinstance(value, Tensor):
-                allowed = "an optimizer whose state is tensors, which a checkpoint can hold: its "
-                allowed += f"{name} is a {type(value).__name__}"
-                raise UsageError("--optimizer", config.optimizer, allowed, works=WORKS)
-        kept = [value.shape for name, value in state.items() if name != "step"]
-        if any(shape != start.shape for shape in kept):
-            return make, False
         try:
-            pieces, _ = train(24, sizes=[9, 15])
+            _, optimizers = train(TRIED[0], start)
+            _, once = train(TRIED[0], start, updates=1)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            allowed = f"one that updates fp64 weights on a CPU, where it is tried first ({reason})"
+            raise refuse(allowed) from error
+        for before, after in zip(once, optimizers, strict=True):
+            states: list[dict[str, Any]] = [
+                next(iter(each.state.values()), {}) for each in (before, after)
+            ]
+            for name, value in states[1].items():
+                if name != "step" and not isinstance(value, Tensor | None):
+                    kind = type(value).__name__
+                    raise refuse(f"one whose state is tensors, not a {kind} such as its {name}")
+            if states[0].keys() != states[1].keys():
+                raise refuse("one that has all of its state after the first update")
+            for one, other in zip(before.param_groups, after.param_groups, strict=True):
+                same = {key for key in other if key == "params" or one.get(key) == other[key]}
+                numbers |= other.keys() - same
+        if numbers:
+            raise refuse(f"one that changes nothing in its groups, such as {min(numbers)}")
+        try:
+            for name in TRIED:
+                whole, _ = train(name, start)
+                cut = start.flatten().split([9, 15])
+                if not equal(whole, torch.cat([train(name, each)[0] for each in cut])):
+                    break
+            else:
+                return make, "elements"
         except Exception:  # it takes no vectors
-            return make, False
-    return make, torch.allclose(whole, pieces, rtol=1e-12, atol=0)
+            pass
+        for name in TRIED:
+            several = start, start[:3].sqrt()
+            together, _ = train(name, *several)
+            if not equal(together, torch.cat([train(name, each)[0] for each in several])):
+                return make, "model"
+    return make, "matrices"
 
 
-WORKS = ("--optimizer", "adamw")
-
-
-def check_whole(config: OptimizerConfig, specs: Iterable[ShardingSpec], *, divides: bool) -> None:
-    """Raise UsageError if the optimizer needs whole matrices and parameters with these specs are
-    cut. divides: ranks divide the optimizer's state."""
-    _, is_elementwise = find_optimizer(config)
-    if is_elementwise:
-        return
-    axes = {axis.name for spec in specs for _, axis in spec.shards if axis.size > 1}
-    if axes or divides:
-        reason = f"parallelism along {' and '.join(sorted(axes))}" if axes else "ZeRO"
-        allowed = f"one that updates element by element with {reason}: this one needs whole "
-        allowed += "matrices"
-        raise UsageError("--optimizer", config.optimizer, allowed, works=WORKS)
+def check_whole(
+    config: OptimizerConfig, mesh: Mesh, specs: Iterable[ShardingSpec], *, divides: bool
+) -> None:
+    """Raise UsageError if the optimizer needs more than a rank has of parameters with these specs.
+    divides: ranks divide the optimizer's state."""
+    _, needs = find_optimizer(config)
+    cuts = {axis.name for spec in specs for _, axis in spec.shards if axis.size > 1}
+    cuts |= {"ZeRO"} if divides else set()
+    if needs == "model":
+        cuts |= {"pipeline"} if mesh.pipeline.size > 1 else set()
+        cuts |= {"--optimizer-cpu-offload"} if config.optimizer_cpu_offload else set()
+    if needs != "elements" and cuts:
+        what = "whole matrices" if needs == "matrices" else "all parameters together"
+        allowed = f"one that updates element by element with {' and '.join(sorted(cuts))}: this one"
+        raise UsageError("--optimizer", config.optimizer, f"{allowed} needs {what}", works=ADAMW)
 
 
 class NamedOptimizer:
@@ -143,19 +176,20 @@ class NamedOptimizer:
         self,
         shards: Sequence[tuple[TensorSlice, Tensor]],
         decays: Callable[[ShardingSpec], float],
+        mesh: Mesh,
         config: OptimizerConfig,
     ) -> None:
         """shards: (this rank's part of a master, its gradient), of the parameters that it updates.
         decays: the weight decay of a parameter. Raises UsageError for parts where it needs the
         whole."""
-        make, is_elementwise = find_optimizer(config)
+        make, needs = find_optimizer(config)
         specs = [each.spec for each, _ in shards]
-        check_whole(config, specs, divides=any(spec.flat is not None for spec in specs))
+        check_whole(config, mesh, specs, divides=any(spec.flat is not None for spec in specs))
         self.shards: list[tuple[TensorSlice, nn.Parameter]] = []
         groups = defaultdict[float, list[tuple[str, nn.Parameter]]](list)
         for each, gradient in shards:
             local, spec = each.local, each.spec
-            if not is_elementwise:
+            if needs != "elements":
                 # Without padding, which is no row; q, k and v are one matrix [3h, h].
                 shape = (-1, spec.shape[-1]) if spec.decay else (-1,)
                 local, gradient = (spec.real(x).view(shape) for x in (local, gradient))
@@ -179,14 +213,19 @@ class NamedOptimizer:
             )
         )
 
+        # A part may give some of its parameters another rate than --lr.
+        self.lr_shares = [
+            [group["lr"] / config.lr for group in each.param_groups] for each in self.optimizers
+        ]
+
     @torch.no_grad()
     def step(self, lr: float, factor: float) -> None:
         """Update by the gradients x factor; the gradients are undefined afterwards."""
         if factor != 1.0:
             torch._foreach_mul_(self.gradients, factor)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        for optimizer, shares in zip(self.optimizers, self.lr_shares, strict=True):
+            for group, share in zip(optimizer.param_groups, shares, strict=True):
+                group["lr"] = lr * share
             optimizer.step()
 
     def slices(self) -> Iterator[TensorSlice]:

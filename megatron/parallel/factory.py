@@ -154,6 +154,6 @@ def layer_factory(mesh: Mesh, seed: int = 0, **settings: Any) -> LayerFactory:
     seed: seed of dropout. settings: norm="torch", the kernel of LayerNorm, or in 1D "apex";
     draws_in_kernel=False, whether attention's kernel draws its dropout; by_flex=False, whether
     compiled layers drop by coordinates in torch's flex_attention; custom={name: maker}, layers
-    in place of these, see megatron.models.build.MAKERS.
+    in place of these, called with the mesh and then as these are.
     """
     return LayerFactory(mesh, seed, **settings)

@@ -247,9 +247,9 @@ class PipelinePlan:
     """The layers of each virtual stage of a model, and the schedule in which the stages run.
 
     ranks: size of the pipeline axis. virtual: virtual stages per rank. layers: numbers of the
-    layers of each virtual stage; empty if the model is not cut. kind: one of KINDS.
-    custom_schedule: a user's sequence of `Action`s for each rank, which replaces that of `kind`.
-    Raises ScheduleError if it does not work.
+    layers of each virtual stage; empty if the model is not cut. kind: one of KINDS, or the name of
+    a part. custom_schedule: a user's sequence of `Action`s for each rank, which replaces that of
+    `kind`. Raises ScheduleError if it does not work.
     """
 
     ranks: int = 1
@@ -270,6 +270,12 @@ class PipelinePlan:
     @property
     def stages(self) -> int:
         return self.ranks * self.virtual
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether it runs the halves of a backward apart."""
+        actions = chain(*self.custom_schedule or ())
+        return self.kind == "zb-h1" or any(x.direction == "backward_weight" for x in actions)
 
     def describe(self) -> str:
         """The plan as a text for messages. Different settings have different texts."""

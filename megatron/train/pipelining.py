@@ -37,8 +37,8 @@ def plan_pipeline(
     model: its config. seq_length: tokens per sample. scored: the share of tokens whose logits the
     head computes, which is the head's cost. The embedding, a look-up, costs nothing.
     micro_batches: of a step, for a --pipeline-schedule of one's own. custom_schedule: see
-    PipelinePlan. Raises ValueError if that is not a schedule of this number of
-    stages, or halves backwards although layers are recomputed in full.
+    PipelinePlan. Raises ValueError if that is not a schedule of this number of stages, or halves
+    backwards although layers are recomputed in full.
     """
     ranks = parallel.pipeline_model_parallel_size
     virtual = parallel.virtual_stages(model.num_layers)
@@ -67,15 +67,13 @@ def plan_pipeline(
 
 def plan_of_run(config: PretrainConfig, vocab_size: int, world_size: int) -> PipelinePlan:
     """The pipeline of a run that `config.check` accepts."""
-    readers = config.parallel.batch_parallel_size(world_size)
-    samples = config.training.micro_batch_size * readers
     return plan_pipeline(
         config.parallel,
         config.model,
         seq_length=config.seq_length,
         vocab_size=vocab_size,
         scored=config.scored,
-        micro_batches=config.global_batch_size(world_size) // samples,
+        micro_batches=config.micro_batches(world_size),
     )
 
 

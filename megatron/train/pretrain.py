@@ -21,7 +21,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.config.parts import PARTS
 from megatron.config.pretrain import PretrainConfig, epochs_of
 from megatron.data.files import DataError
-from megatron.errors import OutOfMemoryError, UsageError, flag
+from megatron.errors import OutOfMemoryError, UsageError
 from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
 from megatron.train.inputs import Inputs, open_inputs, prefetch
@@ -137,15 +137,13 @@ def plan_on_all_ranks(config: PretrainConfig, inputs: Inputs, mesh: Mesh) -> Pip
                 raise UsageError(setting, value, f"the same for all ranks: {both}; {cure}")
 
     training, data = config.training, config.data
-    named = {"dataset": data.dataset, "dataset_name": getattr(data, "dataset_name", None)}
-    named["data_path"] = " ".join(data.data_path) or None
-    source = next((each for each, value in named.items() if value), "data_path")
+    source, *values = data.source
     length = f"{training.train_iters} steps"
     if training.epochs is not None:
         length = f"{inputs.samples_in(training.epochs)} to be trained"
     require_equal(
-        flag(source),
-        named[source],
+        source,
+        " ".join(values) or None,
         f"data {data_fingerprint(inputs.corpus.identity)} of {inputs.train.samples_per_epoch} "
         f"samples, {length}",
         "a folder that all of them see works",
@@ -276,6 +274,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )
     size, first = config.global_batch_size(mesh.size()), run.state.samples
+    sampler = PARTS["sampler"].find(config.data.sampler)
     return Loop(
         training=config.training,
         batches=prefetch(
@@ -285,8 +284,8 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             data_rank=mesh.batch.rank,
             data_size=mesh.batch.size,
             num_workers=config.data.num_workers,
-            sampler=partial(
-                PARTS["sampler"].find(config.data.sampler),
+            sampler=lambda number: sampler(
+                number=number,
                 samples_per_epoch=inputs.train.samples_per_epoch,
                 seed=config.training.seed,
             ),
@@ -314,9 +313,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
 def log_start(run: Run, loop: Loop) -> None:
     """Log and record where the run starts and what it runs on."""
     state = run.state
-    training, mesh = run.config.training, state.mesh
-    samples = training.micro_batch_size * mesh.batch.size
-    micro_batches = run.config.global_batch_size(mesh.size()) // samples
+    micro_batches = run.config.micro_batches(state.mesh.size())
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
     axes = " x ".join(f"{name} {size}" for name, size in state.mesh.sizes.items())

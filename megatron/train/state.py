@@ -226,7 +226,7 @@ def build_state(
     optimizer = optimizer or OptimizerConfig()
     if optimizer.optimizer != "adamw":
         divides = zero_stage > 0 and mesh.replicas.size > 1
-        check_whole(optimizer, sharding_specs(model).values(), divides=divides)
+        check_whole(optimizer, mesh, sharding_specs(model).values(), divides=divides)
     values = getattr(model, "initial_values", None)
     is_lasting = zero_stage < 3  # whether whole weights stay in memory
     if is_lasting:

@@ -2,6 +2,7 @@
 same bytes after a resume."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -195,16 +196,69 @@ def normed(params: Any, config: OptimizerConfig) -> Optimizer:
     return Normed(params, config.lr)
 
 
+class Coupled(Normed):
+    """Moves by the gradient over the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = sum(p.grad.square().sum() for p in group["params"]) ** 0.5
+            for p in group["params"]:
+                self.state[p].setdefault("seen", torch.zeros_like(p)).add_(1)
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
 class Remembering(Normed):
+    """has: where it keeps what no checkpoint holds."""
+
+    has = "state"
+
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
+            if self.has == "groups":
+                group["k"] = group.get("k", 0) + 1
             for p in group["params"]:
-                self.state[p]["name"] = "a text"
+                if self.has == "state":
+                    self.state[p]["name"] = "a text"
+                elif self.has == "later" and self.state[p]["step"] > 1:
+                    self.state[p]["mean"] = torch.zeros_like(p)
 
 
-def remembering(params: Any, config: OptimizerConfig) -> Optimizer:
-    return Remembering(params, config.lr)
+class Grouping(Remembering):
+    has = "groups"
+
+
+class Late(Remembering):
+    has = "later"
+
+
+class Failing(Normed):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("it needs a GPU")
+
+
+def of(kind: type[Normed]) -> Callable[..., Optimizer]:
+    return lambda params, config: kind(params, config.lr)
+
+
+coupled, remembering, grouping, late, failing = map(
+    of, (Coupled, Remembering, Grouping, Late, Failing)
+)
+
+
+def one_rate(params: Any, config: OptimizerConfig) -> Optimizer:
+    return torch.optim.SGD(params, config.lr)
+
+
+def two_rates(params: Any, config: OptimizerConfig) -> Optimizer:
+    """SGD, at a tenth of the rate for embeddings."""
+    groups = []
+    for group in params:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            rate = config.lr / 10 if "embedding" in name else config.lr
+            groups.append({"params": [parameter], "lr": rate, "weight_decay": DECAY})
+    return torch.optim.SGD(groups, config.lr)
 
 
 def state_bytes(state: TrainState) -> dict[str, bytes]:
@@ -226,7 +280,8 @@ def resumed(words: str, config: OptimizerConfig, folder: Path) -> bool:
     return bool(before) and is_same and all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
-OWN = "tests.optim.test_by_name:normed"
+HERE = "tests.optim.test_by_name:"
+OWN = f"{HERE}normed"
 
 
 @pytest.mark.parametrize("name", ["adamw", *TORCH, OWN, "examples.own_parts:lion"])
@@ -243,12 +298,34 @@ def test_a_resumed_state_has_the_same_bytes_at_a_layout(
         assert all(gloo.run(2, resumed, words, config_of(name), folder))
 
 
-def test_whether_an_optimizer_is_element_by_element_is_found_by_trying() -> None:
+def test_a_trial_finds_what_an_optimizer_needs() -> None:
     names = [*TORCH, OWN, "examples.own_parts:lion"]
-    whole = {name for name in names if not find_optimizer(config_of(name))[1]}
-    assert whole == WHOLE
+    needs = {name: find_optimizer(config_of(name))[1] for name in names}
+    assert needs == {name: "matrices" if name in WHOLE else "elements" for name in names}
+    assert find_optimizer(config_of(f"{HERE}coupled"))[1] == "model"
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_refused() -> None:
-    config = config_of("tests.optim.test_by_name:remembering")
+def test_one_that_couples_parameters_is_refused_where_a_rank_has_some(gloo: Pool) -> None:
+    config = config_of(f"{HERE}coupled")
+    for words in LAYOUTS:
+        assert gloo.run(2, trained, words, config) == ["--optimizer"] * 2
+    assert trained("serial", replace(config, optimizer_cpu_offload=True)) == "--optimizer"
+    assert isinstance(trained("serial", config), dict)
+
+
+@pytest.mark.parametrize("name", ["remembering", "grouping", "late", "failing"])
+def test_one_that_no_checkpoint_holds_or_no_cpu_runs_is_refused(name: str) -> None:
+    config = config_of(HERE + name)
     assert field_of(refusal(lambda: start("serial", config))) == "--optimizer"
+
+
+def test_a_group_keeps_its_ratio_to_the_rate() -> None:
+    ends = []
+    for name in ("two_rates", "one_rate"):
+        state = start("serial", config_of(HERE + name))
+        before = {key: weight.clone() for key, weight in masters(state).items()}
+        train(state, 0)
+        ends.append({key: weight - before[key] for key, weight in masters(state).items()})
+    for key, moved in ends[0].items():
+        share = 0.1 if "embedding" in key else 1.0
+        assert_relative(moved, share * ends[1][key], 1e-9, key)

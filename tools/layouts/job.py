@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, make_dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from megatron.config.presets import kind_of_preset
+from megatron.config.presets import kind_of_presets
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
 from megatron.errors import UsageError
@@ -33,15 +34,18 @@ class Job:
 def kind_of(arguments: Sequence[str]) -> str:
     """The kind of model: that of --kind, or of the preset's table [model], or the one in the name
     of the preset, or gpt2."""
-    given: dict[str, str] = {}
+    given = defaultdict[str, list[str]](list)
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
-        given[flag] = given.get(flag, "") + (own if has_value else value)
-    kind, preset = given.get("--kind"), given.get("--preset", "")
+        given[flag].append(own if has_value else value)
+    if given["--kind"]:
+        return given["--kind"][-1]
     with suppress(UsageError):  # raised again when the preset is read
-        kind = kind or kind_of_preset(preset)
+        if (kind := kind_of_presets(given["--preset"])) is not None:
+            return str(kind.value)
     names = (name for name, each in KINDS.items() if each.program is not None)
-    return kind or next((name for name in names if name in Path(preset).name), "gpt2")
+    presets = " ".join(Path(each).name for each in given["--preset"])
+    return next((name for name in names if name in presets), "gpt2")
 
 
 def program_of(arguments: Sequence[str], **configs: type) -> type:

@@ -79,7 +79,7 @@ class MicroBatch:
     @property
     def backward(self) -> tuple[str, ...]:
         """The actions of a backward in the pipeline's schedule."""
-        is_halved = self.pipeline.kind == "zb-h1"
+        is_halved = self.pipeline.is_halved
         return ("backward_input", "backward_weight") if is_halved else ("backward",)
 
 
