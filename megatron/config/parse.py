@@ -200,7 +200,7 @@ def parse(
         elif name.startswith("--") and field in names:
             words.append(flag(names[field]) + equals + value)
             replaced.update(replaces[names[field]])
-        elif word != PRINT:
+        elif word.replace("_", "-") != PRINT:
             words.append(word)
     presets = [each for each in presets if each.name not in replaced]
     # Presets become arguments before those of the command line, which win.
@@ -234,7 +234,7 @@ def parse(
             if fit := _type_of_value(types[given_value.key], given_value.key, given_value.value):
                 raise given_value.error(fit) from None
         raise
-    if PRINT in argv:
+    if PRINT in [word.replace("_", "-") for word in argv]:
         if is_first(environ):
             print(as_toml(settings), end="")
         raise SystemExit(0)

@@ -52,6 +52,8 @@ class Registry:
 def register_part(setting: str, name: str, part: Callable[..., Any]) -> None:
     """Give a part of one's own a name, which the flag and key `setting` then take, such as
     "optimizer". Raises ValueError if the name is taken or has a colon, or the part does not fit."""
+    if setting not in PARTS:
+        raise ValueError(f"{flag(setting)}: must be one of {', '.join(map(flag, PARTS))}")
     registry, given = PARTS[setting], f"{flag(setting)} {name}"
     if name in registry.parts or ":" in name:
         taken = "has a colon" if ":" in name else "is registered already"
@@ -147,6 +149,8 @@ def custom_layers(settings: Sequence[str]) -> dict[str, Any]:
         if name not in MAKERS or wrong:
             allowed = f"NAME=module:name with NAME one of {', '.join(MAKERS)}"
             raise UsageError("--layers", each, allowed + (f" ({wrong})" if wrong else ""))
+        if name in custom:
+            raise UsageError("--layers", each, f"given once for {name}")
         custom[name] = maker
     return custom
 
@@ -183,12 +187,12 @@ PARTS = {
         Registry(
             "dataset",
             ("config",),
-            "returns the Inputs of a run with these settings, in place of what --data-path names",
+            "returns [Inputs](api.md#inputs), as Inputs.of_samples does, in place of --data-path",
         ),
         Registry(
             "sampler",
             ("number", "samples_per_epoch", "seed"),
-            "returns the number of the sample that is read in place of a number",
+            "returns the sample to read at place `number`, counted from 0 over all epochs",
             "in-order",
             {"in-order": "megatron.data.order:in_order"},
         ),

@@ -109,6 +109,8 @@ def read_preset(file: Path, program: type, names: Mapping[str, str]) -> Iterator
                 if each != config.kind:
                     raise given.error(f"the kind of the program or of its flag, {config.kind}")
                 continue
+            if name == "kind" and not is_table and "model" in tables:
+                raise given.error("in the table [model]")
             if given.name not in allowed or isinstance(each, dict):
                 (nearest,) = difflib.get_close_matches(name, allowed, n=1, cutoff=0)
                 where = f"table [{key}]" if is_table else "program"
@@ -126,8 +128,9 @@ def _line_numbers(file: Path) -> dict[tuple[str, str], int]:
         if header := re.match(r"\s*\[\s*(\w+)\s*\]", line):
             table = header[1]
             found[table, ""] = number
-        elif key := re.match(r"\s*([\w-]+)\s*=", line):
-            found.setdefault((table, key[1]), number)
+        elif key := re.match(r"""\s*["']?(?:(\w+)["']?\s*\.\s*["']?)?([\w-]+)["']?\s*=""", line):
+            found.setdefault((table or key[1] or "", key[2]), number)
+            found.setdefault((key[2], ""), number)  # of a table in one line
     return found
 
 

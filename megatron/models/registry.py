@@ -8,6 +8,7 @@ parts of other kinds. A user's own kind is a `ModelKind`, too: `register` gives 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
@@ -145,8 +146,10 @@ def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str
         if name == "--preset":
             rest += [] if equals else [value]
             presets.append(value)
-    of_preset = kind_of_presets(presets) if kind is None else None
-    if of_preset is not None:
+    of_preset = None
+    with suppress(UsageError) if kind else nullcontext():  # it is raised again by `parse`
+        of_preset = kind_of_presets(presets)
+    if of_preset is not None and kind is None:
         kind = str(of_preset.value)
         try:
             find_kind(kind)

@@ -60,12 +60,14 @@ def muon(params: Groups, config: OptimizerConfig) -> Sequence[Optimizer]:
     have --lr, as Muon's updates are scaled to the size of AdamW's."""
     of_layers, others = Groups(), Groups()
     for group in params:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            # Layers have a number in their names; embeddings and heads have none.
-            is_matrix = parameter.ndim == 2 and re.search(r"\.\d+\.", name)
-            (of_layers if is_matrix else others).append(
-                {**group, "params": [parameter], "param_names": [name]}
-            )
+        named = [*zip(group["param_names"], group["params"], strict=True)]
+        # Layers have a number in their names; embeddings and heads have none.
+        hidden = [x for x in named if x[1].ndim == 2 and re.search(r"(^|\.)\d+\.", x[0])]
+        rest = [x for x in named if all(x[1] is not each for _, each in hidden)]
+        for some, groups in ((hidden, of_layers), (rest, others)):
+            if some:
+                names, parameters = zip(*some, strict=True)
+                groups.append({**group, "params": [*parameters], "param_names": [*names]})
     optimizers = list[Optimizer]()
     if of_layers:
         optimizers.append(torch.optim.Muon(of_layers, config.lr, adjust_lr_fn="match_rms_adamw"))
@@ -81,6 +83,7 @@ def adafactor(params: Groups, config: OptimizerConfig) -> Optimizer:
 
 
 TRIED = ("layers.0.weight", "word_embedding.weight", "layers.0.bias")
+"""Names of the parameters of a trial."""
 ADAMW = ("--optimizer", "adamw")
 
 
@@ -88,68 +91,73 @@ ADAMW = ("--optimizer", "adamw")
 def find_optimizer(config: OptimizerConfig) -> tuple[Make, str]:
     """(the part of --optimizer, what it needs: "elements", to update any of them by their own
     gradients; "matrices", whole; or "model", all parameters together). Raises UsageError if there
-    is none, or a checkpoint cannot hold its state."""
+    is none, it cannot be tried, or it does not go on from what a checkpoint holds."""
     make: Make = PARTS["optimizer"].find(config.optimizer)
+    start = torch.linspace(0.1, 1, 24, dtype=torch.float64).view(4, 6)
 
     def refuse(allowed: str) -> UsageError:
         return UsageError("--optimizer", config.optimizer, allowed, works=ADAMW)
 
-    def train(name: str, *starts: Tensor, updates: int = 3) -> tuple[Tensor, list[Optimizer]]:
-        """The weights after updates by gradients that are a function of weight and update."""
+    def new(name: str, *starts: Tensor) -> tuple[list[nn.Parameter], list[Optimizer]]:
         weights = [nn.Parameter(each.clone()) for each in starts]
-        names = [f"{number}.{name}" for number in range(len(weights))]
+        names = [f"module{number}.{name}" for number in range(len(weights))]
         group = {"params": weights, "param_names": names, "weight_decay": config.weight_decay}
-        optimizers = as_list(make(params=[group], config=config))
-        for update in range(updates):
-            for weight in weights:
-                weight.grad = (weight.detach() * 7 + update).sin()
-            for optimizer in optimizers:
-                optimizer.step()
-        return torch.cat([each.detach().flatten() for each in weights]), optimizers
+        return weights, as_list(make(params=[group], config=config))
 
-    def equal(one: Tensor, other: Tensor) -> bool:
-        return torch.allclose(one, other, rtol=1e-12, atol=0)
+    def update(weights: list[nn.Parameter], optimizers: list[Optimizer], size: float) -> Tensor:
+        """The weights after an update by gradients of this size, a function of the weights."""
+        for weight in weights:
+            weight.grad = size * (7 * weight.detach()).sin()
+        for optimizer in optimizers:
+            optimizer.step()
+        return torch.cat([each.detach().flatten() for each in weights])
 
-    start, numbers = torch.linspace(0.1, 1, 24, dtype=torch.float64).view(4, 6), set[str]()
+    def trained(name: str, *starts: Tensor) -> Tensor:
+        ends = []
+        for size in (1.0, 1e-4, 1e4):  # some clip what is large
+            run = new(name, *starts)
+            ends.append([update(*run, size) for _ in range(3)][-1])
+        return torch.stack(ends)
+
+    def is_resumed() -> bool:
+        """Whether another one goes on as one without a break, as after `make_state`."""
+        run, other = new(TRIED[0], start), new(TRIED[0], start)
+        for _ in range(7):  # what it makes at every 5th update is there
+            update(*run, 1.0)
+        update(*other, 0.0)
+        ((weight,), optimizers), ((copy,), _) = run, other
+        states = [state_of(each, some) for each, some in ((weight, optimizers), (copy, other[1]))]
+        if states[0].keys() != states[1].keys():
+            return False
+        for one, two in zip(*(each.values() for each in states), strict=True):
+            if isinstance(one, Tensor):
+                two.copy_(one)
+        copy.data.copy_(weight.data)
+        set_step(copy, other[1], 7)
+        return all(torch.equal(update(*run, 1.0), update(*other, 1.0)) for _ in range(2))
+
+    def equal(one: Tensor, *pieces: Tensor) -> bool:
+        return torch.allclose(one, torch.cat(pieces, dim=1), rtol=1e-12, atol=0)
+
     with torch.random.fork_rng(devices=[]):
         try:
-            _, optimizers = train(TRIED[0], start)
-            _, once = train(TRIED[0], start, updates=1)
+            is_kept = is_resumed()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             allowed = f"one that updates fp64 weights on a CPU, where it is tried first ({reason})"
             raise refuse(allowed) from error
-        for before, after in zip(once, optimizers, strict=True):
-            states: list[dict[str, Any]] = [
-                next(iter(each.state.values()), {}) for each in (before, after)
-            ]
-            for name, value in states[1].items():
-                if name != "step" and not isinstance(value, Tensor | None):
-                    kind = type(value).__name__
-                    raise refuse(f"one whose state is tensors, not a {kind} such as its {name}")
-            if states[0].keys() != states[1].keys():
-                raise refuse("one that has all of its state after the first update")
-            for one, other in zip(before.param_groups, after.param_groups, strict=True):
-                same = {key for key in other if key == "params" or one.get(key) == other[key]}
-                numbers |= other.keys() - same
-        if numbers:
-            raise refuse(f"one that changes nothing in its groups, such as {min(numbers)}")
+        if not is_kept:
+            raise refuse("one that a resumed run goes on with from `step` and its state's tensors")
         try:
-            for name in TRIED:
-                whole, _ = train(name, start)
-                cut = start.flatten().split([9, 15])
-                if not equal(whole, torch.cat([train(name, each)[0] for each in cut])):
-                    break
-            else:
+            pieces = start.flatten().split([9, 15])
+            if all(equal(trained(n, start), *(trained(n, x) for x in pieces)) for n in TRIED):
                 return make, "elements"
         except Exception:  # it takes no vectors
             pass
-        for name in TRIED:
-            several = start, start[:3].sqrt()
-            together, _ = train(name, *several)
-            if not equal(together, torch.cat([train(name, each)[0] for each in several])):
-                return make, "model"
-    return make, "matrices"
+        several = start, start[:3].sqrt()
+        if all(equal(trained(n, *several), *(trained(n, x) for x in several)) for n in TRIED):
+            return make, "matrices"
+    return make, "model"
 
 
 def check_whole(
@@ -249,13 +257,17 @@ class NamedOptimizer:
 
     def set_updates(self, updates: int) -> None:
         for _, parameter in self.shards:
-            state = state_of(parameter, self.optimizers)
-            if isinstance(step := state.get("step"), Tensor):
-                step.fill_(updates)
-            elif step is not None:
-                for optimizer in self.optimizers:
-                    if parameter in optimizer.state:
-                        optimizer.state[parameter]["step"] = updates
+            set_step(parameter, self.optimizers, updates)
+
+
+def set_step(parameter: nn.Parameter, optimizers: Iterable[Optimizer], updates: int) -> None:
+    """Set the number of updates that its state counts, if it counts them."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(step := state.get("step"), Tensor):
+            step.fill_(updates)
+        elif step is not None:
+            state["step"] = updates
 
 
 def as_list(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

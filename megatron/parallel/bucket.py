@@ -136,6 +136,11 @@ def sum_by(reduction: Reduction) -> StartSum:
 
     def start(x: Tensor, axis: Axis, owners: Axis, out: Tensor | None) -> Callable[[], Tensor]:
         total = reduction(x=x, axis=axis)
+        if total.shape != x.shape:
+            shapes = f"{list(x.shape)} in, {list(total.shape)} out"
+            raise ValueError(
+                f"--gradient-reduction: must return a sum of its input's shape: {shapes}"
+            )
         own = total if owners.size == 1 else own_rows(total, axis)
         out = x if owners.size == 1 else torch.empty_like(own) if out is None else out
         out.copy_(own)

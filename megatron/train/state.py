@@ -103,13 +103,18 @@ class TrainState:
         slices = list(self.slices())
         saved = checkpoint.manifest["tensors"]
         for each in slices:
-            if each.key.startswith("exp_avg.") and each.key in saved:
+            if each.key.partition(".")[0] not in ("model", "master") and each.key in saved:
                 saved_dtype, dtype = getattr(torch, saved[each.key]["dtype"]), each.local.dtype
                 if (saved_dtype.itemsize < 4) != (dtype.itemsize < 4):
                     raise ValueError(
                         f"{checkpoint.path} has moments of {saved_dtype}, and this run of {dtype}: "
                         "the same --pure-bf16, or none, would work"
                     )
+        kinds = {each.key.partition(".")[0] for each in slices} | {"master"}
+        if left := {key.partition(".")[0] for key in saved} - kinds:
+            raise ValueError(
+                f"{checkpoint.path} has {min(left)} of an optimizer, which that of this run lacks"
+            )
         load_checkpoint(checkpoint, slices, mesh=self.mesh)
         self.step, self.samples, self.skipped = (
             counters[name] for name in ("step", "samples", "skipped")

@@ -148,6 +148,10 @@ def doubled(x: Tensor, axis: Any) -> Tensor:
     return 2 * all_reduce(x, axis)
 
 
+def one_number(x: Tensor, axis: Any) -> Tensor:
+    return all_reduce(x, axis).sum()
+
+
 def norms(layout: str, zero: int, reduction: str) -> list[float]:
     mesh = mesh_of_ranks(layout)
     state = build_state(
@@ -165,6 +169,14 @@ def test_gradients_are_reduced_by_a_part_of_one_s_own(gloo: Pool, zero: int) -> 
     )
     assert same == ours
     assert twice[0][0] == pytest.approx(2 * ours[0][0])
+
+
+def refuses_shape(layout: str, zero: int) -> bool:
+    return "--gradient" in str(refusal(lambda: norms(layout, zero, f"{HERE}one_number")))
+
+
+def test_a_sum_of_another_shape_is_refused(gloo: Pool) -> None:
+    assert gloo.run(2, refuses_shape, "data=2", 0) == [True, True]
 
 
 def test_what_print_config_prints_gives_the_same_run(

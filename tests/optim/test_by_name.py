@@ -197,7 +197,7 @@ def normed(params: Any, config: OptimizerConfig) -> Optimizer:
 
 
 class Coupled(Normed):
-    """Moves by the gradient over the norm of all gradients."""
+    """Moves by the gradient over the norm of all gradients, where that is above 100."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -205,24 +205,26 @@ class Coupled(Normed):
             norm = sum(p.grad.square().sum() for p in group["params"]) ** 0.5
             for p in group["params"]:
                 self.state[p].setdefault("seen", torch.zeros_like(p)).add_(1)
-                p.sub_(p.grad / norm, alpha=group["lr"])
+                p.sub_(p.grad / max(1.0, float(norm) / 100), alpha=group["lr"])
 
 
 class Remembering(Normed):
     """has: where it keeps what no checkpoint holds."""
 
-    has = "state"
+    has, updates = "state", 0
 
     def step(self, closure: Any = None) -> None:
         super().step()
+        self.updates += 1
         for group in self.param_groups:
-            if self.has == "groups":
-                group["k"] = group.get("k", 0) + 1
+            group["k"] = group.get("k", 0) + 1
             for p in group["params"]:
-                if self.has == "state":
-                    self.state[p]["name"] = "a text"
-                elif self.has == "later" and self.state[p]["step"] > 1:
-                    self.state[p]["mean"] = torch.zeros_like(p)
+                state = self.state[p]
+                state["number"] = state.get("number", 0.0) + 1
+                if self.has == "later" and self.updates % 5 == 0:
+                    state["slow"] = p.detach().clone()
+                factors = {"state": state["number"], "groups": group["k"], "self": self.updates}
+                p.data.mul_(1 + 1 / factors.get(self.has, 1))
 
 
 class Grouping(Remembering):
@@ -231,6 +233,10 @@ class Grouping(Remembering):
 
 class Late(Remembering):
     has = "later"
+
+
+class Counting(Remembering):
+    has = "self"
 
 
 class Failing(Normed):
@@ -242,8 +248,8 @@ def of(kind: type[Normed]) -> Callable[..., Optimizer]:
     return lambda params, config: kind(params, config.lr)
 
 
-coupled, remembering, grouping, late, failing = map(
-    of, (Coupled, Remembering, Grouping, Late, Failing)
+coupled, remembering, grouping, late, counting, failing = map(
+    of, (Coupled, Remembering, Grouping, Late, Counting, Failing)
 )
 
 
@@ -313,7 +319,7 @@ def test_one_that_couples_parameters_is_refused_where_a_rank_has_some(gloo: Pool
     assert isinstance(trained("serial", config), dict)
 
 
-@pytest.mark.parametrize("name", ["remembering", "grouping", "late", "failing"])
+@pytest.mark.parametrize("name", ["remembering", "grouping", "late", "counting", "failing"])
 def test_one_that_no_checkpoint_holds_or_no_cpu_runs_is_refused(name: str) -> None:
     config = config_of(HERE + name)
     assert field_of(refusal(lambda: start("serial", config))) == "--optimizer"
