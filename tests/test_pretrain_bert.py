@@ -65,10 +65,13 @@ def test_layouts_agree_and_resuming_is_exact(data: Path, tmp_path: Path) -> None
     two = f"{words} --tensor-model-parallel-size 2"
     run(data, f"{two} --sequence-parallel --save {tmp_path}/sequence", world=2)
     run(data, f"{words} --save {tmp_path}/data", world=2)
+    ring, save = "--context-parallel-size 2 --cp-comm-type p2p", f"--save {tmp_path}/ring"
+    run(data, f"{words} {ring} --exit-interval 2 {save}", world=2)
+    run(data, f"{words} {save} --load {tmp_path}/ring")  # and on at one process
     expected = losses(tmp_path / "whole")
     assert len(expected) == 4
     assert set(expected[0]) == {"loss", "mlm_loss", "sop_loss"}
-    for name in ("sequence", "data"):
+    for name in ("sequence", "data", "ring"):
         for one, other in zip(losses(tmp_path / name), expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
 
