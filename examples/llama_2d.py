@@ -17,6 +17,7 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -148,7 +149,7 @@ def facts_of(
     data = {"tokenizer_type": tokenizer.kind, "begin_token": "[BOT]"}
     return {
         "kind": model.kind,
-        "config": {"model": asdict(model), "data": data},
+        "config": json.loads(json.dumps({"model": asdict(model), "data": data})),  # lists, as saved
         **identity,
         "flags": {name: getattr(flags, name) for name in names},
     }
