@@ -345,7 +345,7 @@ def prefetch(
     data_rank: int,
     data_size: int,
     num_workers: int = 1,
-    sampler: Callable[[int], int] = int,
+    sampler: Callable[[int], int] | None = None,
 ) -> Generator[list[Batch]]:
     """Yields this rank's micro-batches of each step, made while earlier steps are computed.
 
@@ -363,7 +363,10 @@ def prefetch(
             data_rank=data_rank,
             data_size=data_size,
         )
-        return [data.batch([*map(sampler, each)]).numbered(np.array(each)) for each in numbers]
+        return [
+            data.batch(each if sampler is None else [*map(sampler, each)]).numbered(np.array(each))
+            for each in numbers
+        ]
 
     ahead = deque[Future[list[Batch]]]()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="prefetch")
