@@ -8,7 +8,6 @@ parts of other kinds. A user's own kind is a `ModelKind`, too: `register` gives 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
@@ -146,9 +145,12 @@ def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str
         if name == "--preset":
             rest += [] if equals else [value]
             presets.append(value)
-    of_preset = None
-    with suppress(UsageError) if kind else nullcontext():  # it is raised again by `parse`
+    try:  # with --model, too: the presets' folders may have its module
         of_preset = kind_of_presets(presets)
+    except UsageError:
+        if kind is None:
+            raise
+        of_preset = None  # `parse` raises it again, and knows this program's presets
     if of_preset is not None and kind is None:
         kind = str(of_preset.value)
         try:

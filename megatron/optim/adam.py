@@ -184,12 +184,13 @@ class MasterWeights:
         numbers = list(range(len(self.buckets)))
         self.updated = [[n] for n in numbers] if config.optimizer_cpu_offload else [numbers]
         """Numbers of the buckets that each of `optimizers` updates."""
+        self.moments: list[tuple[Tensor, Tensor]] = []  # of adamw, by bucket
+        self.named: list[Any] = []  # optimizers of other names, which make their own state
         if config.optimizer == "adamw":
             self.moments = [(part.zeros(), part.zeros()) for part in self.parts]
-            self.optimizers: list[Any] = [self._adam(each) for each in self.updated]
+            self.optimizers = [self._adam(each) for each in self.updated]
         else:
-            self.moments = []
-            self.optimizers = [self._named(each) for each in self.updated]
+            self.optimizers = self.named = [self._named(each) for each in self.updated]
 
     def _decay(self, spec: ShardingSpec) -> float:
         decays = spec.decay or self.config.decay_biases_and_norms
@@ -286,10 +287,10 @@ class MasterWeights:
 
     def tensors(self) -> Iterator[TensorSlice]:
         """This rank's part of the optimizer's state in a checkpoint: key KIND.NAME."""
-        for bucket, moments in zip(self.buckets, self.moments, strict=bool(self.moments)):
+        for bucket, moments in zip(self.buckets, self.moments, strict=not self.named):
             for moment, prefix in zip(moments, ("exp_avg.", "exp_avg_sq."), strict=True):
                 yield from bucket.slices(moment, prefix)
-        for optimizer in self.optimizers if not self.moments else ():
+        for optimizer in self.named:
             yield from optimizer.slices()
         for bucket, part in zip(self.buckets, self.parts, strict=True):
             if bucket.weight_dtype != bucket.dtype:
@@ -298,7 +299,7 @@ class MasterWeights:
     def make_state(self, updates: int) -> None:
         """Before `slices()` are filled from a checkpoint: make the state that an optimizer of
         torch makes in its first update. updates: number made before the checkpoint."""
-        for each in self.optimizers if updates and not self.moments else ():
+        for each in self.named if updates else ():
             each.make_state()
 
     def loaded(self, updates: int) -> None:

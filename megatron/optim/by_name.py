@@ -207,20 +207,16 @@ class NamedOptimizer:
             self.shards.append((TensorSlice(each.key, spec, local), parameter))
             groups[decays(each.spec)].append((each.key, parameter))
         self.gradients = [gradient for _, gradient in shards]
-        self.optimizers = as_list(
-            make(
-                params=[
-                    {
-                        "params": [parameter for _, parameter in named],
-                        "param_names": [name for name, _ in named],
-                        "weight_decay": decay,
-                    }
-                    for decay, named in groups.items()
-                ],
-                config=config,
-            )
-        )
-
+        params = [
+            {
+                "params": [parameter for _, parameter in named],
+                "param_names": [name for name, _ in named],
+                "weight_decay": decay,
+            }
+            for decay, named in groups.items()
+        ]
+        # torch's optimizers take no empty list, as of a frozen model.
+        self.optimizers = as_list(make(params=params, config=config)) if params else []
         # A part may give some of its parameters another rate than --lr.
         self.lr_shares = [
             [group["lr"] / config.lr for group in each.param_groups] for each in self.optimizers

@@ -16,7 +16,9 @@ from megatron.checkpoint.format import read_checkpoint
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.config.training import OptimizerConfig
 from megatron.errors import UsageError
+from megatron.optim.adam import MasterWeights
 from megatron.optim.by_name import find_optimizer
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.sharding import gather_whole
 from megatron.train.pipelining import plan_pipeline
@@ -335,3 +337,11 @@ def test_a_group_keeps_its_ratio_to_the_rate() -> None:
     for key, moved in ends[0].items():
         share = 0.1 if "embedding" in key else 1.0
         assert_relative(moved, share * ends[1][key], 1e-9, key)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_model_without_trained_parameters_has_no_state(name: str) -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    mesh = serial_mesh()
+    gradients = GradientBuckets.for_master_weights(model, specs={}, mesh=mesh)
+    assert not [*MasterWeights(gradients, config_of(name)).tensors()]

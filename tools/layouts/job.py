@@ -38,12 +38,13 @@ def kind_of(arguments: Sequence[str]) -> str:
     for name, value in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, has_value, own = name.partition("=")
         given[flag].append(own if has_value else value)
+    kinds = given["--kind"]
     with suppress(UsageError):  # raised again when the preset is read
-        kind = kind_of_presets(given["--preset"])
-        if kind is not None and not given["--kind"]:
-            return str(kind.value)
-    if given["--kind"]:
-        return given["--kind"][-1]
+        # With --kind, too: the presets' folders may have its module.
+        if (of_preset := kind_of_presets(given["--preset"])) is not None:
+            kinds = kinds or [str(of_preset.value)]
+    if kinds:
+        return kinds[-1]
     names = (name for name, each in KINDS.items() if each.program is not None)
     presets = " ".join(Path(each).name for each in given["--preset"])
     return next((name for name in names if name in presets), "gpt2")
