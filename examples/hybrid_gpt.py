@@ -27,7 +27,7 @@ from megatron.api import (
     PrecisionConfig,
     Samples,
     StepResult,
-    TensorBoardSink,
+    TensorBoard,
     TrainingParallelConfig,
     TrainState,
     build_state,
@@ -138,8 +138,8 @@ def main() -> None:
             pipeline=plan,
         )
         file = flags.log_dir and flags.log_dir / "metrics.jsonl"
-        sinks = [TensorBoardSink(flags.log_dir, 0)] if file and mesh.is_first else []
-        with Metrics(file, mesh, start=0, steps=flags.train_iters, sinks=sinks) as metrics:
+        loggers = [TensorBoard(flags.log_dir, 0)] if file and mesh.is_first else []
+        with Metrics(file, mesh, start=0, callbacks=loggers) as metrics:
             for text in state.describe_stages(flags.num_micro_batches):
                 metrics.log(text)
             before = time.monotonic()

@@ -132,11 +132,13 @@ from .train.step import (
 )
 from .train.evaluate import mean_losses as mean_losses
 from .optim.schedule import learning_rate as learning_rate
-from .train.metrics import (
-    Metrics as Metrics,
-    TensorBoardSink as TensorBoardSink,
+from .train.callbacks import (
+    Callback as Callback,
+    Training as Training,
     peak_memory as peak_memory,
 )
+from .train.metrics import Metrics as Metrics
+from .train.loggers import TensorBoard as TensorBoard
 
 # Data
 from .data.batch import (

@@ -40,6 +40,7 @@ from megatron.models.registry import config_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
+from megatron.train.callbacks import Callback, usual
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.loop import Loop, train
@@ -337,10 +338,11 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
             settings.parallel.stage_of_zero,
         )
         file = None if directory is None else directory / METRICS
-        metrics = Metrics(file, mesh, start=0, steps=len(steps), stream=sys.stderr)
+        epochs = Epochs(run, steps)
+        callbacks = [epochs, *usual(f"{run.job.name}, seed {seed}")]
+        metrics = Metrics(file, mesh, start=0, callbacks=callbacks, stream=sys.stderr)
+        epochs.metrics = metrics
     with metrics:
-        metrics.bar.set_description(f"{run.job.name}, seed {seed}")
-        epochs = Epochs(run, steps, metrics)
         loop = Loop(
             training=TrainingConfig(
                 train_iters=len(steps),
@@ -356,7 +358,6 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
             facts=lambda state: {"seed": seed, "epoch": run.epoch},
             log_interval=-(-steps.per_epoch // LINES),
             save_interval=steps.per_epoch,
-            post_step=epochs.post_step,
         )
         try:
             train(state, loop)
@@ -385,12 +386,16 @@ def remove_all(folders: Sequence[Path], mesh: Mesh) -> None:
     agree(mesh, act, "removing")
 
 
-class Epochs:
+class Epochs(Callback):
     """The epochs of a seed, for the loop: batches, the evaluation at the end of each epoch, and the
     checkpoints of the last and the best epoch."""
 
-    def __init__(self, run: FinetuneRun, steps: Steps, metrics: Metrics) -> None:
-        self.run, self.steps, self.metrics = run, steps, metrics
+    metrics: Metrics
+    """Those of the seed, which have this callback."""
+
+    def __init__(self, run: FinetuneRun, steps: Steps) -> None:
+        super().__init__()
+        self.run, self.steps = run, steps
         self.done: list[dict[str, Any]] = []
         self.loss_sum = self.examples_seen = 0.0
 
@@ -400,9 +405,9 @@ class Epochs:
             self.metrics.prefix = f"seed {self.steps.seed} | epoch {self.run.epoch} | "
             yield self.steps.micro_batches(step, self.run.mesh)
 
-    def post_step(self, state: TrainState, result: StepResult) -> None:
+    def post_step(self, result: StepResult) -> None:
         if not result.skipped:
-            count = len(self.steps.numbers(state.step - 1))
+            count = len(self.steps.numbers(self.training.state.step - 1))
             self.loss_sum += result.loss * count
             self.examples_seen += count
 

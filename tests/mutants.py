@@ -444,6 +444,34 @@ tokens-counted-by-samples | train/test_step::test_a_step_counts
 rate-of-the-update-before
 - loop.learning_rate(state.updates + 1)
 + loop.learning_rate(state.updates)
+@ megatron/train/loop.py | train/test_callbacks::test_methods_are_called_in_order
+last-callback-misses-evaluations
+-             call(callbacks, "post_evaluation", loss)
++             call(callbacks[:-1], "post_evaluation", loss)
+@ megatron/train/callbacks.py | train/test_callbacks::test_a_stop_that_one_rank_asks_for
+stop-that-nobody-hears
+-         self._signals.ask(reason)
++         self.log(reason)
+@ megatron/train/callbacks.py | train/test_callbacks::test_callbacks_of_a_run_change_no_number
+throughput-waits-for-the-device
+-         self.tokens += result.tokens
++         self.tokens += __import__("torch").tensor(result.tokens).item()
+@ megatron/train/metrics.py | train/test_callbacks::test_an_error_of_a_callback_ends_the_run
+errors-of-callbacks-end-them-alone
+-                 if not (each.may_fail or self._is_leaving):
++                 if False:
+@ megatron/inference/samples.py | inference/test_samples::test_the_text_is_that_of_generation
+logits-of-the-token-before
+-     last = torch.from_numpy(lengths - 1)
++     last = torch.from_numpy((lengths - 2).clip(0))
+@ megatron/inference/samples.py | inference/test_samples::test_the_text_is_that_of_generation
+samples-of-the-first-stage
+-     all_reduce(logits, stage)
++     logits
+@ megatron/inference/samples.py | inference/test_samples::test_the_text_is_that_of_generation
+samples-in-training-mode
+-         model.train(was_training)
++         model.train(False)
 @ megatron/train/state.py | checkpoint/test_layouts::test_a_run_goes_on
 skipped-steps-correct-the-bias | checkpoint/test_save::test_resume_after_skipped
 # Adam's bias correction after a resume of a run that skipped

@@ -17,7 +17,6 @@ if sys.hexversion < 0x30B0000:
 import json
 import os
 import select
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from megatron.config.parse import parse, user_errors
 from megatron.data.files import write_atomically
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import UsageError
+from megatron.inference.prompts import of_file
 from megatron.models.registry import positions_of
 from megatron.train.trained import begin_token_of, open_trained
 
@@ -173,24 +173,6 @@ class Reader:
 def of_command_line(texts: Sequence[str]) -> dict[str, bytes]:
     """{flag and number: content}; bytes that are not UTF-8 are restored as they were typed."""
     return {f"--prompt {n}": t.encode(errors="surrogateescape") for n, t in enumerate(texts, 1)}
-
-
-def of_file(file: Path) -> dict[str, bytes]:
-    """{file and line number: content}. Raises UsageError."""
-    if not file.exists():
-        raise UsageError("--prompt-file", file, "a file that exists")
-    fault = "is a folder" if file.is_dir() else "" if file.is_file() else "is no regular file"
-    content = b"" if fault else file.read_bytes().removeprefix(BOM_UTF8)
-    if not content:
-        allowed = f"a file of texts, one a line: it {fault or 'is empty'}"
-        raise UsageError("--prompt-file", file, allowed)
-    prompts = {}
-    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
-        if not line.strip():
-            allowed = f'without blank lines, as line {number}; --prompt "" is an empty prompt'
-            raise UsageError("--prompt-file", file, allowed)
-        prompts[f"--prompt-file {file}, line {number}"] = line.removesuffix(b"\r")
-    return prompts
 
 
 def typed_lines(mesh: Mesh) -> Iterator[bytes]:

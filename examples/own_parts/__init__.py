@@ -13,12 +13,14 @@ from torch import Tensor
 from megatron.api import (
     GPT2,
     Action,
+    Callback,
     GPT2Batch,
     GPT2Config,
     Inputs,
     LayerNorm,
     OptimizerConfig,
     PretrainGPT2Config,
+    StepResult,
     all_reduce,
     find_kind,
 )
@@ -138,3 +140,17 @@ def last_first(ranks: int, micro_batches: int, virtual: int) -> list[list[Action
         + [Action("backward", rank, n) for n in reversed(range(micro_batches))]
         for rank in range(ranks)
     ]
+
+
+class Accuracy(Callback):
+    """Callback: adds the share of labels whose logit is the largest, and ends the run above 0.9."""
+
+    wants_outputs = True
+
+    def post_step(self, result: StepResult) -> None:
+        assert result.outputs is not None
+        hits = result.outputs.logits.argmax(-1) == result.outputs.labels
+        accuracy = hits.double().mean().item()
+        self.training.add(accuracy=accuracy)
+        if accuracy > 0.9:
+            self.training.stop("accuracy above 0.9")

@@ -109,8 +109,12 @@ def check_parts(config: Any) -> None:
 
 
 def _parts_of(config: Any) -> list[tuple[Registry, str]]:
-    names = ((PARTS.get(each.name), getattr(config, each.name)) for each in fields(config))
-    return [(registry, name) for registry, name in names if registry and name is not None]
+    found = []
+    for each in fields(config):
+        value = getattr(config, each.name)
+        names = value if isinstance(value, tuple) else () if value is None else (value,)
+        found += [(PARTS[each.name], name) for name in names if each.name in PARTS]
+    return found
 
 
 MAKERS = {
@@ -218,6 +222,12 @@ PARTS = {
                 name: f"megatron.optim.schedule:{name.replace('-', '_')}"
                 for name in ("cosine", "linear", "constant", "inverse-sqrt", "wsd")
             },
+        ),
+        Registry(
+            "callbacks",
+            ("config",),
+            "returns a [Callback](api.md#callback), whose methods run beside training; several are "
+            "given one after the other",
         ),
     )
 }

@@ -93,7 +93,7 @@ class PretrainConfig:
     def check(self, world_size: int) -> None:
         """Raise UsageError if two configs, or a config and world_size processes, disagree, or a
         part of one's own does not fit."""
-        for config in (self.data, self.optimizer):
+        for config in (self.data, self.optimizer, self.logging):
             check_parts(config)
         custom_layers(self.model.layers)
         if self.data.mock_data:
@@ -144,11 +144,17 @@ class PretrainConfig:
         for name, library in (("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")):
             if getattr(self.logging, name) is not None and (lack := failure(library)):
                 left_out(self.logging, name, f"here: {lack}")
-        project = self.logging.wandb_project
-        if project is not None and self.metrics_file() is None:
-            cure = ("--wandb-project", project, "--save", "checkpoints")
-            allowed = "given with --save or --metrics-file, beside which it keeps its run"
-            raise UsageError("--wandb-project", project, allowed, works=cure)
+        for name, what in (("wandb_project", "run"), ("profile_step_start", "traces")):
+            value = getattr(self.logging, name)
+            if value is not None and self.metrics_file() is None:
+                cure = (flag(name), str(value), "--save", "checkpoints")
+                allowed = f"given with --save or --metrics-file, beside which it keeps its {what}"
+                raise UsageError(flag(name), value, allowed, works=cure)
+        if self.training.train_iters is not None:
+            at_most(self.logging, "profile_step_start", self.training.train_iters, "--train-iters")
+        prompts = self.logging.sample_prompts
+        if prompts is not None and not Path(prompts).is_file():
+            raise UsageError("--sample-prompts", prompts, "a file that exists")
 
     def with_steps(
         self,

@@ -512,5 +512,34 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Write metrics as TensorBoard event files to this folder, too."""
 
+    callbacks: tuple[str, ...] = ()
+    """Callbacks of one's own, each as module:name of a subclass of megatron.api.Callback or of a
+    function that makes one: their methods run before and after training, steps, evaluations and
+    saves."""
+
+    sample_interval: int | None = None
+    """Steps between continuations of --sample-prompts by the model as it is; they go to the log
+    and the metrics. They are drawn from the 40 most probable tokens, at most 64 of them, by
+    --seed."""
+
+    sample_prompts: str | None = None
+    """UTF-8 file of texts to continue, one per line, without blank lines."""
+
+    profile_step_start: int | None = None
+    """First step that torch's profiler traces: a file of each process, in profile/ beside the
+    metrics, for Perfetto or chrome://tracing."""
+
+    profile_step_end: int | None = None
+    """Last step that is traced."""
+
     def __post_init__(self) -> None:
-        positive(self, "log_interval")
+        positive(self, "log_interval", "sample_interval", "profile_step_start", "profile_step_end")
+        check_names(self)
+        for one, other in (
+            ("sample_interval", "sample_prompts"),
+            ("profile_step_start", "profile_step_end"),
+        ):
+            needs(self, one, other)
+            needs(self, other, one)
+        if self.profile_step_start is not None and self.profile_step_end is not None:
+            at_most(self, "profile_step_start", self.profile_step_end, "--profile-step-end")

@@ -30,7 +30,6 @@ from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, Mesh
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
 from megatron.train.executor import Executor, on_device, to_device
-from megatron.train.metrics import Metrics, in_words
 from megatron.train.objectives import Objective
 from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
@@ -143,8 +142,9 @@ def validate(
     *,
     samples: int,
     micro_batch_size: int,
-    metrics: Metrics,
     wants_stop: Callable[[], bool],
+    write: Callable[[dict[str, Any]], None],
+    log: Callable[[str], None],
 ) -> float | None:
     """Records and returns the validation loss of a run; None without data or samples. Raises
     Stopped, on every rank, if `wants_stop` returns True on one: see mean_losses."""
@@ -177,9 +177,16 @@ def validate(
         perplexity = inf if first > 700 else exp(first)  # above, the run diverges
         line["validation_perplexity"] = perplexity
         text += f" | perplexity {perplexity:.2f}"
-    metrics.write(line)
-    metrics.log(text)
+    write(line)
+    log(text)
     return loss
+
+
+def in_words(terms: Mapping[str, float]) -> str:
+    """The terms of a loss that has several, for the console."""
+    if len(terms) == 1:
+        return ""
+    return f" ({', '.join(f'{name} {mean:.4f}' for name, mean in terms.items())})"
 
 
 def batch_of(tokens: Tensor, mesh: Mesh | None = None) -> GPT2Batch:

@@ -4,12 +4,11 @@
                        ->  replica check  ->  log  ->  evaluate  ->  save  ->  next step, or end
 
 Pretraining (pretrain.py) and fine-tuning (tasks/finetune.py) use this loop with different batches,
-evaluations and ways to save.
+evaluations, ways to save and callbacks (callbacks.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from typing import Any
 from megatron.checkpoint.save import Saver
 from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
-from megatron.train.metrics import Clock, Metrics, in_words, peak_memory
+from megatron.train.callbacks import Clock, Training, call, reported
+from megatron.train.evaluate import in_words
+from megatron.train.metrics import Metrics
 from megatron.train.replicas import check_replicas
 from megatron.train.signals import SIGNALS, Stopped, StopSignals
 from megatron.train.state import TrainState
@@ -43,12 +44,12 @@ class Loop:
     saver: Saver | None = None
     """Given if `save` may still be writing after it has returned."""
     metrics: Metrics
+    """Has the callbacks."""
     signals: StopSignals
     facts: Callable[[TrainState], Mapping[str, Any]]
     """Fields of a line of metrics besides the step and its numbers."""
     log_interval: int
     save_interval: int | None
-    post_step: Callable[[TrainState, StepResult], None] = lambda state, result: None
     evaluate_first: bool = False
 
 
@@ -59,7 +60,12 @@ def train(state: TrainState, loop: Loop) -> str:
     Slurm does not wait for an evaluation or a check: a running one is cut short. After a signal
     in the last step the reason is still `train_iters`, unless it cuts an evaluation or check short.
     """
-    training, saver, clock = loop.training, loop.saver, Clock()
+    training, saver, clock, metrics = loop.training, loop.saver, Clock(), loop.metrics
+    callbacks = metrics.callbacks
+    about = Training(state, training.steps, metrics.write, metrics.log, clock, loop.signals)
+    for each in callbacks:
+        each.training = about
+    wants_outputs = any(each.wants_outputs for each in callbacks)
     end: str | None = None
     checked: int | None = None  # the step of the last replica check
 
@@ -85,24 +91,31 @@ def train(state: TrainState, loop: Loop) -> str:
             except Stopped:
                 reasons = state.mesh.control.gather(loop.signals.received)
                 end = next((each for each in reasons if each in SIGNALS), "SIGTERM")
-                loop.metrics.log(f"step {state.step} | {end} cut the {phase} short")
+                metrics.log(f"step {state.step} | {end} cut the {phase} short")
 
-    if loop.evaluate_first:
+    def evaluate() -> float | None:
+        """The loss of an evaluation; None without one."""
+        loss = None
         with stoppable("evaluation"):
-            loop.evaluate(state)
-    if end is None and state.step >= training.steps:
-        end = "train_iters"
-    with closing(loop.batches):
+            call(callbacks, "pre_evaluation")
+            loss = loop.evaluate(state)
+            call(callbacks, "post_evaluation", loss)
+        return loss
+
+    with closing(loop.batches), reported(callbacks):
+        call(callbacks, "pre_train")
+        if loop.evaluate_first:
+            evaluate()
+        if end is None and state.step >= training.steps:
+            end = "train_iters"
         while end is None:
             batches = next(loop.batches)
             lr = loop.learning_rate(state.updates + 1)
+            call(callbacks, "pre_step", batches)
             note("train step", state.step)
-            result = train_step(state, batches, lr, wants_stop)
-            clock.tokens += result.tokens
-            clock.count("cut", [each.num_cut for each in batches])
-            clock.count("empty", [each.num_empty for each in batches])
-            loop.metrics.advance()
-            loop.post_step(state, result)
+            result = train_step(state, batches, lr, wants_stop, return_outputs=wants_outputs)
+            metrics.advance()
+            call(callbacks, "post_step", result)
 
             if state.step >= training.steps:
                 end = "train_iters"
@@ -122,29 +135,28 @@ def train(state: TrainState, loop: Loop) -> str:
                     check_replicas(state, batches, checked, loop.signals.is_urgent)
                     checked = state.step
             if is_due(loop.log_interval):
-                log_step(state, loop, result, lr, clock, batches[0].unit)
+                log_step(state, loop, result, lr, about)
             validation_loss = None
             if end not in SIGNALS and is_due(training.eval_interval):
-                with stoppable("evaluation"):
-                    validation_loss = loop.evaluate(state)
+                validation_loss = evaluate()
             with clock.paused():
                 if is_due(loop.save_interval):
                     note("save")
+                    call(callbacks, "pre_save")
                     loop.save(state, validation_loss)
+                    call(callbacks, "post_save")
                 if saver is not None:
                     if end is not None:
                         saver.close()
                     # A rank that sees a failed save votes to stop in the next step; then all raise.
                     for report in [] if saver.failed else saver.reports():
-                        loop.metrics.write({"step": state.step, **report.facts()})
-                        loop.metrics.log(f"step {state.step} | {report}")
+                        metrics.write({"step": state.step, **report.facts()})
+                        metrics.log(f"step {state.step} | {report}")
+        call(callbacks, "post_train", end)
     return end
 
 
-def log_step(
-    state: TrainState, loop: Loop, result: StepResult, lr: float, clock: Clock, unit: str
-) -> None:
-    rate, peak = clock.tokens_per_second(), peak_memory(state.mesh)
+def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, about: Training) -> None:
     line: dict[str, Any] = {
         "step": state.step,
         **loop.facts(state),
@@ -152,24 +164,20 @@ def log_step(
         **result.terms,
         "lr": lr,
         "grad_norm": result.grad_norm,
-        f"{unit}_per_second": rate,
-        "peak_memory_bytes": peak,
-        "elapsed_seconds": clock.elapsed,
+        "elapsed_seconds": about.clock.elapsed,
     }
-    text = (
-        f"step {state.step} | loss {result.loss:.4f}{in_words(result.terms)} | lr {lr:.3e} | "
-        f"grad norm {result.grad_norm:.3f} | {rate:.0f} {unit}/s | {peak / 2**30:.1f} GiB"
-    )
+    texts = [
+        f"step {state.step}",
+        f"loss {result.loss:.4f}{in_words(result.terms)}",
+        f"lr {lr:.3e}",
+        f"grad norm {result.grad_norm:.3f}",
+    ]
     if state.scaler.is_scaling:
         line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
-        text += f" | loss scale {state.scaler.scale:g}, {state.skipped} skipped"
-    if clock.documents:
-        mesh = state.mesh  # ranks that share a model read the same samples
-        by_rank = mesh.control.gather(clock.documents)
-        for kind in clock.documents:
-            number = sum(each[kind] for each in by_rank) * mesh.batch.size // mesh.size()
-            line[f"{kind}_documents"] = number
-            text += f" | {number} documents {kind}" * (number > 0)
-        clock.documents = Counter()
-    loop.metrics.write(line)
-    loop.metrics.log(text)
+        texts.append(f"loss scale {state.scaler.scale:g}, {state.skipped} skipped")
+    call(loop.metrics.callbacks, "pre_log")
+    added, shown = about.take()
+    if twice := line.keys() & added.keys():
+        raise ValueError(f"a callback adds {', '.join(sorted(twice))}, which the line has already")
+    loop.metrics.write(line | added)
+    loop.metrics.log(" | ".join(texts + shown))

@@ -24,8 +24,10 @@ from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError, UsageError
 from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
+from megatron.train.callbacks import Callback, open_callbacks, usual
 from megatron.train.inputs import Inputs, open_inputs, prefetch
-from megatron.train.metrics import Metrics, open_sinks
+from megatron.train.loggers import open_loggers
+from megatron.train.metrics import Metrics
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import (
     changes_on_resume,
@@ -171,6 +173,8 @@ class Run:
     """Files of the model, for each checkpoint; only on the first rank."""
     messages: list[str]
     """Messages to the user about the start of the run."""
+    callbacks: Sequence[Callback]
+    """Those that settings ask for."""
     evaluate_first: bool
     """The resumed checkpoint was due for evaluation, but has no loss; without data none has."""
 
@@ -198,7 +202,8 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         asked = False
     compiled, warnings = choose_compile(asked, mesh)
 
-    # 3. The state at step 0
+    # 3. The callbacks that may not fit, and the state at step 0
+    callbacks = on_all_ranks(mesh, lambda: open_callbacks(config, inputs))
     messages += on_all_ranks(mesh, lambda: config.model.prove(mesh))
     state = build_state(
         config.model,
@@ -254,6 +259,7 @@ def build(flags: PretrainConfig, inputs: Inputs, start: Start, mesh: Mesh) -> Ru
         facts=facts,
         files=files_beside(config.model, checkpoint, identity) if mesh.is_first else {},
         messages=[*messages, *warnings, *getattr(state.model, "warnings", ())],
+        callbacks=callbacks,
         evaluate_first=is_due,
     )
 
@@ -267,8 +273,9 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
 
     config, inputs, mesh = run.config, run.inputs, run.state.mesh
     file, start, steps = config.metrics_file(), run.state.step, config.training.steps
-    sinks = open_sinks(config.logging, file, environ, start, run.facts, mesh, signals.ask)
-    metrics = stack.enter_context(Metrics(file, mesh, start=start, steps=steps, sinks=sinks))
+    loggers = open_loggers(config.logging, file, environ, start, run.facts, mesh, signals.ask)
+    callbacks = [*usual("pretrain"), *run.callbacks, *loggers]
+    metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
     files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
     saver = stack.enter_context(
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
@@ -296,8 +303,9 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             inputs.validation,
             samples=config.training.eval_iters * size,
             micro_batch_size=config.training.micro_batch_size,
-            metrics=metrics,
             wants_stop=signals.is_urgent,
+            write=metrics.write,
+            log=metrics.log,
         ),
         save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
         saver=saver,

@@ -24,6 +24,7 @@ PARTS = {  # a number of a run that changes with the part, by its setting
     "sampler": "loss",
     "optimizer": "loss",
     "lr_decay_style": "lr",
+    "callbacks": "accuracy",
 }
 OURS = {"kind": ["--model", "gpt2"], "dataset": ["--mock-data", "--vocab-size", "64"]}
 

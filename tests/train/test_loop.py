@@ -10,6 +10,7 @@ import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
+from megatron.train.callbacks import usual
 from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
@@ -79,7 +80,8 @@ def run(
             signals.ask("SIGUSR1")
         return 1e-3 * update
 
-    with Metrics(directory / "m.jsonl", mesh, start=0, steps=6) as metrics:
+    callbacks = usual("test")
+    with Metrics(directory / "m.jsonl", mesh, start=0, callbacks=callbacks) as metrics:
 
         def evaluate(state: Any) -> float:
             if state.step == stops_at:

@@ -17,30 +17,25 @@ import pytest
 
 from megatron.config.training import LoggingConfig
 from megatron.errors import UsageError
-from megatron.train.metrics import (
-    LONGEST,
-    Metrics,
-    TensorBoardSink,
-    open_sinks,
-    read_metrics,
-)
+from megatron.train.callbacks import Callback
+from megatron.train.loggers import LONGEST, Logger, TensorBoard, open_loggers
+from megatron.train.metrics import Metrics, read_metrics
 from tests.checkpoint.saving import before_calls, failing
 from tests.config.test_checks import settings
 from tests.refusals import field_of, refusal
 
 
-class Recorder:
-    """A sink that keeps what it gets, and fails from its `fails_at`-th line on."""
-
-    name, destination = "recorder", "nowhere"
+class Recorder(Logger):
+    """Keeps what it gets, and fails from its `fails_at`-th line on."""
 
     def __init__(self, fails_at: int | None = None, *, closes: bool = True) -> None:
+        super().__init__()
         self.lines: list[Mapping[str, float | str]] = []
         self.fails_at = fails_at
         self.closes = closes
         self.exit_codes: list[int] = []
 
-    def write(self, line: Mapping[str, float | str]) -> None:
+    def show(self, line: Mapping[str, float | str]) -> None:
         self.lines.append(line)
         if len(self.lines) == self.fails_at:
             raise ConnectionResetError("connection\n lost")
@@ -52,11 +47,11 @@ class Recorder:
 
 
 def metrics(
-    path: Path | None, start: int = 0, *, is_first: bool = True, sinks: Sequence[Recorder] = ()
+    path: Path | None, start: int = 0, *, is_first: bool = True, callbacks: Sequence[Callback] = ()
 ) -> Metrics:
     control = SimpleNamespace(gather=lambda value: [value])
     mesh = SimpleNamespace(is_first=is_first, control=control)
-    return Metrics(path, mesh, start=start, steps=9, sinks=sinks)
+    return Metrics(path, mesh, start=start, callbacks=callbacks)
 
 
 def write_steps(path: Path, start: int, *steps: int) -> None:
@@ -193,25 +188,25 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    path, sink = tmp_path / "metrics.jsonl", Recorder()
+    path, logger = tmp_path / "metrics.jsonl", Recorder()
     line = {"step": 1, "lr": 0.5, "checkpoint": "a"}
-    with metrics(path, sinks=[sink]) as file:
+    with metrics(path, callbacks=[logger]) as file:
         file.write({**line, "loss": nan, "grad_norm": inf, "spread": [1, 2]})
         file.write({"step": 2, "ended": "x" * (LONGEST + 1)})
     assert every_line(path)[0] == {**line, "loss": None, "grad_norm": None, "spread": [1, 2]}
-    assert sink.lines == [line, {"step": 2}]
+    assert logger.lines == [line, {"step": 2}]
 
 
-def test_a_failing_sink_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_logger_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     failing, stuck, sound = Recorder(fails_at=2, closes=False), Recorder(closes=False), Recorder()
-    with metrics(path, sinks=[failing, stuck, sound]) as file:
+    with metrics(path, callbacks=[failing, stuck, sound]) as file:
         for step in (1, 2, 3, 4):
             file.write({"step": step})
     said = capsys.readouterr().out
     assert (said.count("ConnectionResetError"), said.count("TimeoutError")) == (1, 1)
-    assert [len(sink.lines) for sink in (failing, stuck, sound)] == [2, 4, 4]
-    assert [sink.exit_codes for sink in (failing, stuck, sound)] == [[1], [0], [0]]
+    assert [len(logger.lines) for logger in (failing, stuck, sound)] == [2, 4, 4]
+    assert [logger.exit_codes for logger in (failing, stuck, sound)] == [[1], [0], [0]]
     assert steps_that_stand(path) == [1, 2, 3, 4]
 
 
@@ -227,34 +222,34 @@ def test_a_failing_sink_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_error_is_the_last_line(
     tmp_path: Path, error: BaseException, code: int, ended: str | None
 ) -> None:
-    path, sink = tmp_path / "metrics.jsonl", Recorder()
+    path, logger = tmp_path / "metrics.jsonl", Recorder()
 
     def fail() -> None:
-        with metrics(path, sinks=[sink]) as file:
+        with metrics(path, callbacks=[logger]) as file:
             file.write({"step": 4})
             file.advance()  # and the step after it fails
             raise error
 
     with pytest.raises(type(error)):
         fail()
-    assert sink.exit_codes == [code]
+    assert logger.exit_codes == [code]
     last = {"step": 5, "ended": ended, "exit_code": code} if ended else {"step": 4}
     assert every_line(path)[-1] == last
 
 
-def test_sinks_get_the_exit_code_of_the_last_line() -> None:
-    sink = Recorder()
-    with metrics(None, sinks=[sink]) as file:
+def test_loggers_get_the_exit_code_of_the_last_line() -> None:
+    logger = Recorder()
+    with metrics(None, callbacks=[logger]) as file:
         file.write({"step": 3, "ended": "SIGTERM", "exit_code": 75})
-    assert sink.exit_codes == [75]
+    assert logger.exit_codes == [75]
 
 
 @pytest.mark.parametrize(("place", "is_first"), [("file", True), ("events", False)])
-def test_a_sink_that_cannot_open_is_left_out(tmp_path: Path, place: str, is_first: bool) -> None:
+def test_a_logger_that_cannot_open_is_left_out(tmp_path: Path, place: str, is_first: bool) -> None:
     (tmp_path / "file").touch()
     logging, mesh = LoggingConfig(tensorboard_dir=f"{tmp_path}/{place}"), SimpleNamespace()
     mesh.is_first = is_first
-    assert open_sinks(logging, None, {}, 0, {}, mesh, print) == []
+    assert open_loggers(logging, None, {}, 0, {}, mesh, print) == []
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
@@ -288,10 +283,10 @@ def test_tensorboard(tmp_path: Path, start: int, kept: list[tuple[int, float]]) 
     before = [{"step": step, "loss": 1.0, "checkpoint": f"step_{step}"} for step in (1, 2, 3, 4)]
     now = [{"step": start + 1, "loss": 0.5}, {"step": start + 1, "validation_loss": 3.0}]
     for first, lines in ((0, before), (start, now)):
-        sink = TensorBoardSink(tmp_path, first)
+        logger = TensorBoard(tmp_path, first)
         for line in lines:
-            sink.write(line)
-        sink.close(0)
+            logger.log_metrics(line)
+        logger.close(0)
     events = EventAccumulator(str(tmp_path)).Reload()
     found = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
@@ -304,15 +299,15 @@ def test_tensorboard(tmp_path: Path, start: int, kept: list[tuple[int, float]]) 
 def open_wandb(
     library: Mock, folder: Path, start: int, stops: list[str], project: str = "tiny", **environ: str
 ) -> Any:
-    """The sink, where wandb is replaced by a stand-in."""
+    """The logger, where wandb is replaced by a stand-in."""
     logging, mesh = LoggingConfig(wandb_project=project), SimpleNamespace(is_first=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron.train.metrics.wandb", library)
+        patch.setattr("megatron.train.loggers.wandb", library)
         patch.setenv("WANDB_CACHE_DIR", "")  # which it sets
         facts = {"layers": 2}
         path = folder / "metrics.jsonl"
-        (sink,) = open_sinks(logging, path, environ, start, facts, mesh, stops.append)
-    return sink
+        (logger,) = open_loggers(logging, path, environ, start, facts, mesh, stops.append)
+    return logger
 
 
 def test_wandb_continues_a_run(tmp_path: Path) -> None:
@@ -321,7 +316,7 @@ def test_wandb_continues_a_run(tmp_path: Path) -> None:
     for start, project in ((0, "tiny"), (2, "tiny"), (0, "tiny"), (5, "other"), (6, "other")):
         library = Mock()
         library.login.return_value = True
-        sink = open_wandb(library, tmp_path, start, stops, project)
+        logger = open_wandb(library, tmp_path, start, stops, project)
         asked = library.init.call_args.kwargs
         assert (asked["project"], asked["mode"], asked["resume"]) == (project, "online", "allow")
         assert asked["config"] == {"layers": 2}
@@ -332,8 +327,8 @@ def test_wandb_continues_a_run(tmp_path: Path) -> None:
     assert library.init().define_metric.call_args_list == by_step
     library.Settings.call_args.kwargs["stop_fn"]()
     assert stops == ["wandb"]
-    sink.write({"step": 3, "loss": 0.5})
-    sink.close(1)
+    logger.log_metrics({"step": 3, "loss": 0.5})
+    logger.close(1)
     library.init().log.assert_called_once_with({"step": 3, "loss": 0.5})
     library.init().finish.assert_called_once_with(exit_code=1)
 
@@ -354,12 +349,12 @@ def test_wandb_offline(tmp_path: Path, has_key: bool, environ: dict[str, str]) -
     library = Mock()
     library.login.return_value = has_key
     library.init.side_effect = fail_online
-    sink = open_wandb(library, tmp_path, 0, [], **environ)
+    logger = open_wandb(library, tmp_path, 0, [], **environ)
     assert (sys.exit, sys.excepthook) == hooks
     is_tried = has_key or bool(environ)
     modes = [call.kwargs["mode"] for call in library.init.call_args_list]
     assert modes == ["online", "offline"][not is_tried :]
-    assert ("ConnectionError" in sink.destination) == library.teardown.called == is_tried
+    assert ("ConnectionError" in logger.destination) == library.teardown.called == is_tried
 
 
 # A part of a run, which is a process as in training.
@@ -367,16 +362,17 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-import megatron.train.metrics
+import megatron.train.loggers
 from megatron.config.training import LoggingConfig
-from megatron.train.metrics import Metrics, open_sinks
+from megatron.train.loggers import open_loggers
+from megatron.train.metrics import Metrics
 
 mesh = SimpleNamespace(is_first=True, control=SimpleNamespace(gather=lambda value: [value]))
 path = Path(sys.argv[1])
-megatron.train.metrics.INIT_SECONDS = 3  # of a server that does not answer
+megatron.train.loggers.INIT_SECONDS = 3  # of a server that does not answer
 config = LoggingConfig(wandb_project="tiny")
-sinks = open_sinks(config, path, {}, 0, {"layers": 2}, mesh, print)
-with Metrics(path, mesh, start=0, steps=9, sinks=sinks) as metrics:
+loggers = open_loggers(config, path, {}, 0, {"layers": 2}, mesh, print)
+with Metrics(path, mesh, start=0, callbacks=loggers) as metrics:
     metrics.write({"step": 1, "loss": 0.5, "checkpoint": "the first"})
 """
 KEY = "k" * 40

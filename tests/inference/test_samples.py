@@ -1,0 +1,137 @@
+"""Samples of a model in training: the text of generate.py, at every layout that trains."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import UsageError
+from megatron.inference.generate import Sampling, generate
+from megatron.inference.samples import TextSamples, continue_texts
+from megatron.parallel.mesh import serial_mesh
+from megatron.parallel.partition import partition
+from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
+from megatron.train.state import TrainState
+from tests.dist import Pool
+from tests.refusals import refusal
+from tests.tiny import SEQUENCE, mesh_of_ranks, tiny_section, tiny_state
+from tests.train.test_callbacks import run
+from tests.train.test_loop import lines
+from tools.layouts.layout import parse_layout
+
+PROMPTS = [[5, 6], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9], [99, 100, 0, 1], [5, 6]]
+SAMPLING = Sampling(SEQUENCE - 9, top_k=20, seed=5)
+ENDS = range(30, 45)  # so many that some texts end early
+LAYERS = 4
+
+
+def state_at(name: str) -> TrainState:
+    layout, plan = parse_layout(name), WHOLE_MODEL
+    if (ranks := layout.size("pipeline")) > 1:
+        stages = ranks * layout.virtual
+        kind = "interleaved" if layout.virtual > 1 else "1f1b"
+        plan = PipelinePlan(ranks, layout.virtual, kind, partition(LAYERS, stages, head=0.0))
+    section = tiny_section(num_layers=LAYERS)
+    return tiny_state(mesh_of_ranks(name), section, pipeline=plan, zero_stage=layout.zero)
+
+
+def written(name: str, batch: int = 2) -> list[list[int]]:
+    state = state_at(name)
+    assert state.model.training
+    new = continue_texts(
+        state, PROMPTS, SAMPLING, ends=ENDS, seq_length=SEQUENCE, micro_batch_size=batch
+    )
+    assert state.model.training
+    return new
+
+
+def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
+    model = state_at("serial").model.eval()
+    expected = generate(model, serial_mesh(), PROMPTS, SAMPLING, ends=ENDS)
+    assert len({len(each) for each in expected}) > 2, "some end early"
+    assert expected[0] != expected[4], "one prompt, two numbers"
+    assert written("serial") == written("serial", 5) == expected
+    for name in (
+        "tensor=2,sequence",
+        "data=2,zero=3",
+        "pipeline=2,virtual=2",
+        "context=2:p2p",
+        "tensor=2,pipeline=2",
+        "tensor=4:2d",
+        "tensor=8:3d",
+    ):
+        for found in gloo.run(parse_layout(name).ranks, written, name):
+            assert found == expected, name
+
+
+def test_a_row_without_numbers_ends() -> None:
+    state = state_at("serial")
+    with torch.no_grad():
+        state.model.final_norm.bias[3] = torch.nan
+    new = continue_texts(state, [[1], [1]], SAMPLING, ends=(), seq_length=16, micro_batch_size=2)
+    assert new == [[], []]
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes."""
+
+    ends = (0,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def token_id(self, token: str) -> int:
+        return ord(token)
+
+    def decode_after(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def samples_of(file: Path, kind: str = "gpt2", tokenizer: Any = Letters()) -> TextSamples:  # noqa: B008
+    config = SimpleNamespace(
+        logging=SimpleNamespace(sample_interval=2, sample_prompts=str(file)),
+        data=SimpleNamespace(seq_length=SEQUENCE, begin_token="!"),
+        model=SimpleNamespace(kind=kind),
+        training=SimpleNamespace(seed=1, micro_batch_size=2),
+    )
+    return TextSamples(config, SimpleNamespace(tokenizer=tokenizer))
+
+
+def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("ab\nc\n")
+    plain, written = tmp_path / "plain", tmp_path / "written"
+    run(plain, [], train_iters=5)
+    run(written, [samples_of(file)], train_iters=5)
+    found = [line for line in lines(written) if "sample" in line]
+    assert [(line["step"], line["sample"], line["prompt"]) for line in found] == [
+        (step, number, text) for step in (2, 4, 5) for number, text in ((1, "ab"), (2, "c"))
+    ]
+    assert all(line["text"] for line in found)
+    losses = [
+        [line["loss"] for line in lines(folder) if "loss" in line] for folder in (plain, written)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "named"),
+    [
+        (b"a\n\nb\n", {}, "line 2"),
+        (b"a\n" + b"b" * SEQUENCE, {}, "line 2"),
+        (b"\xff\n", {}, "UTF-8"),
+        (b"", {}, "empty"),
+        (b"a\n", {"kind": "bert"}, "bert"),
+        (b"a\n", {"tokenizer": None}, "tokenizer"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(
+    tmp_path: Path, content: bytes, changes: dict[str, Any], named: str
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    error = refusal(lambda: samples_of(file, **changes))
+    assert named in str(error)
+    assert isinstance(error, UsageError | ValueError)

@@ -1,0 +1,365 @@
+"""Callbacks: when each method is called, what it reads and asks for, and that a run with them has
+the numbers of a run without."""
+
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron.api import Callback
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainGPT2Config
+from megatron.config.training import TrainingConfig
+from megatron.data.batch import Batch
+from megatron.models.gpt import GPT2
+from megatron.models.vit import ViT
+from megatron.train.callbacks import HOOKS, Clock, Profiler, Training, open_callback, usual
+from megatron.train.evaluate import Outputs
+from megatron.train.inputs import prefetch
+from megatron.train.loop import Loop, train
+from megatron.train.metrics import Metrics
+from megatron.train.replicas import ReplicaDrift
+from megatron.train.signals import StopSignals
+from megatron.train.step import StepResult
+from tests.dist import Pool
+from tests.programs import pretrain
+from tests.refusals import field_of, refusal, refused
+from tests.tiny import mesh_of_ranks, tiny_section, tiny_state
+from tests.train.test_evaluate import Split
+from tests.train.test_loop import Saves, lines
+
+HERE = "tests.train.test_callbacks:"
+SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3 --mock-data"
+
+
+def run(
+    folder: Path, callbacks: Sequence[Callback], layout: int | str = 1, **settings: Any
+) -> tuple[int, str]:
+    """(steps done, the reason for the end) of a run that draws dropout and logs each step."""
+    mesh = mesh_of_ranks(layout)
+    state = tiny_state(mesh, tiny_section(attention_dropout=0.1, hidden_dropout=0.1))
+    training = TrainingConfig(**{"train_iters": 4, "eval_interval": 2} | settings)
+    path = folder / "m.jsonl"
+    with Metrics(path, mesh, start=0, callbacks=[*usual("test"), *callbacks]) as metrics:
+        loop = Loop(
+            training=training,
+            batches=prefetch(
+                Split(),
+                range(0, 4 * training.train_iters, 4),
+                micro_batch_size=1,
+                data_rank=mesh.batch.rank,
+                data_size=mesh.batch.size,
+            ),
+            learning_rate=lambda update: 1e-3,
+            evaluate=lambda state: 1.0,
+            save=Saves().save,
+            metrics=metrics,
+            signals=StopSignals(),
+            facts=lambda state: {},
+            log_interval=1,
+            save_interval=3,
+        )
+        end = train(state, loop)
+        metrics.write({"step": state.step, "ended": end})
+    return state.step, end
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    """Loss and norm of each step."""
+    found = [line for line in lines(folder) if "loss" in line]
+    return [(line["loss"], line["grad_norm"]) for line in found]
+
+
+class Recorder(Callback):
+    """Writes down each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
+            object.__getattribute__(self, "calls").append(name)
+        return object.__getattribute__(self, name)
+
+
+def test_methods_are_called_in_order(tmp_path: Path) -> None:
+    recorder = Recorder()
+    assert run(tmp_path, [recorder]) == (4, "train_iters")
+    step, log = ["pre_step", "post_step"], ["pre_log", "log_metrics"]
+    evaluation, save = ["pre_evaluation", "post_evaluation"], ["pre_save", "post_save"]
+    first = [*step, *log]
+    second, third, last = [*first, *evaluation], [*first, *save], [*first, *evaluation, *save]
+    ends = ["post_train", "log_metrics", "close"]
+    assert recorder.calls == ["pre_train", *first, *second, *third, *last, *ends]
+    assert set(recorder.calls) | {"on_error"} == HOOKS.keys()
+
+
+class Draws(Callback):
+    """Draws from every source of random numbers that it could share with the run."""
+
+    def draw(self) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+        torch.manual_seed(self.training.state.step)
+
+    def pre_train(self) -> None:
+        self.draw()
+
+    def pre_step(self, batches: Sequence[Batch]) -> None:
+        self.draw()
+
+    def post_step(self, result: StepResult) -> None:
+        self.draw()
+
+
+class Numbers(Callback):
+    """Adds the share of labels that the logits have as their largest, and keeps the outputs."""
+
+    wants_outputs = True
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.outputs: list[Outputs] = []
+
+    def post_step(self, result: StepResult) -> None:
+        assert result.outputs is not None
+        self.outputs.append(result.outputs)
+        hits = result.outputs.logits.argmax(-1) == result.outputs.labels
+        self.training.add(accuracy=hits.double().mean().item())
+        self.training.add("", unseen=1, rank=self.training.state.mesh.control.rank)
+
+
+def measured(folder: Path, layout: int | str) -> list[Outputs]:
+    callback = Numbers()
+    run(folder / str(mesh_of_ranks(layout).control.rank), [callback], layout)
+    return callback.outputs
+
+
+def test_outputs_and_added_numbers_are_the_same_at_every_layout(
+    gloo: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = measured(tmp_path / "one", 1)
+    said = capsys.readouterr().out
+    first = lines(tmp_path / "one" / "0")[0]
+    assert f"| accuracy {first['accuracy']:.4g} |" in said
+    assert "unseen" not in said
+    assert (first["unseen"], first["rank"]) == (1, 0)
+    for name, ranks in (("tensor=2", 2), ("data=2", 2), ("context=2", 2)):
+        for found in gloo.run(ranks, measured, tmp_path / name, name):
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours.labels, theirs.labels)
+                torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-10, atol=1e-10)
+        added = [line.get("accuracy") for line in lines(tmp_path / name / "0")]
+        assert added == [line.get("accuracy") for line in lines(tmp_path / "one" / "0")]
+        assert not (tmp_path / name / "1" / "m.jsonl").exists()
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls in which the host waits for a value of the device."""
+
+    NAMES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.count += getattr(func, "__name__", "") in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+def test_callbacks_of_a_run_change_no_number_and_read_nothing_from_the_device(
+    tmp_path: Path,
+) -> None:
+    counts = []
+    for name, callbacks in (("plain", []), ("drawn", [Draws(), Recorder()])):
+        with Reads() as reads:
+            run(tmp_path / name, callbacks)
+        counts.append(reads.count)
+    assert numbers(tmp_path / "drawn") == numbers(tmp_path / "plain")
+    assert counts[0] == counts[1] > 0
+    with Reads() as reads:
+        run(tmp_path / "longer", [], train_iters=5)
+    assert reads.count - counts[0] == 1, "one read a step"
+
+
+class Stops(Callback):
+    """Asks for a stop after step 2, on the last rank."""
+
+    def post_step(self, result: StepResult) -> None:
+        control = self.training.state.mesh.control
+        if self.training.state.step == 2 and control.rank == control.size - 1:
+            self.training.stop("good enough")
+
+
+def stopped(folder: Path, layout: int | str) -> tuple[int, str]:
+    return run(folder / str(mesh_of_ranks(layout).control.rank), [Stops()], layout)
+
+
+def test_a_stop_that_one_rank_asks_for_ends_all(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, stopped, tmp_path, "tensor=2") == [(3, "good enough")] * 2
+    training = Training(None, 1, print, print, Clock(), StopSignals())
+    with pytest.raises(ValueError, match="SIGTERM"):
+        training.stop("SIGTERM")
+
+
+class Pushes(Callback):
+    """Changes a weight on the last rank after step 2."""
+
+    def post_step(self, result: StepResult) -> None:
+        state = self.training.state
+        if state.step == 2 and state.mesh.control.rank == state.mesh.size() - 1:
+            with torch.no_grad():
+                state.model.final_norm.weight[3] += 1e-9
+
+
+def pushed(folder: Path, layout: str) -> str:
+    own = folder / str(mesh_of_ranks(layout).control.rank)
+    try:
+        run(own, [Pushes()], layout, check_replicas_interval=1)
+    except ReplicaDrift as drift:
+        return f"{lines(own)[-1]['step'] if (own / 'm.jsonl').exists() else 2} {drift.names}"
+    return "unseen"
+
+
+def test_a_changed_weight_is_found_where_it_has_a_replica(gloo: Pool, tmp_path: Path) -> None:
+    for layout in ("data=2", "tensor=2"):
+        for found in gloo.run(2, pushed, tmp_path / layout, layout):
+            assert found == "2 ['model.final_norm.weight']"
+
+
+class Fails(Callback):
+    """Raises in one of its methods."""
+
+    def __init__(self, hook: str, config: Any = None) -> None:
+        super().__init__(config)
+        self.errors: list[Exception] = []
+        setattr(self, hook, self.fail)
+
+    def fail(self, *arguments: object) -> None:
+        raise ZeroDivisionError("of a callback")
+
+    def on_error(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("hook", [each for each in HOOKS if each != "on_error"])
+def test_an_error_of_a_callback_ends_the_run(tmp_path: Path, hook: str) -> None:
+    callback, other = Fails(hook), Recorder()
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, [callback, other])
+    assert [type(each) for each in callback.errors] == [ZeroDivisionError] * (hook != "close")
+    assert other.calls[-1] == "close", "the others are closed"
+    last = {"ended": "train_iters" if hook == "close" else "ZeroDivisionError"}
+    assert last.items() <= lines(tmp_path)[-1].items()
+
+
+class FailsOnOne(Callback):
+    def post_step(self, result: StepResult) -> None:
+        if self.training.state.step == 2 and self.training.state.mesh.control.rank == 1:
+            raise ZeroDivisionError("of a callback")
+
+
+def test_an_error_on_one_rank_ends_the_program_with_its_traceback(tmp_path: Path) -> None:
+    words = f"--train-iters 9 --callbacks {HERE}FailsOnOne"
+    with pretrain(words, world=2, folder=tmp_path) as ranks:
+        assert 0 not in ranks.wait()
+        assert "rank 1 of 2" in ranks.text()
+        assert "in post_step" in ranks.text()
+        assert "ZeroDivisionError: of a callback" in ranks.text()
+
+
+class Misspelt(Callback):
+    def post_setp(self, result: StepResult) -> None:
+        pass
+
+
+class Short(Callback):
+    def post_step(self) -> None:
+        pass
+
+
+def no_callback(config: Any) -> object:
+    return config
+
+
+def no_config() -> Callback:
+    return Callback()
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("Misspelt", "post_step"),
+        ("Short", "post_step"),
+        ("no_callback", "PretrainGPT2Config"),
+        ("no_config", "config"),
+        ("Absent", "Absent"),
+    ],
+)
+def test_a_callback_that_does_not_fit_is_refused(name: str, named: str) -> None:
+    config = parse(PretrainGPT2Config, [*SMALL.split(), "--callbacks", HERE + "Numbers"], {})
+    error = refusal(lambda: open_callback(HERE + name, config, GPT2))
+    assert field_of(error) == "--callbacks"
+    assert named in str(error)
+
+
+def test_outputs_of_a_model_without_them_are_refused() -> None:
+    assert isinstance(open_callback(HERE + "Numbers", None, GPT2), Numbers)
+    error = refusal(lambda: open_callback(HERE + "Numbers", None, ViT))
+    assert field_of(error) == "--callbacks"
+    assert "ViT" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"), [({"loss": 1.0}, ValueError), ({"norm": torch.ones(())}, TypeError)]
+)
+def test_numbers_that_a_line_cannot_have_are_refused(
+    tmp_path: Path, numbers: Mapping[str, Any], error: type[Exception]
+) -> None:
+    class Adds(Callback):
+        def pre_log(self) -> None:
+            self.training.add(**numbers)
+
+    with pytest.raises(error, match=next(iter(numbers))):
+        run(tmp_path, [Adds()])
+
+
+def test_a_profile_has_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+    """Also where the run ends before the last of them."""
+    for last, steps in ((2, 1), (9, 2)):
+        run(tmp_path, [Profiler(2, last, tmp_path / str(last))], train_iters=3)
+        with gzip.open(tmp_path / str(last) / "rank_0.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        names = Counter(each["name"] for each in events)
+        assert names["aten::embedding"] == 2 * 4 * steps, "two embeddings of four micro-batches"
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--sample-interval 2", "--sample-interval"),
+        ("--sample-prompts a.txt", "--sample-prompts"),
+        ("--sample-interval 2 --sample-prompts nowhere.txt", "--sample-prompts"),
+        ("--profile-step-start 2", "--profile-step-start"),
+        ("--profile-step-end 2", "--profile-step-end"),
+        ("--profile-step-start 3 --profile-step-end 2 --save s", "--profile-step-start"),
+        ("--profile-step-start 4 --profile-step-end 5 --save s", "--profile-step-start"),
+        ("--profile-step-start 1 --profile-step-end 2", "--profile-step-start"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(words: str, flag: str) -> None:
+    def program(words: list[str]) -> None:
+        parse(PretrainGPT2Config, words, {}).check(1)
+
+    assert refused(program, f"{SMALL} {words}") == flag
