@@ -96,7 +96,7 @@ def run(rank: Rank, tree: str, flags: list[str], ranks: int, folder: str) -> Tur
                 os.kill(int(each), number)
 
     Finalize(program, send, (signal.SIGKILL,), exitpriority=0)
-    steps = filter(re.compile(r"step \d+ \| loss ").match, program.stdout or ())
+    steps = filter(re.compile(r"step \d+(/\d+ \(\d+ %\))? \| loss ").match, program.stdout or ())
     spent, turns = 0.0, count()
 
     def turn() -> Figures:

@@ -339,7 +339,8 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
         )
         file = None if directory is None else directory / METRICS
         epochs = Epochs(run, steps)
-        callbacks = [epochs, *usual(f"{run.job.name}, seed {seed}")]
+        log_interval = -(-steps.per_epoch // LINES)
+        callbacks = [epochs, *usual(f"{run.job.name}, seed {seed}", log_interval)]
         metrics = Metrics(file, mesh, start=0, callbacks=callbacks, stream=sys.stderr)
         epochs.metrics = metrics
     with metrics:
@@ -356,7 +357,7 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
             metrics=metrics,
             signals=StopSignals(),
             facts=lambda state: {"seed": seed, "epoch": run.epoch},
-            log_interval=-(-steps.per_epoch // LINES),
+            log_interval=log_interval,
             save_interval=steps.per_epoch,
         )
         try:
@@ -372,7 +373,7 @@ def train_seed(run: FinetuneRun, seed: int) -> None:
         write_atomically(directory / RESULT, json.dumps(kept, indent=1).encode() + b"\n")
     run.seed, run.finished[seed] = None, result
     # Gradient hooks form a reference cycle with the model; the next model needs its memory.
-    del state, loop, epochs
+    del state, loop, epochs, callbacks, metrics
     gc.collect()
 
 

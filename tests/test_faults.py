@@ -124,7 +124,7 @@ def test_a_signal_at_the_start_ends_with_75(folder: Path, tmp_path: Path, target
 def test_ctrl_c_saves_and_is_no_reason_to_requeue(folder: Path, tmp_path: Path) -> None:
     words = flags(tmp_path, 100_000, f"{PLAIN} {SPLIT} --log-interval 1")
     with pretrain(words, world=2, folder=folder) as run:
-        run.wait_for(lambda: "step 3 |" in run.text(0))
+        run.wait_for(lambda: "step 3/" in run.text(0))
         run.signal(signal.SIGINT)
         assert run.wait() == [130, 130], run.text()
         assert "--load" in run.text()

@@ -90,6 +90,8 @@ def fields_of(value: type) -> str:
             if isinstance(line.value, ast.Call) and ast.unparse(line.value.func) == "field":
                 line.value = {each.arg: each.value for each in line.value.keywords}.get("default")
             name = ast.unparse(line.target)
+            if name.startswith("_"):
+                continue
             text = text or found.get(name, "").partition("`: ")[2]
             found[name] = f"- `{ast.unparse(line)}`" + (f": {text}" if text else "")
     return "\n".join(found.values())

@@ -55,6 +55,8 @@ class KindConfig:
     """Whether it is an unmodified model of transformers, which has a tokenizer of its own."""
     layernorm_impl = "torch"
     """LayerNorm's kernel."""
+    is_causal: ClassVar[bool] = True
+    """Whether a token attends only to those before it."""
     granularities: ClassVar[tuple[RecomputeGranularity, ...]] = ("none", "selective", "full")
     """Values of --recompute-granularity that it has."""
 
@@ -112,6 +114,11 @@ class KindConfig:
     def widths(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides into equal parts, by flag."""
         raise NotImplementedError
+
+    @property
+    def attention_width(self) -> int | None:
+        """Layers x width of their heads; None if it is not known."""
+        return None
 
     @property
     def drops_attention(self) -> bool:
@@ -196,6 +203,10 @@ class ModelConfig(KindConfig):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        return self.num_layers * self.hidden_size
 
     @property
     def ffn_size(self) -> int:
@@ -318,6 +329,7 @@ class LlamaConfig(TextModelConfig):
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TextModelConfig):
     kind: ClassVar[str] = "bert"
+    is_causal: ClassVar[bool] = False
     has_context: ClassVar[bool] = True
 
     activation: Activation = "gelu"
@@ -344,6 +356,7 @@ class FinetunedConfig(BertConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(ModelConfig):
+    is_causal: ClassVar[bool] = False
     kind: ClassVar[str] = "vit"
     has_context: ClassVar[bool] = True
 

@@ -226,8 +226,8 @@ PARTS = {
         Registry(
             "callbacks",
             ("config",),
-            "returns a [Callback](api.md#callback), whose methods run beside training; several are "
-            "given one after the other",
+            "returns a [Callback](api.md#callback), whose methods run beside training; the flag "
+            "takes several",
         ),
     )
 }

@@ -62,6 +62,11 @@ class PretrainConfig:
         """Share of the tokens whose logits the head computes."""
         return getattr(self.data, "mask_prob", 1.0)
 
+    @property
+    def tokens_per_unit(self) -> int:
+        """Tokens of what throughput counts: a token, or an image."""
+        return 1
+
     def data_parallel_size(self, world_size: int) -> int:
         """Models trained side by side by world_size processes."""
         return self.parallel.data_parallel_size(world_size)
@@ -291,6 +296,10 @@ class PretrainViTConfig(PretrainConfig):
     @property
     def scored(self) -> float:
         return 1 / self.model.positions
+
+    @property
+    def tokens_per_unit(self) -> int:
+        return self.model.positions
 
 
 def require_apex(*, optimizer_impl: str, layernorm_impl: str) -> None:

@@ -3,16 +3,16 @@
     b rows of a micro-batch   s sequence length   v vocabulary   t tensor-parallel size
 
 Prompts run through the executor in micro-batches of the shape of training, as an evaluation does.
-So they work at every layout that trains, also where no rank has a whole model, and compile nothing
-anew. All tokens are read again for each new one: generate.py, with its cache, is faster where the
-tensor-parallel ranks hold a whole model. The draws are those of generate.py.
+So they work at every layout that trains, also where no rank has a whole model, and layers are not
+compiled for other shapes. All tokens are read again for each new one: generate.py, with its cache,
+is faster where the tensor-parallel ranks hold a whole model. The draws are those of generate.py.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from megatron.parallel.random import derive_seed
 from megatron.train.callbacks import Callback
 from megatron.train.executor import Executor
 from megatron.train.inputs import Inputs
+from megatron.train.signals import SIGNALS, Stopped
 from megatron.train.state import TrainState
 from megatron.train.step import StepResult
 from megatron.train.watch import note
@@ -73,22 +74,36 @@ class TextSamples(Callback):
         self.tokenizer, self.length = tokenizer, length
         self.sampling = Sampling(min(NEW_TOKENS, room), top_k=TOP_K, seed=config.training.seed)
 
+    def pre_train(self) -> None:
+        self.last = 0  # step of the last samples
+
     def post_step(self, result: StepResult) -> None:
+        is_due = self.training.state.step % self.config.logging.sample_interval == 0
+        if is_due and not result.stop:  # the sender of a signal may not wait
+            self.sample()
+
+    def post_train(self, end: str) -> None:
+        if end not in SIGNALS and self.training.state.step > self.last:
+            self.sample()
+
+    def sample(self) -> None:
+        """Writes and logs a text for each prompt; a signal cuts it short, and none is written."""
         state, training = self.training.state, self.training
-        is_due = state.step % self.config.logging.sample_interval == 0
-        is_due |= state.step == training.steps
-        if not is_due or result.stop:  # the sender of a signal may not wait
-            return
+        self.last = state.step
         note("samples")
-        with training.paused():
-            new = continue_texts(
-                state,
-                self.tokens,
-                self.sampling,
-                ends=self.tokenizer.ends,
-                seq_length=self.length,
-                micro_batch_size=self.config.training.micro_batch_size,
-            )
+        try:
+            with training.paused():
+                new = continue_texts(
+                    state,
+                    self.tokens,
+                    self.sampling,
+                    ends=self.tokenizer.ends,
+                    seq_length=self.length,
+                    micro_batch_size=self.config.training.micro_batch_size,
+                    wants_stop=training.is_urgent,
+                )
+        except Stopped:
+            return
         for number, (prompt, tokens) in enumerate(zip(self.texts, new, strict=True), start=1):
             text = self.tokenizer.decode_after(tokens)
             line = {"step": state.step, "sample": number, "prompt": prompt, "text": text}
@@ -118,11 +133,13 @@ def continue_texts(
     ends: Collection[int],
     seq_length: int,
     micro_batch_size: int,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """The new tokens of each prompt, on every rank; every rank calls this.
 
     prompts: token ids, none empty, with room for max_new_tokens in seq_length. A text ends at one
-    of the ids `ends`, which is left out. A row whose logits are not numbers ends there.
+    of the ids `ends`, which is left out. A row whose logits are not numbers ends there. wants_stop:
+    called before each token. Raises Stopped on all ranks if it returns True on one.
     """
     mesh, model = state.mesh, state.model
     # Every rank of the batch axis has equally many full micro-batches; surplus rows are not read.
@@ -142,6 +159,12 @@ def continue_texts(
     try:
         with gathered(model):
             for _ in range(sampling.max_new_tokens):
+                votes = torch.tensor([wants_stop(), len(running)], device=mesh.device)
+                stops, left = all_reduce(all_reduce(votes, mesh.loss_sums), mesh.model_parallel)
+                if stops:
+                    raise Stopped
+                if not left:
+                    break
                 logits = next_logits(state, np.split(texts, micro_batches), lengths)
                 shares = [source.random() for source in sources]
                 ids = draw(logits[: len(numbers)].cpu(), sampling, shares).tolist()

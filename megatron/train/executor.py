@@ -51,8 +51,8 @@ class Executor:
     """Runs the programs of one rank.
 
     batches: one per micro-batch. loss_scales: fp64 [k]. gradients: buckets to add to; None in an
-    evaluation. on_action: called before each action. hidden_states: receives the last layer's
-    output, by micro-batch.
+    evaluation. on_action: called before each action. mark: see Phases. hidden_states: receives the
+    last layer's output, by micro-batch.
     """
 
     model: Any
@@ -63,6 +63,7 @@ class Executor:
     loss_scales: Tensor
     gradients: GradientBuckets | None = None
     on_action: Callable[[Action], object] = lambda action: None
+    mark: Callable[[str], object] = str
     hidden_states: dict[int, Tensor] | None = None
 
     def step(self) -> Tensor:
@@ -70,7 +71,9 @@ class Executor:
         assert self.gradients is not None, "an evaluation is no training step"
         self.gradients.start()
         totals = self.run(self.pipeline.program(self.mesh.pipeline.rank, len(self.batches)))
+        self.mark("reduction")
         self.gradients.finish()
+        self.mark("")
         return totals
 
     def run(self, program: Program) -> Tensor:
@@ -82,6 +85,7 @@ class Executor:
         last = {each.stage: each for each in program if isinstance(each, Action)}  # B or W
         with gathered(self.model):
             for item in program:
+                self.mark("p2p")
                 if isinstance(item, Action):
                     self.on_action(item)
                     if item.direction == "forward":
@@ -92,12 +96,14 @@ class Executor:
                     self.messages.send(item)
                 else:
                     self.messages.receive(item, self.like(item), self.mesh.device)
+        self.mark("p2p")
         self.messages.close()
         return self.totals
 
     def forward(self, stage: int, number: int) -> None:
         """number: of the micro-batch."""
         inputs: Tensors = self.messages.take("forward", stage, number) if stage else ()
+        self.mark("forward")
         if self.gradients is not None:
             inputs = tuple(each.detach().requires_grad_(has_gradient(each)) for each in inputs)
         batch = on_device(self.batches[number], self.mesh.device)
@@ -134,6 +140,7 @@ class Executor:
         assert self.gradients is not None, "an evaluation has no backward"
         direction, stage, number = action
         bucket_stage = stage if self.pipeline.virtual > 1 else None  # see GradientBuckets.stage
+        self.mark("backward")
         if direction == "backward_weight":
             deferred = self.deferred.pop((stage, number))
             self.gradients.add_deferred(deferred, is_last=is_last, stage=bucket_stage)
@@ -142,7 +149,9 @@ class Executor:
         # None for the loss: if a root has a gradient, torch imports sympy, which takes 0.4 s.
         root_gradients: Sequence[Tensor | None] = (None,)
         if stage < self.pipeline.stages - 1:
+            self.mark("p2p")
             root_gradients = self.messages.take("backward", stage, number)
+            self.mark("backward")
         # A root is None where its output does not require a gradient.
         pairs = [each for each in zip(roots, root_gradients, strict=True) if each[0] is not None]
         is_half = direction == "backward_input"

@@ -32,22 +32,28 @@ INIT_SECONDS = 30  # the same for its start
 
 
 class Logger(Callback):
-    """Shows the numbers and short strings of each line elsewhere. An error ends it, not the run."""
+    """Shows the numbers and short strings of each line elsewhere, and samples as texts. An error
+    ends it, not the run."""
 
     may_fail = True
     destination: str
 
     def log_metrics(self, line: Mapping[str, Any]) -> None:
-        self.show(
-            {
-                key: value
-                for key, value in line.items()
-                if isinstance(value, int | float)
-                or (isinstance(value, str) and len(value) <= LONGEST)
-            }
-        )
+        if "sample" in line:
+            name, text = f"sample_{line['sample']}", f"{line['prompt']}{line['text']}"
+            self.show_text(line["step"], name, text)
+            return
+        shown = {}
+        for key, value in line.items():
+            is_short = isinstance(value, str) and len(value) <= LONGEST
+            if is_short or isinstance(value, int | float):
+                shown[key] = value
+        self.show(shown)
 
     def show(self, line: Mapping[str, float | str]) -> None:
+        raise NotImplementedError
+
+    def show_text(self, step: int, name: str, text: str) -> None:
         raise NotImplementedError
 
 
@@ -66,6 +72,9 @@ class TensorBoard(Logger):
         for key, value in line.items():
             if key != "step" and not isinstance(value, str):
                 self._writer.add_scalar(key, value, global_step=int(line["step"]))
+
+    def show_text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, global_step=step)
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
@@ -140,6 +149,9 @@ class Wandb(Logger):
 
     def show(self, line: Mapping[str, float | str]) -> None:
         self._run.log(dict(line))
+
+    def show_text(self, step: int, name: str, text: str) -> None:
+        self._run.log({"step": step, name: text})
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)

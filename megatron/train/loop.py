@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.checkpoint.save import Saver
@@ -53,8 +53,9 @@ class Loop:
     evaluate_first: bool = False
 
 
-def train(state: TrainState, loop: Loop) -> str:
-    """Train to `train_iters` or to a requested exit; return the reason for the end.
+def train(state: TrainState, loop: Loop, begin: Callable[[], object] = lambda: None) -> str:
+    """Train to `train_iters` or to a requested exit; return the reason for the end. begin: called
+    after the callbacks' pre_train.
 
     At the end the state is evaluated and saved. After a signal it is only logged and saved, since
     Slurm does not wait for an evaluation or a check: a running one is cut short. After a signal
@@ -64,7 +65,7 @@ def train(state: TrainState, loop: Loop) -> str:
     callbacks = metrics.callbacks
     about = Training(state, training.steps, metrics.write, metrics.log, clock, loop.signals)
     for each in callbacks:
-        each.training = about
+        each.training = replace(about, _callback=each)
     wants_outputs = any(each.wants_outputs for each in callbacks)
     end: str | None = None
     checked: int | None = None  # the step of the last replica check
@@ -100,22 +101,26 @@ def train(state: TrainState, loop: Loop) -> str:
             call(callbacks, "pre_evaluation")
             loss = loop.evaluate(state)
             call(callbacks, "post_evaluation", loss)
+            about.flush()
         return loss
 
     with closing(loop.batches), reported(callbacks):
         call(callbacks, "pre_train")
+        begin()
         if loop.evaluate_first:
             evaluate()
         if end is None and state.step >= training.steps:
             end = "train_iters"
         while end is None:
-            batches = next(loop.batches)
+            with clock.waiting():
+                batches = next(loop.batches)
             lr = loop.learning_rate(state.updates + 1)
             call(callbacks, "pre_step", batches)
             note("train step", state.step)
             result = train_step(state, batches, lr, wants_stop, return_outputs=wants_outputs)
             metrics.advance()
             call(callbacks, "post_step", result)
+            result = replace(result, outputs=None)  # the next step needs their memory
 
             if state.step >= training.steps:
                 end = "train_iters"
@@ -145,6 +150,7 @@ def train(state: TrainState, loop: Loop) -> str:
                     call(callbacks, "pre_save")
                     loop.save(state, validation_loss)
                     call(callbacks, "post_save")
+                    about.flush()
                 if saver is not None:
                     if end is not None:
                         saver.close()
@@ -153,6 +159,7 @@ def train(state: TrainState, loop: Loop) -> str:
                         metrics.write({"step": state.step, **report.facts()})
                         metrics.log(f"step {state.step} | {report}")
         call(callbacks, "post_train", end)
+        about.flush()
     return end
 
 
@@ -167,7 +174,7 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, about
         "elapsed_seconds": about.clock.elapsed,
     }
     texts = [
-        f"step {state.step}",
+        f"step {state.step}/{about.steps} ({state.step / about.steps:.0%})".replace("%", " %"),
         f"loss {result.loss:.4f}{in_words(result.terms)}",
         f"lr {lr:.3e}",
         f"grad norm {result.grad_norm:.3f}",

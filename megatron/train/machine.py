@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
@@ -144,6 +145,15 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "layout": mesh.sizes,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a run computes and reads with."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "transformers", "tokenizers", "safetensors"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @cache

@@ -61,7 +61,8 @@ class Metrics:
         self.prefix = ""  # of each line on the console
         self.exit_code = 0
         self._step = start
-        self._is_leaving = False  # with an error, which no other one hides
+        self._closed: list[Callback] = []
+        self._is_leaving = False  # with an error
         self._failure: Exception | None = None  # of closing a callback
         self._unwritten: list[str] = []
         self._end: int | None = None  # size of the file in bytes, without those lines
@@ -97,11 +98,14 @@ class Metrics:
         if self.path is not None:
             self._unwritten.append(json.dumps(finite, allow_nan=False) + "\n")
             self._append(self.path)
-        for each in tuple(self.callbacks):
+        for each in self.callbacks:
+            # An error ends this rank alone, where other callbacks' collectives would never end.
+            if each in self._closed or (self._is_leaving and not each.may_fail):
+                continue
             try:
                 each.log_metrics(finite)
             except Exception as error:  # a lost network or a full disk ends it, not the run
-                if not (each.may_fail or self._is_leaving):
+                if not each.may_fail:
                     raise
                 self._close(each, 1, error)
 
@@ -126,7 +130,7 @@ class Metrics:
 
     def _close(self, callback: Callback, exit_code: int, cause: Exception | None = None) -> None:
         """Close a callback; report `cause`, or else an error of closing it."""
-        self.callbacks.remove(callback)
+        self._closed.append(callback)
         try:
             callback.close(exit_code)
         except Exception as error:
@@ -148,8 +152,9 @@ class Metrics:
             self.write({"step": self._step, "ended": type(error).__name__, "exit_code": code})
 
         def close_all() -> None:
-            for each in tuple(self.callbacks):
-                self._close(each, code)
+            for each in self.callbacks:
+                if each not in self._closed:
+                    self._close(each, code)
 
         # One may wait for a network, but an error is shown after GRACE seconds at most.
         closing = Thread(target=close_all, daemon=True)

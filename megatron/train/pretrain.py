@@ -7,6 +7,8 @@ are opened once, after launch, and the pipeline is planned: so all ranks refuse 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -102,10 +104,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             note("building the model")
             run = build(config, inputs, start, mesh)
             loop = open_loop(run, signals, environ, stack)
-        log_start(run, loop)
         signals.arm()
         first_step = run.state.step
-        end = train(run.state, loop)
+        end = train(run.state, loop, partial(log_start, run, loop))
         exit_code = SIGNALS.get(end, 0)
         step, metrics = run.state.step, loop.metrics
         metrics.write({"step": step, "ended": end, "exit_code": exit_code})
@@ -270,11 +271,19 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     from megatron.optim.schedule import learning_rate
     from megatron.train.evaluate import validate
     from megatron.train.loop import Loop
+    from megatron.train.utilization import flops_of
 
     config, inputs, mesh = run.config, run.inputs, run.state.mesh
     file, start, steps = config.metrics_file(), run.state.step, config.training.steps
+    flops = flops_of(config, run.state)
+    if flops is not None:
+        run.messages.append(flops.about)
     loggers = open_loggers(config.logging, file, environ, start, run.facts, mesh, signals.ask)
-    callbacks = [*usual("pretrain"), *run.callbacks, *loggers]
+    callbacks = [
+        *usual("pretrain", config.logging.log_interval, flops),
+        *run.callbacks,
+        *loggers,
+    ]
     metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
     files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
     saver = stack.enter_context(
@@ -320,6 +329,8 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
 
 def log_start(run: Run, loop: Loop) -> None:
     """Log and record where the run starts and what it runs on."""
+    from megatron.train.machine import versions
+
     state = run.state
     micro_batches = run.config.micro_batches(state.mesh.size())
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
@@ -339,4 +350,6 @@ def log_start(run: Run, loop: Loop) -> None:
     ):
         loop.metrics.log(message)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    loop.metrics.write({"step": state.step, "started": now, "data": data, **facts})
+    config, command = run.facts["config"], shlex.join(sys.argv)
+    line = {"step": state.step, "started": now, "data": data, **facts}
+    loop.metrics.write({**line, "command": command, "config": config, "versions": versions()})

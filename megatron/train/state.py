@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -50,6 +50,8 @@ class TrainState:
     kernel_seed: int | None = None  # if attention's kernel draws its dropout
     pipeline: PipelinePlan = WHOLE_MODEL
     graph: StepGraph | None = None  # replays forward and backward
+    # Phases.mark in a step that is timed; in others a function without effect.
+    mark: Callable[[str], object] = str
     # Micro-batch now running, and the index of its stage in the order F0..F(p-1), B(p-1)..B0 of p
     # stages; diagnose.py sorts by both.
     micro_batch: int = 0

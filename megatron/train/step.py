@@ -82,7 +82,9 @@ def train_step(
     counts = count(state, micro_batches)
     hidden_states = dict[int, Tensor]() if return_outputs else None
     run = forward_backward if state.graph is None else partial(state.graph, forward_backward)
+    state.mark("" if state.graph is None else "forward and backward")
     totals = run(state, micro_batches, counts, hidden_states)
+    state.mark("")
     outputs = None
     if hidden_states is not None:
         outputs = gather_outputs(state.model, mesh, whole, hidden_states)
@@ -115,7 +117,9 @@ def train_step(
         replay = partial(forward_backward, state, micro_batches, counts)
         raise non_finite(state, micro_batches, what, replay)
     if not overflowed:
+        state.mark("optimizer")
         state.optimizer.step(lr, 1.0 / scaler.scale, norm)
+        state.mark("")
     state.step += 1
     state.samples += sum(batch.num_samples for batch in micro_batches) * mesh.batch.size
     state.skipped += overflowed
@@ -175,6 +179,7 @@ def forward_backward(
         loss_scales=loss_scales,
         gradients=state.gradients,
         on_action=on_action,
+        mark=state.mark,
         hidden_states=hidden_states,
     )
     return executor.step()

@@ -13,10 +13,11 @@ from megatron.inference.samples import TextSamples, continue_texts
 from megatron.parallel.mesh import serial_mesh
 from megatron.parallel.partition import partition
 from megatron.parallel.schedules import WHOLE_MODEL, PipelinePlan
+from megatron.train.signals import Stopped
 from megatron.train.state import TrainState
 from tests.dist import Pool
 from tests.refusals import refusal
-from tests.tiny import SEQUENCE, mesh_of_ranks, tiny_section, tiny_state
+from tests.tiny import SEQUENCE, VOCABULARY, mesh_of_ranks, tiny_section, tiny_state
 from tests.train.test_callbacks import run
 from tests.train.test_loop import lines
 from tools.layouts.layout import parse_layout
@@ -66,6 +67,46 @@ def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
             assert found == expected, name
 
 
+def stopped_at(calls: int) -> list[int]:
+    """The number of forwards until a signal to rank 1 comes, before its call of this number."""
+    state, counts = state_at("data=2"), []
+    rank = state.mesh.control.rank
+
+    def wants_stop() -> bool:
+        counts.append(0)
+        return rank == 1 and len(counts) == calls
+
+    with pytest.raises(Stopped):
+        continue_texts(
+            state,
+            PROMPTS,
+            SAMPLING,
+            ends=(),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            wants_stop=wants_stop,
+        )
+    return counts
+
+
+def test_a_signal_to_one_rank_ends_the_samples_of_all(gloo: Pool) -> None:
+    assert [len(each) for each in gloo.run(2, stopped_at, 3)] == [3, 3]
+
+
+def test_nothing_is_computed_when_all_texts_have_ended() -> None:
+    calls = list[int]()
+    continue_texts(
+        state_at("serial"),
+        [[1]],
+        SAMPLING,
+        ends=range(VOCABULARY),
+        seq_length=SEQUENCE,
+        micro_batch_size=1,
+        wants_stop=lambda: bool(calls.append(1)),
+    )
+    assert len(calls) == 2
+
+
 def test_a_row_without_numbers_ends() -> None:
     state = state_at("serial")
     with torch.no_grad():
@@ -110,6 +151,9 @@ def test_samples_are_logged_at_their_interval_and_change_nothing(tmp_path: Path)
         (step, number, text) for step in (2, 4, 5) for number, text in ((1, "ab"), (2, "c"))
     ]
     assert all(line["text"] for line in found)
+    run(tmp_path / "left", [samples_of(file)], train_iters=5, exit_interval=3)
+    steps = [line["step"] for line in lines(tmp_path / "left") if "sample" in line]
+    assert steps == [2, 2, 3, 3], "also at another end"
     losses = [
         [line["loss"] for line in lines(folder) if "loss" in line] for folder in (plain, written)
     ]

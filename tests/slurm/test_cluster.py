@@ -28,7 +28,7 @@ def words(folder: Path, save: Path) -> list[str]:
 
 def wait_for_step(cluster: Cluster, log: Path, step: int) -> None:
     def is_there() -> bool:
-        return log.exists() and f"step {step} |" in log.read_text()
+        return log.exists() and f"step {step}/" in log.read_text()
 
     cluster.wait_for(is_there, f"step {step} in {log}")
 

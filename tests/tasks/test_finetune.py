@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.load import verify
@@ -510,6 +511,22 @@ def test_resume_after_a_failed_seed(
     assert "--valid-data: far" in str(refusal(lambda: run([TASK, *words])))
     (save / "seed_1234" / "result.json").write_text("{", encoding="utf-8")
     assert "result.json" in str(refusal(lambda: run([TASK, *words])))
+
+
+def test_no_seed_leaves_its_model_in_memory(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[nn.Module]] = []
+
+    def begin_alone(*arguments: Any) -> TrainState:
+        assert all(model() is None for model in models)
+        state = start(*arguments)
+        models.append(weakref.ref(state.model))
+        return state
+
+    monkeypatch.setattr(finetune, "start", begin_alone)
+    run([TASK, *words, "--seeds", "2"])
+    assert len(models) == 2
 
 
 def test_search(

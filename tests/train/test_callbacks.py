@@ -4,6 +4,7 @@ the numbers of a run without."""
 import gzip
 import json
 import random
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,14 +42,19 @@ SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --train-iters 3 
 
 
 def run(
-    folder: Path, callbacks: Sequence[Callback], layout: int | str = 1, **settings: Any
+    folder: Path,
+    callbacks: Sequence[Callback],
+    layout: int | str = 1,
+    log_interval: int = 1,
+    **settings: Any,
 ) -> tuple[int, str]:
     """(steps done, the reason for the end) of a run that draws dropout and logs each step."""
     mesh = mesh_of_ranks(layout)
     state = tiny_state(mesh, tiny_section(attention_dropout=0.1, hidden_dropout=0.1))
     training = TrainingConfig(**{"train_iters": 4, "eval_interval": 2} | settings)
     path = folder / "m.jsonl"
-    with Metrics(path, mesh, start=0, callbacks=[*usual("test"), *callbacks]) as metrics:
+    every = [*usual("test", log_interval), *callbacks]
+    with Metrics(path, mesh, start=0, callbacks=every) as metrics:
         loop = Loop(
             training=training,
             batches=prefetch(
@@ -64,10 +70,10 @@ def run(
             metrics=metrics,
             signals=StopSignals(),
             facts=lambda state: {},
-            log_interval=1,
+            log_interval=log_interval,
             save_interval=3,
         )
-        end = train(state, loop)
+        end = train(state, loop, lambda: metrics.write({"step": 0, "started": "now"}))
         metrics.write({"step": state.step, "ended": end})
     return state.step, end
 
@@ -99,7 +105,8 @@ def test_methods_are_called_in_order(tmp_path: Path) -> None:
     first = [*step, *log]
     second, third, last = [*first, *evaluation], [*first, *save], [*first, *evaluation, *save]
     ends = ["post_train", "log_metrics", "close"]
-    assert recorder.calls == ["pre_train", *first, *second, *third, *last, *ends]
+    start = ["pre_train", "log_metrics"]
+    assert recorder.calls == [*start, *first, *second, *third, *last, *ends]
     assert set(recorder.calls) | {"on_error"} == HOOKS.keys()
 
 
@@ -148,7 +155,7 @@ def test_outputs_and_added_numbers_are_the_same_at_every_layout(
 ) -> None:
     expected = measured(tmp_path / "one", 1)
     said = capsys.readouterr().out
-    first = lines(tmp_path / "one" / "0")[0]
+    first = next(line for line in lines(tmp_path / "one" / "0") if "accuracy" in line)
     assert f"| accuracy {first['accuracy']:.4g} |" in said
     assert "unseen" not in said
     assert (first["unseen"], first["rank"]) == (1, 0)
@@ -209,8 +216,9 @@ def stopped(folder: Path, layout: int | str) -> tuple[int, str]:
 def test_a_stop_that_one_rank_asks_for_ends_all(gloo: Pool, tmp_path: Path) -> None:
     assert gloo.run(2, stopped, tmp_path, "tensor=2") == [(3, "good enough")] * 2
     training = Training(None, 1, print, print, Clock(), StopSignals())
-    with pytest.raises(ValueError, match="SIGTERM"):
-        training.stop("SIGTERM")
+    for reason in ("SIGTERM", "train_iters", ""):
+        with pytest.raises(ValueError, match="reason"):
+            training.stop(reason)
 
 
 class Pushes(Callback):
@@ -253,6 +261,36 @@ class Fails(Callback):
         self.errors.append(error)
 
 
+class Elsewhere(Fails):
+    """A logger that loses its network, whose other methods are collectives."""
+
+    may_fail = True
+
+    def __init__(self) -> None:
+        super().__init__("log_metrics")
+        self.closed: list[int] = []
+
+    def fail(self, *arguments: object) -> None:
+        if self.training.state.mesh.control.rank == 0:
+            raise ConnectionError
+
+    def post_step(self, result: StepResult) -> None:
+        self.training.state.mesh.control.gather(0)
+
+    def close(self, exit_code: int) -> None:
+        self.closed.append(exit_code)
+
+
+def with_elsewhere(folder: Path) -> list[int]:
+    callback = Elsewhere()
+    assert run(folder / str(mesh_of_ranks(1).control.rank), [callback])[1] == "train_iters"
+    return callback.closed
+
+
+def test_an_error_of_one_that_may_fail_ends_its_lines_alone(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, with_elsewhere, tmp_path) == [[1], [0]]
+
+
 @pytest.mark.parametrize("hook", [each for each in HOOKS if each != "on_error"])
 def test_an_error_of_a_callback_ends_the_run(tmp_path: Path, hook: str) -> None:
     callback, other = Fails(hook), Recorder()
@@ -270,8 +308,15 @@ class FailsOnOne(Callback):
             raise ZeroDivisionError("of a callback")
 
 
+class Collective(Callback):
+    """Each rank waits for the others in its methods."""
+
+    def log_metrics(self, line: Mapping[str, Any]) -> None:
+        self.training.state.mesh.control.gather(0)
+
+
 def test_an_error_on_one_rank_ends_the_program_with_its_traceback(tmp_path: Path) -> None:
-    words = f"--train-iters 9 --callbacks {HERE}FailsOnOne"
+    words = f"--train-iters 9 --callbacks {HERE}FailsOnOne {HERE}Collective"
     with pretrain(words, world=2, folder=tmp_path) as ranks:
         assert 0 not in ranks.wait()
         assert "rank 1 of 2" in ranks.text()
@@ -279,8 +324,82 @@ def test_an_error_on_one_rank_ends_the_program_with_its_traceback(tmp_path: Path
         assert "ZeroDivisionError: of a callback" in ranks.text()
 
 
+class Hides(Callback):
+    def post_step(self, result: StepResult) -> None:
+        raise ZeroDivisionError
+
+    def on_error(self, error: Exception) -> None:
+        raise KeyError("of on_error")
+
+
+def test_an_error_is_not_hidden_by_those_that_it_is_told_to(tmp_path: Path) -> None:
+    other = Recorder()
+    with pytest.raises(ZeroDivisionError) as raised:
+        run(tmp_path, [Hides(), other])
+    assert "of on_error" in raised.value.__notes__[0]
+    assert "on_error" in other.calls
+
+
+class Measures(Callback):
+    """Adds a number after the line of the step, and pauses the clock where it stands still."""
+
+    def post_evaluation(self, loss: float | None) -> None:
+        with self.training.paused():
+            self.training.add(evaluated=self.training.state.step)
+
+    def post_train(self, end: str) -> None:
+        self.training.add(last=1)
+
+
+def test_numbers_that_come_after_the_line_have_one_of_their_own(tmp_path: Path) -> None:
+    run(tmp_path, [Measures()])
+    found = [line for line in lines(tmp_path) if "evaluated" in line or "last" in line]
+    evaluated = [{"step": step, "evaluated": step} for step in (2, 4)]
+    assert found == [*evaluated, {"step": 4, "last": 1}]
+    assert all(line["tokens_per_second"] > 0 for line in lines(tmp_path) if "loss" in line)
+
+
+def test_pauses_within_pauses_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 2.0, 5.0, 7.0, 10.0])
+    monkeypatch.setattr("megatron.train.callbacks.time.monotonic", lambda: next(times))
+    clock = Clock()
+    with clock.paused(), clock.paused():
+        pass
+    assert clock.training == 10 - (7 - 1)
+
+
+class Keeps(Callback):
+    """Notes whether the logits of the step before are still in memory."""
+
+    wants_outputs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: list[weakref.ref[torch.Tensor]] = []
+
+    def pre_step(self, batches: Sequence[Batch]) -> None:
+        assert all(each() is None for each in self.logits)
+
+    def post_step(self, result: StepResult) -> None:
+        assert result.outputs is not None
+        self.logits.append(weakref.ref(result.outputs.logits))
+
+
+def test_outputs_are_freed_before_the_next_step(tmp_path: Path) -> None:
+    callback = Keeps()
+    run(tmp_path, [callback])
+    assert len(callback.logits) == 4
+
+
 class Misspelt(Callback):
+    on_gpu = False  # which is no method
+
     def post_setp(self, result: StepResult) -> None:
+        pass
+
+
+class Singular(Callback):
+    def log_metric(self, line: object) -> None:
         pass
 
 
@@ -301,6 +420,7 @@ def no_config() -> Callback:
     ("name", "named"),
     [
         ("Misspelt", "post_step"),
+        ("Singular", "log_metrics"),
         ("Short", "post_step"),
         ("no_callback", "PretrainGPT2Config"),
         ("no_config", "config"),
@@ -322,7 +442,12 @@ def test_outputs_of_a_model_without_them_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "error"), [({"loss": 1.0}, ValueError), ({"norm": torch.ones(())}, TypeError)]
+    ("numbers", "error"),
+    [
+        ({"loss": 1.0}, ValueError),
+        ({"step_seconds": 1.0}, ValueError),  # of another callback
+        ({"norm": torch.ones(())}, TypeError),
+    ],
 )
 def test_numbers_that_a_line_cannot_have_are_refused(
     tmp_path: Path, numbers: Mapping[str, Any], error: type[Exception]
@@ -336,9 +461,9 @@ def test_numbers_that_a_line_cannot_have_are_refused(
 
 
 def test_a_profile_has_the_steps_that_are_asked_for(tmp_path: Path) -> None:
-    """Also where the run ends before the last of them."""
-    for last, steps in ((2, 1), (9, 2)):
-        run(tmp_path, [Profiler(2, last, tmp_path / str(last))], train_iters=3)
+    """Also where the run ends before the last of them, or starts after the first."""
+    for first, last, steps in ((2, 2, 1), (-5, 9, 3)):
+        run(tmp_path, [Profiler(first, last, tmp_path / str(last))], train_iters=3)
         with gzip.open(tmp_path / str(last) / "rank_0.json.gz") as file:
             events = json.load(file)["traceEvents"]
         names = Counter(each["name"] for each in events)

@@ -80,7 +80,7 @@ def run(
             signals.ask("SIGUSR1")
         return 1e-3 * update
 
-    callbacks = usual("test")
+    callbacks = usual("test", 2)
     with Metrics(directory / "m.jsonl", mesh, start=0, callbacks=callbacks) as metrics:
 
         def evaluate(state: Any) -> float:
@@ -123,7 +123,10 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     }
     assert steps_of == {"loss": [2, 4, 6], "validation_loss": [4, 6]}
     first = lines(tmp_path)[0]
-    keys = "step samples loss lr grad_norm tokens_per_second elapsed_seconds peak_memory_bytes"
+    keys = "step samples loss lr grad_norm tokens_per_second tokens_per_second_per_device"
+    keys += " step_seconds data_wait_share elapsed_seconds seconds_left peak_memory_bytes"
+    keys += " median_seconds median_rank median_host median_phases"
+    keys += " slowest_seconds slowest_rank slowest_host slowest_phases"
     assert set(keys.split()) == first.keys()
     assert (first["samples"], first["lr"]) == (8, pytest.approx(2e-3))
 

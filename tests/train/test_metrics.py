@@ -40,6 +40,9 @@ class Recorder(Logger):
         if len(self.lines) == self.fails_at:
             raise ConnectionResetError("connection\n lost")
 
+    def show_text(self, step: int, name: str, text: str) -> None:
+        self.lines.append({"step": step, name: text})
+
     def close(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
         if not self.closes:
@@ -193,8 +196,9 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with metrics(path, callbacks=[logger]) as file:
         file.write({**line, "loss": nan, "grad_norm": inf, "spread": [1, 2]})
         file.write({"step": 2, "ended": "x" * (LONGEST + 1)})
+        file.write({"step": 3, "sample": 2, "prompt": "a", "text": "x" * LONGEST})
     assert every_line(path)[0] == {**line, "loss": None, "grad_norm": None, "spread": [1, 2]}
-    assert logger.lines == [line, {"step": 2}]
+    assert logger.lines == [line, {"step": 2}, {"step": 3, "sample_2": "a" + "x" * LONGEST}]
 
 
 def test_a_failing_logger_is_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,132 @@
+"""What a run says of its speed: FLOPs as the planner counts them, the peak, time by phase."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.api import Callback, StepResult
+from megatron.parallel.mesh import serial_mesh
+from megatron.train.callbacks import Throughput, duration
+from megatron.train.utilization import Flops, flops_of
+from tests.dist import Pool
+from tests.tiny import mesh_of_ranks
+from tests.tools.plan.counted import preset, state_on
+from tests.train.test_callbacks import run
+from tests.train.test_loop import lines
+from tools.plan.trace import Step
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("gpt2_scaling_1.2b --num-layers 2", 0),
+        ("gpt2_355m --num-layers 2 --untie-embeddings-and-output-weights", 0),
+        ("miniature_llama", 0),
+        # Small weights of heads, which read one token of a sample or the masked ones, count whole.
+        ("bert_336m", 0.01),
+        ("vit_b16_224 --num-layers 2", 0.02),
+    ],
+)
+def test_flops_are_those_of_the_planner(name: str, tolerance: float) -> None:
+    config = preset(name, "--recompute-granularity none")
+    state = state_on(serial_mesh("meta"), config, "bf16")
+    found = flops_of(config, state)
+    assert found is not None
+    step = Step(config, 1, "bf16")
+    units = config.global_batch_size(1) * config.seq_length / config.tokens_per_unit
+    assert found.full * units == pytest.approx(step.flops, rel=tolerance or 1e-12)
+    if config.model.is_causal:
+        attention = 12 * config.model.num_layers * config.model.hidden_size * config.seq_length
+        assert found.full - found.causal == attention / 2
+    else:
+        assert found.causal is None
+    assert found.peak is None
+
+
+class Reader:
+    """The numbers that a callback adds."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.texts: list[str | None] = []
+
+    def add(self, text: str | None = None, **values: Any) -> None:
+        self.values |= values
+        self.texts.append(text)
+
+
+def test_mfu_is_of_the_peak_and_appears_with_it() -> None:
+    """A fake clock: 2 steps of 500 tokens in 4 seconds, 1 of them waiting, on two devices."""
+    for peak, causal in ((1000.0, 6.0), (1000.0, None), (None, 6.0)):
+        callback, training = Throughput(Flops(8.0, causal, peak, "")), Reader()
+        training.clock = SimpleNamespace(training=1.0, waited=0.0)
+        training.state = SimpleNamespace(mesh=SimpleNamespace(size=lambda: 2))
+        callback.training = training
+        callback.pre_train()
+        for _ in range(2):
+            callback.pre_step([SimpleNamespace(unit="tokens")])
+            callback.post_step(SimpleNamespace(tokens=500))
+        training.clock = SimpleNamespace(training=5.0, waited=1.0)
+        callback.pre_log()
+        found = training.values
+        assert (found["tokens_per_second"], found["tokens_per_second_per_device"]) == (250, 125)
+        assert (found["step_seconds"], found["data_wait_share"]) == (2, 0.25)
+        assert found["tflops_per_device"] == 125 * 8 / 1e12
+        assert found.get("mfu") == (None if peak is None else 1.0)
+        assert found.get("mfu_causal") == (0.75 if peak and causal else None)
+        shown = ["2,000 ms | 250 tokens/s", "25% waiting for data", *["MFU 100%"] * bool(peak)]
+        assert [text for text in training.texts if text] == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.7, "1 min 0 s"),
+        (340, "5 min 40 s"),
+        (7500, "2 h 5 min"),
+        (7199.9, "2 h 0 min"),
+        (273_600, "3 d 4 h"),
+    ],
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def timed(folder: Path, layout: str) -> list[dict[str, Any]]:
+    own = folder / str(mesh_of_ranks(layout).control.rank)
+    run(own, [], layout)
+    return [line for line in lines(own) if "loss" in line] if (own / "m.jsonl").exists() else []
+
+
+@pytest.mark.parametrize("layout", ["serial", "data=2"])
+def test_phases_of_a_step_add_up_to_it(gloo: Pool, tmp_path: Path, layout: str) -> None:
+    """They are those of the step before each line."""
+    if layout == "serial":
+        found = timed(tmp_path, layout)
+    else:
+        found, _ = gloo.run(2, timed, tmp_path, layout)
+    assert "median_phases" not in found[0]
+    for before, line in pairwise(found):
+        for name in ("median", "slowest"):
+            phases = line[f"{name}_phases"]
+            assert phases.keys() == {"forward", "backward", "p2p", "reduction", "optimizer"}
+            assert all(seconds > 0 for seconds in phases.values())
+            assert line[f"{name}_seconds"] == phases["forward"] + phases["backward"]
+            assert sum(phases.values()) < before["step_seconds"]
+        assert line["slowest_seconds"] >= line["median_seconds"]
+        assert {line["slowest_rank"], line["median_rank"]} == {0} if layout == "serial" else {0, 1}
+
+
+def test_only_the_steps_before_lines_are_timed(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(Callback):
+        def post_step(self, result: StepResult) -> None:
+            seen.append(self.training.state.mark is not str)
+
+    run(tmp_path, [Looks()], train_iters=6, log_interval=3)
+    assert seen == [False, True, False, False, True, False]
