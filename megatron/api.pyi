@@ -130,7 +130,10 @@ from .train.step import (
     train_step as train_step,
     StepResult as StepResult,
 )
-from .train.evaluate import mean_losses as mean_losses
+from .train.evaluate import (
+    Outputs as Outputs,
+    mean_losses as mean_losses,
+)
 from .optim.schedule import learning_rate as learning_rate
 from .train.callbacks import (
     Callback as Callback,

@@ -55,7 +55,10 @@ class TextSamples(Callback):
             allowed = f"left out with a model of the kind {config.model.kind}, which writes no text"
             raise UsageError("--sample-interval", config.logging.sample_interval, allowed)
         if tokenizer is None:
-            raise UsageError(FLAG, file, "given with data whose tokenizer is known")
+            allowed = (
+                "given with data whose tokenizer is known, as tools/preprocess_data.py makes it"
+            )
+            raise UsageError(FLAG, file, allowed)
         begin = getattr(config.data, "begin_token", None)
         before = [] if begin is None else [tokenizer.token_id(begin)]
         self.texts, self.tokens = [], []
@@ -70,9 +73,8 @@ class TextSamples(Callback):
                     f"{place}: {len(self.tokens[-1])} tokens leave no room for a new one; a prompt "
                     f"of at most {length - 1} works with --seq-length {length}"
                 )
-        room = length - max(map(len, self.tokens))
         self.tokenizer, self.length = tokenizer, length
-        self.sampling = Sampling(min(NEW_TOKENS, room), top_k=TOP_K, seed=config.training.seed)
+        self.sampling = Sampling(NEW_TOKENS, top_k=TOP_K, seed=config.training.seed)
 
     def pre_train(self) -> None:
         self.last = 0  # step of the last samples
@@ -137,9 +139,10 @@ def continue_texts(
 ) -> list[list[int]]:
     """The new tokens of each prompt, on every rank; every rank calls this.
 
-    prompts: token ids, none empty, with room for max_new_tokens in seq_length. A text ends at one
-    of the ids `ends`, which is left out. A row whose logits are not numbers ends there. wants_stop:
-    called before each token. Raises Stopped on all ranks if it returns True on one.
+    prompts: token ids, none empty, fewer than seq_length, which is the most of prompt and text. A
+    text ends at one of the ids `ends`, which is left out. A row whose logits are not numbers ends
+    there. wants_stop: called before each token. Raises Stopped on all ranks if it returns True on
+    one.
     """
     mesh, model = state.mesh, state.model
     # Every rank of the batch axis has equally many full micro-batches; surplus rows are not read.
@@ -175,6 +178,8 @@ def continue_texts(
                         new[number].append(token)
                         texts[row, lengths[row]] = token
                         lengths[row] += 1
+                        if lengths[row] == seq_length:
+                            running.discard(number)
     finally:
         model.train(was_training)
     for each in mesh.control.gather(new):

@@ -112,12 +112,18 @@ class Training:
                 raise ValueError(f"{name}: {type(owner).__name__} adds it to the metrics already")
             if not isinstance(value, int | float | str | Mapping):
                 kind = type(value).__name__
-                raise TypeError(f"{name} is a {kind}; a line of metrics has int, float and str")
+                raise TypeError(
+                    f"{name} is a {kind}, and must be an int, float or str: float({name})"
+                )
         if text is None:
             shown = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in values.items()}
             text = ", ".join(f"{name} {value}" for name, value in shown.items())
         self._added |= values
         self._texts[tuple(values)] = text
+
+    def owner(self, name: str) -> str:
+        """The class of the callback that added this value."""
+        return type(self._owners[name]).__name__
 
     def take(self) -> tuple[Line, list[str]]:
         """(numbers that were added, their texts for the console) since the last call."""
@@ -206,9 +212,9 @@ class Callback:
     def post_train(self, end: str) -> None:
         """After the last step. end: the reason for the end."""
 
-    def on_error(self, error: Exception) -> None:
-        """On the rank that raised an error in training, before it ends the run; others may see an
-        error of the connection to that rank, or end without a call."""
+    def on_error(self, error: BaseException) -> None:
+        """On the rank that raised an error or SystemExit in training, before it ends the run.
+        Others may see an error of the connection to that rank, or end without a call."""
 
     def close(self, exit_code: int) -> None:
         """After the run's last line of metrics, in a thread, without collectives; after an error,
@@ -234,7 +240,7 @@ def reported(callbacks: Sequence[Callback]) -> Iterator[None]:
     """Tells the callbacks of an error, and raises it again; errors of on_error are notes to it."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         for each in callbacks:
             try:
                 each.on_error(error)
@@ -246,7 +252,12 @@ def reported(callbacks: Sequence[Callback]) -> Iterator[None]:
 def open_callback(name: str, config: Any, model: type) -> Callback:
     """The user's own of --callbacks. Raises UsageError for one that is no Callback, has a method
     that the loop would not call, or wants outputs of a model without them."""
-    made = PARTS["callbacks"].find(name)(config=config)
+    part = PARTS["callbacks"].find(name)
+    try:
+        made = part(config=config)
+    except ValueError as error:
+        error.add_note(f"in --callbacks {name}")
+        raise
     wrong = _misfit_of_methods(made)
     if not wrong and made.wants_outputs and not hasattr(model, "logits"):
         wrong = f"it wants outputs, and a {model.__name__} has no logits"
@@ -254,6 +265,7 @@ def open_callback(name: str, config: Any, model: type) -> Callback:
         allowed = f"module:name of a subclass of megatron.api.Callback ({wrong})"
         raise UsageError("--callbacks", name, allowed)
     callback: Callback = made
+    callback.config = config  # also where its constructor does not call that of Callback
     return callback
 
 
@@ -467,6 +479,10 @@ class Profiler(Callback):
 
     def post_train(self, end: str) -> None:
         self.write()
+
+    def on_error(self, error: BaseException) -> None:
+        if self.profile is not None:  # one that runs at the end of a process crashes it
+            self.profile.stop()
 
     def write(self) -> None:
         if self.profile is None:

@@ -39,8 +39,9 @@ class Loop:
     evaluate: Callable[[TrainState], float | None]
     """Evaluates and records; returns the loss, or None if there is nothing to evaluate. Raises
     Stopped on all ranks if `signals.is_urgent()` on one."""
-    save: Callable[[TrainState, float | None], None]
-    """Saves the state with its validation loss; every rank calls it at the same steps."""
+    save: Callable[[TrainState, float | None], None] | None
+    """Saves the state with its validation loss; every rank calls it at the same steps. None keeps
+    nothing."""
     saver: Saver | None = None
     """Given if `save` may still be writing after it has returned."""
     metrics: Metrics
@@ -145,7 +146,7 @@ def train(state: TrainState, loop: Loop, begin: Callable[[], object] = lambda: N
             if end not in SIGNALS and is_due(training.eval_interval):
                 validation_loss = evaluate()
             with clock.paused():
-                if is_due(loop.save_interval):
+                if loop.save is not None and is_due(loop.save_interval):
                     note("save")
                     call(callbacks, "pre_save")
                     loop.save(state, validation_loss)
@@ -184,7 +185,7 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, about
         texts.append(f"loss scale {state.scaler.scale:g}, {state.skipped} skipped")
     call(loop.metrics.callbacks, "pre_log")
     added, shown = about.take()
-    if twice := line.keys() & added.keys():
-        raise ValueError(f"a callback adds {', '.join(sorted(twice))}, which the line has already")
+    for name in line.keys() & added.keys():
+        raise ValueError(f"{about.owner(name)} adds {name}, which the line has already")
     loop.metrics.write(line | added)
     loop.metrics.log(" | ".join(texts + shown))

@@ -290,6 +290,10 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
         Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
     )
     size, first = config.global_batch_size(mesh.size()), run.state.samples
+
+    def save(state: TrainState, loss: float | None) -> None:
+        saver.save(state.step, state.slices(), state.facts(), loss)
+
     sampler = PARTS["sampler"].find(config.data.sampler)
     return Loop(
         training=config.training,
@@ -316,7 +320,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             write=metrics.write,
             log=metrics.log,
         ),
-        save=lambda state, loss: saver.save(state.step, state.slices(), state.facts(), loss),
+        save=None if config.checkpoint.save is None else save,
         saver=saver,
         metrics=metrics,
         signals=signals,

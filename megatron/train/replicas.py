@@ -106,8 +106,8 @@ def check_replicas(
     error = ReplicaDrift(
         f"replica drift at step {state.step} in {listed(drifted)}; in the first, along "
         f"{' and '.join(along)}: {' against '.join(map(listed, camps))}\n"
-        "a rank has another processor, versions, threads or files behind --data-path, or a bit "
-        f"flipped there; {cure}, without that host"
+        "a rank has another processor, versions, threads or files behind --data-path, a bit "
+        f"flipped there, or a callback of yours changed it; {cure}, without that host"
     )
     error.names, error.axes, error.camps = drifted, along, camps
     raise error

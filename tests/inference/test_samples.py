@@ -107,6 +107,20 @@ def test_nothing_is_computed_when_all_texts_have_ended() -> None:
     assert len(calls) == 2
 
 
+def test_a_text_ends_where_the_sequence_ends() -> None:
+    """A long prompt takes no room of a short one."""
+    prompts, sampling = [[5] * (SEQUENCE - 1), [7]], Sampling(SEQUENCE + 9, seed=5)
+    new = continue_texts(
+        state_at("serial"),
+        prompts,
+        sampling,
+        ends=(),
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+    )
+    assert [len(each) for each in new] == [1, SEQUENCE - 1]
+
+
 def test_a_row_without_numbers_ends() -> None:
     state = state_at("serial")
     with torch.no_grad():

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.format import read_manifest
 from megatron.config.parse import parse
 from megatron.data.tokenizer import GPT2BPETokenizer, read_tokenizer
+from megatron.inference.prompts import of_file
 from tests.data.samples import write_tokenizer
 from tests.dist import Pool
 from tests.programs import start_ranks
@@ -37,7 +38,7 @@ from tests.tools.texts import (
     texts_of_transformers,
 )
 from tools.convert_hf import import_model
-from tools.generate import Lines, Reader, Settings, main, of_command_line, of_file
+from tools.generate import Lines, Reader, Settings, main, of_command_line
 
 Capture = pytest.CaptureFixture[str]
 

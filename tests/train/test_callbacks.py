@@ -391,6 +391,24 @@ def test_outputs_are_freed_before_the_next_step(tmp_path: Path) -> None:
     assert len(callback.logits) == 4
 
 
+class Exits(Callback):
+    """Ends the process in a step that is profiled; its constructor does not call Callback's."""
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def post_step(self, result: StepResult) -> None:
+        assert self.config.training.train_iters == 9
+        if self.training.state.step == 2:
+            raise SystemExit(7)
+
+
+def test_an_exit_in_a_profile_keeps_its_status(tmp_path: Path) -> None:
+    words = f"--train-iters 9 --callbacks {HERE}Exits --profile-step-start 1 --profile-step-end 3"
+    with pretrain(f"{words} --save {tmp_path}/s", folder=tmp_path) as ranks:
+        assert ranks.wait() == [7], ranks.text()
+
+
 class Misspelt(Callback):
     on_gpu = False  # which is no method
 
