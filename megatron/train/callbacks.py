@@ -191,7 +191,7 @@ class Callback:
         """After a step; state.step is its number."""
 
     def pre_log(self) -> None:
-        """Before a line of metrics of a step: the last call for `training.add`."""
+        """Before a line of metrics of a step: the last call whose `training.add` is part of it."""
 
     def log_metrics(self, line: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl, on every rank; times are those of the rank. Without collectives,
@@ -316,13 +316,15 @@ class Throughput(Callback):
             **{f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices},
             step_seconds=of_step,
         )
-        training.add(f"{waited:.0%} waiting for data" * (waited > 0.02), data_wait_share=waited)
+        training.add(
+            f"{100 * waited:.0f} % waiting for data" * (waited > 0.02), data_wait_share=waited
+        )
         if (flops := self.flops) is not None:
             per_device = rate / devices
             training.add("", tflops_per_device=per_device * flops.full / 1e12)
             if (peak := flops.peak) is not None:
                 mfu = per_device * flops.full / peak
-                training.add(f"MFU {mfu:.0%}", mfu=mfu)
+                training.add(f"MFU {100 * mfu:.0f} %", mfu=mfu)
                 if flops.causal is not None:
                     training.add("", mfu_causal=per_device * flops.causal / peak)
         self.pre_train()

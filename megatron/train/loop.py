@@ -175,7 +175,7 @@ def log_step(state: TrainState, loop: Loop, result: StepResult, lr: float, about
         "elapsed_seconds": about.clock.elapsed,
     }
     texts = [
-        f"step {state.step}/{about.steps} ({state.step / about.steps:.0%})".replace("%", " %"),
+        f"step {state.step}/{about.steps} ({100 * state.step / about.steps:.0f} %)",
         f"loss {result.loss:.4f}{in_words(result.terms)}",
         f"lr {lr:.3e}",
         f"grad norm {result.grad_norm:.3f}",

@@ -77,7 +77,7 @@ def test_mfu_is_of_the_peak_and_appears_with_it() -> None:
         assert found["tflops_per_device"] == 125 * 8 / 1e12
         assert found.get("mfu") == (None if peak is None else 1.0)
         assert found.get("mfu_causal") == (0.75 if peak and causal else None)
-        shown = ["2,000 ms | 250 tokens/s", "25% waiting for data", *["MFU 100%"] * bool(peak)]
+        shown = ["2,000 ms | 250 tokens/s", "25 % waiting for data", *["MFU 100 %"] * bool(peak)]
         assert [text for text in training.texts if text] == shown
 
 
