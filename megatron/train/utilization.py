@@ -74,6 +74,7 @@ def flops_of(config: PretrainConfig, state: TrainState) -> Flops | None:
 
 def matmul_weights(model: Any, scored: float) -> float:
     """Weights of this pipeline stage's matmuls. scored: share of the tokens that the head reads."""
+    is_tied = getattr(model, "is_tied", False)  # which a kind of one's own need not have
     modules = model.named_modules()
     tables = {f"{name}.weight" for name, each in modules if "Embedding" in type(each).__name__}
     total = 0.0
@@ -82,6 +83,6 @@ def matmul_weights(model: Any, scored: float) -> float:
         if is_weight and name not in tables and spec.is_owner():
             total += prod(spec.shape)
         # On the first stage; the last one computes with the copy.
-        if name.endswith("word_embedding.weight") and model.is_tied and spec.is_owner():
+        if name.endswith("word_embedding.weight") and is_tied and spec.is_owner():
             total += scored * model.vocab_size * spec.shape[1]
     return total
