@@ -138,8 +138,8 @@ from .optim.schedule import learning_rate as learning_rate
 from .train.callbacks import (
     Callback as Callback,
     Training as Training,
-    peak_memory as peak_memory,
 )
+from .train.monitors import peak_memory as peak_memory
 from .train.metrics import Metrics as Metrics
 from .train.loggers import TensorBoard as TensorBoard
 

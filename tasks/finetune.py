@@ -40,12 +40,13 @@ from megatron.models.registry import config_of
 from megatron.optim.schedule import learning_rate
 from megatron.parallel.agree import agree, on_all_ranks
 from megatron.parallel.mesh import Mesh
-from megatron.train.callbacks import Callback, usual
+from megatron.train.callbacks import Callback
 from megatron.train.diagnose import NonFiniteError
 from megatron.train.evaluate import find_newest, load_newest
 from megatron.train.loop import Loop, train
 from megatron.train.machine import choose_precision, environment
 from megatron.train.metrics import Metrics
+from megatron.train.monitors import usual
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.state import DTYPES, TrainState, build_state
 from megatron.train.step import StepResult

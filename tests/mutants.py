@@ -452,7 +452,7 @@ last-callback-misses-evaluations
 stop-that-nobody-hears
 -         self._signals.ask(reason)
 +         self.log(reason)
-@ megatron/train/callbacks.py | train/test_callbacks::test_callbacks_of_a_run_change_no_number
+@ megatron/train/monitors.py | train/test_callbacks::test_callbacks_of_a_run_change_no_number
 throughput-waits-for-the-device
 -         self.tokens += result.tokens
 +         self.tokens += __import__("torch").tensor(result.tokens).item()
@@ -468,7 +468,7 @@ error-line-for-collectives
 nested-pauses-count-twice
 - * (self._pauses == 0)
 + * 1
-@ megatron/train/callbacks.py | train/test_utilization::test_phases_of_a_step
+@ megatron/train/monitors.py | train/test_utilization::test_phases_of_a_step
 phases-of-the-step-of-the-line
 -         self.timed, self.running = self.running or self.timed, None
 +         self.timed, self.running = None, None

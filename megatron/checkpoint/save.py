@@ -203,7 +203,7 @@ def reason(error: OSError | SafetensorError) -> str:
 class Saver:
     """Writes the checkpoints of one run; every rank has one, and calls it at the same steps.
 
-    config: if its `save` is None, nothing is saved. facts: for every manifest; the id "run" marks
+    config: names the folder, `save`. facts: for every manifest; the id "run" marks
     older checkpoints as this run's own, which may be removed. attached: {name: content} of files
     that every checkpoint holds beside the tensors. start_step: of the checkpoint that this run
     resumed from; checkpoints beyond it are renamed at the first save. A failed save raises its
@@ -241,8 +241,6 @@ class Saver:
         facts: of this step, for its manifest. validation_loss: of these weights, if it was
         measured. Waits for the previous save.
         """
-        if self._config.save is None:
-            return
         start = time.monotonic()
         self.close()
         if self._config.async_save:
@@ -250,6 +248,7 @@ class Saver:
         if validation_loss is not None and not isfinite(validation_loss):
             validation_loss = None  # JSON cannot express it, and it is not the best
         facts = {**facts, "validation_loss": validation_loss, **self._facts}
+        assert self._config.save is not None
         directory = Path(self._config.save)
         future: Future[SaveReport] = Future()
 

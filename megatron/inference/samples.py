@@ -196,8 +196,8 @@ def next_logits(
     model: Any = state.model
     batches = []
     for tokens in micro_batches:
-        positions, unused = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)), tokens
-        batch = GPT2Batch(tokens=tokens, positions=positions, labels=unused)
+        positions = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+        batch = GPT2Batch(tokens=tokens, positions=positions)
         batches.append(local_tokens(batch, mesh))
     hidden_states: dict[int, Tensor] = {}
     executor = Executor(

@@ -215,7 +215,7 @@ class NamedOptimizer:
             }
             for decay, named in groups.items()
         ]
-        # torch's optimizers take no empty list, as of a frozen model.
+        # torch's optimizers take no empty list, such as that of a frozen model.
         self.optimizers = as_list(make(params=params, config=config)) if params else []
         # A part may give some of its parameters another rate than --lr.
         self.lr_shares = [

@@ -3,47 +3,32 @@
     pre_train  [pre_step  post_step  pre_log  log_metrics  pre_evaluation  post_evaluation
                 pre_save  post_save] of each step  post_train  close
 
-Throughput, memory, progress bar, profiler, generated samples, TensorBoard and wandb are callbacks
-themselves (the last three in inference/samples.py and loggers.py). Importing this needs no torch.
+Throughput, memory, progress bar and profiler (monitors.py), TensorBoard and wandb (loggers.py) and
+generated samples (inference/samples.py) are callbacks themselves. Importing this needs no torch.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
-from pkgutil import resolve_name
-from resource import RUSAGE_SELF, getrusage
-from socket import gethostname
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from tqdm import tqdm
 
 from megatron.config.parts import PARTS, misfit
 from megatron.data.batch import Batch
 from megatron.errors import UsageError
-from megatron.models.registry import find_kind
 from megatron.train.signals import SIGNALS, StopSignals
 
 if TYPE_CHECKING:
-    from megatron.config.pretrain import PretrainConfig
-    from megatron.parallel.mesh import Mesh
-    from megatron.train.inputs import Inputs
-    from megatron.train.phases import Phases
     from megatron.train.state import TrainState
     from megatron.train.step import StepResult
-    from megatron.train.utilization import Flops
 
 Line = dict[str, Any]
 ENDS = ("train_iters", "exit_interval", "exit_duration_in_mins")
 """Reasons for the end of a training, besides signals and those of callbacks."""
-COMPUTING = ("forward", "backward", "forward and backward")
 
 
 class Clock:
@@ -283,248 +268,3 @@ def _misfit_of_methods(made: Any) -> str:
                 known = ", ".join(near or HOOKS)
                 return f"{name} is never called; {known} would be"
     return ""
-
-
-class Throughput(Callback):
-    """Since the last line: time of a step, tokens (or samples without tokens) per second, share of
-    the time that the host waits for data, and model FLOPs utilisation."""
-
-    def __init__(self, flops: Flops | None = None) -> None:
-        """flops: of a token; None leaves out what needs them."""
-        super().__init__()
-        self.flops = flops
-
-    def pre_train(self) -> None:
-        clock = self.training.clock
-        self.tokens, self.steps, self.since, self.waited = 0, 0, clock.training, clock.waited
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        self.unit = batches[0].unit
-
-    def post_step(self, result: StepResult) -> None:
-        self.tokens += result.tokens
-        self.steps += 1
-
-    def pre_log(self) -> None:
-        training, clock, unit = self.training, self.training.clock, self.unit
-        devices = training.state.mesh.size()
-        seconds = clock.training - self.since
-        rate, of_step = self.tokens / seconds, seconds / self.steps
-        waited = (clock.waited - self.waited) / seconds
-        training.add(
-            f"{1000 * of_step:,.0f} ms | {rate:,.0f} {unit}/s",
-            **{f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices},
-            step_seconds=of_step,
-        )
-        training.add(
-            f"{100 * waited:.0f} % waiting for data" * (waited > 0.02), data_wait_share=waited
-        )
-        if (flops := self.flops) is not None:
-            per_device = rate / devices
-            training.add("", tflops_per_device=per_device * flops.full / 1e12)
-            if (peak := flops.peak) is not None:
-                mfu = per_device * flops.full / peak
-                training.add(f"MFU {100 * mfu:.0f} %", mfu=mfu)
-                if flops.causal is not None:
-                    training.add("", mfu_causal=per_device * flops.causal / peak)
-        self.pre_train()
-
-
-class PeakMemory(Callback):
-    """The largest peak memory of a rank, see `peak_memory`; on a GPU, of how much."""
-
-    def pre_log(self) -> None:
-        mesh = self.training.state.mesh
-        peak, of_all = peak_memory(mesh), ""
-        if mesh.device.type == "cuda":
-            import torch
-
-            total = torch.cuda.get_device_properties(mesh.device).total_memory
-            of_all = f"of {total / 2**30:.0f} "
-        self.training.add(f"{peak / 2**30:.1f} {of_all}GiB", peak_memory_bytes=peak)
-
-
-class TimeLeft(Callback):
-    """Time until the last step at the pace since the first one, with evaluations and saves."""
-
-    def pre_train(self) -> None:
-        self.first: tuple[int, float] | None = None
-
-    def post_step(self, result: StepResult) -> None:
-        if self.first is None:  # compiles, and is slower than the others
-            self.first = self.training.state.step, self.training.clock.elapsed
-
-    def pre_log(self) -> None:
-        assert self.first is not None
-        (first, start), training = self.first, self.training
-        step, elapsed = training.state.step, training.clock.elapsed
-        pace = (elapsed - start) / (step - first) if step > first else elapsed
-        seconds = (training.steps - step) * pace
-        training.add(f"{duration(seconds)} left" if seconds else "", seconds_left=seconds)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two largest units: 40 s, 5 min 40 s, 2 h 5 min, 3 d 4 h."""
-    seconds = round(seconds)
-    for unit, size, rest, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {rest}"
-    minutes = f"{seconds // 60:.0f} min " if seconds >= 60 else ""
-    return f"{minutes}{seconds % 60:.0f} s"
-
-
-class PhaseTimes(Callback):
-    """Seconds of forward and backward in the step before a line of metrics, and of each phase
-    (phases.py): of the rank that takes the median time, and of the slowest."""
-
-    def __init__(self, log_interval: int) -> None:
-        super().__init__()
-        self.log_interval = log_interval
-
-    def pre_train(self) -> None:
-        self.running: Phases | None = None
-        self.timed: Phases | None = None
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        from megatron.train.phases import Phases
-
-        state = self.training.state
-        # A GPU has done its part of a step when the host has read the next step's loss.
-        self.timed, self.running = self.running or self.timed, None
-        if (state.step + 2) % self.log_interval == 0 or self.log_interval == 1:
-            self.running = Phases(state.mesh.device)
-        state.mark = str if self.running is None else self.running.mark
-
-    def pre_log(self) -> None:
-        if self.timed is None:
-            return
-        control, seconds, self.timed = self.training.state.mesh.control, self.timed.seconds(), None
-        computing = sum(seconds.get(name, 0.0) for name in COMPUTING)
-        ranks = control.gather((computing, control.rank, gethostname(), seconds))
-        ranks.sort(key=lambda each: each[:2])
-        for name, place in (("median", (len(ranks) - 1) // 2), ("slowest", -1)):
-            busy, rank, host, phases = ranks[place]
-            about = {"seconds": busy, "rank": rank, "host": host, "phases": phases}
-            self.training.add("", **{f"{name}_{key}": each for key, each in about.items()})
-
-
-class DocumentCounts(Callback):
-    """Documents since the last line that were cut or empty, where they can be."""
-
-    def pre_train(self) -> None:
-        self.counts = Counter[str]()
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        for each in batches:
-            for kind, number in (("cut", each.num_cut), ("empty", each.num_empty)):
-                if number is not None:
-                    self.counts[kind] += number
-
-    def pre_log(self) -> None:
-        mesh = self.training.state.mesh
-        by_rank = mesh.control.gather(self.counts) if self.counts else []
-        for kind in self.counts:  # ranks that share a model read the same samples
-            number = sum(each[kind] for each in by_rank) * mesh.batch.size // mesh.size()
-            text = f"{number} documents {kind}" if number else ""
-            self.training.add(text, **{f"{kind}_documents": number})
-        self.counts.clear()
-
-
-class Progress(Callback):
-    """A progress bar on the first rank's terminal. A log file has none: it would hide the lines."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.bar: tqdm[Any] | None = None
-
-    def pre_train(self) -> None:
-        state = self.training.state
-        if state.mesh.is_first and sys.stderr.isatty():
-            start, steps = state.step, self.training.steps
-            self.bar = tqdm(initial=start, total=steps, unit="step", desc=self.name)
-
-    def post_step(self, result: StepResult) -> None:
-        if self.bar is not None:
-            self.bar.update()
-
-    def close(self, exit_code: int) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-
-class Profiler(Callback):
-    """A trace of torch's profiler of the steps `first` to `last`: a file of each rank in `folder`,
-    for Perfetto or chrome://tracing."""
-
-    def __init__(self, first: int, last: int, folder: Path) -> None:
-        super().__init__()
-        self.first, self.last, self.folder = first, last, folder
-        self.profile: Any = None
-
-    def pre_train(self) -> None:
-        if self.training.state.step >= self.last:
-            self.training.log(f"warning: --profile-step-end {self.last} is past: no trace")
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        step = self.training.state.step + 1  # a resumed run may begin between the two
-        if self.profile is None and self.first <= step <= self.last:
-            from torch.profiler import profile
-
-            with self.training.paused():  # it imports sympy, which takes seconds
-                self.profile = profile()  # of the host, and of the GPU where there is one
-                self.profile.start()
-
-    def post_step(self, result: StepResult) -> None:
-        if self.training.state.step == self.last:
-            self.write()
-
-    def post_train(self, end: str) -> None:
-        self.write()
-
-    def on_error(self, error: BaseException) -> None:
-        if self.profile is not None:  # one that runs at the end of a process crashes it
-            self.profile.stop()
-
-    def write(self) -> None:
-        if self.profile is None:
-            return
-        training, mesh, profile = self.training, self.training.state.mesh, self.profile
-        self.profile = None
-        with training.paused():
-            profile.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.folder / f"rank_{mesh.control.rank}.json.gz"))
-        training.log(f"step {training.state.step} | profile of each rank in {self.folder}")
-
-
-def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Callback]:
-    """Those of every training; name: of the progress bar."""
-    counts = [Throughput(flops), PeakMemory(), DocumentCounts(), PhaseTimes(log_interval)]
-    return [*counts, TimeLeft(), Progress(name)]
-
-
-def open_callbacks(config: PretrainConfig, inputs: Inputs) -> list[Callback]:
-    """Those that the settings of a run ask for. Raises UsageError for one that does not fit."""
-    logging, file = config.logging, config.metrics_file()
-    model: type = resolve_name(find_kind(config.model.kind).model)
-    callbacks = [open_callback(name, config, model) for name in logging.callbacks]
-    if logging.sample_interval is not None:
-        samples = resolve_name("megatron.inference.samples:TextSamples")
-        callbacks.append(samples(config, inputs))
-    first, last = logging.profile_step_start, logging.profile_step_end
-    if first is not None and last is not None and file is not None:
-        callbacks.append(Profiler(first, last, Path(file).parent / "profile"))
-    return callbacks
-
-
-def peak_memory(mesh: Mesh) -> int:
-    """The largest peak memory of a rank so far, in bytes: on GPUs of its tensors, on CPUs of the
-    whole process with its libraries (every rank calls this)."""
-    import torch
-
-    if mesh.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(mesh.device)
-    else:
-        peak = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-    return max(mesh.control.gather(peak))

@@ -128,7 +128,7 @@ def train(state: TrainState, loop: Loop, begin: Callable[[], object] = lambda: N
             elif result.stop:
                 if saver is not None:
                     saver.close()  # raises on all ranks at once if a save has failed
-                # The lowest rank with a signal, or a request of a sink, gives the reason.
+                # The lowest rank with a signal, or a request of a callback, gives the reason.
                 received = filter(None, state.mesh.control.gather(loop.signals.received))
                 end = next(received, "exit_duration_in_mins")
             elif training.exit_interval and state.step % training.exit_interval == 0:

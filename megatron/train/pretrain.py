@@ -26,10 +26,11 @@ from megatron.data.files import DataError
 from megatron.errors import OutOfMemoryError, UsageError
 from megatron.models.registry import find_kind, take_kind
 from megatron.parallel.schedules import PipelinePlan
-from megatron.train.callbacks import Callback, open_callbacks, usual
+from megatron.train.callbacks import Callback
 from megatron.train.inputs import Inputs, open_inputs, prefetch
 from megatron.train.loggers import open_loggers
 from megatron.train.metrics import Metrics
+from megatron.train.monitors import open_callbacks, usual
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import (
     changes_on_resume,
@@ -40,6 +41,7 @@ from megatron.train.trained import (
 )
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.save import Saver
     from megatron.parallel.mesh import Mesh
     from megatron.train.loop import Loop
     from megatron.train.state import TrainState
@@ -286,14 +288,11 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     ]
     metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
     files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
-    saver = stack.enter_context(
-        Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
-    )
+    saver: Saver | None = None
+    if config.checkpoint.save is not None:
+        saver = Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)
+        stack.enter_context(saver)
     size, first = config.global_batch_size(mesh.size()), run.state.samples
-
-    def save(state: TrainState, loss: float | None) -> None:
-        saver.save(state.step, state.slices(), state.facts(), loss)
-
     sampler = PARTS["sampler"].find(config.data.sampler)
     return Loop(
         training=config.training,
@@ -320,7 +319,7 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
             write=metrics.write,
             log=metrics.log,
         ),
-        save=None if config.checkpoint.save is None else save,
+        save=None if saver is None else partial(save_state, saver),
         saver=saver,
         metrics=metrics,
         signals=signals,
@@ -329,6 +328,10 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
         save_interval=config.checkpoint.save_interval,
         evaluate_first=run.evaluate_first,
     )
+
+
+def save_state(saver: Saver, state: TrainState, loss: float | None) -> None:
+    saver.save(state.step, state.slices(), state.facts(), loss)
 
 
 def log_start(run: Run, loop: Loop) -> None:

@@ -19,8 +19,7 @@ import torch
 
 from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.retention import claim
-from megatron.checkpoint.save import Saver, SaveReport
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.save import SaveReport
 from megatron.parallel.mesh import serial_mesh
 from tests.checkpoint.saving import (
     BOTH,
@@ -97,13 +96,6 @@ def test_saves_in_quick_succession_are_all_written(tmp_path: Path, asynchronous:
     assert (manifests[0]["run"], manifests[0]["precision"]) == ("tiny", "bf16")
     assert manifests[0]["counters"]["samples"] == 12
     assert manifests[0]["environment"]["torch"] == torch.__version__
-
-
-def test_without_a_directory_nothing_is_saved() -> None:
-    state = fresh()
-    with Saver(state.mesh, CheckpointConfig(), {}) as saver:
-        save(saver, state)
-    assert saver.reports() == []
 
 
 def test_going_back_sets_checkpoints_aside(tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
 from megatron.models.gpt import GPT2
 from megatron.models.vit import ViT
-from megatron.train.callbacks import HOOKS, Clock, Profiler, Training, open_callback, usual
+from megatron.train.callbacks import HOOKS, Clock, Training, open_callback
 from megatron.train.evaluate import Outputs
 from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
+from megatron.train.monitors import Profiler, usual
 from megatron.train.replicas import ReplicaDrift
 from megatron.train.signals import StopSignals
 from megatron.train.step import StepResult

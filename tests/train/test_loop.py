@@ -10,10 +10,10 @@ import torch
 
 from megatron.config.training import PrecisionConfig, TrainingConfig
 from megatron.train import loop as loop_module
-from megatron.train.callbacks import usual
 from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
+from megatron.train.monitors import usual
 from megatron.train.signals import Stopped, StopSignals
 from tests.dist import Pool
 from tests.programs import finished

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.api import Callback, StepResult
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.callbacks import Throughput, duration
+from megatron.train.monitors import Throughput, duration
 from megatron.train.utilization import Flops, flops_of
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
