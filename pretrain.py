@@ -1,7 +1,8 @@
 """Pretrain a model of any kind; megatron/train/pretrain.py has the implementation.
 
-    torchrun --nproc-per-node 2 pretrain.py --model gpt2 --preset scripts/presets/quickstart.toml \\
+    torchrun --nproc-per-node 2 pretrain.py --model gpt2 --preset quickstart \\
         --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints
+    python pretrain.py --model llama --preset miniature_llama --mock-data --vocab-size 1000
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pretrain BERT (paper, section 5.2); megatron/train/pretrain.py has the implementation.
 
-    torchrun --nproc-per-node 2 pretrain_bert.py --preset scripts/presets/bert_336m.toml \\
+    torchrun --nproc-per-node 2 pretrain_bert.py --preset bert_336m \\
         --tensor-model-parallel-size 2 --data-path P_text_sentence --save checkpoints
+    python pretrain_bert.py --preset bert_336m --data-path P_text_sentence --save checkpoints
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pretrain GPT-2 (paper, section 5.1); megatron/train/pretrain.py has the implementation.
 
-    torchrun --nproc-per-node 2 pretrain_gpt2.py --preset scripts/presets/quickstart.toml \\
+    torchrun --nproc-per-node 2 pretrain_gpt2.py --preset quickstart \\
         --tensor-model-parallel-size 2 --data-path P_text_document --save checkpoints
+    python pretrain_gpt2.py --preset quickstart --data-path P_text_document --save checkpoints
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Evaluate a checkpoint, or fine-tune one: tasks/main.py --task WIKITEXT103 --load checkpoints ...
+"""Evaluate a checkpoint, or fine-tune one.
+
+    python tasks/main.py --task WIKITEXT103 --load checkpoints --valid-data wiki.test.tokens
+    python tasks/main.py --task MNLI --load bert --train-data train.tsv --valid-data dev.tsv
 
 Under torchrun the model is sharded over the processes (--tensor-model-parallel-size). Flags of a
-task: --task NAME --help. The result is one JSON record: the meaning of the figures, how they were
+task: --task NAME -h. The result is one JSON record: the meaning of the figures, how they were
 measured, the model and the data, and the figures at the end, where a screen shows them.
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tasks`, when run as a script
 
+from megatron.config import help as helps
 from megatron.config.launch import interruptible, is_first, world_size
 from megatron.config.parse import parse, user_errors
 from megatron.errors import UsageError
@@ -52,7 +56,7 @@ def list_tasks() -> str:
         summary = (find_module(name).__doc__ or "").partition("\n")[0]
         lines.append(f"  {name:<12} {summary}")
     lines.append("  tasks.mine   A module of your own: tasks/README.md says what it has.")
-    return "\n".join([*lines, "", "The flags of a task: tasks/main.py --task NAME --help"])
+    return "\n".join([*lines, "", "The flags of a task: tasks/main.py --task NAME -h", ""])
 
 
 def split_task(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -89,13 +93,14 @@ def find_module(name: str) -> Any:
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     with user_errors(environ):
         flags = {word.partition("=")[0] for word in arguments}
-        if "--task" not in flags and flags & {"--help", "-h"}:
+        if "--task" not in flags and flags & helps.WORDS:
             if is_first(environ):
-                print(list_tasks())
+                print(helps.with_examples(list_tasks(), helps.examples()))
             return
         name, rest = split_task(arguments)
         module = find_module(name)
-        settings = parse(module.Settings, rest, environ, prog=f"tasks/main.py --task {name}")
+        prog, about = f"tasks/main.py --task {name}", module.__doc__
+        settings = parse(module.Settings, rest, environ, prog=prog, description=about)
     command = ["tasks/main.py", *arguments]
     if isinstance(settings, FinetuneSettings):
         run_finetuned(name, module, settings, command, environ)

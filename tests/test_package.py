@@ -100,7 +100,7 @@ def test_the_package_depends_on_what_setup_installs() -> None:
 def programs() -> list[Path]:
     """Files that are run, or of `python -m` what Python reads first."""
     files = [file for file in ROOT.glob("[!.]*/**/*.py") if "tests" not in file.parts]
-    starts = [file for file in (*ROOT.glob("*.py"), *files) if "__main__" in file.read_text()]
+    starts = [file for file in (*ROOT.glob("*.py"), *files) if '== "__main__"' in file.read_text()]
     tools = ROOT / "tools"
     folders = tools, tools / "experiments"
     outer = [file for file in starts if file.parent in folders or tools not in file.parents]

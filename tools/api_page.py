@@ -1,7 +1,8 @@
 """Make docs/api.md from the docstrings of the names in megatron/api.pyi, and the table of parts in
 docs/configuration.md; a test compares them.
 
-python tools/api_page.py
+    python tools/api_page.py
+    python -m pytest tests/test_package.py    # compares
 """
 
 import sys

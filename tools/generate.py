@@ -1,4 +1,7 @@
-"""Continue prompts with a trained GPT-2 or Llama: python tools/generate.py --load DIR --prompt ...
+"""Continue prompts with a trained GPT-2 or Llama.
+
+    python tools/generate.py --load checkpoints --prompt "In order to" --max-new-tokens 64
+    python tools/generate.py --load checkpoints --prompt-file prompts.txt --greedy
 
 Prints a JSON list of {"prompt", "text" (only the continuation), "tokens" (its ids), "finished":
 "end of document" or "length", "number" (of the prompt, from 1), and all else the text depends on}.

@@ -1,5 +1,9 @@
-"""Reads a GPT-2 that Megatron-LM of 2019 or 2020 saved: python tools/import_megatron.py --from DIR
---output CKPT --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
+"""Reads a GPT-2 that Megatron-LM of 2019 or 2020 saved.
+
+    python tools/import_megatron.py --from DIR --output checkpoints --vocab-file vocab.json \\
+        --merge-file merges.txt
+    python tools/import_megatron.py --from iter_0010000 --output checkpoints \\
+        --vocab-file vocab.json --merge-file merges.txt --num-attention-heads 16
 
 The files are pickles, and are read as data: nothing that they name is imported or run. The
 checkpoint has the weights, in their stored dtype, and the tokenizer. The other program is not

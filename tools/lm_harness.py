@@ -1,6 +1,7 @@
 """Evaluate a checkpoint with EleutherAI's lm-evaluation-harness (pip install lm-eval).
 
-    python tools/lm_harness.py --load checkpoints --tasks lambada_openai,wikitext \
+    python tools/lm_harness.py --load checkpoints --tasks hellaswag,piqa
+    python tools/lm_harness.py --load checkpoints --tasks lambada_openai,wikitext \\
         --lambada-data lambada_test.jsonl --wikitext-data wiki.test.tokens --output harness.json
 
 The harness provides tasks, prompts and metrics, this project log-probabilities. Under torchrun each

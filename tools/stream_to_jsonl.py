@@ -1,7 +1,9 @@
 """Write a stream of `datasets`, from the hub or from local files, to JSON lines.
 
-    python tools/stream_to_jsonl.py --dataset-name NAME|FOLDER|FILE [--dataset-config C]
-        [--dataset-split S] [--text-column T] [--documents N] --output FILE.jsonl
+    python tools/stream_to_jsonl.py --dataset-name allenai/c4 --dataset-config en \\
+        --documents 100000 --output c4.jsonl
+    python tools/stream_to_jsonl.py --dataset-name table.parquet --text-column body \\
+        --output table.jsonl
 
 Training does not read streams. The order of samples is a function of (seed, sample number), and a
 stream has no access by number. A shuffled stream draws from a buffer, which a resumed run fills in

@@ -23,6 +23,7 @@ from dataclasses import MISSING, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from megatron.config import help as helps
 from megatron.config.launch import is_first, write_error_file
 from megatron.config.presets import (
     PRESETS,
@@ -156,7 +157,7 @@ def parse(
     environ: Mapping[str, str],
     *,
     prog: str | None = None,
-    description: str = _PRESET_HELP,
+    description: str | None = None,
     saved: Callable[[Sequence[str]], Mapping[str, Any]] | None = None,
 ) -> Program:
     """The program's settings from its arguments (those after the program's name).
@@ -164,11 +165,11 @@ def parse(
     program: a dataclass of settings and of configs, which are dataclasses too. A field's metadata
     {"alias": name} is a second name; {"replaces": names} are settings of presets that the flag
     replaces, or the same key of a later preset. prog, description: the program's name and
-    description in --help. saved: maps the words of presets and command line to {key: value} of
-    settings that both may leave out.
+    description in its help; by default those of its file. saved: maps the words of presets and
+    command line to {key: value} of settings that both may leave out.
     Raises UsageError for values that a config refuses, and for missing, unknown or malformed
-    presets; CommandLineError for missing, unknown or malformed flags. With --help it prints (on
-    rank 0) and raises SystemExit with status 0.
+    presets; CommandLineError for missing, unknown or malformed flags. With -h or --help-all it
+    prints help (on rank 0) and raises SystemExit with status 0.
     """
     import tyro
 
@@ -207,15 +208,18 @@ def parse(
     spelt = {word.partition("=")[0].replace("_", "-") for word in words}
     _in_force[:] = [each for each in presets if not spelt & each.flags]
     first = [word for each in presets for word in _arguments(each.name, each.value)]
-    if saved is not None and not {"-h", "--help"} & set(words):
+    if saved is not None and not helps.WORDS & set(words):
         saved_words: list[str] = []
         for key, value in saved([*first, *words]).items():
             if key in names and not isinstance(value, Mapping):
                 saved_words += _arguments(key, value)
         first = saved_words + first
-    call = functools.partial(tyro.cli, program, description=description)
+    description = description or sys.modules["__main__"].__doc__ or ""
+    text = textwrap.dedent(description).strip()
+    text += f"\n\n{_PRESET_HELP}" * ("preset" not in types)
+    call, about = functools.partial(tyro.cli, program, description=text), (description, program)
     try:
-        settings: Program = _run_tyro(call, first + words, environ, [*types, "preset"], prog)
+        settings: Program = _run_tyro(call, first + words, environ, [*types, "preset"], prog, about)
     except CommandLineError as error:
         missing = {each for each in required if flag(each) not in spelt}
         if missing and not presets:
@@ -227,8 +231,8 @@ def parse(
             kind = program.__name__.removeprefix("Pretrain").removesuffix("Config").lower()
             whole = [each for each in whole if kind in each] or whole
             if missing and whole:
-                text = f"{error}\n--preset NAME gives them all, such as {', '.join(whole[:3])}."
-                raise CommandLineError(text) from None
+                works = f"--preset NAME gives them all, such as {', '.join(whole[:3])}."
+                raise CommandLineError(f"{error}\n{works}") from None
         # If a preset's value is not of its setting's type, the error names file and key.
         for given_value in presets:
             if fit := _type_of_value(types[given_value.key], given_value.key, given_value.value):
@@ -309,7 +313,8 @@ def parse_call(
     else:
         names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog)
+    about = functions.values() if isinstance(functions, Mapping) else [functions]
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog, [*about])
     return bound
 
 
@@ -319,9 +324,11 @@ def _run_tyro(
     environ: Mapping[str, str],
     names: Collection[str],
     prog: str | None = None,
+    about: Sequence[object] = (),
 ) -> Any:
-    """names: those of settings that a flag of another trainer may stand for. Raises UsageError
-    for such a flag, and CommandLineError with tyro's own message."""
+    """names: those of settings that a flag of another trainer may stand for. about: where the
+    examples of -h are, see `help.examples`. Raises UsageError for such a flag, and
+    CommandLineError with tyro's own message."""
     import tyro
 
     flags = {flag(field) for field in names}
@@ -340,13 +347,18 @@ def _run_tyro(
             values = [*itertools.takewhile(lambda word: not word.startswith("--"), values)]
             works = (near[0], *values)
             raise UsageError(name, " ".join(values) or None, "a flag of this program", works=works)
-    message = io.StringIO()
+    wanted = helps.WORDS & set(arguments)
+    if wanted:
+        arguments = [word for word in arguments if word not in helps.WORDS] + ["--help"]
+    message, whole = io.StringIO(), io.StringIO()
+    is_short = wanted and helps.ALL not in wanted
+    shown = contextlib.redirect_stdout(whole) if is_short else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(message):
+        with contextlib.redirect_stderr(message), shown:
             return call(
                 prog=prog,
                 args=arguments,
-                console_outputs=is_first(environ) or "--help" not in arguments,
+                console_outputs=is_first(environ) or not wanted,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
             )
     except SystemExit as stop:
@@ -356,6 +368,8 @@ def _run_tyro(
                 raise cause from None
             cause = cause.__context__
         if not stop.code:
+            if text := whole.getvalue():
+                print(helps.short(text, helps.examples(*about)), end="")
             raise
     # The text in the box that tyro draws, without its title and rules.
     box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
+from megatron.config import help as helps
 from megatron.config.launch import is_first
 from megatron.config.parts import resolve
 from megatron.config.presets import kind_of_presets
@@ -122,7 +123,7 @@ def register(name: str, kind: ModelKind) -> None:
 MODEL_HELP = """\
 usage: pretrain.py --model KIND [flags]
 
-Pretrain a model. --model KIND --help lists the flags of a kind.
+Pretrain a model. --model KIND -h lists the flags of a kind.
 
     KIND    {kinds}
             or module:NAME, a megatron.models.registry.ModelKind of one's own
@@ -158,9 +159,10 @@ def take_kind(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str
         except UsageError as error:
             raise of_preset.error(error.allowed) from error
     kinds = [name for name, each in KINDS.items() if each.program is not None]
-    if kind is None and {"-h", "--help"} & set(rest):
+    if kind is None and helps.WORDS & set(rest):
         if is_first(environ):
-            print(MODEL_HELP.format(kinds=", ".join(kinds)))
+            text = MODEL_HELP.format(kinds=", ".join(kinds))
+            print(helps.with_examples(text, helps.examples()), end="")
         raise SystemExit(0)
     if kind is None:
         raise UsageError("--model", None, "given", works=("--model", kinds[0]))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
+import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -132,6 +135,17 @@ def compiler_failure(device: torch.device) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None if torch.allclose(compiled, function(x)) else "it computes something else"
+
+
+def crowded_hosts(mesh: Mesh) -> list[str]:
+    """A warning for each host with more processes than cores (every rank calls this)."""
+    hosts = Counter(mesh.control.gather((socket.gethostname(), len(os.sched_getaffinity(0)))))
+    return [
+        f"warning: {processes} processes share the {cores} cores of {host}, and wait for each "
+        f"other; --nproc-per-node {cores} is faster"
+        for (host, cores), processes in hosts.items()
+        if processes > cores
+    ]
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:

@@ -336,7 +336,7 @@ def save_state(saver: Saver, state: TrainState, loss: float | None) -> None:
 
 def log_start(run: Run, loop: Loop) -> None:
     """Log and record where the run starts and what it runs on."""
-    from megatron.train.machine import versions
+    from megatron.train.machine import crowded_hosts, versions
 
     state = run.state
     micro_batches = run.config.micro_batches(state.mesh.size())
@@ -353,6 +353,7 @@ def log_start(run: Run, loop: Loop) -> None:
         *(state.mesh.describe_ranks() if run.config.logging.log_ranks else ()),
         *run.messages,
         *run.config.warnings(state.mesh.device.type),
+        *crowded_hosts(state.mesh),
         f"step {state.step}, {state.samples} samples consumed, learning rate {lr:.3e}, data {data}",
     ):
         loop.metrics.log(message)

@@ -1,6 +1,7 @@
-"""--help of every program, and the reader of its output that goes away."""
+"""-h and --help-all of every program, and the reader of the output that goes away."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,24 @@ def start(program: str, *arguments: str, folder: Path, stdout: int) -> subproces
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_is_printed_without_a_word_beside_it(program: str, tmp_path: Path) -> None:
-    with start(program, "--help", folder=tmp_path, stdout=subprocess.PIPE) as running:
+    with start(program, "-h", folder=tmp_path, stdout=subprocess.PIPE) as running:
         output, errors = running.communicate()
     assert (running.returncode, errors) == (0, "")
-    assert len(output.splitlines()) > 5
+    assert 5 < len(output.splitlines()) < 80
+    commands = re.findall(r"^ *(?:python|torchrun|bash) .+", output, re.MULTILINE)
+    assert len(set(commands)) >= 2  # examples
+
+
+def test_short_help_has_every_flag_and_help_all_explains_each(tmp_path: Path) -> None:
+    shown = []
+    for flag in ("-h", "--help-all"):
+        with start("pretrain_gpt2.py", flag, folder=tmp_path, stdout=subprocess.PIPE) as running:
+            shown.append(running.communicate()[0])
+    short, whole = shown
+    names = set(re.findall(r"^│ (--[a-z][\w-]*)", whole, re.MULTILINE))
+    assert len(names) > 100
+    assert {name for name in names if name[:5] != "--no-"} <= set(re.findall(r"--[\w-]+", short))
+    assert len(whole.splitlines()) > 3 * len(names) > 3 * len(short.splitlines())
 
 
 @pytest.mark.parametrize("words", ["pretrain_gpt2.py", "tasks/main.py --task SQUAD"])

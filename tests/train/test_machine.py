@@ -15,7 +15,13 @@ import torch
 from megatron.errors import OutOfMemoryError, UsageError
 from megatron.parallel.mesh import serial_mesh
 from megatron.train import machine
-from megatron.train.machine import choose_compile, choose_precision, commit, memory_errors
+from megatron.train.machine import (
+    choose_compile,
+    choose_precision,
+    commit,
+    crowded_hosts,
+    memory_errors,
+)
 from tests.dist import Pool
 from tests.programs import pretrain
 from tests.tiny import mesh_of_ranks, tiny_section
@@ -151,3 +157,17 @@ def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
     assert gloo.run(2, chosen, "fp16", mixed) == ["fp16"] * 2
     assert gloo.run(2, chosen, None, ["fp32"] * 2) == ["fp32"] * 2
     assert gloo.run(2, chosen, None, mixed) == ["--bf16"] * 2
+
+
+def crowd(cores: int) -> list[str]:
+    """The warnings of four ranks on a host of so many cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+        return crowded_hosts(mesh_of_ranks("data=4"))
+
+
+@pytest.mark.parametrize(("cores", "count"), [(2, 1), (3, 1), (4, 0), (8, 0)])
+def test_more_processes_than_cores_are_warned_of_once(cores: int, count: int, gloo: Pool) -> None:
+    for lines in gloo.run(4, crowd, cores):
+        assert len(lines) == count
+        assert all(f"--nproc-per-node {cores} " in line for line in lines)

@@ -1,9 +1,14 @@
-"""Runs a step by its name: `python -m tools.corpus NAME FLAGS`; without a name, lists the steps."""
+"""Runs a step by its name; without a name, lists the steps.
+
+python -m tools.corpus run --input raw --output corpus
+python -m tools.corpus dedup --input clean --output unique
+"""
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron.config import help as helps
 from megatron.config.parse import user_errors
 from megatron.errors import UsageError
 from tools.corpus.pipeline import STEPS
@@ -25,13 +30,13 @@ def list_steps() -> None:
             command = f"python -m tools.corpus {name}"
             if name == "tokenise":
                 command = "python tools/preprocess_data.py"
-            print(f"  {name:14} {about}\n  {'':14} {command} --help")
-    print("\nAll in one run, as a file describes it:\n\n  python -m tools.corpus run corpus.toml")
+            print(f"  {name:14} {about}\n  {'':14} {command} -h")
+    print(helps.with_examples("", helps.examples(list_steps)), end="")
 
 
 def main(argv: Sequence[str]) -> None:
     with user_errors({}):
-        if not argv or argv[0] in ("--help", "-h"):
+        if not argv or argv[0] in helps.WORDS:
             list_steps()
         elif argv[0] == "tokenise":
             import_module(MODULES["tokenise"]).main(argv[1:])

@@ -1,5 +1,9 @@
 """Removes evaluation text from a training corpus, and measures how much is there (section 4.1).
 
+    python -m tools.corpus decontaminate --input clean --output kept --evaluation wiki.test.tokens
+    python -m tools.corpus decontaminate --input clean --output kept --workers 8 \\
+        --evaluation RACE lambada.jsonl
+
 A Wikipedia article is dropped if it has the title of an article of the evaluation files (WikiText's
 ` = Title = `; compared, without case and white space, with the record's "title" or else the first
 line of its text), or if one evaluation file has more than --article-overlap of its n-grams.  Such

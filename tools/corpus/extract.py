@@ -1,5 +1,8 @@
 """Turns published corpora into shards of JSON lines {"text", "source", "id", "url"?, ...}.
 
+    python -m tools.corpus extract --input c4 --output raw --format jsonl --source c4
+    python -m tools.corpus extract --input crawl.warc.wet.gz --output raw --format wet --source cc
+
     jsonl          JSON lines with their text under --key: RealNews, CC-Stories, C4; and *.txt
     wikiextractor  output of WikiExtractor with --json: files wiki_00 in folders AA, AB, ...
     openwebtext    archives of text files, also archives of such archives, as published; read

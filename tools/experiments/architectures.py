@@ -1,5 +1,8 @@
 """Which architectures of transformers are exact when they are sharded by their plans.
 
+    python -m tools.experiments.architectures
+    python -m tools.experiments.architectures --output runs/mine
+
 Covers every one that predicts the next token and has a plan, from transformers or this project. A
 tiny model is sharded over 2 and over 4 ranks and compared in fp64 with the unmodified one, as
 tools.prove_plan does. Those with few key/value heads have 2, so 4 ranks share them.

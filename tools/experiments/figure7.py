@@ -1,5 +1,8 @@
 """Figure 7 in miniature: BERT with pre-LN and with post-LN at growing depth.
 
+    python -m tools.experiments.figure7 --data DATA
+    python -m tools.experiments.figure7 --data DATA --depths 2 8 --plan-only
+
 Finished stages are reused.
 """
 

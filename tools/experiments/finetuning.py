@@ -1,5 +1,9 @@
 """The benefit of pretraining, on a small machine.
 
+    python -m tools.experiments.finetuning --pretrained runs/miniature/bert/checkpoints
+    python -m tools.experiments.finetuning --settings "--task QQP --epochs 3" \\
+        --train-data train.tsv --valid-data dev.tsv
+
 A BERT is fine-tuned from its pretrained weights and, with the same commands, from the random
 weights at the start of pretraining. Figures are those of the last epoch: median, lowest and highest
 over the seeds, and the share of the most frequent class. Finished runs are reused.

@@ -1,5 +1,8 @@
 """Learning curves: how far the losses of one training drift apart by layout, format and library.
 
+    python -m tools.experiments.learning_curves
+    python -m tools.experiments.learning_curves --plan-only --data-path P_text_document
+
 Runs of this project use the program itself: sharded over tensor-parallel ranks (t); with data
 parallelism (d) in addition; resumed at another layout; and with a smaller model, as CPUs multiply
 fp16 matrices slowly, in bf16 and fp16, with and without dropout. The independent loop is

@@ -1,5 +1,10 @@
 """The same numbers from lm-evaluation-harness.
 
+    python -m tools.experiments.lm_harness --lambada-data lambada_test.jsonl \\
+        --wikitext-data wiki.test.tokens
+    python -m tools.experiments.lm_harness --load checkpoints \\
+        --lambada-data lambada_test.jsonl --wikitext-data wiki.test.tokens
+
 Three ways to compute LAMBADA's and WikiText103's figures of one model, in fp32: the harness with
 its own HuggingFace model, on the export of tools/convert_hf.py; tasks/main.py; and the harness on
 the checkpoint, by tools/lm_harness.py. Figures have to agree within a relative 1e-4; a single

@@ -1,5 +1,8 @@
 """The paper in miniature: corpus, GPT-2, BERT, WikiText103, LAMBADA, RACE, and one report.
 
+    python -m tools.experiments.miniature --data DATA
+    python -m tools.experiments.miniature --data DATA --tensor-model-parallel-size 2 --plan-only
+
 Finished stages are reused.
 """
 

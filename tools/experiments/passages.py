@@ -1,4 +1,8 @@
-"""Unpack some of RACE's passages from its archive: `python -m tools.experiments.passages`."""
+"""Unpack some of RACE's passages from its archive: `python -m tools.experiments.passages`.
+
+python -m tools.experiments.passages --archive RACE_train.tar.xz --count 1200 --output train
+python -m tools.experiments.passages --archive RACE_dev.tar.xz --count 400 --output dev
+"""
 
 import sys
 

@@ -1,5 +1,8 @@
 """From raw text to an evaluated GPT-2: corpus, tokenizer, training, evaluation, samples, report.
 
+    python -m tools.experiments.quickstart
+    python -m tools.experiments.quickstart mine.jsonl --train-iters 500 --plan-only
+
 Finished stages are reused.
 """
 

@@ -1,8 +1,9 @@
 """Train the same model at several layouts on this machine, and check that the numbers are equal
 and the work is divided.
 
-    python tools/compare_layouts.py --preset quickstart --micro-batch-size 2 --steps 3 \
+    python tools/compare_layouts.py --preset quickstart --micro-batch-size 2 --steps 3 \\
         tensor=2 tensor=2,data=2,sequence
+    python tools/compare_layouts.py --preset quickstart --num-layers 2 tensor=4:2d pipeline=2
 
 A LAYOUT is `serial`, or comma-separated words: tensor=N, data=N and pipeline=N for the number of
 processes; tensor=4:2d, tensor=8:2.5d:2 (depth 2) or tensor=8:3d for another --tensor-parallel-mode;

@@ -1,6 +1,7 @@
 """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified one.
 
-    python tools/prove_plan.py --model DIR_OR_NAME [--plan FILE.toml] [--show] [--json FILE]
+    python tools/prove_plan.py --model DIR --show
+    python tools/prove_plan.py --model HuggingFaceTB/SmolLM-135M --plan mine.toml --json proof.json
 
 A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is sharded over 2 and
 over 4 processes on this machine. Its loss, its logits, every gradient and the output of every

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.config import help as helps
 from megatron.config.checks import positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
@@ -159,14 +160,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         elif "--measure" in given:
             measure(parse(MeasureConfig, arguments, environ), environ)
         else:
-            if {"--help", "-h"} & given:
-                print(__doc__)
-            elif not {"--preset", "--hf-model"} & given:
+            if not {"--preset", "--hf-model", *helps.WORDS} & given:
                 works = ("--preset", "gpt2_scaling_8.3b")
                 allowed = "given: it says what to plan, as --hf-model does of --kind huggingface"
                 raise UsageError("--preset", None, allowed, works=works)
             program = program_of(arguments, question=QuestionConfig)
-            return 0 if plan(parse(program, arguments, environ)) else 1
+            return 0 if plan(parse(program, arguments, environ, description=__doc__)) else 1
     return 0
 
 

@@ -1,6 +1,7 @@
 """From JSON lines, or text files, to a tokenised data set.
 
-    python tools/preprocess_data.py --input FILE|FOLDER... --output-prefix P --workers N ...
+    python tools/preprocess_data.py --input corpus/split/train --output-prefix P --append-eod \\
+        --vocab-file vocab.json --merge-file merges.txt --workers 8
     python tools/preprocess_data.py verify P_text_document
 
 The first command writes P_text_document.bin, .idx and .json, or for large input several pairs
@@ -311,4 +312,4 @@ def main(argv: Sequence[str]) -> None:
                 raise ValueError("verify takes one prefix: verify P_text_document would work")
             print(_verify(argv[1]))
             return
-        run(parse(Settings, argv, os.environ))
+        run(parse(Settings, argv, os.environ, description=__doc__))
