@@ -1,8 +1,8 @@
 """Where the time of a turn goes, by kind, and how long communication is exposed.
 
-On a GPU, seconds are those of kernels, copies and fills; the kernel's name decides its kind. On a
-CPU, they are those of operators, without the operators that they call; communication is the time in
-which gloo's threads work or wait for other ranks.
+On a GPU, seconds are those of kernels, copies and fills; the kernel's name decides its kind, see
+megatron/train/profiling.py. On a CPU, they are those of operators, without the operators that they
+call; communication is the time in which gloo's threads work or wait for other ranks.
 
 Layer norms count as elementwise: compiled, they are fused with adjacent operators. "norm" is the
 gradient norm.
@@ -15,7 +15,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,38 +23,15 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import Column, Figures, Rank, Turn
-
-Event = Mapping[str, Any]
+from megatron.train.profiling import KINDS, ON_GPU, OTHER, Event, kind_of, seconds
 
 COMMUNICATION = ("nccl", "gloo:")
 OPERATORS = ("aten::", "mkldnn::")
-ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 ON_CPU = {"cpu_op", "user_annotation"}
 ON_HOST = {"cuda_runtime", "cuda_driver"}
 TURN = "benchmarks: turn"
 
-# The compiler names a kernel after all operators that it fuses; matmuls and attention in the name
-# are only views of their results.
-COPYING = (
-    "to_copy|copy|clone|cat|stack|split|slice|select|(unsafe_)?view|t|transpose|permute|expand"
-)
-COPYING += "|(un)?squeeze|zeros|full|constant_pad_nd"
-KINDS = (  # (kind, pattern for names of kernels and operators); the first match counts
-    ("communication", r"^(nccl|gloo:)"),
-    ("copies", rf"^triton_(poi|red|per)_fused_(_*({COPYING})_+)+\d+$"),
-    ("elementwise", r"^triton_(poi|red|per|spl|for)_"),
-    ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|flex_decoding"),
-    ("optimizer", r"adam"),
-    ("norm", r"lpnorm|normtwoops|foreach_norm|vector_norm"),
-    (
-        "matmul",
-        r"gemm|gemv|nvjet|cutlass|cublas|splitk|triton_tem_|::_?(linear|addmm)|::(add|ba?dd)?b?mm\b",
-    ),
-    ("copies", r"memcpy|memset|copy|catarray|fill|::(cat|stack|clone|zero_)\b"),
-    ("elementwise", r"^aten::|elementwise|reduce|layer_?norm|rms_?norm|gamma|softmax|nll_loss"),
-    ("elementwise", r"foreach|multi_tensor|indexselect|gather|scatter|embedding|gelu|silu"),
-)
-OTHER, IDLE = "other", "idle"
+IDLE = "idle"
 
 
 def traced(turn: Turn, rank: Rank, file: Path) -> tuple[Any, Sequence[Event], float]:
@@ -114,12 +91,6 @@ def copies_beside_kernels(events: Iterable[Event]) -> Figures:
     kernels = [each for each in on_gpu if each["cat"] == "kernel"]
     copies = [each for each in on_gpu if re.match("Memcpy (DtoH|HtoD)", each["name"])]
     return {"copies": seconds(copies), "beside_kernels": seconds(copies) - exposed(copies, kernels)}
-
-
-def kind_of(name: str) -> str:
-    """Kind of a kernel or an operator."""
-    lower = name.lower()
-    return next((kind for kind, words in KINDS if re.search(words, lower)), OTHER)
 
 
 def by_kind(events: Iterable[Event], wall: float) -> Figures:
@@ -200,15 +171,6 @@ def communication(events: Iterable[Event], group: str = "") -> tuple[float, floa
 def exposed(own: Sequence[Event], others: Sequence[Event]) -> float:
     """Seconds in which at least one of `own` runs, and none of the others."""
     return seconds([*own, *others]) - seconds(others)
-
-
-def seconds(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of these events runs."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e6
 
 
 def kind_column(kind: str) -> Column:

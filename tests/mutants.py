@@ -865,6 +865,28 @@ zero-3-gathers-all-layers
 zero-norm-of-one-part
 - return all_reduce(total, self.shared)
 + return total
+@ megatron/train/profiling.py | train/test_profiling::test_the_part
+hidden-communication-is-exposed
+- for part in (*COMPUTING, *waiting) if on_gpu else (*waiting, *COMPUTING):
++ for part in (*waiting, *COMPUTING):
+attention-hides-its-waits
+- for part in (*COMPUTING, *waiting) if on_gpu else (*waiting, *COMPUTING):
++ for part in (*COMPUTING, *waiting):
+the-last-kernels-are-no-part-of-the-step
+- for each in [*steps, *on_gpu])
++ for each in steps)
+no-time-between-steps
+- return {**found, HOST: ((end - start) / 1e6 - before) / len(steps)}
++ return {**found, HOST: seconds(steps) / len(steps) - before / len(steps)}
+rings-are-pipelines
+- is_message = axis == "pipeline" and "SendRecv" in event["name"]
++ is_message = "SendRecv" in event["name"]
+waits-are-not-marked | train/test_profiling::test_the_parts_are_the_step
+- Calls.span = record_function
++ Calls.span = nullcontext
+the-step-before-is-in-the-profile | train/test_profiling::test_a_profile_has_the_steps
+- if not self.first <= step <= self.last:
++ if not self.first <= step + 1 <= self.last:
 @ megatron/train/executor.py | matrix[pipeline=2-gpt2-accumulate]
 mean-of-the-means-of-micro-batches
 - sums = self.objective.loss(x, batch, self.loss_scales)

@@ -526,11 +526,11 @@ class LoggingConfig:
     """UTF-8 file of texts to continue, one per line, without blank lines."""
 
     profile_step_start: int | None = None
-    """First step that torch's profiler traces: a file of each process, in profile/ beside the
-    metrics, for Perfetto or chrome://tracing."""
+    """First step that is profiled: a table of where its time goes, and a trace of each process for
+    Perfetto or chrome://tracing, in profile/ beside the metrics."""
 
     profile_step_end: int | None = None
-    """Last step that is traced."""
+    """Last step that is profiled."""
 
     def __post_init__(self) -> None:
         positive(self, "log_interval", "sample_interval", "profile_step_start", "profile_step_end")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -38,13 +39,17 @@ class Calls:
     """Counts the collectives that this rank starts over one group, or the messages over one
     channel, for the failure watch.
 
-    ranks: members of the group. started: number of calls started. waits: (number from 1, name,
-    shape) of the call in which a thread waits, or None; it stays set if the collective raises.
+    name: of the axis or channel. ranks: members of the group. started: number of calls started.
+    waits: (number from 1, name, shape) of the call in which a thread waits, or None; it stays set
+    if the collective raises.
     """
 
+    name: str
     ranks: list[int]
     started: int = 0
     waits: tuple[int, str, object] | None = None
+    span: ClassVar[Callable[[str], AbstractContextManager[object]]] = nullcontext
+    """Entered while a rank waits; a profile puts record_function here."""
 
     def start(self, name: str, shape: object) -> tuple[int, str, object]:
         self.started += 1
@@ -52,13 +57,14 @@ class Calls:
 
     def wait_for(self, call: tuple[int, str, object], wait: Callable[[], object]) -> None:
         self.waits = call
-        wait()
+        with Calls.span(f"wait for {self.name}: {call[1]}"):
+            wait()
         self.waits = None
 
 
 def _watched(name: str, ranks: list[int]) -> Calls:
     """New Calls that the failure watch reads."""
-    calls = CALLS[name] = Calls(ranks)
+    calls = CALLS[name] = Calls(name, ranks)
     return calls
 
 
@@ -153,16 +159,17 @@ class ControlGroup:
     ) -> Axis:
         """The axis of this rank's group; every rank calls this, in the same order. groups: [number
         of groups, ranks of each]; this rank may be in none of them."""
-        group = self.new_group(groups.tolist()) if groups.shape[1] > 1 else None
+        group = self.new_group(name, groups.tolist()) if groups.shape[1] > 1 else None
         if group is None:
             return Axis(name, is_of_stages=is_of_stages)
         axis = self.axis_class(name, group.size(), group.rank(), group, parts, is_of_stages)
         _ = axis.calls  # enters it in CALLS, which the failure watch reads
         return axis
 
-    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=self.timeout)
-        return group
+    def new_group(self, name: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
+        """That of this rank; the name describes it in traces of a GPU."""
+        made = [dist.new_group(ranks, self.timeout, group_desc=name) for ranks in groups]
+        return next((made[n] for n, ranks in enumerate(groups) if self.rank in ranks), None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ControlGroup:
         return self

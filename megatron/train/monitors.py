@@ -1,7 +1,8 @@
-"""The project's own callbacks: speed, memory, time left, phases, progress bar, profiler.
+"""The project's own callbacks: speed, memory, time left, phases, progress bar.
 
 Those of every training are `usual`; settings ask for the others. Generated samples are in
-inference/samples.py, TensorBoard and wandb in loggers.py. Importing this needs no torch.
+inference/samples.py, the profile in profiling.py, TensorBoard and wandb in loggers.py. Importing
+this needs no torch.
 """
 
 from __future__ import annotations
@@ -200,51 +201,6 @@ class Progress(Callback):
             self.bar.close()
 
 
-class Profiler(Callback):
-    """A trace of torch's profiler of the steps `first` to `last`: a file of each rank in `folder`,
-    for Perfetto or chrome://tracing."""
-
-    def __init__(self, first: int, last: int, folder: Path) -> None:
-        super().__init__()
-        self.first, self.last, self.folder = first, last, folder
-        self.profile: Any = None
-
-    def pre_train(self) -> None:
-        if self.training.state.step >= self.last:
-            self.training.log(f"warning: --profile-step-end {self.last} is past: no trace")
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        step = self.training.state.step + 1  # a resumed run may begin between the two
-        if self.profile is None and self.first <= step <= self.last:
-            from torch.profiler import profile
-
-            with self.training.paused():  # it imports sympy, which takes seconds
-                self.profile = profile()  # of the host, and of the GPU where there is one
-                self.profile.start()
-
-    def post_step(self, result: StepResult) -> None:
-        if self.training.state.step == self.last:
-            self.write()
-
-    def post_train(self, end: str) -> None:
-        self.write()
-
-    def on_error(self, error: BaseException) -> None:
-        if self.profile is not None:  # one that runs at the end of a process crashes it
-            self.profile.stop()
-
-    def write(self) -> None:
-        if self.profile is None:
-            return
-        training, mesh, profile = self.training, self.training.state.mesh, self.profile
-        self.profile = None
-        with training.paused():
-            profile.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.folder / f"rank_{mesh.control.rank}.json.gz"))
-        training.log(f"step {training.state.step} | profile of each rank in {self.folder}")
-
-
 def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Callback]:
     """Those of every training; name: of the progress bar."""
     counts = [Throughput(flops), PeakMemory(), DocumentCounts(), PhaseTimes(log_interval)]
@@ -261,7 +217,8 @@ def open_callbacks(config: PretrainConfig, inputs: Inputs) -> list[Callback]:
         callbacks.append(samples(config, inputs))
     first, last = logging.profile_step_start, logging.profile_step_end
     if first is not None and last is not None and file is not None:
-        callbacks.append(Profiler(first, last, Path(file).parent / "profile"))
+        profiler = resolve_name("megatron.train.profiling:Profiler")
+        callbacks.append(profiler(first, last, Path(file).parent / "profile"))
     return callbacks
 
 

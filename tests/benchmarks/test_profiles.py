@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.profiles import TURN, by_kind, communication, copies_beside_kernels, kind_of
+from benchmarks.profiles import TURN, by_kind, communication, copies_beside_kernels
+from megatron.train.profiling import kind_of
 
 
 def event(name: str, start: float, stop: float, thread: int = 1, **more: Any) -> dict[str, Any]:

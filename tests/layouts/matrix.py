@@ -505,9 +505,9 @@ class SharingGroups(ControlGroup):
 
     made: dict[str, Any] = field(default_factory=dict)
 
-    def new_group(self, groups: list[list[int]]) -> Any:
+    def new_group(self, name: str, groups: list[list[int]]) -> Any:
         if (key := str(groups)) not in self.made:
-            self.made[key] = super().new_group(groups)
+            self.made[key] = super().new_group(name, groups)
         return self.made[key]
 
 

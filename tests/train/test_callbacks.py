@@ -1,11 +1,8 @@
 """Callbacks: when each method is called, what it reads and asks for, and that a run with them has
 the numbers of a run without."""
 
-import gzip
-import json
 import random
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,13 @@ from megatron.config.training import TrainingConfig
 from megatron.data.batch import Batch
 from megatron.models.gpt import GPT2
 from megatron.models.vit import ViT
+from megatron.parallel.stages import plan_stages
 from megatron.train.callbacks import HOOKS, Clock, Training, open_callback
 from megatron.train.evaluate import Outputs
 from megatron.train.inputs import prefetch
 from megatron.train.loop import Loop, train
 from megatron.train.metrics import Metrics
-from megatron.train.monitors import Profiler, usual
+from megatron.train.monitors import usual
 from megatron.train.replicas import ReplicaDrift
 from megatron.train.signals import StopSignals
 from megatron.train.step import StepResult
@@ -51,7 +49,9 @@ def run(
 ) -> tuple[int, str]:
     """(steps done, the reason for the end) of a run that draws dropout and logs each step."""
     mesh = mesh_of_ranks(layout)
-    state = tiny_state(mesh, tiny_section(attention_dropout=0.1, hidden_dropout=0.1))
+    section = tiny_section(attention_dropout=0.1, hidden_dropout=0.1)
+    plan = plan_stages(section.num_layers, mesh.pipeline.size, 1, None)
+    state = tiny_state(mesh, section, pipeline=plan)
     training = TrainingConfig(**{"train_iters": 4, "eval_interval": 2} | settings)
     path = folder / "m.jsonl"
     every = [*usual("test", log_interval), *callbacks]
@@ -477,16 +477,6 @@ def test_numbers_that_a_line_cannot_have_are_refused(
 
     with pytest.raises(error, match=next(iter(numbers))):
         run(tmp_path, [Adds()])
-
-
-def test_a_profile_has_the_steps_that_are_asked_for(tmp_path: Path) -> None:
-    """Also where the run ends before the last of them, or starts after the first."""
-    for first, last, steps in ((2, 2, 1), (-5, 9, 3)):
-        run(tmp_path, [Profiler(first, last, tmp_path / str(last))], train_iters=3)
-        with gzip.open(tmp_path / str(last) / "rank_0.json.gz") as file:
-            events = json.load(file)["traceEvents"]
-        names = Counter(each["name"] for each in events)
-        assert names["aten::embedding"] == 2 * 4 * steps, "two embeddings of four micro-batches"
 
 
 @pytest.mark.parametrize(

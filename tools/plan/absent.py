@@ -19,11 +19,11 @@ class AbsentAxis(Axis):
 
     @cached_property
     def calls(self) -> Calls:
-        return Calls([])
+        return Calls(self.name, [])
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], Calls]:
-        return defaultdict(lambda: Calls([]))
+        return defaultdict(lambda: Calls(self.name, []))
 
 
 class AbsentRanks(ControlGroup):
@@ -31,7 +31,7 @@ class AbsentRanks(ControlGroup):
 
     axis_class = AbsentAxis
 
-    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
+    def new_group(self, name: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
         own = next((each for each in groups if self.rank in each), None)
         if own is None:
             return None
