@@ -1,1 +1,1 @@
-"""Parts of `tools/compare_layouts.py` and of the tests of the layouts."""
+"""Parts of `tools/compare_layouts.py`, `prove_plan.py` and `layouts.py`, and of the tests."""
