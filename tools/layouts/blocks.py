@@ -36,6 +36,8 @@ from tools.plan.absent import AbsentRanks
 
 META = torch.device("meta")
 LEAST = 8  # hidden size and tokens of a sample are at least this
+# Under ZeRO stage 3 the hidden size: the padding of a bucket has to be small beside the weights.
+LEAST_DIVIDED = 64
 
 
 class Block(NamedTuple):
@@ -95,7 +97,8 @@ def read_blocks(layout: Layout) -> Blocks:
     samples, multiple = first.batch.size, first.token_multiple
     tokens = samples * multiple * -(-LEAST // multiple)
     multiple = prod(first.axis(name).size for name in INNER[layout.mode])
-    hidden = multiple * -(-LEAST // multiple)
+    least = LEAST_DIVIDED if layout.zero == 3 else LEAST
+    hidden = multiple * -(-least // multiple)
     models = [_model(mesh, hidden) for mesh in meshes]
     x = [_entering(mesh, tokens, hidden) for mesh in meshes]
     y1 = _through([model[0].column for model in models], x)
