@@ -9,13 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from megatron.config.checks import writable
 from megatron.config.parallel import TrainingParallelConfig
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
-from megatron.libraries import Library, load
+from megatron.libraries import Library
 from tools.layouts.layout import Layout, parse_layout
-from tools.report.figures import PALETTE, SERIES, draw
+from tools.report.figures import PALETTE, SERIES, draw, drawable
 from tools.report.figures import picture as content_of
 from tools.report.numbers import aligned
 from tools.report.sections import Figure
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 patches = Library("matplotlib.patches")
 
-FORMATS = (".png", ".svg")
 MOST_RANKS = 512  # of a pipeline stage: blocks of more are too small to see
 POINTS, MARGIN = 72, 6  # of an inch; of both sides of a drawing together
 WIDTH, LINES, LINE = 382, 294, 11  # in points: of the drawing, above its notes, of a line of these
@@ -54,13 +52,7 @@ def picture(*, layout: str, output: Path | None = None) -> None:
         layout: LAYOUT of tools/compare_layouts.py, such as tensor=4:2d or tensor=2,data=2,sequence.
         output: the picture: .png or .svg. If not given, a table is printed.
     """
-    if output is not None:
-        if output.suffix not in FORMATS:
-            works = ("--output", str(output.with_suffix(FORMATS[0])))
-            raise UsageError("--output", output, f"a name ending in {' or '.join(FORMATS)}",
-                             works=works)  # fmt: skip
-        writable(SimpleNamespace(output=output), "output")
-        load("matplotlib", "a run without --output")
+    drawable(SimpleNamespace(output=output), "output")
     try:
         blocks = read(parse_layout(layout))
     except UsageError as error:

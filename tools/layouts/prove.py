@@ -1,6 +1,6 @@
 """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified one.
 
-    python tools/prove_plan.py --model DIR --show
+    python tools/prove_plan.py --model DIR --show --picture plan.svg
     python tools/prove_plan.py --model HuggingFaceTB/SmolLM-135M --plan mine.toml --json proof.json
 
 A tiny model of the architecture (2 layers, 8 heads, random weights in fp64) is sharded over 2 and
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.checks import writable
@@ -30,6 +32,9 @@ from megatron.huggingface.config import (
     kind_of,
     read_hf_config,
 )
+from tools.layouts import plan_picture
+from tools.layouts.plan_picture import Row
+from tools.report.figures import drawable
 from tools.report.numbers import aligned
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ def prove_plan(
     masked: bool | None = None,
     show: bool = False,
     json: Path | None = None,
+    picture: Path | None = None,
 ) -> int:
     """Prove that a model of transformers, sharded by a plan, computes the same as the unmodified
     one: loss, logits and every gradient of a tiny model in fp64, on 2 and on 4 ranks.
@@ -62,20 +68,27 @@ def prove_plan(
         masked: Whether it predicts masked tokens; by default decided by its config.json.
         show: List modules with their replacements, shapes and communication.
         json: JSON file for the results.
+        picture: .png or .svg file: what --show lists, drawn as in figure 3 of the Megatron-LM
+            paper.
     """
+    files = SimpleNamespace(json=json, picture=picture)
+    writable(files, "json")
+    drawable(files, "picture")
     config = read(model, plan, masked)
-    if json is not None:
-        writable(type("Settings", (), {"json": json}), "json")
-    rows = {size: modules_of(config, size) for size in SIZES}
+    rows = {size: modules_of(config, size, is_ordered=picture is not None) for size in SIZES}
     shown = {size: each for size, each in rows.items() if not isinstance(each, str)}
     found: dict[int, Outcome] = {size: each for size, each in rows.items() if isinstance(each, str)}
     if show and shown:
         for size, each in shown.items():
-            print(f"t = {size}:\n{aligned([HEADER, *each])}\n")
+            print(f"t = {size}:\n{aligned([HEADER, *(row.cells for row in each)])}\n")
         print(f"{LEGEND}\n", flush=True)
     if not shown and len({*found.values()}) == 1:
         allowed = f"one that fits {model}: {found[SIZES[0]]}"
         raise UsageError("--plan", None if plan == "auto" else plan, allowed)
+    if picture is not None:
+        size = min(shown)
+        title = f"{Path(model).name}, tensor-parallel size {size}"
+        plan_picture.write(picture, title, shown[size], LEGEND.splitlines(), size)
     if shown:
         from tools.layouts.processes import on_ranks
         from tools.layouts.proofs import prove_at
@@ -111,9 +124,12 @@ def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:
     return kind(hf_model=model, plan=plan, hf_config=described)
 
 
-def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | str:
+def modules_of(
+    config: HuggingFaceConfig, size: int, *, is_ordered: bool = False
+) -> list[Row] | str:
     """Rows of the table: modules of the full-size model and their replacements on the first of
-    `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded."""
+    `size` ranks, layers of the same shape in one row; or the reason why it cannot be sharded.
+    is_ordered: find the order of the calls, too, which takes seconds for a deep model."""
     import torch
 
     from megatron.huggingface.layers import ParallelizedModule
@@ -125,7 +141,8 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
     mesh = absent_mesh({"tensor": size}, torch.device("meta"))
     try:
         model = build_on_meta(config, mesh, 1)
-        plan = plan_of(unmodified(config, model.auto_class), config.stated_plan)
+        whole = unmodified(config, model.auto_class)
+        plan = plan_of(whole, config.stated_plan)
     except PlanError as error:
         return str(error)
     except Exception as error:  # any model's code in transformers may raise it
@@ -136,21 +153,67 @@ def modules_of(config: HuggingFaceConfig, size: int) -> list[tuple[str, ...]] | 
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         allowed = f"a model that transformers builds ({reason})"
         raise UsageError("--model", config.hf_model, allowed) from error
-    count: dict[tuple[str, ...], int] = {}
+    rows, order = dict[tuple[str, ...], Row](), order_of_calls(whole) if is_ordered else {}
     for name, module in model.model.named_modules():
         if isinstance(module, ParallelizedModule):
             general = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-            whole = ", ".join(f"{each} {shape(spec.shape)}" for each, spec in module.specs.items())
-            local = ", ".join(shape(spec.local_shape) for spec in module.specs.values())
-            row = general, becomes(module), whole, local, sent(module)
-            count[row] = count.get(row, 0) + 1
-    rows = [(f"{row[0]} ({times} x)", *row[1:]) for row, times in count.items()]
-    rows += [
-        (pattern, said(style), "", "", "")
+            specs = module.specs
+            shapes = ", ".join(f"{each} {shape(spec.shape)}" for each, spec in specs.items())
+            local = ", ".join(shape(spec.local_shape) for spec in specs.values())
+            cells = becomes(module), shapes, local, sent(module)
+            facts = {**cut(module), "order": order.get(name, 0)}
+            found = rows.setdefault((general, *cells), Row(("", *cells), general, **facts))
+            times = found.times + 1
+            head = f"{general} ({times} x)"
+            rows[general, *cells] = found._replace(cells=(head, *cells), times=times)
+    styles = (
+        Row((pattern, said(style), "", "", ""), pattern)
         for pattern, style in plan.items()
         if isinstance(style, Local)
-    ]
-    return rows
+    )
+    return [*rows.values(), *styles]
+
+
+def order_of_calls(model: Any) -> dict[str, int]:
+    """Numbers of the modules in the order in which a forward on shapes first calls them; empty if
+    the model does not run on shapes."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    order: dict[str, int] = {}
+
+    def enter(name: str, *_: object) -> None:
+        order.setdefault(name, len(order))
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(enter, name))
+    model.eval()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+
+            def on_shapes(tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+                return {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors}
+
+            state = on_shapes([*model.named_parameters(), *model.named_buffers()])
+            torch.func.functional_call(model, state, (), on_shapes(model.dummy_inputs.items()))
+    except Exception:  # from the model's code, which may read values
+        return {}
+    return order
+
+
+def cut(module: Any) -> dict[str, Any]:
+    """`cut` and `source` of a Row."""
+    from megatron.huggingface.layers import ColumnLinear, CutEmbedding
+
+    facts: dict[str, Any] = {}
+    if isinstance(module, ColumnLinear):
+        facts["source"] = id(module.shared_input)
+    spec = module.specs.get("weight")
+    if spec is not None and spec.shards:
+        # A weight is stored as [.., out, in], that of an embedding as [in, out].
+        is_last = spec.shards[0][0] == len(spec.shape) - 1
+        facts["cut"] = int(is_last == isinstance(module, CutEmbedding))
+    return facts
 
 
 def becomes(module: Any) -> str:
@@ -212,7 +275,9 @@ def dumped(found: Mapping[int, Outcome], shown: Mapping[int, Any]) -> str:
                 "matmul_flops": outcome.flops,
             }
         modules = shown.get(size, [])
-        rows.append(row | {"modules": [dict(zip(HEADER, each, strict=True)) for each in modules]})
+        rows.append(
+            row | {"modules": [dict(zip(HEADER, each.cells, strict=True)) for each in modules]}
+        )
     return json.dumps(rows, indent=1)
 
 

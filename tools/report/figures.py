@@ -8,13 +8,18 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.libraries import Library
+from megatron.config.checks import writable
+from megatron.errors import UsageError, flag
+from megatron.libraries import Library, load
 from tools.report.sections import COLOURS, Figure, themed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+FORMATS = (".png", ".svg")
 
 matplotlib, figures = Library("matplotlib"), Library("matplotlib.figure")
 
@@ -44,6 +49,18 @@ STYLE = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
+
+
+def drawable(config: object, field: str) -> None:
+    """Refuse a picture that cannot be drawn or written. The field is a Path or None."""
+    path: Path | None = getattr(config, field)
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        works = (flag(field), str(path.with_suffix(FORMATS[0])))
+        raise UsageError(flag(field), path, f"a name ending in {' or '.join(FORMATS)}", works=works)
+    writable(config, field)
+    load("matplotlib", f"a run without {flag(field)}")
 
 
 def picture(

@@ -336,13 +336,15 @@ def write(folder: Path, model_type: str, plan: Mapping[str, Any], **changes: Any
 
 def test_program(tmp_path: Path) -> None:
     """The model has 6 heads, which 4 ranks cannot share."""
-    file = tmp_path / "found.json"
+    file, picture = tmp_path / "found.json", tmp_path / "plan.png"
     changes = {"hidden_size": 96, "num_key_value_heads": 6}
     words = write(tmp_path, "qwen3", QWEN3 | {"*.input_layernorm": "summed"}, **changes)
     command = [sys.executable, "-m", "tools.prove_plan", *words, "--show", "--json", str(file)]
+    command += ["--picture", str(picture)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, ""), ended
     at_2, at_4 = sorted(json.loads(file.read_text()), key=lambda each: each["tensor"])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
     assert "input_layernorm" in " ".join(at_2["wrong"])
     assert at_2["gradients"]["model.layers.0.input_layernorm.weight"] == pytest.approx(1)
     assert "heads" in at_4["refused"]

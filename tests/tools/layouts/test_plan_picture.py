@@ -1,0 +1,155 @@
+"""The picture of a plan has the model's modules in the order of its calls, with f and g where they
+are sent."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
+from tests.huggingface import of_plan
+from tests.refusals import refused
+from tools.layouts import plan_picture, prove
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128}
+HEAD = ("", (("f", "lm_head 1", "all-gather of the output"),))
+# By model: (module, (communication before, weights with the dim [in, out] that is cut,
+# communication after) of each step).
+EXPECTED: Mapping[str, tuple[Mapping[str, Any], Sequence[Any]]] = {
+    "gpt2": (
+        {"n_layer": 2, "n_embd": 64, "n_head": 8},
+        (
+            ("transformer", (("", "wte 0", "g"),)),
+            ("transformer.h.*.attn", (("f", "c_attn 1", ""), ("", "c_proj 0", "g"))),
+            ("transformer.h.*.mlp", (("f", "c_fc 1", ""), ("", "c_proj 0", "g"))),
+            HEAD,
+        ),
+    ),
+    "llama": (
+        SIZES | HEADS,
+        (
+            ("model", (("", "embed_tokens 0", "g"),)),
+            (
+                "model.layers.*.self_attn",
+                (("f", "q_proj 1, k_proj 1, v_proj 1", ""), ("", "o_proj 0", "g")),
+            ),
+            (
+                "model.layers.*.mlp",
+                (("f", "gate_proj 1, up_proj 1", ""), ("", "down_proj 0", "g")),
+            ),
+            HEAD,
+        ),
+    ),
+    # One head of keys and values, which every rank holds whole.
+    "qwen3": (
+        SIZES | HEADS | {"num_key_value_heads": 1},
+        (
+            ("model", (("", "embed_tokens 0", "g"),)),
+            (
+                "model.layers.*.self_attn",
+                (("f", "q_proj 1, k_proj None, v_proj None", ""), ("", "o_proj 0", "g")),
+            ),
+            (
+                "model.layers.*.mlp",
+                (("f", "gate_proj 1, up_proj 1", ""), ("", "down_proj 0", "g")),
+            ),
+            HEAD,
+        ),
+    ),
+    # Its code has o_proj first, and a column layer in another module than its row layer.
+    "phi3": (
+        SIZES | HEADS | {"pad_token_id": None},
+        (
+            ("model", (("", "embed_tokens 0", "g"),)),
+            (
+                "model.layers.*.self_attn",
+                (("f", "qkv_proj 1", "all-gather of the output"), ("", "o_proj 0", "g")),
+            ),
+            (
+                "model.layers.*.mlp",
+                (("f", "gate_up_proj 1", "all-gather of the output"), ("", "down_proj 0", "g")),
+            ),
+            HEAD,
+        ),
+    ),
+    "bert": (
+        SIZES | {"num_attention_heads": 8, "intermediate_size": 128},
+        (
+            ("bert.embeddings", (("", "word_embeddings 0", "g"),)),
+            (
+                "bert.encoder.layer.*.attention",
+                (
+                    ("f", "self.query 1, self.key 1, self.value 1", ""),
+                    ("", "output.dense 0", "g"),
+                ),
+            ),
+            (
+                "bert.encoder.layer.*",
+                (("f", "intermediate.dense 1", ""), ("", "output.dense 0", "g")),
+            ),
+            ("cls.predictions", (("f", "decoder 1", "all-gather of the output"),)),
+        ),
+    ),
+}
+
+
+def rows_of(model_type: str, size: int = 2, plan: str = "auto") -> list[plan_picture.Row]:
+    kind = HuggingFaceMaskedConfig if model_type == "bert" else HuggingFaceConfig
+    described = {"model_type": model_type, **EXPECTED[model_type][0]}
+    config = kind(hf_model=model_type, **of_plan(plan), hf_config=json.dumps(described))
+    rows = prove.modules_of(config, size, is_ordered=True)
+    assert not isinstance(rows, str)
+    return rows
+
+
+@pytest.mark.parametrize("model_type", [*EXPECTED])
+def test_modules_stand_between_f_and_g(model_type: str) -> None:
+    blocks = plan_picture.blocks_of(rows_of(model_type))
+    found = []
+    for block in blocks:
+        steps = []
+        for step in block.steps:
+            names = (row.name.removeprefix(f"{block.name}.") for row in step.weights)
+            cuts = (row.cut for row in step.weights)
+            weights = ", ".join(f"{each} {cut}" for each, cut in zip(names, cuts, strict=True))
+            steps.append((step.before, weights, step.after))
+        found.append((block.name, tuple(steps)))
+    assert tuple(found) == EXPECTED[model_type][1]
+
+
+def test_what_else_the_plan_says_is_noted() -> None:
+    by_name = {each.name: each for each in plan_picture.blocks_of(rows_of("qwen3"))}
+    notes = by_name["model.layers.*.self_attn"].notes
+    assert {each.partition(":")[0] for each in notes} == {"q_norm", "k_norm", "k_proj", "v_proj"}
+    by_name = {each.name: each for each in plan_picture.blocks_of(rows_of("gpt2"))}
+    assert by_name["transformer.h.*.attn"].notes == ["Local(num_heads, split_size)"]
+    assert by_name["transformer.h.*.attn"].times == 2
+
+
+def test_layers_of_other_modules_that_read_one_tensor_share_f() -> None:
+    row = ("", "", "", "", "f")
+    rows = [
+        plan_picture.Row(row, "h.*.attn.q", 2, 1, 7, 0),
+        plan_picture.Row((*row[:4], "g"), "h.*.attn.out", 2, 0, None, 1),
+        plan_picture.Row(row, "h.*.mlp.fc", 2, 1, 7, 2),
+    ]
+    attention, mlp = plan_picture.blocks_of(rows)
+    assert [step.before for step in attention.steps] == ["f", ""]
+    assert [step.before for step in mlp.steps] == [""]
+    assert mlp.notes == ["fc reads what q reads: one f"]
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_a_picture_is_written(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"plan{ending}"
+    plan_picture.write(file, "gpt2", rows_of("gpt2"), prove.LEGEND.splitlines(), 2)
+    content = file.read_bytes()
+    assert content[:4] == b"\x89PNG" if ending == ".png" else b"c_attn: columns" in content
+
+
+def test_a_wrong_ending_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    words = ["--model", str(tmp_path / "none"), "--picture", str(tmp_path / "plan.gif")]
+    assert refused(lambda words: prove.main(words, {}), words, whole=False) == "--picture"
