@@ -28,7 +28,7 @@ patches = Library("matplotlib.patches")
 
 MOST_RANKS = 512  # of a pipeline stage: blocks of more are too small to see
 POINTS, MARGIN = 72, 6  # of an inch; of both sides of a drawing together
-WIDTH, LINES, LINE = 382, 294, 11  # in points: of the drawing, above its notes, of a line of these
+WIDTH, LINES, LINE = 382, 294, 12  # in points: of the drawing, above its notes, of a line of these
 # (left, top, width, height) of each matrix, in points: rows of x, y1 and y2 lie side by side, and
 # so do columns of W1 and y1, and of W2 and y2. Not to scale: 4h is drawn as 2h.
 PLACES = {
@@ -38,7 +38,7 @@ PLACES = {
     "W2": (296, 16, 86, 120),
     "y2": (296, 154, 86, 132),
 }
-FONTS = (9.0, 8.0, 7.0, 6.0)  # of labels, the largest that fits
+FONTS = (10.0, 9.0, 8.0, 7.0, 6.0)  # of labels, the largest that fits
 SHADES = (0.3, 0.62)  # of the first and the second round of colours
 NOTE = "y1 = x W1, y2 = GeLU(y1) W2. Numbers: ranks that hold a block. Grey: all do."
 UNLABELLED = "A block without numbers is too small for them: the table has them."
@@ -68,7 +68,8 @@ def picture(*, layout: str, output: Path | None = None) -> None:
 def layout_figure(layout: Layout) -> Figure:
     """The figure of a layout for a page. Raises UsageError for a layout that cannot be, and for one
     of more than MOST_RANKS ranks."""
-    caption = f"Blocks of an MLP that each rank of {layout.name} holds"
+    words = ", ".join(layout.name.split(","))  # a phone breaks the line at a blank
+    caption = f"Blocks of an MLP that each rank holds: {words}"
     blocks = read(layout)
     return draw(partial(paint, blocks=blocks), caption, size_of(blocks))
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.data.files import write_atomically
@@ -27,6 +28,7 @@ OF_GRADIENT = "sum of the gradient"
 POINTS, MARGIN = 72, 6  # of an inch; of both sides of a drawing together
 # In points, as all below: of the drawing, a lane, the space between lanes, a weight.
 WIDTH, LANE, GAP, ICON = 382, 185, 11, (30, 22)
+LETTERS = 76  # of a line
 TEXT = 225  # the room beside a weight, over the width of a letter of one point
 TITLE, NOTE, MARK, WEIGHT, SPACE = 20, 11, 32, 30, 10  # heights
 
@@ -118,6 +120,7 @@ def write(file: Path, title: str, rows: Sequence[Row], legend: Sequence[str], ra
     """A .png or .svg file. legend: lines below. ranks: size of the tensor axis."""
     blocks = blocks_of(rows)
     lines = [*legend, "Filled: the part of a weight [in, out] that the rank holds."]
+    lines = [part for line in lines for part in wrap(line, LETTERS, subsequent_indent="    ")]
     height = 2 * TITLE + sum(map(_height, blocks)) + NOTE * (len(lines) + 1)
     paint = partial(_paint, title=title, blocks=blocks, lines=lines, ranks=ranks, height=height)
     size = (WIDTH + MARGIN) / POINTS, (height + MARGIN) / POINTS

@@ -87,8 +87,8 @@ def prove_plan(
         raise UsageError("--plan", None if plan == "auto" else plan, allowed)
     if picture is not None:
         size = min(shown)
-        title = f"{Path(model).name}, tensor-parallel size {size}"
-        plan_picture.write(picture, title, shown[size], LEGEND.splitlines(), size)
+        legend = LEGEND.splitlines()
+        plan_picture.write(picture, title(model, size), shown[size], legend, size)
     if shown:
         from tools.layouts.processes import on_ranks
         from tools.layouts.proofs import prove_at
@@ -108,6 +108,10 @@ def prove_plan(
     if any(not isinstance(each, str) and each.wrong for each in outcomes):
         return 1
     return 0 if outcomes and not any(isinstance(each, str) for each in outcomes) else 2
+
+
+def title(model: str, size: int) -> str:
+    return f"{Path(model).name}, tensor-parallel size {size}"
 
 
 def read(model: str, plan: str, masked: bool | None) -> HuggingFaceConfig:

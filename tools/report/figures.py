@@ -73,6 +73,8 @@ def picture(
         warnings.filterwarnings("ignore", message="Glyph")
         figure = figures.Figure(figsize=size, layout="constrained")
         paint(figure.subplots())
+        if ending == "svg":
+            save = {"metadata": {"Date": None}} | save
         figure.savefig(content, format=ending, dpi=130, **save)
     return content.getvalue()
 

@@ -1,6 +1,7 @@
 """The blocks of a layout: those of the papers, each matrix whole, and those of ranks that run; the
 picture and the table of them."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from megatron.parallel.context import local_tokens
 from tests.dist import Pool
 from tests.refusals import refused
 from tests.tiny import mesh_of_ranks, micro_batches, samples, summed_loss, tiny_model
-from tests.tools.report.pages import ParsedPage
+from tests.tools.report.pages import ParsedPage, texts_of
+from tools.experiments.runner import ROOT
 from tools.layouts import __main__ as layouts
 from tools.layouts import picture
 from tools.layouts.blocks import Blocks, Matrix, read_blocks
-from tools.layouts.layout import parse_layout
+from tools.layouts.layout import MODES, parse_layout
 from tools.report.sections import Page, Section
 
+PAGE = ROOT / "docs" / "parallelism.md"
 # Blocks of one size, row by row; the ranks of each. From the papers: in 2d rank (i, j) holds block
 # (i, j) of all; in 2.5d each square holds W; in 3d rank (i, j, k) holds of x rows (i, j) and
 # columns k, of W1 rows (k, i) and columns j, of y1 rows (i, k) and columns j, of W2 rows (j, i) and
@@ -199,6 +202,25 @@ def test_a_picture_is_written(ending: str, tmp_path: Path) -> None:
     assert layouts.main(["picture", "--layout", "tensor=8:3d", "--output", str(file)], {}) == 0
     content = file.read_bytes()
     assert content[:4] == b"\x89PNG" if ending == ".png" else b"</svg>" in content
+
+
+def commands_of_docs() -> list[list[str]]:
+    """Words after the program, of docs/parallelism.md."""
+    found = re.findall(r"^python tools/layouts\.py (picture .*)$", PAGE.read_text(), re.MULTILINE)
+    return [each.split() for each in found]
+
+
+@pytest.mark.parametrize("words", commands_of_docs(), ids=" ".join)
+def test_pictures_of_the_docs_are_what_the_tool_draws(words: list[str], tmp_path: Path) -> None:
+    kept = ROOT / words[-1]
+    assert f"](layouts/{kept.name})" in PAGE.read_text()
+    assert layouts.main([*words[:-1], str(tmp_path / kept.name)], {}) == 0
+    assert texts_of(tmp_path / kept.name) == texts_of(kept)
+
+
+def test_each_tensor_parallel_mode_has_its_picture() -> None:
+    modes = {parse_layout(words[2]).mode for words in commands_of_docs()}
+    assert modes == {"1d", *MODES}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 from megatron.huggingface.config import HuggingFaceConfig, HuggingFaceMaskedConfig
 from tests.huggingface import of_plan
 from tests.refusals import refused
+from tests.tools.report.pages import texts_of
+from tools.experiments.runner import ROOT
 from tools.layouts import plan_picture, prove
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
@@ -148,6 +150,16 @@ def test_a_picture_is_written(ending: str, tmp_path: Path) -> None:
     plan_picture.write(file, "gpt2", rows_of("gpt2"), prove.LEGEND.splitlines(), 2)
     content = file.read_bytes()
     assert content[:4] == b"\x89PNG" if ending == ".png" else b"c_attn: columns" in content
+
+
+def test_the_picture_of_the_docs_is_that_of_gpt2(tmp_path: Path) -> None:
+    assert "](layouts/plan_gpt2.svg)" in (ROOT / "docs" / "parallelism.md").read_text()
+    described = json.dumps({"model_type": "gpt2"})  # whose defaults are GPT-2's sizes
+    config = HuggingFaceConfig(hf_model="gpt2", plan="auto", hf_config=described)
+    rows, file = prove.modules_of(config, 2, is_ordered=True), tmp_path / "plan.svg"
+    assert not isinstance(rows, str)
+    plan_picture.write(file, prove.title("gpt2", 2), rows, prove.LEGEND.splitlines(), 2)
+    assert texts_of(file) == texts_of(ROOT / "docs" / "layouts" / "plan_gpt2.svg")
 
 
 def test_a_wrong_ending_is_refused_before_the_model_is_read(tmp_path: Path) -> None:

@@ -1,9 +1,19 @@
-"""What every page has to hold: it is well-formed, runs nothing and loads nothing."""
+"""What every page has to hold: it is well-formed, runs nothing and loads nothing. The texts of a
+figure."""
 
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 HOSTILE = "<script>alert(1)</script>\"'&amp;<img src=x onerror=y> $x$ |"
 VOID = ("meta", "br")
+
+
+def texts_of(file: Path) -> list[str]:
+    """Those of an SVG file; coordinates differ between releases of matplotlib."""
+    found = re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text())
+    assert len(found) > 10
+    return found
 
 
 class ParsedPage(HTMLParser):
