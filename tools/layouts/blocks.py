@@ -78,7 +78,7 @@ class _Held(NamedTuple):
 
 
 def read_blocks(layout: Layout) -> Blocks:
-    """The blocks of a layout that `picture.require_layout` accepts."""
+    """The blocks of a layout; `picture.read` checks it first."""
     sizes = {**TrainingParallelConfig(**layout.settings).sizes, "data": layout.size("data")}
     world = layout.ranks
     ranks = world // layout.size("pipeline")
@@ -186,10 +186,9 @@ def _through(layers: Sequence[ParallelLinear], xs: Sequence[_Held]) -> list[_Hel
         inputs.append(weight.columns)
         ys.append(_part(layer.after or division.y, _Held(x.rows, weight.rows)))
     for rank, layer in enumerate(layers):
-        summed = peers.along(rank, (layer.after or layer.division.y).terms)
-        if sorted(chain(*(inputs[peer] for peer in summed))) != [
-            *range(layer.specs["weight"].shape[1])
-        ]:
+        ranks = peers.along(rank, (layer.after or layer.division.y).terms)
+        summed = sorted(chain(*(inputs[peer] for peer in ranks)))
+        if summed != [*range(layer.specs["weight"].shape[1])]:
             raise RuntimeError(f"the sum of rank {rank} lacks terms, or has some twice")
     return ys
 
