@@ -1,7 +1,8 @@
-"""Draw training and validation losses of runs from their metrics.jsonl.
+"""Draw the curves of runs from their metrics.jsonl.
 
-python tools/plot.py runs/mine/own --output runs/mine/own/loss.png
-python tools/plot.py runs/small runs/large --term mlm_loss --output losses.svg
+python -m tools.plot runs/mine/own
+python -m tools.plot runs/small runs/large --against tokens --output curves.svg
+python -m tools.plot runs/bert --term mlm_loss --output loss.png
 """
 
 import sys

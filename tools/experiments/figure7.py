@@ -31,7 +31,7 @@ from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts
 from tools.experiments.runner import ROOT, Command, Machine, Stage, Stamps, Word, python
-from tools.report import figures, plot
+from tools.report import curves, figures
 from tools.report.corpus import read_json
 from tools.report.sections import Page, Section, Table
 
@@ -237,7 +237,7 @@ def draw_pairs(axes: "Axes", pairs: Sequence[Sequence[Facts]], rates: int, depth
         for run in pair:
             style = STYLES[run["order"]]
             steps, losses = columns(run["curve"])
-            panel.plot(steps, plot.smooth(losses), linewidth=1.6, **style)
+            panel.plot(steps, curves.smooth(losses), linewidth=1.6, **style)
             panel.plot(*columns(run["validation_curve"]), "o", markersize=3.5, color=style["color"])
             if (step := run["diverged_at"]) is not None:
                 panel.axvline(step, color=style["color"], linestyle=":", linewidth=1.2)
@@ -257,12 +257,12 @@ def draw_pairs(axes: "Axes", pairs: Sequence[Sequence[Facts]], rates: int, depth
         low = min(loss for run in runs for loss in drawn_losses(run))
         high = max(loss for run in completed for loss in drawn_losses(run))
         panels[0][0].set_ylim(0.95 * low, 1.1 * high)
-    curves, _ = panels[0][0].get_legend_handles_labels()
+    shown, _ = panels[0][0].get_legend_handles_labels()
     dots = lines.Line2D(
         [], [], color="0.4", marker="o", markersize=3.5, linestyle="", label="validation"
     )
     columns_of_legend = 3 if depths > 2 else 1
-    figure.legend(handles=[*curves, dots], loc="outside upper center", ncols=columns_of_legend)
+    figure.legend(handles=[*shown, dots], loc="outside upper center", ncols=columns_of_legend)
 
 
 def columns(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
@@ -270,7 +270,7 @@ def columns(curve: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]
 
 
 def drawn_losses(run: Facts) -> list[float]:
-    return plot.smooth(columns(run["curve"])[1]) + columns(run["validation_curve"])[1]
+    return curves.smooth(columns(run["curve"])[1]) + columns(run["validation_curve"])[1]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.results import Facts, millions, standard_error
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
-from tools.report import figures, plot
+from tools.report import curves, figures
 from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, whole
 from tools.report.sections import Items, Number, Page, Part, Section, Table
@@ -153,12 +153,12 @@ def report(settings: Settings, stamps: Stamps) -> str:
     """Write report.json, report.md and report.html; returns the text."""
     output = settings.output
     facts = gather(output, stamps)
-    curves = []
+    losses = []
     for kind, term in TERMS.items():
         runs = {NAMES[kind]: read_metrics(output / kind / "metrics.jsonl")}
-        paint = partial(plot.draw_losses, runs=runs, term=term)
-        curves.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
-    page = make_page(facts, curves)
+        paint = partial(curves.draw_losses, runs=runs, term=term)
+        losses.append(figures.draw(paint, f"{NAMES[kind]}: {term.replace('_', ' ')} by step"))
+    page = make_page(facts, losses)
     return results.write_results(output, "report", page, facts, indent=1)
 
 
@@ -172,7 +172,7 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
         if not validation:
             raise ValueError(f"{output / kind} has no evaluation; a preset with eval_iters works")
         training[kind] = {
-            **plot.last_figures(lines),
+            **curves.last_figures(lines),
             **read_json(output / kind / "run.json"),
             "validation": validation[-1][1],  # of the term that is drawn
         }
@@ -186,7 +186,7 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
     }
 
 
-def make_page(facts: Facts, curves: Sequence[Part]) -> Page:
+def make_page(facts: Facts, losses: Sequence[Part]) -> Page:
     """facts: see `gather`."""
     scores, corpus = facts["results"], facts["corpus"]
     wikitext, lambada = scores["wikitext103"], scores["lambada"]
@@ -219,7 +219,7 @@ def make_page(facts: Facts, curves: Sequence[Part]) -> Page:
             Section("Fine-tuned, table 5 of the paper", [race_table(race), judge_race(race)]),
             Section("Held-out text of the same kind", [held_out_table]),
             Section("Conventions", [Items(explain(scores))]),
-            Section("Training", [training_table(facts["training"]), *curves]),
+            Section("Training", [training_table(facts["training"]), *losses]),
             Section("Corpus", [accounting_of(corpus)]),
             Section("Evaluation text in the corpus", [leakage]),
             Section("Time", [time_table(facts["seconds"])]),

@@ -32,7 +32,7 @@ from megatron.errors import UsageError
 from megatron.train.metrics import read_metrics
 from tools.experiments import results, runner, stages
 from tools.experiments.runner import ROOT, Machine, Stage, Stamps, Word, python
-from tools.report import figures, plot
+from tools.report import curves, figures
 from tools.report.corpus import accounting_of, read_json, step_facts
 from tools.report.numbers import decimal, duration, percent, size, whole
 from tools.report.sections import Beside, Commands, Mark, Number, Page, Quote, Section, Table, Text
@@ -231,7 +231,7 @@ def report(settings: Settings, stamps: Stamps) -> str:
     output = settings.output
     facts = gather(output, stamps)
     lines = read_metrics(output / "metrics.jsonl")
-    losses = figures.draw(lambda axes: plot.draw_losses(axes, {"": lines}), "Loss by step")
+    losses = figures.draw(lambda axes: curves.draw_losses(axes, {"": lines}), "Loss by step")
     page = make_page(facts, losses, output)
     results.write_results(output, "report", page, facts, indent=1)
     html = runner.to_open(output / "report.html")
@@ -253,7 +253,7 @@ def gather(output: Path, stamps: Stamps) -> dict[str, Any]:
         "corpus": {step: step_facts(manifest) for step, manifest in manifests.items()},
         "layout": {**run.pop("layout"), **run},
         "seconds": {name: stamp["seconds"] for name, stamp in stamps.items()},
-        "training": plot.last_figures(read_metrics(output / "metrics.jsonl")),
+        "training": curves.last_figures(read_metrics(output / "metrics.jsonl")),
         "evaluation": read_json(output / "evaluation.json"),
         "samples": read_json(output / "samples.json"),
         "commands": {name: stamp["commands"] for name, stamp in stamps.items()},

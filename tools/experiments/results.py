@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.data.files import write_atomically
 from tools.experiments.runner import to_open
-from tools.report import plot
+from tools.report import curves
 from tools.report.numbers import decimal, percent, whole
 from tools.report.sections import Commands, Page, Part, Section, Table, Text
 
@@ -50,7 +50,7 @@ def write_measured(
 
 def curve(lines: Sequence[Facts], key: str) -> list[tuple[int, float]]:
     """(step, value) of the lines of metrics.jsonl that have this value."""
-    return list(zip(*plot.points(lines, key), strict=True))
+    return list(zip(*curves.points(lines, key), strict=True))
 
 
 def millions(parameters: float) -> str:

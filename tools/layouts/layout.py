@@ -104,6 +104,27 @@ class Layout:
         )
 
 
+def layout_of(parallel: TrainingParallelConfig, ranks: int, num_layers: int) -> Layout:
+    """The layout of these settings on so many ranks. num_layers: of the model."""
+    sizes = {
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "data": parallel.data_parallel_size(ranks),
+        "pipeline": parallel.pipeline_model_parallel_size,
+    }
+    copies = sizes["data"] * sizes["context"] * parallel.tensor_parallel_depth
+    return Layout(
+        {axis: number for axis, number in sizes.items() if number > 1},
+        cuts_stream=parallel.cuts_stream,
+        virtual=parallel.virtual_stages(num_layers),
+        schedule=parallel.pipeline_schedule,
+        zero=parallel.stage_of_zero if copies > 1 else 0,
+        mode=parallel.tensor_parallel_mode,
+        depth=parallel.tensor_parallel_depth,
+        cp_comm_type=parallel.cp_comm_type,
+    )
+
+
 def parse_layout(text: str) -> Layout:
     """The layout of this name. Raises UsageError naming a word that is invalid."""
     numbers: dict[str, int] = {}

@@ -64,15 +64,20 @@ def drawable(config: object, field: str) -> None:
 
 
 def picture(
-    paint: Callable[["Axes"], object], ending: str, size: tuple[float, float] = SIZE, **save: Any
+    paint: Callable[[Any], object],
+    ending: str,
+    size: tuple[float, float] = SIZE,
+    grid: tuple[int, int] = (1, 1),
+    **save: Any,
 ) -> bytes:
-    """The content of a file that ends in `ending`: png, svg or pdf. size: in inches."""
+    """The content of a file that ends in `ending`: png, svg or pdf. size: in inches. grid: rows and
+    columns of axes, which `paint` gets as an array; a grid of one is the axes themselves."""
     content = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # The reader's own fonts have the letters that matplotlib's lacks.
         warnings.filterwarnings("ignore", message="Glyph")
         figure = figures.Figure(figsize=size, layout="constrained")
-        paint(figure.subplots())
+        paint(figure.subplots(*grid))
         if ending == "svg":
             save = {"metadata": {"Date": None}} | save
         figure.savefig(content, format=ending, dpi=130, **save)

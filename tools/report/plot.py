@@ -1,64 +1,84 @@
-"""The losses of training runs: their curves, for pages and files, and the last figures."""
+"""Curves of one or several runs, as pictures and as a page."""
 
 import os
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.data.files import write_atomically
 from megatron.errors import UsageError
-from megatron.train.metrics import read_metrics
-from tools.report.figures import PALETTE, SERIES, picture
+from tools.report.curves import (
+    Against,
+    Runs,
+    draw_curves,
+    draw_losses,
+    last_figures,
+    left_out,
+    loss_terms,
+    picture_of,
+    read_run,
+    record_of,
+    run_names,
+    unit_of,
+)
+from tools.report.figures import draw, picture
+from tools.report.numbers import NONE, whole
+from tools.report.run import number_of, run_page
+from tools.report.sections import Beside, Page, Section, Table, Text
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Facts = dict[str, Any]
-FORMATS = (".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf")
+PAGE = ".html"
 
 
 def plot(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
-    output: Path,
-    term: str = "loss",
+    output: Path | None = None,
+    term: str | None = None,
+    against: Against = "steps",
 ) -> None:
-    """Draw the losses of runs: training losses smoothed, with the raw ones paler behind, and
-    validation losses dashed.
+    """Draw the curves of runs: losses, learning rate, norm of the gradient, throughput, MFU and
+    memory, as far as the runs have them; smoothed, with the raw values paler behind.
 
     Args:
         runs: folders of runs (their --save), or their files of metrics.
-        output: the picture: .png, .svg or .pdf.
-        term: name of the loss term in metrics.jsonl; a BERT also has mlm_loss and sop_loss, and the
+        output: .png, .svg, .pdf, or .html for a page that opens offline. By default plot.png and
+            plot.html, in the folder of the run, or of several runs in the current folder.
+        term: only this term of the loss; a BERT has mlm_loss and sop_loss beside loss, and the
             validation of a ViT top1 and top5.
+        against: the x axis: steps, tokens (images) trained, or time of training, which counts no
+            evaluations and saves and goes on where a run is resumed.
     """
-    if output.suffix not in FORMATS:
-        raise UsageError("--output", output, f"a name ending in {', '.join(FORMATS)}")
     if not runs:
         raise UsageError("RUNS", None, "given: the folders of a --save")
-    curves = {}
-    for run in runs:
-        file = run / "metrics.jsonl" if run.is_dir() else run
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is not there; the folder of a --save works")
-        lines = read_metrics(file)
-        keys = {key for line in lines for key in line if key.endswith(("loss", "top1", "top5"))}
-        known = sorted({key.removeprefix("validation_") for key in keys})
-        if term not in known:
-            raise UsageError(
-                "--term", term, f"a term of {file}: {', '.join(known) or 'it has none'}"
-            )
-        # Two runs may have folders of one name.
-        name = file.parent.name if file.parent.name not in curves else str(file.parent)
-        curves[name] = lines
-    content = picture(
-        lambda axes: draw_losses(axes, curves, term), output.suffix[1:], size=(8, 4.5)
-    )
-    write_atomically(output, content)
+    if output is not None and output.suffix not in (*PICTURES, PAGE):
+        raise UsageError("--output", output, f"a name ending in {', '.join((*PICTURES, PAGE))}")
+    files = {record_of(run).resolve(): run for run in runs}  # each once
+    named = dict(zip(run_names([*files.values()]), files.values(), strict=True))
+    read = {name: read_run(run) for name, run in named.items()}
+    for name, run in named.items():
+        terms = loss_terms(read[name])
+        if term is not None and term not in terms:
+            raise UsageError("--term", term, f"a term of {record_of(run)}: {', '.join(terms)}")
+        for text in left_out(name, read[name]):
+            print(text)
+    if against == "tokens" and len(units := {unit_of(lines) for lines in read.values()}) > 1:
+        allowed = f"steps or time with runs that count {' and '.join(map(str, units))}"
+        raise UsageError("--against", against, allowed)
+    folder = next(iter(files)).parent if len(read) == 1 else Path()
+    for file in [folder / "plot.png", folder / "plot.html"] if output is None else [output]:
+        if file.suffix == PAGE:
+            content = page_of(read, against, term).html()
+        elif term is None:
+            content = picture_of(read, file.suffix[1:], against)
+        else:
+            paint = partial(draw_losses, runs=read, term=term, against=against)
+            content = picture(paint, file.suffix[1:], (8, 4.5))
+        write_atomically(file, content)
+        print(file)
 
 
 def main() -> None:
@@ -66,56 +86,25 @@ def main() -> None:
         parse_call(plot, sys.argv[1:], os.environ)()
 
 
-def last_figures(metrics: Sequence[Facts]) -> Facts:
-    """The last losses, and the median of the logged tokens or images per second."""
-    logged = [line for line in metrics if "loss" in line]
-    validated = [line for line in metrics if "validation_loss" in line]
-    if not logged:
-        raise ValueError("metrics.jsonl has no step; train for at least --log-interval steps")
-    rate = next(key for key in logged[-1] if key.endswith("_per_second"))
-    return {
-        "steps": logged[-1]["step"],
-        "samples": logged[-1]["samples"],
-        rate: statistics.median(line[rate] for line in logged),
-        "train_loss": logged[-1]["loss"],
-        "validation_loss": validated[-1]["validation_loss"] if validated else None,
-    }
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Means over up to 4 % of the values before and after each; a straight line stays as it is."""
-    last, reach = len(values) - 1, len(values) // 25
-    # Near an end the window narrows on both sides, to show the first fall of a loss.
-    reaches = [min(reach, place, last - place) for place in range(len(values))]
-    return [
-        statistics.fmean(values[place - near : place + near + 1])
-        for place, near in enumerate(reaches)
-    ]
-
-
-def draw_losses(axes: "Axes", runs: Mapping[str, Sequence[Facts]], term: str = "loss") -> None:
-    """Training losses, smoothed with the raw ones paler behind, and validation losses with dots.
-
-    runs: {name: lines of its metrics.jsonl}; with several runs, each has a colour. term: name of
-    the loss in the metrics.
-    """
-    for number, (name, lines) in enumerate(runs.items()):
-        prefix = f"{name}, " if len(runs) > 1 else ""
-        colour = SERIES[number % len(SERIES)]
-        steps, losses = points(lines, term)
-        if steps:
-            axes.plot(steps, losses, color=colour, linewidth=0.8, alpha=0.4)
-            axes.plot(steps, smooth(losses), color=colour, label=f"{prefix}training")
-        steps, losses = points(lines, f"validation_{term}")
-        if steps:
-            dots = colour if len(runs) > 1 else PALETTE["accent"]
-            axes.plot(steps, losses, "o--", color=dots, markersize=4, label=f"{prefix}validation")
-    axes.set(xlabel="step", ylabel="loss (nats)" if term == "loss" else term)
-    axes.grid(axis="y")
-    axes.legend()
-
-
-def points(lines: Sequence[Facts], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the lines that have a value for the key."""
-    having = [line for line in lines if line.get(key) is not None]
-    return [line["step"] for line in having], [line[key] for line in having]
+def page_of(runs: Runs, against: Against, term: str | None) -> Page:
+    """The page of a run, or the curves of several."""
+    title = ", ".join(runs)
+    if term is not None:
+        figure = draw(partial(draw_losses, runs=runs, term=term, against=against), term)
+        return Page(title, f"{term} by {against}", [Section("Curves", [figure])])
+    if len(runs) == 1:
+        ((name, lines),) = runs.items()
+        return run_page(name, lines, against)
+    rows = []
+    for name, lines in runs.items():
+        facts, unit = last_figures(lines), unit_of(lines)
+        is_validated = any("validation_loss" in line for line in lines)
+        validation = number_of(facts["validation_loss"]) if is_validated else NONE
+        speed = f"{whole(facts[f'{unit}_per_second'])} {unit}/s"
+        loss = number_of(facts["train_loss"])
+        rows.append((name, whole(facts["steps"]), loss, validation, speed))
+    head = ("run", "steps", "last loss", "last validation loss", "median throughput")
+    texts = (text for name, lines in runs.items() for text in left_out(name, lines))
+    lost = [Text(text, "warning") for text in texts]
+    parts = [Table(head, rows), *lost, Beside(draw_curves(runs, against))]
+    return Page(title, f"{len(runs)} runs by {against}.", [Section("Curves", parts)])

@@ -1,20 +1,11 @@
-"""Pages of tools.report: texts stay texts, in HTML and in Markdown; figures, numbers, and the
-losses of several runs in one picture."""
-
-import json
-import math
-import re
-from pathlib import Path
-from typing import Any
+"""Pages of tools.report: texts stay texts, in HTML and in Markdown; figures and numbers."""
 
 import pytest
 
-from megatron.config.parse import parse_call
-from tests.refusals import refused
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tools.report import numbers
+from tools.report.curves import draw_losses
 from tools.report.figures import PALETTE, draw, picture
-from tools.report.plot import draw_losses, plot, smooth
 from tools.report.sections import (
     Beside,
     Commands,
@@ -72,14 +63,6 @@ def test_figure_has_the_colours_of_the_page() -> None:
     assert picture(lambda axes: draw_losses(axes, both), "png").startswith(b"\x89PNG")
 
 
-def test_smoothing_keeps_lines_and_averages_noise() -> None:
-    line = [float(step) for step in range(200)]
-    assert smooth(line) == pytest.approx(line)
-    noise = [math.cos(math.pi * step) for step in range(200)]
-    assert max(map(abs, smooth(noise)[20:-20])) < 0.2
-    assert smooth([5.0]) == [5.0]
-
-
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
@@ -100,25 +83,3 @@ def test_smoothing_keeps_lines_and_averages_noise() -> None:
 )
 def test_numbers(shown: str, expected: str) -> None:
     assert shown == expected
-
-
-def write_losses(folder: Path, terms: tuple[str, ...]) -> None:
-    lines: list[dict[str, Any]] = [{"step": 0, "device": "cpu"}]
-    lines += [{"step": k, **dict.fromkeys(terms, 9 / k)} for k in (1, 2, 3)]
-    lines += [{"step": 3, **{f"validation_{term}": 3.5 for term in terms}}]
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_plot_of_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_losses(Path("gpt2"), ("loss",))
-    write_losses(Path("bert"), ("loss", "mlm_loss"))
-    write_losses(Path("other/bert"), ("loss",))
-    plot((Path("gpt2"), Path("bert/metrics.jsonl"), Path("other/bert")), Path("new/losses.svg"))
-    labels = re.findall(r">([\w/]+, \w+)</text>", Path("new/losses.svg").read_text())
-    names, kinds = ("gpt2", "bert", "other/bert"), ("training", "validation")
-    assert labels == [f"{name}, {kind}" for name in names for kind in kinds]
-    for words in ("gpt2 --output loss.png --term mlm_loss", "bert --output a.png --term step"):
-        assert refused(lambda given: parse_call(plot, given, {})(), words) == "--term"
-    assert refused(lambda given: parse_call(plot, given, {})(), "gpt2 --output a.gif") == "--output"

@@ -1,0 +1,275 @@
+"""A run on a page, from its metrics.jsonl: how far it is, its curves, where its time goes, its
+layout, evaluations, samples and settings."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.parallel import TrainingParallelConfig
+from megatron.errors import UsageError, flag
+from tools.layouts.layout import Layout, layout_of, parse_layout
+from tools.layouts.picture import layout_figure
+from tools.report.curves import Against, Facts, Lines, draw_curves, left_out, unit_of
+from tools.report.figures import SERIES, draw
+from tools.report.numbers import duration, percent, whole
+from tools.report.sections import (
+    Beside,
+    Commands,
+    Figure,
+    Items,
+    Mark,
+    Number,
+    Page,
+    Part,
+    Quote,
+    Section,
+    Share,
+    Table,
+    Text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PHASES = ("forward", "backward", "forward and backward", "p2p", "reduction", "optimizer")
+WAITS = ("p2p", "reduction")  # phases in which a rank waits for others
+EQUAL = 1.05  # times the median that the slowest rank may take until the page calls it slow
+
+# Numbers of what is shown.
+RECENT = 20  # lines that tell whether it is always the same rank
+EVALUATIONS = 5
+SAMPLES = 8
+RANKS = 16  # above, the table of ranks is folded
+
+
+def run_page(name: str, lines: Lines, against: Against = "steps") -> Page:
+    """lines: at least one, of a run that has started."""
+    start = next((line for line in reversed(lines) if "started" in line), {})
+    logged = [line for line in lines if "loss" in line]
+    lead = state_of(lines)
+    sections = []
+    if logged:
+        lost = [Text(text, "warning") for text in left_out(name, lines)]
+        curves = draw_curves({name: lines}, against)
+        sections = [Section("Curves", [*lost, Beside(curves)])]
+    else:
+        lead += " No step is logged yet."
+    sections += [
+        Section("Where time goes", [*time_parts(lines)]),
+        Section("Layout", [*layout_parts(start, logged)]),
+        Section("Evaluations", [*evaluation_parts(lines)]),
+        Section("Samples", [*sample_parts(lines)]),
+        Section("Settings", [*setting_parts(start)], folded=True),
+    ]
+    shown = [section for section in sections if section.parts]
+    return Page(name, lead, shown, [*headline(lines, start)])
+
+
+def number_of(value: Any) -> str:
+    """A number of a line in about five digits; the record has null for one that is not finite."""
+    if not isinstance(value, int | float):
+        return "not finite" if value is None else str(value)
+    return whole(value) if isinstance(value, int) or abs(value) >= 1e4 else f"{value:#.5g}"
+
+
+def state_of(lines: Lines) -> str:
+    """A sentence: started when, and running or ended by what."""
+    starts = [line for line in lines if "started" in line]
+    text = "Started"
+    if starts:
+        moment = datetime.fromisoformat(starts[0]["started"])
+        text += f" {moment:%Y-%m-%d %H:%M %Z}"
+    if again := [str(line["step"]) for line in starts[1:]]:
+        text += f", resumed at step {', '.join(again)}"
+    last = lines[-1]
+    if "ended" not in last:
+        return f"{text}, and has not ended."
+    reason = "with its last step" if last["ended"] == "train_iters" else f"by {last['ended']}"
+    return f"{text}, ended {reason}, status {last.get('exit_code', 0)}."
+
+
+def headline(lines: Lines, start: Facts) -> Iterator[Number]:
+    step = max(line["step"] for line in lines)
+    steps = start.get("config", {}).get("training", {}).get("train_iters")
+    note = "" if steps is None else f"of {whole(steps)}, {percent(step / steps, 0)}"
+    yield Number(whole(step), "step", note)
+    last = next((line for line in reversed(lines) if "loss" in line), None)
+    if last is None:
+        return
+    yield Number(number_of(last["loss"]), "loss", f"at step {whole(last['step'])}")
+    checked = [line for line in lines if "validation_loss" in line]
+    if checked:
+        loss, at = checked[-1]["validation_loss"], checked[-1]["step"]
+        yield Number(number_of(loss), "validation loss", f"at step {whole(at)}")
+    unit = unit_of(lines)
+    if (rate := last.get(f"{unit}_per_second")) is not None:
+        seconds = last.get("step_seconds")
+        note = "" if seconds is None else f"{1000 * seconds:,.0f} ms a step"
+        yield Number(whole(rate), f"{unit} per second", note)
+    if (mfu := last.get("mfu")) is not None:
+        yield Number(percent(mfu), "MFU", "of the peak of the devices")
+    if (peak := last.get("peak_memory_bytes")) is not None:
+        yield Number(f"{peak / 2**30:.1f} GiB", "memory", "peak of the fullest rank")
+    if (left := last.get("seconds_left")) and "ended" not in lines[-1]:
+        yield Number(duration(left), "left", "at the pace so far")
+
+
+def time_parts(lines: Lines) -> Iterator[Part]:
+    """Phases of the median and the slowest rank, who waits for whom, and the wait for data."""
+    timed = [line for line in lines if "median_phases" in line and "slowest_phases" in line]
+    if timed:
+        yield phase_figure(timed[-1])
+        yield from waiting(timed)
+    if share := next((x["data_wait_share"] for x in reversed(lines) if "data_wait_share" in x), 0):
+        yield f"The run waits for data during {percent(share, 2)} of its time."
+
+
+def phase_figure(line: Facts) -> Figure:
+    sides = ["median", "slowest"]
+    if line["median_rank"] == line["slowest_rank"]:
+        sides = sides[:1]
+    found = {name for side in sides for name in line[f"{side}_phases"]}
+    names = [name for name in PHASES if name in found] + sorted(found.difference(PHASES))
+    colours = dict(zip(names, SERIES * len(names), strict=False))
+
+    def paint(axes: "Axes") -> None:
+        for place, side in enumerate(sides):
+            left = 0.0
+            for name, colour in colours.items():
+                width = 1000 * line[f"{side}_phases"].get(name, 0.0)
+                axes.barh(place, width, left=left, color=colour, height=0.6)
+                left += width
+        ranks = [f"{side}\nrank {line[f'{side}_rank']}" for side in sides]
+        axes.set_yticks(range(len(sides)), ranks if len(sides) > 1 else ["step"])
+        axes.invert_yaxis()
+        axes.set(xlabel="ms")
+        axes.grid(axis="x")
+
+    caption = f"Phases of the step before step {line['step']}"
+    height = 0.7 + 0.45 * len(sides)
+    return draw(paint, caption, (5.4, height), [(colour, name) for name, colour in colours.items()])
+
+
+def waiting(timed: Lines) -> Iterator[str]:
+    """Sentences about the ranks that are late, and those that wait for them. timed: lines with
+    phases."""
+    last = timed[-1]
+    rank, host, slow = last["slowest_rank"], last["slowest_host"], last["slowest_seconds"]
+    median = last["median_seconds"]
+    if rank == last["median_rank"] or not median:
+        return
+    times = f"{slow / median:.2f} x the median ({1000 * slow:,.0f} ms against {1000 * median:,.0f})"
+    if slow < EQUAL * median:
+        yield f"All ranks take about the same time: the slowest, rank {rank}, {times}."
+        return
+    spent = ((name, last["median_phases"].get(name, 0.0)) for name in WAITS)
+    waits = " and ".join(f"{1000 * each:,.0f} ms in {name}" for name, each in spent if each)
+    text = f"Rank {rank} on host {host} takes {times} for forward and backward."
+    yield f"{text} Others wait for it: rank {last['median_rank']}, the median, " + (
+        f"spends {waits}." if waits else "shows no wait of its own in p2p or reduction."
+    )
+    recent = timed[-RECENT:]
+    if len(recent) > 1:
+        count = sum(line["slowest_rank"] == rank for line in recent)
+        yield f"It was the slowest in {count} of the last {len(recent)} lines."
+
+
+def layout_parts(start: Facts, logged: Lines) -> Iterator[Part]:
+    """Coordinates and memory of each rank, and the picture of the layout."""
+    if not (sizes := start.get("layout")):
+        return
+    axes = {name.removesuffix("_parallel_size"): number for name, number in sizes.items()}
+    ranks = prod(axes.values())
+    if (layout := find_layout(start, ranks)) is not None:
+        yield f"{layout.name}: {whole(ranks)} rank{'s' * (ranks > 1)}."
+        # An own schedule has no name there, and changes no block.
+        if ranks > 1 and (figure := layout_picture(replace(layout, schedule=None).name)):
+            yield figure
+    memory = logged[-1].get("peak_memory_bytes_by_rank") if logged else None
+    rows = [*rank_rows(axes, memory)]
+    head: list[str] = ["rank", *axes]
+    if memory:
+        head += ["peak memory", "of the fullest rank's"]
+    table = Table(head, rows, left=())
+    if len(rows) > RANKS:
+        yield Section(f"Each of the {whole(len(rows))} ranks", [table], folded=True)
+    elif len(rows) > 1:
+        yield table
+
+
+def rank_rows(
+    axes: Mapping[str, int], memory: Sequence[int] | None
+) -> Iterator[tuple[str | Share, ...]]:
+    """axes: their sizes, slowest first. memory: bytes, by rank."""
+    for rank in range(prod(axes.values())):
+        place, rest = list[str](), rank
+        for number in reversed(axes.values()):
+            rest, index = divmod(rest, number)
+            place.insert(0, str(index))
+        row: tuple[str | Share, ...] = (str(rank), *place)
+        if memory and rank < len(memory):
+            row += f"{memory[rank] / 2**30:.2f} GiB", Share(memory[rank] / max(memory))
+        yield row
+
+
+def find_layout(start: Facts, ranks: int) -> Layout | None:
+    """That of the settings; None if the record has none, or those of another version."""
+    config = start.get("config", {})
+    try:
+        parallel = TrainingParallelConfig(**config["parallel"])
+        return layout_of(parallel, ranks, config["model"].get("num_layers") or 1)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+@cache
+def layout_picture(name: str) -> Figure | None:
+    """None for a layout that has no picture."""
+    try:
+        return layout_figure(parse_layout(name))
+    except UsageError:
+        return None
+
+
+def evaluation_parts(lines: Lines) -> Iterator[Part]:
+    found = [line for line in lines if "validation_loss" in line][-EVALUATIONS:]
+    keys = [key for key in (found or [{}])[-1] if key.startswith("validation_")]
+    head = ["step", *(key.removeprefix("validation_").replace("_", " ") for key in keys)]
+    rows = [
+        [whole(line["step"]), *(number_of(line.get(key)) for key in keys)] for line in found[::-1]
+    ]
+    if rows:
+        yield Table(head, rows, left=())
+
+
+def sample_parts(lines: Lines) -> Iterator[Part]:
+    """The newest samples."""
+    samples = [line for line in lines if "sample" in line and "text" in line]
+    for line in [each for each in samples if each["step"] == samples[-1]["step"]][:SAMPLES]:
+        prompt, text = str(line.get("prompt", "")), str(line["text"])
+        yield Quote([Mark(prompt), text], f"step {line['step']}")
+
+
+def setting_parts(start: Facts) -> Iterator[Part]:
+    if "command" in start:
+        yield Commands([start["command"]])
+    facts = {name: start.get(name) for name in ("device", "dtype", "commit", "data")}
+    if (count := start.get("parameters")) is not None:
+        facts["parameters"] = whole(count)
+    versions = start.get("versions", {}).items()
+    facts["versions"] = ", ".join(f"{name} {number}" for name, number in versions) or None
+    if shown := [(name, str(value)) for name, value in facts.items() if value is not None]:
+        yield Items(shown)
+    rows = [
+        (flag(key), value if isinstance(value, str) else json.dumps(value), part)
+        for part, settings in start.get("config", {}).items()
+        if isinstance(settings, Mapping)
+        for key, value in settings.items()
+        if value not in (None, [], "")
+    ]
+    if rows:
+        yield Table(("setting", "value", "part"), rows, left=(0, 1, 2))
