@@ -8,13 +8,16 @@
     )
     write_atomically(file, page.html())
 
-All texts are plain: the templates escape them. The HTML file has its style and figures inside, runs
-no script and loads nothing, so it opens offline; it follows the reader's light or dark mode.
+All texts are plain: the templates escape them. The HTML file has its style and figures inside and
+loads nothing, so it opens offline; it follows the reader's light or dark mode. It runs no script
+but that of a `Page`, which is of this project.
 """
 
 import re
+from base64 import b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar
 
@@ -182,6 +185,17 @@ class Page:
     lead: str
     sections: Sequence[Section]
     numbers: Sequence[Number] = ()
+    script: str = ""
+    """JavaScript that runs on the page and may ask the page's own server; it is not escaped."""
+
+    @property
+    def policy(self) -> str:
+        """What the browser lets the page do."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'"
+        if self.script:
+            digest = b64encode(sha256(self.script.encode()).digest()).decode()
+            policy += f"; script-src 'sha256-{digest}'; connect-src 'self'"
+        return policy
 
     def html(self) -> bytes:
         return self._render("template.html", autoescape=True)
