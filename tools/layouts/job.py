@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.presets import kind_of_presets
 from megatron.config.pretrain import PretrainConfig
 from megatron.data.batch import Samples
 from megatron.errors import UsageError
-from megatron.models.registry import KINDS, find_kind
+from megatron.models.registry import KINDS, config_of, find_kind
 from megatron.train.inputs import open_inputs, vocabulary_of
 
 
@@ -74,3 +74,28 @@ def open_samples(config: PretrainConfig) -> tuple[Samples, int]:
         inputs = open_inputs(config, kind)
         return inputs.train, inputs.corpus.vocab_size
     return resolve_name(kind.samples)(config), vocabulary_of(config)
+
+
+def of_checkpoint(manifest: Mapping[str, Any]) -> PretrainConfig:
+    """The config of the run that saved a checkpoint, from its manifest. Raises ValueError for a
+    checkpoint that no pretraining saved."""
+    kind = find_kind(manifest["kind"], "kind")
+    parts = {name: part for name, part in manifest["config"].items() if name != "model"}
+    if kind.program is None or "training" not in parts:
+        raise ValueError("its checkpoint is not one of pretraining")
+    program = resolve_name(kind.program)
+    hints = get_type_hints(program)
+    try:
+        return program(
+            model=config_of(manifest),
+            **{
+                name: hints[name](
+                    **{key: tuple(v) if isinstance(v, list) else v for key, v in part.items()}
+                )
+                for name, part in parts.items()
+            },
+        )
+    except (TypeError, KeyError) as error:  # a setting is unknown here
+        raise ValueError(
+            f"its checkpoint is of another version of this program: {error}"
+        ) from error

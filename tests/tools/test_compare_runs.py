@@ -1,0 +1,400 @@
+"""Runs compared: the step at which their figures part, against the values in their files, and the
+module that differs where one weight is changed, for each kind of model and layout."""
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpoint.format import read_manifest, seal
+from megatron.data.files import sha256
+from megatron.errors import flag
+from tests.huggingface import write_folder
+from tests.programs import ROOT, finished, lines_of, run_script, values_of
+from tests.refusals import field_of, refusal, refused
+from tests.tiny import mesh_of_ranks, samples, tiny_model, tiny_section
+from tools import compare_runs
+from tools.layouts.activations import beyond, compare_models
+
+SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
+SHAPE += " --attention-dropout 0 --hidden-dropout 0"
+STEPS = "--train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1"
+UP = "transformer.layers.3.mlp.up"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, of the same again, and of runs with another setting."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, words in {
+        "a": "",
+        "again": "",
+        "lr": "--lr 0.01",
+        "seed": "--seed 2",
+        "deeper": "--num-layers 5",
+    }.items():
+        words = f"{STEPS} --lr 0.001 --save-interval 2 --save {folder / name} {words}"
+        finished(words, folder=folder, shape=SHAPE)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+
+
+def compare(words: str, folder: Path, status: int) -> Any:
+    """The JSON of the program, which has to end with this status."""
+    file = folder / "result.json"
+    assert compare_runs.main([*words.split(), "--json", str(file)], {}) == status
+    return json.loads(file.read_text())
+
+
+def figure(result: Any, name: str) -> Any:
+    (found,) = (each for each in result["figures"] if each["figure"] == name)
+    return found
+
+
+def settings(result: Any) -> dict[str, tuple[Any, Any]]:
+    return {each["setting"]: (each["a"], each["b"]) for each in result["settings"]}
+
+
+def record(source: str, folder: Path, **changes: Any) -> Path:
+    """A copy of a run's record with each line of a step changed. changes: functions of the line."""
+    lines = [json.loads(line) for line in Path(source, "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {key: change(line) for key, change in changes.items() if key in line}
+    file = folder / "changed.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_the_same_run_twice(tmp_path: Path) -> None:
+    result = compare("a again", tmp_path, 0)
+    assert {*settings(result)} == {"--save", "command"}
+    names = {"loss", "lr", "grad_norm", "samples", "validation_loss"}
+    assert names <= {each["figure"] for each in result["figures"]}
+    for each in result["figures"]:
+        assert each["common_steps"] == (2 if each["figure"].startswith("validation") else 4)
+        assert each["first"]["step"] is each["largest"]["step"] is None
+    assert not [name for name in result["figures"] if "second" in name["figure"]]
+
+
+@pytest.mark.parametrize("name", ["lr", "seed"])
+def test_where_runs_part(name: str, tmp_path: Path) -> None:
+    result = compare(f"a {name}", tmp_path, 1)
+    expected = {"lr": (0.001, 0.01), "seed": (1234, 2)}[name]
+    changed = {key for key in settings(result) if key.startswith("--")}
+    assert changed == {f"--{name}", "--save"}
+    assert settings(result)[f"--{name}"] == expected
+    for key in ("loss", "grad_norm", "lr", "validation_loss"):
+        steps = [line["step"] for line in lines_of(Path("a"), key)]
+        pairs = zip(values_of(Path("a"), key), values_of(Path(name), key), strict=True)
+        gaps = {step: (a, b, abs(a - b) / a) for step, (a, b) in zip(steps, pairs, strict=True)}
+        first = next((step for step, (a, b, _) in gaps.items() if a != b), None)
+        found = figure(result, key)
+        assert found["first"]["step"] == first
+        if first is not None:
+            at = found["first"]
+            assert (at["a"], at["b"], at["difference"]) == pytest.approx(gaps[first], rel=1e-12)
+            largest = found["largest"]
+            assert largest["difference"] == max(gap for _, _, gap in gaps.values())
+            assert gaps[largest["step"]][2] == largest["difference"]
+    # A learning rate shows in the losses from the second step on.
+    assert figure(result, "loss")["first"]["step"] == {"lr": 2, "seed": 1}[name]
+
+
+def test_tolerance(tmp_path: Path) -> None:
+    def scaled(line: Any) -> float:
+        return float(line["loss"] * (1 + 1e-3 * line["step"]))
+
+    other = record("a", tmp_path, loss=scaled)
+    for tolerance, first, status in ((0, 1, 1), (1.5e-3, 2, 1), (3.9e-3, 4, 1), (4.1e-3, None, 0)):
+        result = compare(f"a {other} --tolerance {tolerance}", tmp_path, status)
+        assert figure(result, "loss")["first"]["step"] == first
+        assert figure(result, "loss")["largest"]["step"] == 4
+        assert figure(result, "loss")["largest"]["difference"] == pytest.approx(4e-3)
+
+
+def test_a_value_that_is_no_number(tmp_path: Path) -> None:
+    def diverged(line: Any) -> float | None:
+        return None if line["step"] > 2 else float(line["loss"])
+
+    other = record("a", tmp_path, loss=diverged)
+    result = compare(f"a {other} --tolerance 1e9", tmp_path, 1)
+    value = values_of(Path("a"))[2]
+    assert figure(result, "loss")["first"] == {"step": 3, "a": value, "b": None, "difference": None}
+    assert figure(result, "grad_norm")["first"]["step"] is None
+    compare(f"{other} {other}", tmp_path, 0)  # no number in both is the same
+
+
+def test_no_common_step(tmp_path: Path) -> None:
+    other = record("a", tmp_path, step=lambda line: line["step"] + 10)
+    result = compare(f"a {other}", tmp_path, 2)
+    assert result["steps"] == {"a": [1, 2, 3, 4], "b": [11, 12, 13, 14], "common": 0}
+
+
+def test_a_run_of_one_point(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = Path("a/metrics.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2]))
+    result = compare(f"{tmp_path} a", tmp_path, 0)
+    assert result["steps"] == {"a": [1], "b": [1, 2, 3, 4], "common": 1}
+    assert "validation_loss" in result["only_b"]
+    assert figure(result, "loss")["common_steps"] == 1
+
+
+def test_a_resumed_run_tells_what_it_changed(tmp_path: Path) -> None:
+    save = tmp_path / "resumed"
+    shutil.copytree("a", save)
+    shutil.rmtree(save / "step_00000004")
+    words = f"{STEPS} --lr 0.01 --save {save} --load {save}"
+    finished(words, folder=tmp_path, shape=SHAPE)
+    result = compare(f"a {save}", tmp_path, 1)
+    (change,) = (each for each in result["changes"]["b"] if each["setting"] == "--lr")
+    assert change == {"step": 2, "setting": "--lr", "before": 0.001, "after": 0.01}
+    assert result["changes"]["a"] == []
+    assert "--lr" not in settings(result)  # that of its start
+    # Lines of steps that were done again are those of the new rate.
+    assert figure(result, "lr")["first"]["step"] == 3
+    assert figure(result, "loss")["first"]["step"] == 4
+
+
+def test_a_record_without_settings(tmp_path: Path) -> None:
+    file, lines = tmp_path / "metrics.jsonl", Path("a/metrics.jsonl").read_text().splitlines(True)
+    file.write_text("".join(lines[1:]))
+    result = compare(f"{tmp_path} lr", tmp_path, 1)
+    assert (result["settings"], result["unknown"]) == ([], ["A"])
+
+
+@pytest.mark.parametrize(
+    "words", ["nowhere a", "a nowhere", "empty a", "a text", "a a/step_00000002"]
+)
+def test_what_is_no_run(words: str, tmp_path: Path) -> None:
+    Path("empty").mkdir(exist_ok=True)
+    Path("text").write_text("a text\n7\n{}\n")
+    error = refusal(lambda: compare_runs.main(words.split(), {}))
+    assert field_of(error) == ("B" if words.startswith("a ") else "A")
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("a again --tolerance -1", "--tolerance"),
+        ("a again --json nowhere/result.json", "--json"),
+        ("a again --step 2", "--step"),
+        ("a again --activations --samples 0", "--samples"),
+        ("a again --activations --step 3", "--step"),
+        ("a nowhere --activations", "B"),
+    ],
+)
+def test_refusals(words: str, field: str) -> None:
+    assert refused(partial(compare_runs.main, environ={}), words) == field
+
+
+def test_records_need_no_torch() -> None:
+    code = "import sys; from tools.compare_runs import main; main(['a', 'again'], {})"
+    code += "; sys.exit('torch' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def change_weight(run: Path, key: str) -> None:
+    """Change the last element of a tensor in the newest checkpoint of a run."""
+    folder = max(run.glob("step_????????"))
+    manifest = read_manifest(folder)
+    one = manifest["tensors"][key]["slices"][-1]
+    file, name = folder / one["file"], one.get("tensor", key)
+    tensors = load_file(file)
+    tensors[name].view(-1)[-1] += 0.5
+    save_file(tensors, file)
+    manifest["files"][one["file"]] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    (folder / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+def change_setting(run: Path, name: str, value: object) -> None:
+    """Change a setting of the model in the newest checkpoint of a run."""
+    file = max(run.glob("step_????????")) / "manifest.json"
+    manifest = read_manifest(file.parent)
+    manifest["config"]["model"][name] = value
+    file.write_text(json.dumps(seal(manifest)))
+
+
+def copied(run: Path | str, folder: Path, key: str) -> Path:
+    """A copy of a run with a weight changed."""
+    shutil.copytree(run, folder / "changed")
+    change_weight(folder / "changed", key)
+    return folder / "changed"
+
+
+def first(result: Any, *kinds: str) -> tuple[str, str] | None:
+    """(what it is, its name) of the first tensor that differs."""
+    rows = beyond([each for each in result["tensors"] if each["what"] in kinds], 0)
+    return (rows[0]["what"], rows[0]["name"]) if rows else None
+
+
+FORWARD, BACKWARD = ("output", "loss"), ("gradient of output", "gradient")
+
+
+def weights(result: Any) -> list[str]:
+    return [each["name"] for each in beyond(result["weights"], 0)]
+
+
+def test_equal_modules(tmp_path: Path) -> None:
+    result = compare("a again --activations", tmp_path, 0)
+    assert (weights(result), first(result, *FORWARD, *BACKWARD)) == ([], None)
+    assert len(result["tensors"]) > 100
+    assert result["step"] == 4
+
+
+def test_a_weight_of_layer_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = copied("a", tmp_path, f"model.{UP}.weight")
+    result = compare(f"a {other} --activations", tmp_path, 1)
+    assert weights(result) == [f"{UP}.weight"]
+    assert first(result, *FORWARD) == ("output", UP)
+    assert UP in capsys.readouterr().out
+    found = {
+        each["name"]: each["difference"] for each in result["tensors"] if each["what"] == "output"
+    }
+    assert found["transformer.layers.3.mlp_norm"] == found["transformer.layers.2"] == 0
+    assert found["transformer.layers.3"] > 0
+    # One of 128 columns of h = 32 changes by one element.
+    assert 1e-3 < found[UP] < 1
+    compare(f"a {other} --activations --tolerance 100", tmp_path, 0)
+    assert compare(f"a {other} --activations --step 2", tmp_path, 0)["step"] == 2
+
+
+def test_the_samples_and_the_loss_are_those_of_the_next_step(tmp_path: Path) -> None:
+    result = compare("a seed --activations --step 2 --samples 4 --dtype fp32", tmp_path, 1)
+    assert result["samples"] == [8, 4]
+    (loss,) = result["losses"]
+    assert loss["a"] == pytest.approx(values_of(Path("a"))[2], rel=1e-6)
+    assert loss["b"] != pytest.approx(values_of(Path("seed"))[2], rel=1e-6)  # A's samples
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "module"),
+    [
+        ("layernorm_epsilon", 1e-3, "transformer.layers.0.attention_norm"),
+        ("activation", "relu", "transformer.layers.0.mlp.down"),
+        ("hidden_dropout", 0.5, None),
+        ("recompute_granularity", "full", None),
+        ("make_vocab_size_divisible_by", 7, None),
+    ],
+)
+def test_settings_of_the_model(
+    name: str, value: object, module: str | None, tmp_path: Path
+) -> None:
+    shutil.copytree("a", tmp_path / "changed")
+    change_setting(tmp_path / "changed", name, value)
+    result = compare(f"a {tmp_path / 'changed'} --activations", tmp_path, int(module is not None))
+    assert [*settings(result)] == [flag(name)]
+    assert settings(result)[flag(name)][1] == value
+    assert weights(result) == []
+    found = first(result, *FORWARD, *BACKWARD)
+    assert found == (None if module is None else ("output", module))
+
+
+def test_models_of_other_modules(tmp_path: Path) -> None:
+    result = compare("a deeper --activations", tmp_path, 1)
+    assert (result["only_a"], result["only_b"]) == ([], ["transformer.layers.4"])
+    assert settings(result) == {"--num-layers": (4, 5)}
+    assert len(weights(result)) == len(result["weights"]) == 52
+    swapped = compare("deeper a --activations", tmp_path, 1)
+    assert (swapped["only_a"], swapped["only_b"]) == (["transformer.layers.4"], [])
+
+
+def test_a_difference_in_the_backward_alone() -> None:
+    mesh = mesh_of_ranks(1)
+    one, other = (tiny_model(mesh, tiny_section()).eval() for _ in range(2))
+    name = "transformer.layers.1.mlp.down"
+    other.get_submodule(name).register_full_backward_hook(lambda _, dx, __: (2 * dx[0],))
+    result = compare_models(one, other, samples(2), mesh)
+    assert (weights(result), first(result, *FORWARD)) == ([], None)
+    # Its own gradients are the same; those of what comes before it are doubled.
+    assert first(result, *BACKWARD) == ("gradient of output", "transformer.layers.1.mlp.up")
+
+
+def test_activations_that_are_no_numbers() -> None:
+    mesh, name = mesh_of_ranks(1), "transformer.layers.1.mlp.down"
+    one, other, again = (tiny_model(mesh, tiny_section()).eval() for _ in range(3))
+    for each in (other, again):
+        each.get_parameter(f"{name}.bias").data[0] = torch.nan
+    result = compare_models(one, other, samples(2), mesh)
+    assert first(result, *FORWARD) == ("output", name)
+    assert {x["difference"] for x in result["tensors"] if x["name"] == name} == {None}
+    assert result["losses"][0]["b"] is None
+    other = tiny_model(mesh, tiny_section()).eval()
+    other.get_parameter(f"{name}.bias").data[0] = torch.nan
+    result = compare_models(other, again, samples(2), mesh)
+    assert (weights(result), first(result, *FORWARD, *BACKWARD)) == ([], None)
+
+
+MOCK = "--mock-data --train-iters 1 --micro-batch-size 2 --global-batch-size 4"
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
+TEXT = f"{MOCK} {SIZES} --max-position-embeddings 16 --seq-length 16 --vocab-size 101"
+LAYER = "transformer.layers.1"
+HF = "model.model.layers.1.mlp"
+# By kind: flags, processes, the tensor that is changed and the first module whose output differs.
+KINDS = {
+    "gpt2": (
+        f"{TEXT} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --no-bf16",
+        4,
+        f"model.{LAYER}.attention.qkv.weight",
+        f"{LAYER}.attention.qkv",
+    ),
+    "llama": (
+        f"{TEXT} --zero-stage 3 --bf16 --recompute-granularity full",
+        2,
+        f"master.{LAYER}.mlp.down.weight",
+        f"{LAYER}.mlp.down",
+    ),
+    "bert": (
+        f"{TEXT} --tensor-model-parallel-size 2 --no-bf16",
+        2,
+        f"model.encoder.{LAYER}.mlp_norm.weight",
+        f"encoder.{LAYER}.mlp_norm",
+    ),
+    "vit": (
+        f"{MOCK} {SIZES} --image-size 8 --no-bf16",
+        1,
+        f"model.{LAYER}.mlp.up.bias",
+        f"{LAYER}.mlp.up",
+    ),
+    "huggingface": (
+        f"{MOCK} --seq-length 16 --hf-model qwen3 --random-weights --no-bf16"
+        " --tensor-model-parallel-size 2",
+        2,
+        f"model.{HF}.down_proj.weight",
+        f"{HF}.down_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_and_layouts(kind: str, tmp_path: Path) -> None:
+    words, world, key, module = KINDS[kind]
+    write_folder(Path("qwen3"), "qwen3")
+    given = f"--model {kind} --save {tmp_path / 'run'} {words}"
+    run_script(ROOT / "pretrain.py", *given.split(), world=world, folder=tmp_path)
+    result = compare(f"{tmp_path / 'run'} {tmp_path / 'run'} --activations", tmp_path, 0)
+    assert len(result["tensors"]) > 40
+    other = copied(tmp_path / "run", tmp_path, key)
+    result = compare(f"{tmp_path / 'run'} {other} --activations", tmp_path, 1)
+    assert weights(result) == [key.partition(".")[2]]
+    assert first(result, *FORWARD) == ("output", module)
+    if kind == "bert":
+        error = refusal(lambda: compare_runs.main(["a", str(other), "--activations"], {}))
+        assert field_of(error) == "B"
