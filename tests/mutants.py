@@ -756,6 +756,35 @@ threshold-exclusive
 two-of-a-cluster-stay
 - removed = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))
 + removed = np.flatnonzero(found.keepers != np.arange(len(found.numbers)))[1:]
+@ tools/report/runs.py | tools/test_compare_runs::test_where_runs_part
+first-difference-in-the-last-step
+- first = next((step for step, gap in gaps.items() if gap > tolerance), None)
++ first = next((step for step, gap in [*gaps.items()][::-1] if gap > tolerance), None)
+loss-that-is-no-number-is-equal | tools/test_compare_runs::test_a_value_that_is_no_number
+- if a and b is not None else inf
++ if a and b is not None else 0.0
+settings-of-the-last-start | tools/test_compare_runs::test_a_resumed_run
+- settings_of(lines[0]) for lines in starts
++ settings_of(lines[-1]) for lines in starts
+@ tools/layouts/activations.py | tools/test_compare_runs::test_settings_of_the_model
+compared-with-dropout
+- return model.eval()
++ return model.train()
+batch-from-the-start-of-the-data | tools/test_compare_runs::test_the_samples_and
+- first = ours.manifest["counters"]["samples"]
++ first = 0
+half-weights-in-place-of-masters | tools/test_compare_runs::test_kinds_and_layouts
+- load_weights(
+-         checkpoint, [TensorSlice(n, specs[n], each.detach()) for n, each in weights.items()]
+-     )
++ from megatron.checkpoint.load import load_checkpoint, model_slices
++     load_checkpoint(checkpoint, model_slices(model))
+gradients-not-seen | tools/test_compare_runs::test_a_difference_in_the_backward
+- if value.requires_grad:
++ if False:
+outer-module-before-the-inner | tools/test_compare_runs::test_a_weight_of_layer_3
+- for key in kept
++ for key in [*kept][::-1]
 @ tools/corpus/urls.py | tools/corpus/test_urls::test_a_url_is
 extension-in-capitals-stays
 - if dot and extension.lower() in

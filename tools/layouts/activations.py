@@ -162,13 +162,14 @@ def read_batch(config: PretrainConfig, first: int, count: int) -> Batch:
 
 def load(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> Any:
     """The checkpoint's model with its fp32 weights, without dropout, recomputation or padding."""
-    config = config_of(checkpoint.manifest)
-    changes: Facts = {"recompute_granularity": "none", "layernorm_impl": "torch"}
-    changes["make_vocab_size_divisible_by"] = 1
-    config = replace(
-        config, **{x.name: changes[x.name] for x in fields(config) if x.name in changes}
-    )
-    model = build_model(config, mesh, checkpoint.manifest["vocab_size"], seed=None, dtype=dtype)
+    config, size = config_of(checkpoint.manifest), checkpoint.manifest["vocab_size"]
+    plain: Facts = {
+        "recompute_granularity": "none",
+        "layernorm_impl": "torch",
+        "make_vocab_size_divisible_by": 1,
+    }
+    config = replace(config, **{x.name: plain[x.name] for x in fields(config) if x.name in plain})
+    model = build_model(config, mesh, size, seed=None, dtype=dtype)
     specs, weights = sharding_specs(model), dict(model.named_parameters())
     load_weights(
         checkpoint, [TensorSlice(n, specs[n], each.detach()) for n, each in weights.items()]
