@@ -180,18 +180,16 @@ def shown(result: Facts, tolerance: float) -> str:
 
 def said(each: Facts, tolerance: float) -> str:
     first, largest, count = each["first"], each["largest"], each["common_steps"]
+    steps = "the common step" if count == 1 else f"all {count} common steps"
     if not count:
         return "no step is in both runs"
     if largest["step"] is None:
-        return (
-            "the same at the common step" if count == 1 else f"the same at all {count} common steps"
-        )
+        return f"the same at {steps}"
     most = f"largest {ratio(largest['difference'])} at step {largest['step']}"
     if first["step"] is None:
-        return f"within {tolerance:g} at all {count} common steps; {most}"
+        return f"within {tolerance:g} at {steps}; {most}"
     both = " and ".join("no number" if x is None else f"{x!r}" for x in (first["a"], first["b"]))
-    gap = ratio(first["difference"])
-    return f"first differs at step {first['step']}: {both} ({gap}); {most}"
+    return f"first differs at step {first['step']}: {both} ({ratio(first['difference'])}); {most}"
 
 
 def ratio(difference: float | None) -> str:
