@@ -56,6 +56,9 @@ def compare_step(
     kind = ours.manifest["kind"]
     if theirs.manifest["kind"] != kind:
         raise UsageError("B", b, f"a model of the kind {kind}, as A, not {theirs.manifest['kind']}")
+    size, of_b = (each.manifest["vocab_size"] for each in (ours, theirs))
+    if of_b < size:  # rows of padding would be read in place of others
+        raise UsageError("B", b, f"a model with at least the vocabulary of A, {size}, not {of_b}")
     try:
         config = of_checkpoint(ours.manifest)
     except ValueError as error:
@@ -300,4 +303,6 @@ def equal(tolerance: float) -> str:
 
 
 def ratio(each: Mapping[str, Any]) -> str:
-    return "infinity" if each["difference"] is None else f"{each['difference']:.1e}"
+    if each["difference"] is None:
+        return "no number, or another shape"
+    return f"{each['difference']:.1e}"
