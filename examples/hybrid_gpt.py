@@ -148,7 +148,7 @@ def main() -> None:
                 line = {"step": state.step, "loss": result.loss, "lr": LR}
                 line |= {"loss_scale": state.scaler.scale, "skipped_steps": state.skipped}
                 line["tokens_per_second"] = result.tokens / seconds
-                line["peak_memory_bytes"] = peak_memory(mesh)
+                line["peak_memory_bytes"] = max(peak_memory(mesh))
                 metrics.advance()
                 metrics.write(line)
                 metrics.log(" | ".join(f"{name} {value:.6g}" for name, value in line.items()))

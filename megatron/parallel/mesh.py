@@ -39,9 +39,9 @@ class Calls:
     """Counts the collectives that this rank starts over one group, or the messages over one
     channel, for the failure watch.
 
-    name: of the axis or channel. ranks: members of the group. started: number of calls started.
-    waits: (number from 1, name, shape) of the call in which a thread waits, or None; it stays set
-    if the collective raises.
+    ranks: members of the group. started: number of calls started. waits: (number from 1, name,
+    shape) of the call in which a thread waits, or None; it stays set if the collective raises.
+    span: entered with the name of a wait, which lasts as long; a profile sets record_function.
     """
 
     name: str
@@ -49,7 +49,6 @@ class Calls:
     started: int = 0
     waits: tuple[int, str, object] | None = None
     span: ClassVar[Callable[[str], AbstractContextManager[object]]] = nullcontext
-    """Entered while a rank waits; a profile puts record_function here."""
 
     def start(self, name: str, shape: object) -> tuple[int, str, object]:
         self.started += 1

@@ -88,14 +88,15 @@ class Training:
 
     def add(self, text: str | None = None, **values: Any) -> None:
         """Add values to the next line of metrics, which has those of the first rank: numbers,
-        strings, or dicts of them. text: shows them on the console; by default names and values.
-        What is added after the line of a step, such as in post_evaluation, gets a line of its own.
+        strings, or lists and dicts of them. text: shows them on the console; by default names and
+        values. What is added after the line of a step, such as in post_evaluation, gets a line of
+        its own.
         Raises TypeError for other values, such as tensors, which the host would wait for, and
         ValueError for a name that another callback adds."""
         for name, value in values.items():
             if (owner := self._owners.setdefault(name, self._callback)) is not self._callback:
                 raise ValueError(f"{name}: {type(owner).__name__} adds it to the metrics already")
-            if not isinstance(value, int | float | str | Mapping):
+            if not isinstance(value, int | float | str | list | Mapping):
                 kind = type(value).__name__
                 raise TypeError(
                     f"{name} is a {kind}, and must be an int, float or str: float({name})"

@@ -79,17 +79,26 @@ class Throughput(Callback):
 
 
 class PeakMemory(Callback):
-    """The largest peak memory of a rank, see `peak_memory`; on a GPU, of how much."""
+    """The largest peak memory of a rank, see `peak_memory`; on a GPU, of how much. That of each
+    rank where it has grown by a hundredth since it was last recorded."""
+
+    def pre_train(self) -> None:
+        self.recorded: list[int] = []
 
     def pre_log(self) -> None:
         mesh = self.training.state.mesh
-        peak, of_all = peak_memory(mesh), ""
+        by_rank, of_all = peak_memory(mesh), ""
         if mesh.device.type == "cuda":
             import torch
 
             total = torch.cuda.get_device_properties(mesh.device).total_memory
             of_all = f"of {total / 2**30:.0f} "
+        peak = max(by_rank)
         self.training.add(f"{peak / 2**30:.1f} {of_all}GiB", peak_memory_bytes=peak)
+        before = self.recorded or [0] * len(by_rank)
+        if any(now > 1.01 * then for now, then in zip(by_rank, before, strict=True)):
+            self.recorded = by_rank
+            self.training.add("", peak_memory_bytes_by_rank=by_rank)
 
 
 class TimeLeft(Callback):
@@ -222,13 +231,13 @@ def open_callbacks(config: PretrainConfig, inputs: Inputs) -> list[Callback]:
     return callbacks
 
 
-def peak_memory(mesh: Mesh) -> int:
-    """The largest peak memory of a rank so far, in bytes: on GPUs of its tensors, on CPUs of the
-    whole process with its libraries (every rank calls this)."""
+def peak_memory(mesh: Mesh) -> list[int]:
+    """The peak memory of each rank so far, in bytes: on GPUs of its tensors, on CPUs of the whole
+    process with its libraries (every rank calls this)."""
     import torch
 
     if mesh.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(mesh.device)
     else:
         peak = 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-    return max(mesh.control.gather(peak))
+    return mesh.control.gather(peak)

@@ -339,17 +339,15 @@ def log_start(run: Run, loop: Loop) -> None:
     from megatron.train.machine import crowded_hosts, versions
 
     state = run.state
-    micro_batches = run.config.micro_batches(state.mesh.size())
     facts, data = state.describe(), data_fingerprint(run.inputs.corpus.identity)
     loop.metrics.describe(facts)
-    axes = " x ".join(f"{name} {size}" for name, size in state.mesh.sizes.items())
-    if (stage := state.gradients.zero_stage) > 0:
-        axes += f", ZeRO {stage}"
+    axes, stage = state.mesh.sizes.items(), state.gradients.zero_stage
+    ranks = " x ".join(f"{name} {size}" for name, size in axes) + f", ZeRO {stage}" * (stage > 0)
     size = f"{facts['parameters']:,} parameters in {facts['dtype']}"
     lr = loop.learning_rate(state.updates + 1)
     for message in (
-        f"{size} on {facts['device']}, ranks {axes}",
-        *state.describe_stages(micro_batches),
+        f"{size} on {facts['device']}, ranks {ranks}",
+        *state.describe_stages(run.config.micro_batches(state.mesh.size())),
         *(state.mesh.describe_ranks() if run.config.logging.log_ranks else ()),
         *run.messages,
         *run.config.warnings(state.mesh.device.type),
@@ -358,6 +356,5 @@ def log_start(run: Run, loop: Loop) -> None:
     ):
         loop.metrics.log(message)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    config, command = run.facts["config"], shlex.join(sys.argv)
-    line = {"step": state.step, "started": now, "data": data, **facts}
-    loop.metrics.write({**line, "command": command, "config": config, "versions": versions()})
+    line = {"step": state.step, "started": now, "data": data, "versions": versions(), **facts}
+    loop.metrics.write(line | {"command": shlex.join(sys.argv), "config": run.facts["config"]})

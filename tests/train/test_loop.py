@@ -125,6 +125,7 @@ def test_it_logs_evaluates_and_saves_at_its_intervals(tmp_path: Path) -> None:
     first = lines(tmp_path)[0]
     keys = "step samples loss lr grad_norm tokens_per_second tokens_per_second_per_device"
     keys += " step_seconds data_wait_share elapsed_seconds seconds_left peak_memory_bytes"
+    keys += " peak_memory_bytes_by_rank"
     keys += " median_seconds median_rank median_host median_phases"
     keys += " slowest_seconds slowest_rank slowest_host slowest_phases"
     assert set(keys.split()) == first.keys()

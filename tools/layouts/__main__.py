@@ -1,13 +1,4 @@
-"""Show what a layout is, without running it.
-
-    python tools/layouts.py picture --layout tensor=4:2d                     # a table
-    python tools/layouts.py picture --layout tensor=4:2d --output FILE.svg
-
-The word picture shows which block of each matrix every rank holds: see tools/layouts/picture.py.
-A LAYOUT is one of tools/compare_layouts.py.
-
-Exit status: 0, or 2 for a wrong argument.
-"""
+"""Show what a layout is, without running it: a word for each program."""
 
 import os
 import sys

@@ -1,5 +1,11 @@
 """Draws which block of x, W and y of an MLP each rank of a layout holds, as figure 1 of the
-Colossal-AI paper (arXiv:2110.14883) does; blocks.py reads the blocks from the code."""
+Colossal-AI paper (arXiv:2110.14883) does; blocks.py reads the blocks from the code.
+
+    python tools/layouts.py picture --layout tensor=4:2d                          # a table
+    python tools/layouts.py picture --layout tensor=8:3d --output layout.svg
+
+A LAYOUT is one of tools/compare_layouts.py.
+"""
 
 from __future__ import annotations
 

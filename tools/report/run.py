@@ -189,7 +189,8 @@ def layout_parts(start: Facts, logged: Lines) -> Iterator[Part]:
         # An own schedule has no name there, and changes no block.
         if ranks > 1 and (figure := layout_picture(replace(layout, schedule=None).name)):
             yield figure
-    memory = logged[-1].get("peak_memory_bytes_by_rank") if logged else None
+    memories = [line[key] for line in logged if (key := "peak_memory_bytes_by_rank") in line]
+    memory = memories[-1] if memories else None
     rows = [*rank_rows(axes, memory)]
     head: list[str] = ["rank", *axes]
     if memory:
