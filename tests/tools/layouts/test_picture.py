@@ -175,7 +175,11 @@ def indices(spans: Iterable[range], scale: int) -> list[int]:
         ("", "--layout"),
     ],
 )
-def test_what_is_refused(words: str, field: str, tmp_path: Path) -> None:
+def test_what_is_refused(
+    words: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a picture that works instead is written here
+
     def program(words: list[str]) -> None:
         assert layouts.main(["picture", *words], {}) == 0
 
