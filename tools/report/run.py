@@ -119,13 +119,30 @@ def headline(lines: Lines, start: Facts) -> Iterator[Number]:
 
 
 def time_parts(lines: Lines) -> Iterator[Part]:
-    """Phases of the median and the slowest rank, who waits for whom, and the wait for data."""
+    """Phases of the median and the slowest rank, who waits for whom, the wait for data, and the
+    newest profile."""
     timed = [line for line in lines if "median_phases" in line and "slowest_phases" in line]
     if timed:
         yield phase_figure(timed[-1])
         yield from waiting(timed)
     if share := next((x["data_wait_share"] for x in reversed(lines) if "data_wait_share" in x), 0):
         yield f"The run waits for data during {percent(share, 2)} of its time."
+    if profiled := [line for line in lines if "profile" in line]:
+        yield profile_table(profiled[-1])
+
+
+def profile_table(line: Facts) -> Table:
+    """line: with the profile of --profile-step-start, seconds of a step by part for each rank."""
+    by_rank = line["profile"]
+    step = sum(sum(each.values()) for each in by_rank)
+    parts = {name for each in by_rank for name in each}
+    totals = {name: sum(each.get(name, 0.0) for each in by_rank) for name in parts}
+    rows = [
+        (name, f"{1000 * total / len(by_rank):,.1f} ms", Share(total / step))
+        for name, total in sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    head = (f"profile up to step {line['step']}", "mean of the ranks", "of a step")
+    return Table(head, rows)
 
 
 def phase_figure(line: Facts) -> Figure:

@@ -14,6 +14,8 @@ from socket import create_connection
 from threading import Thread
 from typing import Any
 
+import pytest
+
 from megatron.config.parse import parse_call
 from tests.refusals import refused
 from tests.tools.report.pages import HOSTILE, ParsedPage
@@ -203,3 +205,18 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "")
     assert process.returncode == 0
+
+
+def test_a_page_has_the_profile_and_the_memory_that_the_record_had_last() -> None:
+    ranks = [{"matmul": 0.3, "host": 0.1}, {"matmul": 0.1, "idle in the pipeline": 0.3}]
+    old, new = ({"peak_memory_bytes_by_rank": [number * 2**30] * 4} for number in (1, 2))
+    profile = {"step": 6, "profile": ranks}
+    page = run_page("own", [START, step(2, **old), step(4, **new), profile, step(6)])
+    tables = [part for each in page.sections for part in each.parts if isinstance(part, Table)]
+    found, layout, *_ = (table.rows for table in tables)
+    assert [(name, ms, cell.share) for name, ms, cell in found] == [
+        ("matmul", "200.0 ms", pytest.approx(0.5)),
+        ("idle in the pipeline", "150.0 ms", pytest.approx(0.375)),
+        ("host", "50.0 ms", pytest.approx(0.125)),
+    ]
+    assert {row[4] for row in layout} == {"2.00 GiB"}
