@@ -1,8 +1,8 @@
 """Converts checkpoints of the PyTorch tutorial "Train your large model on multiple GPUs with tensor
 parallelism" to checkpoints of this project and back, so that a run resumes in the other program.
 
-    python tools/convert_dcp.py import --from checkpoint-dist --output checkpoints --vocab-file
-        bpe_50K.json --global-batch-size 32
+    python tools/convert_dcp.py import --from checkpoint-dist --output checkpoints \\
+        --vocab-file bpe_50K.json --global-batch-size 32
     python tools/convert_dcp.py export --from checkpoints --output checkpoint-dist
 
 Weights, Adam's moments, the learning rate schedule and the position in the data are converted.

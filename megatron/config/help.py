@@ -18,7 +18,7 @@ MOST_EXAMPLES = 2
 
 _EXAMPLE = re.compile(r"^ *((?:python|torchrun) (?:.*\\\n)*.*)$", re.MULTILINE)
 _TABLE = re.compile(r"^ (.+)\n -+\n((?: .+\n)*)\n?", re.MULTILINE)
-_FLAG = re.compile(r"--[a-z][\w-]*")
+_FLAG = re.compile(r"  (?:-\w, )?(--[a-z][\w-]*)")
 
 
 def examples(*parts: object) -> list[str]:
@@ -34,11 +34,12 @@ def examples(*parts: object) -> list[str]:
 
 def short(whole: str, commands: Sequence[str]) -> str:
     """The help on a screen. whole: tyro's, as for a file; commands: examples."""
-    text = re.sub(r" +$", "", whole, flags=re.MULTILINE).rstrip() + "\n"
+    text = re.sub(r" +$", "", whole.replace("\N{BULLET}", "-"), flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     if is_long := text.count("\n") > MOST_LINES:
         start = next(_TABLE.finditer(text)).start()
         usage, _, about = text[:start].strip().partition("\n\n")
-        first, *others = re.split(r"\n\n+", about)
+        first, *others = about.split("\n\n")
         kept = [first, *(each for each in others if each.startswith("--"))]
         lines = "\n\n".join(textwrap.fill(each, 80, break_on_hyphens=False) for each in kept)
         text = f"{usage}\n\n{lines}\n\n{_TABLE.sub(_names, text[start:])}"
@@ -58,7 +59,7 @@ def _names(table: re.Match[str]) -> str:
     A long pair --name, --no-name has two rows.
     """
     title, rows = table[1].strip(), re.split(r"^(?=  -)", table[2], flags=re.MULTILINE)
-    names = {each[0]: "(required)" in row for row in rows if (each := _FLAG.search(row))}
+    names = {each[1]: "(required)" in row for row in rows if (each := _FLAG.match(row))}
     if names.pop("--help", None) is not None and not names:
         return ""
     if not names:
