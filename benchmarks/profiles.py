@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.harness import Column, Figures, Rank, Turn
 from megatron.train.profiling import KINDS, ON_GPU, OTHER, Event, kind_of, seconds
 
-COMMUNICATION = ("nccl", "gloo:")
+COMMUNICATION = ("nccl", "gloo:")  # begin the names of profiling.COMMUNICATION
 OPERATORS = ("aten::", "mkldnn::")
 ON_CPU = {"cpu_op", "user_annotation"}
 ON_HOST = {"cuda_runtime", "cuda_driver"}

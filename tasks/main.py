@@ -95,7 +95,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         flags = {word.partition("=")[0] for word in arguments}
         if "--task" not in flags and flags & helps.WORDS:
             if is_first(environ):
-                print(helps.with_examples(list_tasks(), helps.examples()))
+                print(helps.with_examples(list_tasks(), helps.examples()), end="")
             return
         name, rest = split_task(arguments)
         module = find_module(name)

@@ -1,6 +1,7 @@
 """-h: help that fits on a screen, with two examples. --help-all: everything.
 
-tyro writes the whole help, with a table for each group of flags. A long help keeps their names.
+tyro writes the whole help, with a table for each group of flags. -h cuts a long help to the names
+of its flags.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MOST_LINES = 40  # of a help that is shown as it is
 MOST_EXAMPLES = 2
 
 _EXAMPLE = re.compile(r"^ *((?:python|torchrun) (?:.*\\\n)*.*)$", re.MULTILINE)
-_TABLE = re.compile(r"^ (.+)\n -+\n((?: .+\n)*)\n?", re.MULTILINE)
+_TABLE = re.compile(r"^ (.+)\n -+\n((?: .+\n|\n(?= {3}))*)\n?", re.MULTILINE)
 _FLAG = re.compile(r"  (?:-\w, )?(--[a-z][\w-]*)")
 
 
@@ -32,18 +33,20 @@ def examples(*parts: object) -> list[str]:
     return list(found)[:MOST_EXAMPLES]
 
 
-def short(whole: str, commands: Sequence[str]) -> str:
-    """The help on a screen. whole: tyro's, as for a file; commands: examples."""
+def shown(whole: str, commands: Sequence[str], *, is_short: bool) -> str:
+    """The help, with examples. whole: tyro's, as for a file."""
+    # Plain letters, as a terminal may lack others.
     text = re.sub(r" +$", "", whole.replace("\N{BULLET}", "-"), flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
-    if is_long := text.count("\n") > MOST_LINES:
+    text = re.sub(r"^(?! |usage:).{81,}$", lambda line: _wrapped(line[0]), text, flags=re.MULTILINE)
+    if is_long := is_short and text.count("\n") > MOST_LINES:
         start = next(_TABLE.finditer(text)).start()
         usage, _, about = text[:start].strip().partition("\n\n")
         first, *others = about.split("\n\n")
         kept = [first, *(each for each in others if each.startswith("--"))]
-        lines = "\n\n".join(textwrap.fill(each, 80, break_on_hyphens=False) for each in kept)
-        text = f"{usage}\n\n{lines}\n\n{_TABLE.sub(_names, text[start:])}"
-    text = with_examples(text, [each for each in commands if is_long or each not in text])
+        text = "\n\n".join((usage, *map(_wrapped, kept), _TABLE.sub(_names, text[start:])))
+    words = " ".join(text.split())
+    text = with_examples(text, [each for each in commands if " ".join(each.split()) not in words])
     return text + f"\n{ALL} explains every flag.\n" * is_long
 
 
@@ -54,7 +57,7 @@ def with_examples(text: str, commands: Sequence[str]) -> str:
 
 
 def _names(table: re.Match[str]) -> str:
-    """A table as the names of its flags, the required ones first; one without flags as it is.
+    """A table as the first names of its flags, the required ones first; one without flags as it is.
 
     A long pair --name, --no-name has two rows.
     """
@@ -68,7 +71,8 @@ def _names(table: re.Match[str]) -> str:
     required = ", ".join(name for name, is_required in names.items() if is_required)
     others = ", ".join(name for name, is_required in names.items() if not is_required)
     line = "; ".join(each for each in (required and f"{required} (required)", others) if each)
-    return (
-        textwrap.fill(f"{title}: {line}", 80, subsequent_indent="    ", break_on_hyphens=False)
-        + "\n"
-    )
+    return _wrapped(f"{title}: {line}", "    ") + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 80, subsequent_indent=indent, break_on_hyphens=False)

@@ -193,7 +193,7 @@ def parse(
         field = name.removeprefix("--").replace("-", "_")
         if name == "--preset" and "preset" not in types:
             value = value if equals else next(remaining, "")
-            file = find_preset("" if value.startswith("--") else value, types)
+            file = find_preset("" if value.startswith("-") else value, types)
             given = list(read_preset(file, program, names))
             on = [each.name for each in given if each.value is not False]
             others = set[str]().union(*(replaces[name] for name in on))
@@ -348,13 +348,12 @@ def _run_tyro(
             works = (near[0], *values)
             raise UsageError(name, " ".join(values) or None, "a flag of this program", works=works)
     wanted = helps.WORDS & set(arguments)
-    if wanted:
-        arguments = [word for word in arguments if word not in helps.WORDS] + ["--help"]
+    if wanted:  # in the place of the first: it may follow a subcommand
+        place = min(map(arguments.index, wanted))
+        arguments[place:] = ["--help", *(x for x in arguments[place:] if x not in helps.WORDS)]
     message, whole = io.StringIO(), io.StringIO()
-    is_short = wanted and helps.ALL not in wanted
-    shown = contextlib.redirect_stdout(whole) if is_short else contextlib.nullcontext()
     try:
-        with contextlib.redirect_stderr(message), shown:
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(whole):
             return call(
                 prog=prog,
                 args=arguments,
@@ -369,11 +368,13 @@ def _run_tyro(
             cause = cause.__context__
         if not stop.code:
             if text := whole.getvalue():
-                print(helps.short(text, helps.examples(*about)), end="")
+                is_short = helps.ALL not in wanted
+                print(helps.shown(text, helps.examples(*about), is_short=is_short), end="")
             raise
     # The text in the box that tyro draws, without its title and rules.
     box = [line[1:-1].rstrip() for line in message.getvalue().splitlines()[1:-1]]
     text = textwrap.dedent("\n".join(line for line in box if line.strip("─- ")))
+    text = re.sub(r"--help\b(?!-)", helps.ALL, text)
     # The choices of a setting that may be left out are an unordered set with None in it.
     choices = set(re.findall(r"'(.*?)'", text.partition("Expected one of")[2]))
     if "None" in choices:

@@ -41,7 +41,7 @@ class Calls:
 
     ranks: members of the group. started: number of calls started. waits: (number from 1, name,
     shape) of the call in which a thread waits, or None; it stays set if the collective raises.
-    span: entered with the name of a wait, which lasts as long; a profile sets record_function.
+    span: context of each wait, called with its name; a profile sets record_function.
     """
 
     name: str
@@ -166,7 +166,7 @@ class ControlGroup:
         return axis
 
     def new_group(self, name: str, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        """That of this rank; the name describes it in traces of a GPU."""
+        """Returns this rank's group; traces of a GPU show the name."""
         made = [dist.new_group(ranks, self.timeout, group_desc=name) for ranks in groups]
         return next((made[n] for n, ranks in enumerate(groups) if self.rank in ranks), None)
 

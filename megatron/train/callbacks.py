@@ -3,8 +3,9 @@
     pre_train  [pre_step  post_step  pre_log  log_metrics  pre_evaluation  post_evaluation
                 pre_save  post_save] of each step  post_train  close
 
-Throughput, memory, progress bar and profiler (monitors.py), TensorBoard and wandb (loggers.py) and
-generated samples (inference/samples.py) are callbacks themselves. Importing this needs no torch.
+Throughput, memory and progress bar (monitors.py), the profile (profiling.py), TensorBoard and wandb
+(loggers.py) and generated samples (inference/samples.py) are callbacks themselves. Importing this
+needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,9 @@ ENDS = ("train_iters", "exit_interval", "exit_duration_in_mins")
 """Reasons for the end of a training, besides signals and those of callbacks."""
 
 
+PAUSE = "not training"
+
+
 class Clock:
     """Time since the start of the training."""
 
@@ -39,6 +43,8 @@ class Clock:
         self._paused, self._pauses = 0.0, 0
         self.waited = 0.0
         """Seconds of waiting for data."""
+        self.span: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Context of each pause, called with PAUSE; a profile sets record_function."""
 
     @property
     def elapsed(self) -> float:
@@ -55,7 +61,8 @@ class Clock:
         before = time.monotonic()
         self._pauses += 1
         try:
-            yield
+            with self.span(PAUSE):
+                yield
         finally:
             self._pauses -= 1
             self._paused += (time.monotonic() - before) * (self._pauses == 0)  # the outermost
@@ -89,8 +96,8 @@ class Training:
     def add(self, text: str | None = None, **values: Any) -> None:
         """Add values to the next line of metrics, which has those of the first rank: numbers,
         strings, or lists and dicts of them. text: shows them on the console; by default names and
-        values. What is added after the line of a step, such as in post_evaluation, gets a line of
-        its own.
+        values. A value that is added after the line of a step, such as in post_evaluation, gets a
+        line of its own.
         Raises TypeError for other values, such as tensors, which the host would wait for, and
         ValueError for a name that another callback adds."""
         for name, value in values.items():
@@ -99,7 +106,7 @@ class Training:
             if not isinstance(value, int | float | str | list | Mapping):
                 kind = type(value).__name__
                 raise TypeError(
-                    f"{name} is a {kind}, and must be an int, float or str: float({name})"
+                    f"{name} is a {kind}, and must be a number, str, list or dict: float({name})"
                 )
         if text is None:
             shown = {n: f"{v:.4g}" if isinstance(v, float) else v for n, v in values.items()}

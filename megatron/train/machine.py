@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import subprocess
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -139,12 +139,14 @@ def compiler_failure(device: torch.device) -> str | None:
 
 def crowded_hosts(mesh: Mesh) -> list[str]:
     """A warning for each host with more processes than cores (every rank calls this)."""
-    hosts = Counter(mesh.control.gather((socket.gethostname(), len(os.sched_getaffinity(0)))))
+    cores = defaultdict[str, list[set[int]]](list)  # of each process, which may be bound to some
+    for host, own in mesh.control.gather((socket.gethostname(), os.sched_getaffinity(0))):
+        cores[host].append(own)
     return [
-        f"warning: {processes} processes share the {cores} cores of {host}, and wait for each "
-        f"other; --nproc-per-node {cores} is faster"
-        for (host, cores), processes in hosts.items()
-        if processes > cores
+        f"warning: {len(each)} processes on {host} take turns on {number} "
+        f"core{'s' * (number > 1)}; as many processes as cores are faster"
+        for host, each in cores.items()
+        if len(each) > (number := len(set.union(*each)))
     ]
 
 

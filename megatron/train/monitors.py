@@ -79,8 +79,8 @@ class Throughput(Callback):
 
 
 class PeakMemory(Callback):
-    """The largest peak memory of a rank, see `peak_memory`; on a GPU, of how much. That of each
-    rank where it has grown by a hundredth since it was last recorded."""
+    """The largest peak memory of a rank, see `peak_memory`; on a GPU, of how much. Records that
+    of every rank when one has grown by 1 %."""
 
     def pre_train(self) -> None:
         self.recorded: list[int] = []

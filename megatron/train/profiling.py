@@ -10,6 +10,7 @@ A moment of a step belongs to one part, so that the parts add up to the step:
     other kernels           other kernels, copies           other operators, compiled kernels
     host                    nothing runs                    no operator runs: Python, data, logs
 
+A step lasts until the next one begins, without evaluations, replica checks and saves.
 If two kernels run, attention counts before matmul, and matmul before others. In compiled layers on
 a CPU, attention counts as its matmuls and other kernels, and a wait does not name its axis.
 """
@@ -25,17 +26,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import profile, record_function
 
 from megatron.data.batch import Batch
 from megatron.parallel.mesh import Calls
-from megatron.train.callbacks import Callback
-
-if TYPE_CHECKING:
-    from megatron.train.step import StepResult
+from megatron.train.callbacks import PAUSE, Callback
 
 Event = Mapping[str, Any]
 """One of a trace: name, category, start and duration in microseconds."""
@@ -74,20 +72,26 @@ OTHER = "other"
 
 
 class Profiler(Callback):
-    """The profile of the steps `first` to `last` in `folder`: rank_N.json.gz for Perfetto or
-    chrome://tracing, and table.txt."""
+    """The profile of the steps `first` to `last`: a table in the log and the metrics, and in
+    `folder` rank_N.json.gz for Perfetto or chrome://tracing."""
 
     def __init__(self, first: int, last: int, folder: Path) -> None:
         super().__init__()
         self.first, self.last, self.folder = first, last, folder
         self.profile: profile | None = None
+        self.step = record_function(STEP)
 
     def pre_train(self) -> None:
-        if self.training.state.step >= self.last:
-            self.training.log(f"warning: --profile-step-end {self.last} is past: no profile")
+        if self.training.state.step >= self.last or self.training.steps < self.first:
+            steps = f"no step from {self.first} to {self.last} is left"
+            self.training.log(f"warning: {steps} to profile")
 
     def pre_step(self, batches: Sequence[Batch]) -> None:
         step = self.training.state.step + 1  # a resumed run may begin between the two
+        if self.profile is not None:
+            self.step.__exit__(None, None, None)
+            if step > self.last:
+                self.write()
         if not self.first <= step <= self.last:
             return
         if self.profile is None:
@@ -97,18 +101,13 @@ class Profiler(Callback):
                 self.wait_for_gpu()
                 self.profile.start()
                 self.training.state.mesh.control.gather(None)  # the steps of all ranks start here
-            Calls.span = record_function
+            self.training.clock.span = Calls.span = record_function
         self.step = record_function(STEP)
         self.step.__enter__()
 
-    def post_step(self, result: StepResult) -> None:
-        if self.profile is not None:
-            self.step.__exit__(None, None, None)
-            if self.training.state.step == self.last:
-                self.write()
-
     def post_train(self, end: str) -> None:
         if self.profile is not None:
+            self.step.__exit__(None, None, None)
             self.write()
 
     def on_error(self, error: BaseException) -> None:
@@ -117,7 +116,8 @@ class Profiler(Callback):
 
     def stop(self) -> profile:
         assert self.profile is not None
-        stopped, self.profile, Calls.span = self.profile, None, nullcontext
+        stopped, self.profile = self.profile, None
+        self.training.clock.span = Calls.span = nullcontext
         stopped.stop()
         return stopped
 
@@ -131,30 +131,36 @@ class Profiler(Callback):
         training, control = self.training, self.training.state.mesh.control
         with training.paused():
             self.wait_for_gpu()
-            stopped = self.stop()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.folder / f"rank_{control.rank}.json.gz"
-            stopped.export_chrome_trace(str(file))
-            with gzip.open(file) as stream:
-                by_rank = control.gather(parts_of(json.load(stream)["traceEvents"]))
-            text = table(by_rank)
-            if control.rank == 0:
-                (self.folder / "table.txt").write_text(text)
-        step = training.state.step
+            stopped, file = self.stop(), self.folder / f"rank_{control.rank}.json.gz"
+            found: Parts | str
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stopped.export_chrome_trace(str(file))
+                with gzip.open(file) as stream:
+                    found = parts_of(json.load(stream)["traceEvents"])
+            except (OSError, RuntimeError) as error:  # such as a full disk, which ends no run
+                found = f"{file}: {error}"
+            every = control.gather(found)
+        step, failed = training.state.step, [each for each in every if isinstance(each, str)]
+        if failed:
+            training.log(f"warning: step {step} has no profile: {failed[0]}")
+            return
+        text = table(every)
         training.log(f"step {step} | profile of each rank in {self.folder}\n{text.rstrip()}")
-        training.write({"step": step, "profile": by_rank})
+        training.write({"step": step, "profile": every})
 
 
 def parts_of(events: Iterable[Event]) -> Parts:
     """Seconds of a step by part, mean of the steps; `host` is last.
 
-    events: those of a Chrome trace by torch's profiler, with an event STEP for each step. The time
-    between two steps belongs to the first.
+    events: those of a Chrome trace by torch's profiler, with an event STEP for each step, and PAUSE
+    for what does not count.
     """
     timed = [each for each in events if each.get("ph") == "X"]
-    steps = [e for e in timed if (e["name"], e["cat"]) == (STEP, "user_annotation")]
+    spans = [each for each in timed if each["cat"] == "user_annotation"]
+    steps = [each for each in spans if each["name"] == STEP]
     start = min(float(each["ts"]) for each in steps)
-    on_gpu = [each for each in timed if each.get("cat") in ON_GPU]
+    on_gpu = [each for each in timed if each["cat"] in ON_GPU]
     end = max(float(each["ts"]) + float(each["dur"]) for each in [*steps, *on_gpu])
     thread = steps[0]["tid"]  # of a CPU's forward and backward
     part_of = _part_of_kernel if on_gpu else _part_of_operator
@@ -163,7 +169,8 @@ def parts_of(events: Iterable[Event]) -> Parts:
         if (on_gpu or each["tid"] == thread) and start <= float(each["ts"]) < end:
             by_part[part_of(each)].append(each)
     waiting = sorted(by_part.keys() - {"", *COMPUTING})
-    covered, before, found = list[Event](), 0.0, Parts()
+    covered = [e for e in spans if e["name"] == PAUSE and start <= float(e["ts"]) < end]
+    before, found = seconds(covered), Parts()
     for part in (*COMPUTING, *waiting) if on_gpu else (*waiting, *COMPUTING):
         covered += by_part[part]
         now = seconds(covered)
@@ -180,7 +187,7 @@ def _part_of_kernel(event: Event) -> str:
 
 
 def _part_of_operator(event: Event) -> str:
-    """Empty for what is no operator: Python and autograd around them, and threads of gloo."""
+    """Empty for Python, and for autograd around operators."""
     name = event["name"]
     if wait := _WAIT.fullmatch(name):
         is_message = wait[2].startswith(("send", "receive"))

@@ -36,8 +36,8 @@ def test_help_is_printed_without_a_word_beside_it(program: str, tmp_path: Path) 
         output, errors = running.communicate()
     assert (running.returncode, errors) == (0, "")
     assert 5 < len(output.splitlines()) < 80
-    commands = re.findall(r"^ *(?:python|torchrun|bash) .+", output, re.MULTILINE)
-    assert len(set(commands)) >= 2  # examples
+    commands = re.findall(r"^ *(?:python|torchrun|bash) .+(?:\\\n.+)*", output, re.MULTILINE)
+    assert len({" ".join(x.split()) for x in commands}) >= 2
 
 
 def test_short_help_has_every_flag_and_help_all_explains_each(tmp_path: Path) -> None:
@@ -46,10 +46,23 @@ def test_short_help_has_every_flag_and_help_all_explains_each(tmp_path: Path) ->
         with start("pretrain_gpt2.py", flag, folder=tmp_path, stdout=subprocess.PIPE) as running:
             shown.append(running.communicate()[0])
     short, whole = shown
-    names = set(re.findall(r"^│ (--[a-z][\w-]*)", whole, re.MULTILINE))
+    names = set(re.findall(r"^  (--[a-z][\w-]*)", whole, re.MULTILINE))
     assert len(names) > 100
     assert {name for name in names if name[:5] != "--no-"} <= set(re.findall(r"--[\w-]+", short))
     assert len(whole.splitlines()) > 3 * len(names) > 3 * len(short.splitlines())
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help-all"])
+def test_help_of_a_subcommand_in_plain_letters(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    for words in (["tools/checkpoint.py", flag], ["tools/checkpoint.py", "ls", flag]):
+        with start(*words, folder=tmp_path, stdout=subprocess.PIPE) as running:
+            output, errors = running.communicate()
+        assert (running.returncode, errors) == (0, "")
+        assert "Examples:" in output
+        assert max(map(len, output.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("words", ["pretrain_gpt2.py", "tasks/main.py --task SQUAD"])

@@ -159,15 +159,25 @@ def test_ranks_compute_in_one_precision_or_not_at_all(gloo: Pool) -> None:
     assert gloo.run(2, chosen, None, mixed) == ["--bf16"] * 2
 
 
-def crowd(cores: int) -> list[str]:
-    """The warnings of four ranks on a host of so many cores."""
+def crowd(cores: list[set[int]]) -> list[str]:
+    """The warnings of four ranks of a host that are bound to these cores."""
+    mesh = mesh_of_ranks("data=4")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-        return crowded_hosts(mesh_of_ranks("data=4"))
+        patch.setattr("os.sched_getaffinity", lambda _: cores[mesh.control.rank])
+        return crowded_hosts(mesh)
 
 
-@pytest.mark.parametrize(("cores", "count"), [(2, 1), (3, 1), (4, 0), (8, 0)])
-def test_more_processes_than_cores_are_warned_of_once(cores: int, count: int, gloo: Pool) -> None:
-    for lines in gloo.run(4, crowd, cores):
-        assert len(lines) == count
-        assert all(f"--nproc-per-node {cores} " in line for line in lines)
+@pytest.mark.parametrize(
+    ("cores", "count"),
+    [
+        ([{0, 1}] * 4, 1),
+        ([{0, 1, 2}] * 4, 1),
+        ([{0, 1, 2, 3}] * 4, 0),
+        ([{0}, {1}, {2}, {3}], 0),  # each has its own
+        ([{0}, {1, 2}, {1, 2}, {0}], 1),
+    ],
+)
+def test_more_processes_than_cores_are_warned_of_once(
+    cores: list[set[int]], count: int, gloo: Pool
+) -> None:
+    assert [len(lines) for lines in gloo.run(4, crowd, cores)] == [count] * 4

@@ -2,62 +2,36 @@
 
 import gzip
 import json
-import time
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from megatron.data.batch import Batch
-from megatron.train.callbacks import Callback
-from megatron.train.profiling import COMPUTING, HOST, IDLE, STEP, Parts, Profiler, parts_of, table
-from megatron.train.step import StepResult
+from megatron.train.callbacks import PAUSE
+from megatron.train.profiling import (
+    COMPUTING,
+    HOST,
+    IDLE,
+    STEP,
+    Parts,
+    Profiler,
+    parts_of,
+    seconds,
+    table,
+)
 from tests.dist import Pool
 from tests.train.test_callbacks import run
 from tests.train.test_loop import lines
 
 
-class Watch(Callback):
-    """The time from its first pre_step to its last post_step."""
-
-    def pre_train(self) -> None:
-        self.times: list[float] = []
-
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        self.times.append(time.perf_counter())
-
-    def post_step(self, result: StepResult) -> None:
-        self.end = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.times[0]
-
-
-def profiled(folder: Path, layout: str) -> tuple[list[Parts], float, float]:
-    """(parts of each rank, seconds of both steps on this rank: at least, at most)."""
-    inside, outside = Watch(), Watch()
-
-    class Surrounded(Profiler):
-        """Its span of a step begins after `outside` and ends after `inside`, and so on."""
-
-        def pre_step(self, batches: Sequence[Batch]) -> None:
-            outside.pre_step(batches)
-            super().pre_step(batches)
-            inside.pre_step(batches)
-
-        def post_step(self, result: StepResult) -> None:
-            inside.post_step(result)
-            super().post_step(result)
-            outside.post_step(result)
-
-    for each in (inside, outside):
-        each.pre_train()
-    run(folder, [Surrounded(1, 2, folder / "profile")], layout, train_iters=2, log_interval=1)
-    # Only the first rank has a file of metrics; its line has all ranks.
+def profiled(folder: Path, layout: str) -> list[Parts]:
+    """The parts of each rank in a profile of two steps; only the first rank has a record."""
+    run(folder, [Profiler(1, 2, folder / "profile")], layout, train_iters=3, eval_interval=1)
     found = [each["profile"] for each in lines(folder) if "profile" in each]
-    return found[0] if found else [], inside.seconds, outside.seconds
+    return found[0] if found else []
 
 
 @pytest.mark.parametrize(
@@ -71,20 +45,36 @@ def profiled(folder: Path, layout: str) -> tuple[list[Parts], float, float]:
     ],
 )
 def test_the_parts_are_the_step(layout: str, part: str | None, gloo: Pool, tmp_path: Path) -> None:
+    """That is, the time from the start of the first to that of the third, without evaluations."""
     ranks = 1 if layout == "serial" else 2
-    found = [profiled(tmp_path, layout)] if ranks == 1 else gloo.run(2, profiled, tmp_path, layout)
-    (by_rank, least, most) = found[0]
+    by_rank = (
+        profiled(tmp_path, layout) if ranks == 1 else gloo.run(2, profiled, tmp_path, layout)[0]
+    )
     assert len(by_rank) == ranks
-    # Not by a share of the time: a busy machine may run something else between two clocks.
-    assert least <= 2 * sum(by_rank[0].values()) <= most
-    for each in by_rank:
+    for rank, each in enumerate(by_rank):
+        with gzip.open(tmp_path / "profile" / f"rank_{rank}.json.gz") as file:
+            events = [x for x in json.load(file)["traceEvents"] if x["name"] in (STEP, PAUSE)]
+        steps = [(x["ts"], x["ts"] + x["dur"]) for x in events if x["name"] == STEP]
+        assert len(steps) == 2
+        pauses = [x for x in events if x["name"] == PAUSE and x["ts"] < steps[-1][1]]
+        assert len(pauses) >= 2
+        whole = (steps[-1][1] - steps[0][0]) / 1e6 - seconds(pauses)
+        assert 2 * sum(each.values()) == pytest.approx(whole)
         assert all(each[name] > 0 for name in (*COMPUTING, HOST))
         waits = [name for name in each if each[name] and (name == IDLE or "," in name)]
         assert part in waits if part else not waits
-    text = (tmp_path / "profile" / "table.txt").read_text()
-    assert text == table(by_rank)
-    names = {f"rank_{rank}.json.gz" for rank in range(ranks)}
-    assert {each.name for each in (tmp_path / "profile").iterdir()} == {*names, "table.txt"}
+
+
+def unwritten(folder: Path) -> tuple[int, str]:
+    """A run whose second rank cannot write its trace."""
+    (folder / "file").touch()
+    where = folder / ("file" if dist.get_rank() else "profile")
+    return run(folder, [Profiler(1, 2, where)], "data=2", train_iters=3)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(gloo: Pool, tmp_path: Path) -> None:
+    assert gloo.run(2, unwritten, tmp_path) == [(3, "train_iters")] * 2
+    assert not [each for each in lines(tmp_path) if "profile" in each]
 
 
 def event(name: str, start: float, end: float, cat: str = "kernel", **more: Any) -> dict[str, Any]:
@@ -101,13 +91,17 @@ GEMM = "sm90_xmma_gemm_bf16f32_bf16f32_f32_tn_n"
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>"
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
 SENT = "ncclDevKernel_SendRecv"
-STEPS = [event(STEP, 0, 10, "user_annotation"), event(STEP, 12, 20, "user_annotation")]
+STEPS = [event(STEP, 0, 12, "user_annotation"), event(STEP, 12, 20, "user_annotation")]
+PAUSED = event(PAUSE, 14, 18, "user_annotation")
 
 
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        ([], {HOST: 10}),  # half of it between the steps and in them
+        ([], {HOST: 10}),
+        # An evaluation in a step is no part of it, and neither are its kernels.
+        ([PAUSED, event(GEMM, 13, 15)], {"matmul": 0.5, HOST: 7.5}),
+        ([PAUSED, event(PAUSE, 30, 40, "user_annotation")], {HOST: 8}),
         ([event(GEMM, 0, 6), event("triton_poi_fused_gelu_3", 6, 8)],
          {"matmul": 3, "other kernels": 1, HOST: 6}),
         # Two streams: what computes hides what communicates.
@@ -140,6 +134,7 @@ def operator(name: str, start: float, end: float) -> dict[str, Any]:
         ([operator("_BlockAttention", 0, 6), operator("aten::bmm", 1, 5)],
          {"attention": 3, HOST: 7}),
         ([operator("_Dropout", 0, 6), operator("aten::mul", 1, 5)], {"other kernels": 2, HOST: 8}),
+        ([PAUSED, event("wait for tensor: all_reduce", 15, 17, "x")], {HOST: 8}),
         # A ring waits inside attention.
         ([operator("_RingAttention", 0, 6), event("wait for context: all_to_all", 2, 4, "x")],
          {"attention": 2, "communication, context": 1, HOST: 7}),
@@ -176,3 +171,14 @@ def test_a_profile_has_the_steps_that_are_asked_for(tmp_path: Path) -> None:
         assert names.count(STEP) == steps
         operators = [each["name"] for each in events]
         assert operators.count("aten::embedding") == 2 * 4 * steps, "two of four micro-batches"
+
+
+def test_the_table_has_mean_and_range_of_each_part() -> None:
+    text = table([{"matmul": 0.3, HOST: 0.1}, {"matmul": 0.1, IDLE: 0.4, HOST: 0.1}])
+    rows = [re.split(r" {2,}", line) for line in text.splitlines()[1:]]
+    assert rows == [
+        ["matmul", "200.0", "40.0 %", "100.0", "300.0"],
+        [IDLE, "200.0", "40.0 %", "0.0", "400.0"],
+        [HOST, "100.0", "20.0 %", "100.0", "100.0"],
+        ["step", "500.0", "100.0 %", "400.0", "600.0"],
+    ]
