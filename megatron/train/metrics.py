@@ -195,7 +195,8 @@ def mark_rewound(path: Path, start: int) -> None:
 def _lines(data: bytes) -> Iterator[Line]:
     for text in data.splitlines():
         try:
-            line = json.loads(text)
+            # Other programs write NaN and Infinity, which JSON does not have.
+            line = json.loads(text, parse_constant=lambda _: None)
         except ValueError:  # torn by a kill, a power cut or a full disk
             line = None
         if isinstance(line, dict):

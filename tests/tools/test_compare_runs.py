@@ -174,6 +174,20 @@ def test_a_record_without_settings(tmp_path: Path) -> None:
     assert (result["settings"], result["unknown"]) == ([], ["A"])
 
 
+def test_epochs_of_fine_tuning_are_compared(tmp_path: Path) -> None:
+    for name, accuracy in (("one", 0.5), ("other", 0.75)):
+        lines = [
+            {"step": 5, "seed": 1, "epoch": 1, "train_loss": None, "accuracy": 0.25},
+            {"step": 9, "seed": 1, "epoch": 2, "train_loss": 1.5, "accuracy": accuracy},
+        ]
+        content = [{"step": 0, "config": {"part": None}}, *lines]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+    result = compare(f"{tmp_path / 'one'} {tmp_path / 'other'}", tmp_path, 1)
+    assert {each["figure"] for each in result["figures"]} == {"train_loss", "accuracy"}
+    assert figure(result, "accuracy")["first"]["step"] == 9
+    assert figure(result, "train_loss")["first"]["step"] is None
+
+
 @pytest.mark.parametrize(
     "words", ["nowhere a", "a nowhere", "empty a", "a text", "a a/step_00000002"]
 )
@@ -191,6 +205,7 @@ def test_what_is_no_run(words: str, tmp_path: Path) -> None:
         ("a again --json nowhere/result.json", "--json"),
         ("a again --step 2", "--step"),
         ("a again --activations --samples 0", "--samples"),
+        ("a again --activations --samples 5", "--samples"),
         ("a again --activations --step 3", "--step"),
         ("a nowhere --activations", "B"),
     ],

@@ -33,7 +33,7 @@ from megatron.train.executor import Executor
 from megatron.train.inputs import open_inputs, prefetch
 from megatron.train.metrics import one_line
 from tools.layouts.job import of_checkpoint
-from tools.report.runs import differing, in_words, settings_of
+from tools.report.runs import differing, ratio, setting_in_words, settings_of
 
 Facts = dict[str, Any]
 Key = tuple[str, str, int]  # what it is, the name of its module or weight, its number among these
@@ -65,7 +65,11 @@ def compare_step(
         raise UsageError("A", a, f"a run of pretraining: {error}") from error
     config = replace(config, checkpoint=CheckpointConfig(load=str(ours.path)))  # has a tokenizer
     first = ours.manifest["counters"]["samples"]
+    most = config.training.global_batch_size
     count = samples or config.training.micro_batch_size
+    if count > most:
+        works = ("--samples", str(most))
+        raise UsageError("--samples", count, f"at most {most}, A's global batch", works=works)
     batch = read_batch(config, first, count)
     width = {"fp64": torch.float64, "fp32": torch.float32}[dtype]
     models = [{"config": {"model": each.manifest["config"]["model"]}} for each in (ours, theirs)]
@@ -268,12 +272,14 @@ def shown(result: Facts) -> str:
         a, b = ("no number" if each[run] is None else f"{each[run]:.6f}" for run in ("a", "b"))
         lines.append(f"{each['term']}: {a} in A, {b} in B")
     for each in result["settings"]:
-        lines.append(f"{each['setting']}: {in_words(each['a'])} in A, {in_words(each['b'])} in B")
+        lines.append(
+            f"{each['setting']}: {setting_in_words(each['a'])} in A, {setting_in_words(each['b'])} in B"
+        )
     for run in ("A", "B"):
         if names := result[f"only_{run.lower()}"]:
             lines.append(f"only {run} has {listed(names)}")
     weights = beyond(result["weights"], tolerance)
-    said = [f"{each['name']} ({ratio(each)})" for each in weights]
+    said = [f"{each['name']} ({difference_of(each)})" for each in weights]
     number = len(result["weights"])
     lines.append(
         f"{len(said)} of {number} weights differ: {listed(said)}"
@@ -294,7 +300,7 @@ def first_of(rows: Sequence[Mapping[str, Any]], tolerance: float) -> str:
     number = f" (number {each['number']})" if each["number"] > 1 else ""
     return (
         f"{len(differ)} of {len(rows)} tensors differ, first {PHRASES[each['what']]} "
-        f"{each['name']}{number} ({ratio(each)})"
+        f"{each['name']}{number} ({difference_of(each)})"
     )
 
 
@@ -302,7 +308,5 @@ def equal(tolerance: float) -> str:
     return f"within {tolerance:g}" if tolerance else "the same"
 
 
-def ratio(each: Mapping[str, Any]) -> str:
-    if each["difference"] is None:
-        return "no number, or another shape"
-    return f"{each['difference']:.1e}"
+def difference_of(each: Mapping[str, Any]) -> str:
+    return ratio(each["difference"], "no number, or another shape")

@@ -129,7 +129,7 @@ def _model(mesh: Mesh, hidden: int) -> Any:
 
 
 def _entering(mesh: Mesh, tokens: int, hidden: int) -> _Held:
-    """What the rank holds of x, a micro-batch with one sample of each rank that reads others."""
+    """The part of x that the rank holds; x has one sample of each rank that reads others."""
     samples = mesh.batch.size
     batch = {"global_batch_size": samples, "micro_batch_size": 1, "data_size": samples}
     ((*numbers,),) = micro_batch_numbers(0, data_rank=mesh.batch.rank, **batch)
@@ -139,7 +139,7 @@ def _entering(mesh: Mesh, tokens: int, hidden: int) -> _Held:
 
 
 def _held(index: Tensor, width: int) -> _Held:
-    """Of a part of a matrix whose elements are their own indices."""
+    """Rows and columns of a part of a matrix whose elements are their own indices."""
     rows, columns = (index[:, 0] // width).tolist(), (index[0] % width).tolist()
     assert torch.equal(index, torch.tensor(rows)[:, None] * width + torch.tensor(columns))
     return _Held(rows, columns)
@@ -168,7 +168,7 @@ def _range(part: slice) -> range:
 
 
 def _through(layers: Sequence[ParallelLinear], xs: Sequence[_Held]) -> list[_Held]:
-    """What each rank holds of y = x W."""
+    """The part of y = x W that each rank holds."""
     peers, ys = _Peers([layer.mesh for layer in layers]), list[_Held]()
     weights, inputs = list[_Held](), list[list[int]]()
     for layer in layers:

@@ -46,7 +46,8 @@ PLACES = {
 }
 FONTS = (10.0, 9.0, 8.0, 7.0, 6.0)  # of labels, the largest that fits
 SHADES = (0.3, 0.62)  # of the first and the second round of colours
-NOTE = "y1 = x W1, y2 = GeLU(y1) W2. Numbers: ranks that hold a block. Grey: all do."
+NOTE = "y1 = x W1, y2 = GeLU(y1) W2. Numbers: ranks that hold a block."
+OF_ALL = " Grey: all do."
 UNLABELLED = "A block without numbers is too small for them: the table has them."
 
 
@@ -82,13 +83,14 @@ def layout_figure(layout: Layout) -> Figure:
 
 def read(layout: Layout) -> Blocks:
     """The blocks of the layout. Raises UsageError as `layout_figure`."""
+    # First of all, as factors of a huge number take for ever to find.
+    if layout.ranks > MOST_RANKS * layout.size("pipeline"):
+        raise UsageError("LAYOUT", layout.name, f"of at most {MOST_RANKS} ranks")
     try:
         TrainingParallelConfig(**layout.settings)
     except UsageError as error:
         cause = UsageError(error.flag, error.value, error.allowed)
         raise UsageError("LAYOUT", layout.name, f"one that pretrain.py takes ({cause})") from None
-    if layout.ranks > MOST_RANKS * layout.size("pipeline"):
-        raise UsageError("LAYOUT", layout.name, f"of at most {MOST_RANKS} ranks")
 
     from tools.layouts.blocks import read_blocks
 
@@ -100,14 +102,14 @@ def table(blocks: Blocks) -> str:
     for matrix in blocks.matrices:
         for block in matrix.blocks:
             spans = (f"{each.start}:{each.stop}" for each in (block.rows, block.columns))
-            rows.append((matrix.name, in_words(block.ranks, blocks.ranks), *spans))
+            rows.append((matrix.name, ranks_in_words(block.ranks, blocks.ranks), *spans))
     shapes = (f"{each.name} [{each.rows}, {each.columns}]" for each in blocks.matrices)
     h = blocks.matrices[0].shape[1]
     return "\n".join([aligned(rows), "", f"{', '.join(shapes)}; h = {h}", *notes(blocks)])
 
 
 def notes(blocks: Blocks) -> list[str]:
-    """What the layout has that the blocks do not show."""
+    """Sentences about the parts of the layout that the blocks do not show."""
     layout, found = blocks.layout, []
     if blocks.samples > 1:
         found.append(f"Tokens are those of {blocks.samples} samples, one after another.")
@@ -121,7 +123,7 @@ def notes(blocks: Blocks) -> list[str]:
     return found
 
 
-def in_words(ranks: Sequence[int], number: int) -> str:
+def ranks_in_words(ranks: Sequence[int], number: int) -> str:
     """Ranks of `number` ranks: "all", "0, 1", "0 to 7" or "0, 8 .. 56"."""
     if len(ranks) == number > 1:
         return "all"
@@ -147,7 +149,8 @@ def paint(axes: Axes, blocks: Blocks) -> None:
     for line, word in enumerate(blocks.layout.name.split(",")):
         axes.text(0, 8 + 14 * line, word, size=11, weight="bold", va="center")
     fits = [_paint_matrix(axes, matrix, blocks.ranks) for matrix in blocks.matrices]
-    lines = [NOTE, *notes(blocks)] + [UNLABELLED] * (not all(fits))
+    is_grey = any(_is_all(each, blocks.ranks) for x in blocks.matrices for each in x.blocks)
+    lines = [NOTE + OF_ALL * is_grey, *notes(blocks)] + [UNLABELLED] * (not all(fits))
     for line, text in enumerate(lines):
         style = {"size": 8, "color": PALETTE["soft"], "va": "top"}
         axes.text(0, LINES + LINE * line, text, **style)
@@ -165,7 +168,7 @@ def _paint_matrix(axes: Axes, matrix: Matrix, ranks: int) -> bool:
     axes.text(left, top - 4, matrix.name, size=10, weight="bold", va="baseline")
     shape = f"{matrix.rows} \N{MULTIPLICATION SIGN} {matrix.columns}"
     axes.text(
-        left + 5 + 7 * len(matrix.name),
+        left + 5 + 9 * len(matrix.name),
         top - 4,
         shape,
         size=8,
@@ -177,6 +180,11 @@ def _paint_matrix(axes: Axes, matrix: Matrix, ranks: int) -> bool:
     return all(fits)
 
 
+def _is_all(block: Block, ranks: int) -> bool:
+    """Whether all of several ranks hold the block."""
+    return len(block.ranks) == ranks > 1
+
+
 def _paint_block(
     axes: Axes, block: Block, ranks: int, left: float, top: float, across: float, down: float
 ) -> bool:
@@ -184,11 +192,11 @@ def _paint_block(
     x, y = left + across * block.columns.start, top + down * block.rows.start
     width, height = across * len(block.columns), down * len(block.rows)
     turn, colour = divmod(block.ranks[0] % (len(SERIES) * len(SHADES)), len(SERIES))
-    is_all = len(block.ranks) == ranks > 1
-    face = (PALETTE["rest"], SHADES[0]) if is_all else (SERIES[colour], SHADES[turn])
+    is_grey = _is_all(block, ranks)
+    face = (PALETTE["rest"], SHADES[0]) if is_grey else (SERIES[colour], SHADES[turn])
     style = {"facecolor": face, "edgecolor": PALETTE["paper"], "linewidth": 0.8}
     axes.add_patch(patches.Rectangle((x, y), width, height, **style))
-    words = in_words(block.ranks, ranks)
+    words = ranks_in_words(block.ranks, ranks)
     for size in FONTS:
         for text in (words, words.replace(" ", "\n")):
             lines = text.split("\n")

@@ -68,8 +68,8 @@ class Block:
 
 
 def blocks_of(rows: Sequence[Row]) -> list[Block]:
-    """The blocks of a model, in the order of its calls. A layer whose input nothing is sent for is
-    in the block of the layers before it."""
+    """The blocks of a model, in the order of its calls. A layer whose input needs no communication
+    joins the block of the layers before it."""
     blocks: list[Block] = []
     readers: dict[int, str] = {}  # the first name, by source
     for row in sorted(rows, key=lambda row: (row.times == 0, row.order)):

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron.errors import UsageError
 from megatron.libraries import Library
-from megatron.train.metrics import read_metrics
 from tools.report.figures import PALETTE, SERIES, SIZE, draw, picture
+from tools.report.record import Facts, Lines, read_record, record_of
 from tools.report.sections import Figure
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 artists, ticker = Library("matplotlib.lines"), Library("matplotlib.ticker")
 
-Facts = dict[str, Any]
-Lines = Sequence[Facts]
-"""A run's lines of metrics that hold, as `read_metrics` gives them."""
 Runs = Mapping[str, Lines]
 """Lines of each run, by its name."""
 Against = Literal["steps", "tokens", "time"]
@@ -41,7 +38,7 @@ class Panel:
     """A drawing of one number by step, of each run."""
 
     key: str
-    """Of the lines of metrics; validation_KEY is drawn with dots."""
+    """That of the lines of metrics; validation_KEY is drawn with dots."""
     title: str
     scale: float = 1.0
     """Factor of the values."""
@@ -51,24 +48,20 @@ class Panel:
     """Whether a mean says more than each value."""
 
 
-def record_of(run: Path) -> Path:
-    """The record of a run: the file itself, or that of a folder (--save)."""
-    return run / "metrics.jsonl" if run.is_dir() else run
-
-
 def read_run(run: Path) -> Lines:
     """Raises FileNotFoundError without a record, ValueError for one without a logged step."""
     file = record_of(run)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there; the folder of a --save works")
-    lines = read_metrics(file)
+    lines = read_record(file)
     if not any("loss" in line for line in lines):
         raise ValueError(f"{file} has no step; train for at least --log-interval steps")
     return lines
 
 
 def run_names(runs: Sequence[Path]) -> list[str]:
-    """For each run the shortest part of its path in which they differ; of one run the last part."""
+    """For each run the shortest part of its path in which they differ; of one run the last part.
+    A folder and a file of one name keep the ending of the file."""
     files = [record_of(run).resolve() for run in runs]
     paths = [
         (each.parent if each.name == "metrics.jsonl" else each.with_suffix("")).parts
@@ -79,7 +72,11 @@ def run_names(runs: Sequence[Path]) -> list[str]:
         first += 1
     while last < shortest - first - 1 and len({path[-1 - last] for path in paths}) == 1:
         last += 1
-    return ["/".join(path[first : len(path) - last]) for path in paths]
+    names = ["/".join(path[first : len(path) - last]) for path in paths]
+    return [
+        name + file.suffix * (file.name != "metrics.jsonl" and names.count(name) > 1)
+        for name, file in zip(names, files, strict=True)
+    ]
 
 
 def loss_terms(lines: Lines) -> list[str]:
@@ -91,7 +88,7 @@ def loss_terms(lines: Lines) -> list[str]:
 
 
 def unit_of(lines: Lines) -> str | None:
-    """What the run counts in its throughput: tokens or images; None before the first step."""
+    """The unit of the run's throughput, tokens or images; None if no line has one."""
     keys = (key for line in reversed(lines) for key in line if key.endswith(RATE))
     return next((key.removesuffix(RATE) for key in keys), None)
 
@@ -286,16 +283,17 @@ def picture_of(runs: Runs, ending: str, against: Against = "steps") -> bytes:
 
 
 def last_figures(metrics: Lines) -> Facts:
-    """The last losses, and the median of the logged tokens or images per second."""
+    """The last losses, and the median of the logged tokens or images per second, if any are."""
     logged = [line for line in metrics if "loss" in line]
     validated = [line for line in metrics if "validation_loss" in line]
     if not logged:
         raise ValueError("metrics.jsonl has no step; train for at least --log-interval steps")
-    rate = next(key for key in logged[-1] if key.endswith("_per_second"))
+    rate = f"{unit_of(logged)}{RATE}"
+    rates = [line[rate] for line in logged if line.get(rate) is not None]
     return {
         "steps": logged[-1]["step"],
-        "samples": logged[-1]["samples"],
-        rate: statistics.median(line[rate] for line in logged),
+        "samples": logged[-1].get("samples"),
+        **({rate: statistics.median(rates)} if rates else {}),
         "train_loss": logged[-1]["loss"],
         "validation_loss": validated[-1]["validation_loss"] if validated else None,
     }

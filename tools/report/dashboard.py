@@ -16,9 +16,10 @@ import tyro
 
 from megatron.config.parse import parse_call, user_errors
 from megatron.errors import UsageError
-from megatron.train.metrics import read_metrics
-from tools.report.curves import Against, record_of, run_names
+from megatron.train.metrics import one_line
+from tools.report.curves import Against, run_names
 from tools.report.numbers import duration
+from tools.report.record import read_record, record_of
 from tools.report.run import run_page
 from tools.report.sections import Page
 
@@ -26,6 +27,7 @@ HOST = "127.0.0.1"
 # A page of another host may have its name resolve to this machine.
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
 SECONDS = 5  # until the page asks for news
+REST = 10  # times the last drawing until the page is drawn again: that of a long record is slow
 SCRIPT = """
 const opened = () => [...document.querySelectorAll("details[open] > summary")];
 const renew = async () => {
@@ -86,6 +88,7 @@ class Dashboard(ThreadingHTTPServer):
         self.against = against
         self._lock = Lock()  # matplotlib has one style for all threads
         self._drawn: tuple[object, Page] | None = None  # state of the file, and its page
+        self._next = 0.0  # moment from which it may be drawn again
         works = ("--port", "0")
         if not 0 <= port < 2**16:
             raise UsageError("--port", port, "from 0 to 65535", works=works)
@@ -116,10 +119,13 @@ class Dashboard(ThreadingHTTPServer):
             return replace(page, script=SCRIPT).html()
 
     def _page(self, state: object) -> Page:
-        if self._drawn is None or self._drawn[0] != state:
-            lines = read_metrics(self.file)
+        start = time.monotonic()
+        if self._drawn is None or (self._drawn[0] != state and start >= self._next):
+            lines = read_record(self.file)
             page = run_page(self.name, lines, self.against) if lines else self._waiting()
             self._drawn = state, page
+            end = time.monotonic()
+            self._next = end + REST * (end - start)
         return self._drawn[1]
 
     def _waiting(self) -> Page:
@@ -134,6 +140,12 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds without a request until a connection is closed
 
     def do_GET(self) -> None:
+        with suppress(ConnectionError):  # the reader has closed the page
+            self._answer()
+
+    do_HEAD = do_GET  # noqa: N815, as the base class asks for it
+
+    def _answer(self) -> None:
         if not OWN_HOST.fullmatch(self.headers.get("Host", "")):
             self.send_error(403, explain="Open the address that the dashboard printed.")
         elif self.path.partition("?")[0] != "/":
@@ -141,8 +153,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             try:
                 content = self.server.content()
-            except (OSError, ValueError) as error:
-                self.send_error(500, explain=str(error))
+            except Exception as error:  # another program's record may hold anything
+                self.send_error(500, explain=one_line(error))
                 return
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -154,8 +166,6 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(content)
-
-    do_HEAD = do_GET  # noqa: N815, as the base class asks for it
 
     def log_message(self, *_: object) -> None:
         """Requests are not worth a line."""

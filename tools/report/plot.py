@@ -21,12 +21,12 @@ from tools.report.curves import (
     loss_terms,
     picture_of,
     read_run,
-    record_of,
     run_names,
     unit_of,
 )
 from tools.report.figures import draw, picture
 from tools.report.numbers import NONE, whole
+from tools.report.record import record_of
 from tools.report.run import number_of, run_page
 from tools.report.sections import Beside, Page, Section, Table, Text
 
@@ -69,14 +69,16 @@ def plot(
         allowed = f"steps or time with runs that count {' and '.join(map(str, units))}"
         raise UsageError("--against", against, allowed)
     folder = next(iter(files)).parent if len(read) == 1 else Path()
+    contents = {}
     for file in [folder / "plot.png", folder / "plot.html"] if output is None else [output]:
         if file.suffix == PAGE:
-            content = page_of(read, against, term).html()
+            contents[file] = page_of(read, against, term).html()
         elif term is None:
-            content = picture_of(read, file.suffix[1:], against)
+            contents[file] = picture_of(read, file.suffix[1:], against)
         else:
             paint = partial(draw_losses, runs=read, term=term, against=against)
-            content = picture(paint, file.suffix[1:], (8, 4.5))
+            contents[file] = picture(paint, file.suffix[1:], (8, 4.5))
+    for file, content in contents.items():
         write_atomically(file, content)
         print(file)
 
@@ -89,9 +91,11 @@ def main() -> None:
 def page_of(runs: Runs, against: Against, term: str | None) -> Page:
     """The page of a run, or the curves of several."""
     title = ", ".join(runs)
+    texts = (text for name, lines in runs.items() for text in left_out(name, lines))
+    lost = [Text(text, "warning") for text in texts]
     if term is not None:
         figure = draw(partial(draw_losses, runs=runs, term=term, against=against), term)
-        return Page(title, f"{term} by {against}", [Section("Curves", [figure])])
+        return Page(title, f"{term} by {against}", [Section("Curves", [*lost, figure])])
     if len(runs) == 1:
         ((name, lines),) = runs.items()
         return run_page(name, lines, against)
@@ -100,11 +104,10 @@ def page_of(runs: Runs, against: Against, term: str | None) -> Page:
         facts, unit = last_figures(lines), unit_of(lines)
         is_validated = any("validation_loss" in line for line in lines)
         validation = number_of(facts["validation_loss"]) if is_validated else NONE
-        speed = f"{whole(facts[f'{unit}_per_second'])} {unit}/s"
+        rate = facts.get(f"{unit}_per_second")
+        speed = NONE if rate is None else f"{whole(rate)} {unit}/s"
         loss = number_of(facts["train_loss"])
         rows.append((name, whole(facts["steps"]), loss, validation, speed))
     head = ("run", "steps", "last loss", "last validation loss", "median throughput")
-    texts = (text for name, lines in runs.items() for text in left_out(name, lines))
-    lost = [Text(text, "warning") for text in texts]
     parts = [Table(head, rows), *lost, Beside(draw_curves(runs, against))]
     return Page(title, f"{len(runs)} runs by {against}.", [Section("Curves", parts)])

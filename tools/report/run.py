@@ -13,9 +13,10 @@ from megatron.config.parallel import TrainingParallelConfig
 from megatron.errors import UsageError, flag
 from tools.layouts.layout import Layout, layout_of, parse_layout
 from tools.layouts.picture import layout_figure
-from tools.report.curves import Against, Facts, Lines, draw_curves, left_out, unit_of
+from tools.report.curves import Against, draw_curves, left_out, unit_of
 from tools.report.figures import SERIES, draw
-from tools.report.numbers import duration, percent, whole
+from tools.report.numbers import NONE, duration, percent, whole
+from tools.report.record import Facts, Lines, epoch_figures, is_epoch
 from tools.report.sections import (
     Beside,
     Commands,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 PHASES = ("forward", "backward", "forward and backward", "p2p", "reduction", "optimizer")
 WAITS = ("p2p", "reduction")  # phases in which a rank waits for others
+LEAST_WAIT = 0.0005  # seconds of a phase that counts as waiting: it shows as 1 ms
 EQUAL = 1.05  # times the median that the slowest rank may take until the page calls it slow
 
 # Numbers of what is shown.
@@ -48,7 +50,9 @@ RANKS = 16  # above, the table of ranks is folded
 
 def run_page(name: str, lines: Lines, against: Against = "steps") -> Page:
     """lines: at least one, of a run that has started."""
-    start = next((line for line in reversed(lines) if "started" in line), {})
+    place = max((n for n, line in enumerate(lines) if "started" in line), default=0)
+    since = lines[place:]  # what holds for the newest layout
+    start = since[0] if "started" in since[0] else {}
     logged = [line for line in lines if "loss" in line]
     lead = state_of(lines)
     sections = []
@@ -59,8 +63,8 @@ def run_page(name: str, lines: Lines, against: Against = "steps") -> Page:
     else:
         lead += " No step is logged yet."
     sections += [
-        Section("Where time goes", [*time_parts(lines)]),
-        Section("Layout", [*layout_parts(start, logged)]),
+        Section("Where time goes", [*time_parts(since)]),
+        Section("Layout", [*layout_parts(start, since)]),
         Section("Evaluations", [*evaluation_parts(lines)]),
         Section("Samples", [*sample_parts(lines)]),
         Section("Settings", [*setting_parts(start)], folded=True),
@@ -77,15 +81,18 @@ def number_of(value: Any) -> str:
 
 
 def state_of(lines: Lines) -> str:
-    """A sentence: started when, and running or ended by what."""
+    """A sentence: started when, and running or ended by what; or where it is, if no line tells."""
     starts = [line for line in lines if "started" in line]
-    text = "Started"
+    last = lines[-1]
     if starts:
         moment = datetime.fromisoformat(starts[0]["started"])
-        text += f" {moment:%Y-%m-%d %H:%M %Z}"
+        text = f"Started {moment:%Y-%m-%d %H:%M %Z}"
+    elif "ended" in last:
+        text = "Started"
+    else:
+        return f"At step {whole(last['step'])}."
     if again := [str(line["step"]) for line in starts[1:]]:
         text += f", resumed at step {', '.join(again)}"
-    last = lines[-1]
     if "ended" not in last:
         return f"{text}, and has not ended."
     reason = "with its last step" if last["ended"] == "train_iters" else f"by {last['ended']}"
@@ -95,7 +102,7 @@ def state_of(lines: Lines) -> str:
 def headline(lines: Lines, start: Facts) -> Iterator[Number]:
     step = max(line["step"] for line in lines)
     steps = start.get("config", {}).get("training", {}).get("train_iters")
-    note = "" if steps is None else f"of {whole(steps)}, {percent(step / steps, 0)}"
+    note = f"of {whole(steps)}, {percent(step / steps, 0)}" if steps else ""
     yield Number(whole(step), "step", note)
     last = next((line for line in reversed(lines) if "loss" in line), None)
     if last is None:
@@ -120,7 +127,7 @@ def headline(lines: Lines, start: Facts) -> Iterator[Number]:
 
 def time_parts(lines: Lines) -> Iterator[Part]:
     """Phases of the median and the slowest rank, who waits for whom, the wait for data, and the
-    newest profile."""
+    newest profile. lines: since the newest start."""
     timed = [line for line in lines if "median_phases" in line and "slowest_phases" in line]
     if timed:
         yield phase_figure(timed[-1])
@@ -181,10 +188,12 @@ def waiting(timed: Lines) -> Iterator[str]:
         return
     times = f"{slow / median:.2f} x the median ({1000 * slow:,.0f} ms against {1000 * median:,.0f})"
     if slow < EQUAL * median:
-        yield f"All ranks take about the same time: the slowest, rank {rank}, {times}."
+        yield f"All ranks take about the same time: the slowest, rank {rank}, takes {times}."
         return
     spent = ((name, last["median_phases"].get(name, 0.0)) for name in WAITS)
-    waits = " and ".join(f"{1000 * each:,.0f} ms in {name}" for name, each in spent if each)
+    waits = " and ".join(
+        f"{1000 * each:,.0f} ms in {name}" for name, each in spent if each >= LEAST_WAIT
+    )
     text = f"Rank {rank} on host {host} takes {times} for forward and backward."
     yield f"{text} Others wait for it: rank {last['median_rank']}, the median, " + (
         f"spends {waits}." if waits else "shows no wait of its own in p2p or reduction."
@@ -195,8 +204,8 @@ def waiting(timed: Lines) -> Iterator[str]:
         yield f"It was the slowest in {count} of the last {len(recent)} lines."
 
 
-def layout_parts(start: Facts, logged: Lines) -> Iterator[Part]:
-    """Coordinates and memory of each rank, and the picture of the layout."""
+def layout_parts(start: Facts, lines: Lines) -> Iterator[Part]:
+    """Coordinates and memory of each rank, and the picture of the layout. lines: since `start`."""
     if not (sizes := start.get("layout")):
         return
     axes = {name.removesuffix("_parallel_size"): number for name, number in sizes.items()}
@@ -204,9 +213,9 @@ def layout_parts(start: Facts, logged: Lines) -> Iterator[Part]:
     if (layout := find_layout(start, ranks)) is not None:
         yield f"{layout.name}: {whole(ranks)} rank{'s' * (ranks > 1)}."
         # An own schedule has no name there, and changes no block.
-        if ranks > 1 and (figure := layout_picture(replace(layout, schedule=None).name)):
-            yield figure
-    memories = [line[key] for line in logged if (key := "peak_memory_bytes_by_rank") in line]
+        if ranks > 1:
+            yield layout_picture(replace(layout, schedule=None).name)
+    memories = [line[key] for line in lines if (key := "peak_memory_bytes_by_rank") in line]
     memory = memories[-1] if memories else None
     rows = [*rank_rows(axes, memory)]
     head: list[str] = ["rank", *axes]
@@ -245,20 +254,29 @@ def find_layout(start: Facts, ranks: int) -> Layout | None:
 
 
 @cache
-def layout_picture(name: str) -> Figure | None:
-    """None for a layout that has no picture."""
+def layout_picture(name: str) -> Figure | str:
+    """The reason in place of the figure for a layout that has none."""
     try:
         return layout_figure(parse_layout(name))
-    except UsageError:
-        return None
+    except UsageError as error:
+        return f"There is no picture of this layout: {error}."
 
 
 def evaluation_parts(lines: Lines) -> Iterator[Part]:
-    found = [line for line in lines if "validation_loss" in line][-EVALUATIONS:]
-    keys = [key for key in (found or [{}])[-1] if key.startswith("validation_")]
+    """The newest evaluations of pretraining, and the newest epochs of fine-tuning."""
+    validated = [line for line in lines if "validation_loss" in line][-EVALUATIONS:]
+    keys = [key for key in (validated or [{}])[-1] if key.startswith("validation_")]
+    yield from evaluation_tables(validated, keys)
+    epochs = [line for line in lines if is_epoch(line)][-EVALUATIONS:]
+    yield from evaluation_tables(epochs, ["epoch", *epoch_figures((epochs or [{}])[-1])])
+
+
+def evaluation_tables(lines: Lines, keys: Sequence[str]) -> Iterator[Table]:
+    """A table of the lines, the newest first; none without a line."""
     head = ["step", *(key.removeprefix("validation_").replace("_", " ") for key in keys)]
     rows = [
-        [whole(line["step"]), *(number_of(line.get(key)) for key in keys)] for line in found[::-1]
+        [whole(line["step"]), *(number_of(line[key]) if key in line else NONE for key in keys)]
+        for line in lines[::-1]
     ]
     if rows:
         yield Table(head, rows, left=())

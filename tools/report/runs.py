@@ -15,22 +15,21 @@ from typing import Any
 
 from megatron.checkpoint.resume import CONFIG_JSON
 from megatron.errors import UsageError, flag
-from megatron.train.metrics import read_metrics
 from tools.report.numbers import NONE, aligned
+from tools.report.record import Facts, Lines, epoch_figures, is_epoch, read_record, record_of
 
-Facts = dict[str, Any]
 Figures = Mapping[str, Mapping[int, float | None]]
 # Places of files, which differ between any two runs.
 PLACES = ("--save", "--load", "--metrics-file", "--tensorboard-dir", "command")
 WIDEST = 48  # characters of a value in a table; longer ones have lines of their own
 
 
-def read_run(given: Path, name: str) -> list[Facts]:
+def read_run(given: Path, name: str) -> Lines:
     """The valid lines of a run's record. name: the argument, for messages. Raises UsageError."""
-    file = given / "metrics.jsonl" if given.is_dir() else given
+    file = record_of(given)
     if not file.is_file():
         raise UsageError(name, given, "the folder of a --save, or its metrics.jsonl")
-    lines = [line for line in read_metrics(file) if isinstance(line.get("step"), int)]
+    lines = read_record(file)
     if not lines:
         raise UsageError(name, given, "the record of a run; this has no line that holds")
     return lines
@@ -62,7 +61,10 @@ def settings_of(start: Facts) -> Facts:
     """{"--lr": 0.001, ..., "versions torch": "2.13.0"}: settings by flag, and the other facts of a
     line of a start."""
     found = {
-        flag(key): each for part in start.get("config", {}).values() for key, each in part.items()
+        flag(key): each
+        for part in start.get("config", {}).values()
+        if isinstance(part, Mapping)
+        for key, each in part.items()
     }
     if (text := found.pop("--hf-config", None)) is not None:
         found |= {f"{CONFIG_JSON}{key}": each for key, each in json.loads(text).items()}
@@ -99,13 +101,14 @@ def figures_of(lines: Sequence[Facts]) -> dict[str, dict[int, float | None]]:
         own = takewhile(lambda name: name != "elapsed_seconds", line) if "loss" in line else ()
         scaling = (name for name in ("loss_scale", "skipped_steps") if name in line)
         validation = (name for name in line if name.startswith("validation_"))
-        for name in (*own, *scaling, *validation):
+        epoch = epoch_figures(line) if is_epoch(line) else ()
+        for name in (*own, *scaling, *validation, *epoch):
             if name != "step":
                 found[name][line["step"]] = line[name]
     return dict(found)
 
 
-def relative(a: float | None, b: float | None) -> float:
+def relative_gap(a: float | None, b: float | None) -> float:
     """|b - a| / |a|; infinite if a is 0, or one of them alone is not finite."""
     if a == b:
         return 0.0
@@ -116,7 +119,7 @@ def row(
     name: str, a: Mapping[int, float | None], b: Mapping[int, float | None], tolerance: float
 ) -> Facts:
     """Where a figure of two runs parts; None where it does not, or a difference is infinite."""
-    gaps = {step: relative(a[step], b[step]) for step in sorted(a.keys() & b.keys())}
+    gaps = {step: relative_gap(a[step], b[step]) for step in sorted(a.keys() & b.keys())}
     first = next((step for step, gap in gaps.items() if gap > tolerance), None)
     most = max(gaps, key=lambda step: gaps[step], default=None)
 
@@ -146,7 +149,7 @@ def shown(result: Facts, tolerance: float) -> str:
     """The result of compare_records as text."""
     table, long = [["setting", "A", "B"]], []
     for each in result["settings"]:
-        cells = [each["setting"], in_words(each["a"]), in_words(each["b"])]
+        cells = [each["setting"], setting_in_words(each["a"]), setting_in_words(each["b"])]
         (long if max(map(len, cells)) > WIDEST else table).append(cells)
     lines = aligned(table).splitlines() if table[1:] else []
     lines += [f"{name}\n  A: {one}\n  B: {other}" for name, one, other in long]
@@ -155,8 +158,8 @@ def shown(result: Facts, tolerance: float) -> str:
         lines = [f"The record of {' and that of '.join(result['unknown'])} has no settings."]
     for run, name in (("A", "a"), ("B", "b")):
         lines += [
-            f"{run} changed {each['setting']} at step {each['step']}: {in_words(each['before'])}, "
-            f"then {in_words(each['after'])}"
+            f"{run} changed {each['setting']} at step {each['step']}: "
+            f"{setting_in_words(each['before'])}, then {setting_in_words(each['after'])}"
             for each in result["changes"][name]
         ]
     lines.append("")
@@ -192,8 +195,8 @@ def said(each: Facts, tolerance: float) -> str:
     return f"first differs at step {first['step']}: {both} ({ratio(first['difference'])}); {most}"
 
 
-def ratio(difference: float | None) -> str:
-    return "infinity" if difference is None else f"{difference:.1e}"
+def ratio(difference: float | None, absent: str = "infinity") -> str:
+    return absent if difference is None else f"{difference:.1e}"
 
 
 def extent(steps: Sequence[int]) -> str:
@@ -202,7 +205,7 @@ def extent(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
-def in_words(value: Any) -> str:
+def setting_in_words(value: Any) -> str:
     if value is None or value == []:
         return "not given"
     if isinstance(value, list):

@@ -190,7 +190,7 @@ class Page:
 
     @property
     def policy(self) -> str:
-        """What the browser lets the page do."""
+        """The policy that tells the browser what the page may do."""
         policy = "default-src 'none'; style-src 'unsafe-inline'"
         if self.script:
             digest = b64encode(sha256(self.script.encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""What every page has to hold: it is well-formed, runs nothing and loads nothing. The texts of a
+"""Checks of every page: it is well-formed, runs nothing and loads nothing. The texts of a
 figure."""
 
 import re

@@ -20,9 +20,9 @@ from megatron.config.parse import parse_call
 from tests.refusals import refused
 from tests.tools.report.pages import HOSTILE, ParsedPage
 from tests.tools.report.records import START, step, write
-from tools.report.dashboard import Dashboard, dashboard
+from tools.report.dashboard import Dashboard, Handler, dashboard
 from tools.report.run import rank_rows, run_page
-from tools.report.sections import Table
+from tools.report.sections import Page, Table
 
 ROOT = Path(__file__).resolve().parents[3]
 AXES = {"pipeline": 2, "data": 3, "tensor": 4}
@@ -50,7 +50,8 @@ def ask(server: Dashboard, path: str = "/", method: str = "GET", **headers: str)
     return answer.status, text
 
 
-def test_the_page_follows_the_run(tmp_path: Path) -> None:
+def test_the_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.report.dashboard.REST", 0)
     with serving(tmp_path / "run") as server:
         status, text = ask(server)
         assert status == 200
@@ -220,3 +221,82 @@ def test_a_page_has_the_profile_and_the_memory_that_the_record_had_last() -> Non
         ("host", "50.0 ms", pytest.approx(0.125)),
     ]
     assert {row[4] for row in layout} == {"2.00 GiB"}
+
+
+def test_only_the_newest_layout_counts() -> None:
+    about = {"median_rank": 0, "median_seconds": 0.3, "median_host": "h", "median_phases": {}}
+    about |= {"slowest_rank": 1, "slowest_seconds": 0.6, "slowest_host": "h"}
+    about |= {"slowest_phases": {}}
+    about["median_phases"] = {"p2p": 0.0004}
+    old = [step(number, peak_memory_bytes_by_rank=[2**40] * 4, **about) for number in (2, 4)]
+    text = ParsedPage(run_page("own", [START, *old]).html()).text
+    assert "2 of the last 2" in text
+    assert "1024.00 GiB" in text
+    assert "0 ms in p2p" not in text
+    again = {**START, "step": 4}
+    text = ParsedPage(run_page("own", [START, *old, again, step(6, **about)]).html()).text
+    assert "of the last" not in text
+    assert "1024.00 GiB" not in text
+
+
+def test_a_record_of_fine_tuning() -> None:
+    epoch = {"step": 5, "seed": 1, "epoch": 1, "train_loss": 1.25, "accuracy": 0.875}
+    page = run_page("own", [{"step": 2, "loss": 1.5}, epoch])
+    assert "tarted" not in page.lead
+    text = ParsedPage(page.html()).text
+    for part in ("train loss", "1.2500", "0.87500"):
+        assert part in text
+
+
+def test_a_figure_that_an_evaluation_lacks_is_no_fault() -> None:
+    older = {"step": 1, "validation_loss": 2.0}
+    text = ParsedPage(run_page("own", [older, {**older, "validation_new": 3.0}]).html()).text
+    assert "not finite" not in text
+
+
+def test_a_layout_without_a_picture_says_why() -> None:
+    sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1024}
+    parallel = {"tensor_model_parallel_size": 1024}
+    config = {"parallel": parallel, "model": {"num_layers": 2}}
+    page = run_page("own", [{**START, "layout": sizes, "config": config}, step(1)])
+    assert "at most 512 ranks" in ParsedPage(page.html()).text
+
+
+def test_any_line_has_an_answer(tmp_path: Path) -> None:
+    no_steps = {**START, "config": {"training": {"train_iters": 0}}}
+    folder = write(tmp_path / "odd", [{"loss": 1.0}, no_steps, step(1)])
+    with serving(folder) as server:
+        assert ask(server)[0] == 200
+    folder = write(tmp_path / "wrong", [step(1, "a text")])
+    with serving(folder) as server:
+        assert ask(server)[0] == 500
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    def leave(_: Dashboard) -> bytes:
+        raise BrokenPipeError
+
+    with serving(tmp_path) as server:
+        monkeypatch.setattr(Handler, "end_headers", leave)
+        with create_connection(("127.0.0.1", server.server_port)) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            connection.makefile("rb").read()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_slow_page_is_not_drawn_at_every_line(tmp_path: Path, monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tools.report.dashboard.time.monotonic", lambda: now[0])
+
+    def slow(name: str, lines: Any, against: str) -> Page:
+        now[0] += 5
+        return Page(name, f"at {lines[-1]['step']}", [])
+
+    monkeypatch.setattr("tools.report.dashboard.run_page", slow)
+    with Dashboard(write(tmp_path, [step(1)])) as server:
+        assert b"at 1" in server.content()
+        write(tmp_path, [step(2)])
+        now[0] += 49
+        assert b"at 1" in server.content()
+        now[0] += 2
+        assert b"at 2" in server.content()

@@ -49,6 +49,8 @@ def drawn(runs: Runs, term: str = "loss", **options: Any) -> list[Any]:
         (["a/one.jsonl", "a/two.jsonl"], ["one", "two"]),
         (["a/metrics.jsonl", "b/metrics.jsonl"], ["a", "b"]),
         (["b/../a/x", "c/x"], ["a", "c"]),
+        (["x/a", "x/a.jsonl"], ["a", "a.jsonl"]),
+        (["x/a", "y/a.jsonl"], ["x", "y"]),
     ],
 )
 def test_a_run_is_called_by_what_differs(
@@ -67,11 +69,10 @@ def test_a_run_is_called_by_what_differs(
 class Counter(Callback):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.seconds = [0], [0.0]
+        self.tokens = [0]
 
     def post_step(self, result: StepResult) -> None:
         self.tokens.append(self.tokens[-1] + result.tokens)
-        self.seconds.append(self.training.clock.training)
 
 
 def test_tokens_and_time_are_those_of_a_run(tmp_path: Path) -> None:
@@ -80,8 +81,10 @@ def test_tokens_and_time_are_those_of_a_run(tmp_path: Path) -> None:
     lines = read_metrics(tmp_path / "m.jsonl")
     assert len(set(counter.tokens)) == 5
     assert [*positions(lines, "tokens", [0, 2, 4])] == pytest.approx(counter.tokens[::2])
-    seconds = positions(lines, "time", [0, 2, 4])
-    assert [*seconds] == pytest.approx(counter.seconds[::2], abs=0.2)
+    totals = [0.0]
+    for line in (each for each in lines if "step_seconds" in each):
+        totals.append(totals[-1] + 2 * line["step_seconds"])
+    assert [*positions(lines, "time", [0, 2, 4])] == totals
     assert [*positions(lines, "steps", [0, 2, 4])] == [0, 2, 4]
 
 
@@ -110,9 +113,9 @@ def test_time_begins_with_the_record() -> None:
 
 
 def test_a_run_of_one_point_is_visible() -> None:
-    for line in drawn({"own": [START, step(1)]})[-1:]:
-        assert line.get_marker() == "o"
-        assert line.get_markersize() > 0
+    *_, line = drawn({"own": [START, step(1)]})
+    assert line.get_marker() == "o"
+    assert line.get_markersize() > 0
 
 
 def test_what_is_not_finite_is_left_out_and_said() -> None:
@@ -174,6 +177,20 @@ def test_a_term_has_a_picture_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     text = Path("new/losses.svg").read_text()
     for label in ("a, training", "a, validation", "b, training", "b, validation"):
         assert text.count(f">{label}</text>") == 1
+
+
+def test_a_run_without_throughput_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write(Path(name), [{"step": 1, "loss": 2.0}, {"loss": 1.0}])
+    with Path("b/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": NaN}\n')
+    plot((Path("a"), Path("b")))
+    assert "b: 1 of 2 values" in ParsedPage(Path("plot.html").read_bytes()).text
+    plot((Path("b"),), Path("term.html"), term="loss")
+    assert "b: 1 of 2 values" in ParsedPage(Path("term.html").read_bytes()).text
 
 
 @pytest.mark.parametrize(
