@@ -272,9 +272,8 @@ def shown(result: Facts) -> str:
         a, b = ("no number" if each[run] is None else f"{each[run]:.6f}" for run in ("a", "b"))
         lines.append(f"{each['term']}: {a} in A, {b} in B")
     for each in result["settings"]:
-        lines.append(
-            f"{each['setting']}: {setting_in_words(each['a'])} in A, {setting_in_words(each['b'])} in B"
-        )
+        a, b = (setting_in_words(each[run]) for run in ("a", "b"))
+        lines.append(f"{each['setting']}: {a} in A, {b} in B")
     for run in ("A", "B"):
         if names := result[f"only_{run.lower()}"]:
             lines.append(f"only {run} has {listed(names)}")
