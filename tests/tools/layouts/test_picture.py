@@ -246,7 +246,7 @@ def test_ranks_in_words(ranks: tuple[int, ...], number: int, words: str) -> None
 @pytest.mark.parametrize("name", ["tensor=8:2.5d:2", "tensor=8,data=32,pipeline=2,zero=1"])
 def test_a_figure_of_a_page_names_the_ranks(name: str) -> None:
     figure = picture.layout_figure(parse_layout(name))
-    page = ParsedPage(Page("Layout", "", [Section("Blocks", [figure])]).html())
+    ParsedPage(Page("Layout", "", [Section("Blocks", [figure])]).html())
     labels = set(re.findall(r"<text[^>]*>([^<]+)</text>", figure.svg))
     blocks = blocks_of(name)
     for matrix in blocks.matrices[1:4:2]:  # the weights, whose blocks have room
