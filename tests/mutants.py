@@ -894,6 +894,17 @@ zero-3-gathers-all-layers
 zero-norm-of-one-part
 - return all_reduce(total, self.shared)
 + return total
+@ megatron/huggingface/config.py | train/test_utilization::test_flops
+heads-as-wide-as-the-hidden-states
+- head = described.get("head_dim") or self.hidden_size // self.num_attention_heads
++ head = self.hidden_size // self.num_attention_heads
+all-experts-count
+- if others or self.experts or not self.widths or has_window(described):
++ if others or not self.widths or has_window(described):
+@ megatron/huggingface/model.py | train/test_utilization::test_flops
+a-tied-head-does-not-count
+- self.tied_table = names.get(id(model.get_input_embeddings()))
++ self.tied_table = None
 @ megatron/train/profiling.py | train/test_profiling::test_the_part
 hidden-communication-is-exposed
 - for part in (*COMPUTING, *waiting) if on_gpu else (*waiting, *COMPUTING):

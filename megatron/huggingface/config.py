@@ -65,6 +65,8 @@ def fetch(name: str, patterns: Iterable[str] = FETCHED) -> Path:
 
 # Keys of config.json that let layers differ, besides lists with an entry per layer.
 OF_SOME_LAYERS = ("first_k_dense_replace", "num_kv_shared_layers", "per_layer_config")
+LATENT = ("kv_lora_rank", "layers_block_type", "mamba_d_state", "conv_L_cache")
+"""Keys of config.json of layers with latent heads, or without attention."""
 Hidden = Annotated[str | None, tyro.conf.Suppress, tyro.conf.Fixed]
 """Type of a setting that checkpoints keep and that has no flag."""
 # Keys of config.json for the sizes of a model.
@@ -204,13 +206,16 @@ class HuggingFaceConfig(KindConfig):
             if all(each in ("whole", {"style": "whole"}) for each in styles):
                 allowed = "one that cuts a module; this one cuts nothing"
                 raise UsageError("--plan", self.plan, allowed, works=("--plan", "auto"))
-        described = self.described
-        has_experts = described.get("is_moe") is not False
-        experts = [name for name in EXPERTS if has_experts and (described.get(name) or 0) > 1]
-        if experts:
+        if self.experts:
             name = "--tensor-model-parallel-size"
-            allowed = f"1 of a model with experts, and config.json has {', '.join(experts)}"
+            allowed = f"1 of a model with experts, and config.json has {', '.join(self.experts)}"
             raise UsageError(name, None, allowed, works=(name, "1"))
+
+    @property
+    def experts(self) -> list[str]:
+        """The names in config.json by which a token uses only some weights of a layer."""
+        is_known = self.described.get("is_moe") is not False
+        return [name for name in EXPERTS if is_known and (self.described.get(name) or 0) > 1]
 
     @cached_property
     def whole_config(self) -> dict[str, Any]:
@@ -276,6 +281,16 @@ class HuggingFaceConfig(KindConfig):
         return {"num_attention_heads of --hf-model": self.num_attention_heads}
 
     @property
+    def attention_width(self) -> int | None:
+        """None if layers differ, attend to fewer tokens or cache other than heads."""
+        described = self.described
+        others = [name for name in (*OF_SOME_LAYERS, *LATENT) if described.get(name)]
+        if others or self.experts or not self.widths or has_window(described):
+            return None
+        head = described.get("head_dim") or self.hidden_size // self.num_attention_heads
+        return self.num_layers * self.num_attention_heads * int(head)
+
+    @property
     def hidden_size(self) -> int:
         return self.number(*NAMES["hidden"])
 
@@ -300,6 +315,7 @@ class HuggingFaceMaskedConfig(HuggingFaceConfig):
     """A model of transformers, unmodified, that predicts masked tokens."""
 
     kind: ClassVar[str] = "huggingface-masked"
+    is_causal: ClassVar[bool] = False
 
     @property
     def has_token_types(self) -> bool:

@@ -101,6 +101,10 @@ class HuggingFace(nn.Module):
                 "warning: torch draws what these drop, which so depends on micro-batches and "
                 f"layout: {', '.join(self.drawn)}"
             )
+        self.tied_table: str | None = None
+        if getattr(model.config, "tie_word_embeddings", False):
+            names = {id(each): f"model.{name}.weight" for name, each in model.named_modules()}
+            self.tied_table = names.get(id(model.get_input_embeddings()))
         with _refused(config, "a model that can be cut"):
             plan = plan_at(model, config.stated_plan, factory.tensor.size)
             self.model = factory.parallelize(model, plan)

@@ -74,7 +74,9 @@ def flops_of(config: PretrainConfig, state: TrainState) -> Flops | None:
 
 def matmul_weights(model: Any, scored: float) -> float:
     """Weights of this pipeline stage's matmuls. scored: share of the tokens that the head reads."""
-    is_tied = getattr(model, "is_tied", False)  # which a kind of one's own need not have
+    # A kind of one's own need not say whether its head is tied.
+    own = "word_embedding.weight" if getattr(model, "is_tied", False) else None
+    tied = getattr(model, "tied_table", own)
     modules = model.named_modules()
     tables = {f"{name}.weight" for name, each in modules if "Embedding" in type(each).__name__}
     total = 0.0
@@ -83,6 +85,6 @@ def matmul_weights(model: Any, scored: float) -> float:
         if is_weight and name not in tables and spec.is_owner():
             total += prod(spec.shape)
         # On the first stage; the last one computes with the copy.
-        if name.endswith("word_embedding.weight") and is_tied and spec.is_owner():
+        if tied is not None and name.endswith(tied) and spec.is_owner():
             total += scored * model.vocab_size * spec.shape[1]
     return total

@@ -1,21 +1,27 @@
 """What a run says of its speed: FLOPs as the planner counts them, the peak, time by phase."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.api import Callback, StepResult
+from megatron.config.parse import parse
+from megatron.config.pretrain import PretrainConfig
+from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.parallel.mesh import serial_mesh
 from megatron.train.monitors import Throughput, duration
-from megatron.train.utilization import Flops, flops_of
+from megatron.train.utilization import Flops, flops_of, matmul_weights
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
 from tests.tools.plan.counted import preset, state_on
 from tests.train.test_callbacks import run
 from tests.train.test_loop import lines
+from tools.plan.absent import absent_mesh
 from tools.plan.trace import Step
 
 
@@ -44,6 +50,50 @@ def test_flops_are_those_of_the_planner(name: str, tolerance: float) -> None:
     else:
         assert found.causal is None
     assert found.peak is None
+
+
+UNMODIFIED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_embd": 96, "n_head": 4, "n_positions": 64}
+    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    "llama": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4}
+    | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "head_dim": 48}
+    | {"intermediate_size": 192, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+
+
+def unmodified(folder: Path, described: dict[str, Any], tensor: int = 1) -> PretrainConfig:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 16_384, **described}))
+    words = f"--hf-model {folder} --seq-length 64 --micro-batch-size 2 --train-iters 10 --no-bf16"
+    words += f" --mock-data --tensor-model-parallel-size {tensor}"
+    return parse(PretrainHuggingFaceConfig, words.split(), {})
+
+
+@pytest.mark.parametrize("kind", UNMODIFIED)
+def test_flops_of_an_unmodified_model(kind: str, tmp_path: Path) -> None:
+    described = {"model_type": kind, **UNMODIFIED[kind]}
+    config, meta = unmodified(tmp_path, described), torch.device("meta")
+    state = state_on(serial_mesh("meta"), config, "fp32")
+    found, step = flops_of(config, state), Step(config, 1, "fp32")
+    assert found is not None
+    assert found.full * config.global_batch_size(1) * 64 == pytest.approx(step.flops, rel=1e-12)
+    cut = state_on(absent_mesh({"tensor": 2}, meta), unmodified(tmp_path, described, 2), "fp32")
+    assert matmul_weights(cut.model, 1.0) == matmul_weights(state.model, 1.0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+        {"num_experts": 4},
+        {"kv_lora_rank": 8},
+    ],
+    ids=["window", "experts", "latent heads"],
+)
+def test_flops_that_are_not_known_are_not_guessed(more: dict[str, Any], tmp_path: Path) -> None:
+    described = {"model_type": "qwen3", **UNMODIFIED["qwen3"], **more}
+    config = unmodified(tmp_path, described)
+    assert flops_of(config, state_on(serial_mesh("meta"), config, "fp32")) is None
 
 
 class Reader:
