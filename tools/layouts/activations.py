@@ -65,7 +65,8 @@ def compare_step(
         raise UsageError("A", a, f"a run of pretraining: {error}") from error
     config = replace(config, checkpoint=CheckpointConfig(load=str(ours.path)))  # has a tokenizer
     first = ours.manifest["counters"]["samples"]
-    most = config.training.global_batch_size
+    # A batch that no flag states follows from the number of ranks.
+    most = config.training.global_batch_size or first // step_of(ours.path)
     count = samples or config.training.micro_batch_size
     if count > most:
         works = ("--samples", str(most))
