@@ -192,9 +192,7 @@ class Question:
 
     def run(self) -> None:
         """Run with the arguments of the command line."""
-        import tyro
-
-        from megatron.config.parse import user_errors
+        from megatron.config.parse import parse_call, user_errors
 
         given: dict[str, Any] = {}
 
@@ -208,7 +206,9 @@ class Question:
             return list(self.contenders(**arguments))
 
         with user_errors(os.environ, kinds=(ValueError, OSError, RuntimeError)):
-            contenders = tyro.cli(call, config=(tyro.conf.OmitArgPrefixes,))
+            program = f"python benchmarks/{Path(sys.argv[0]).stem}.py"
+            examples = f"{program}\n{program} --rounds 1 --json result.json"
+            contenders = parse_call(call, sys.argv[1:], os.environ, examples=examples)()
             self.ask(contenders, given.pop("flags"), given)
 
     def ask(

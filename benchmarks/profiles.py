@@ -23,9 +23,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import Column, Figures, Rank, Turn
-from megatron.train.profiling import KINDS, ON_GPU, OTHER, Event, kind_of, seconds
+from megatron.train.profiling import KINDS, ON_GPU, OTHER, SENDING, Event, kind_of, seconds
 
-COMMUNICATION = ("nccl", "gloo:")  # begin the names of profiling.COMMUNICATION
 OPERATORS = ("aten::", "mkldnn::")
 ON_CPU = {"cpu_op", "user_annotation"}
 ON_HOST = {"cuda_runtime", "cuda_driver"}
@@ -129,7 +128,7 @@ def by_kind(events: Iterable[Event], wall: float) -> Figures:
 
 
 def is_operator(name: str) -> bool:
-    return ("::" in name and not name.startswith("autograd::")) or name.startswith(COMMUNICATION)
+    return ("::" in name and not name.startswith("autograd::")) or name.startswith(SENDING)
 
 
 def of_operators(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
@@ -159,8 +158,8 @@ def communication(events: Iterable[Event], group: str = "") -> tuple[float, floa
     timed = [each for each in events if each.get("ph") == "X" and "barrier" not in each["name"]]
     kernels = [each for each in timed if each.get("cat") in ON_GPU]
     timed = kernels or [each for each in timed if each.get("cat") in ON_CPU]
-    own = [each for each in timed if each["name"].startswith(COMMUNICATION)]
-    others = [each for each in timed if not each["name"].startswith(COMMUNICATION)]
+    own = [each for each in timed if each["name"].startswith(SENDING)]
+    others = [each for each in timed if not each["name"].startswith(SENDING)]
     if not kernels:  # events that only contain other operators compute nothing themselves
         others = [each for each in others if each["name"].startswith(OPERATORS)]
     if group:

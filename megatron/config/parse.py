@@ -294,9 +294,11 @@ def parse_call(
     environ: Mapping[str, str],
     *,
     prog: str | None = None,
+    examples: str = "",
 ) -> Callable[[], Any]:
     """The function with the arguments of the command line bound, to be called; a mapping has
-    subcommands. The parameters are the flags, and the docstring is --help. Raises as `parse`."""
+    subcommands. The parameters are the flags, and the docstring is --help. examples: commands for
+    -h, after those of the module's docstring. Raises as `parse`."""
     import tyro
 
     def later(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,7 +316,7 @@ def parse_call(
         names = list(inspect.signature(functions).parameters)
         call = functools.partial(tyro.cli, later(functions))
     about = functions.values() if isinstance(functions, Mapping) else [functions]
-    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog, [*about])
+    bound: Callable[[], Any] = _run_tyro(call, argv, environ, names, prog, [*about, examples])
     return bound
 
 

@@ -7,7 +7,8 @@ since it contains collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data.batch import Batch, micro_batch_numbers
-from megatron.parallel.bucket import GradientView
+from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.zero3 import tensors_of
 from megatron.train.state import TrainState
+
+OUTPUT, OUTPUT_GRADIENT, GRADIENT = "output", "gradient of output", "gradient"
+PHRASES = {
+    OUTPUT: "the output of",
+    OUTPUT_GRADIENT: "the gradient at",
+    GRADIENT: "the gradient of the weight",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -131,27 +139,39 @@ def find_first(state: TrainState, replay: Callable[[], object]) -> Finding | Non
     if finding := first_of_all():
         return finding
 
-    def look_at_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # A recomputed layer calls this twice; the first call has checked its output.
-        for value in tensors_of(output):
-            look(f"the output of {name}", value)
-            if value.requires_grad:
-                value.register_hook(lambda each: look(f"the gradient at {name}", each))
+    def see(what: str, name: str, value: Tensor) -> None:
+        look(f"{PHRASES[what]} {name}", value, is_sum=what == GRADIENT)
 
-    def look_at_gradient(view: GradientView) -> None:
-        look(f"the gradient of the weight {view.name}", view.gradient, is_sum=True)
+    with observed(state.model, state.gradients, see):
+        replay()
+    return first_of_all()
+
+
+@contextmanager
+def observed(
+    model: nn.Module, gradients: GradientBuckets, see: Callable[[str, str, Tensor], object]
+) -> Iterator[None]:
+    """Inside the `with`, `see` is called with (OUTPUT, name, tensor) for each output of a module,
+    with OUTPUT_GRADIENT for the gradient at it, and with GRADIENT for that of each weight, in the
+    order in which they are known. A recomputed layer gives its outputs twice."""
+
+    def see_output(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for value in tensors_of(output):
+            see(OUTPUT, name, value)
+            if value.requires_grad:
+                value.register_hook(partial(see, OUTPUT_GRADIENT, name))
 
     hooks = [
-        module.register_forward_hook(partial(look_at_output, name))
-        for name, module in state.model.named_modules()
+        module.register_forward_hook(partial(see_output, name))
+        for name, module in model.named_modules()
         if name  # the model's own output is that of its last module
     ]
-    before, state.gradients.on_gradient = state.gradients.on_gradient, look_at_gradient
+    before = gradients.on_gradient
+    gradients.on_gradient = lambda view: see(GRADIENT, view.name, view.gradient)
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
-            replay()
+            yield
     finally:
-        state.gradients.on_gradient = before
+        gradients.on_gradient = before
         for hook in hooks:
             hook.remove()
-    return first_of_all()

@@ -43,6 +43,7 @@ Parts = dict[str, float]
 STEP = "train step"  # name of a step in a trace
 COMMUNICATION, IDLE, HOST = "communication", "idle in the pipeline", "host"
 COMPUTING = ("attention", "matmul", "other kernels")
+SENDING = ("nccl", "gloo:")  # beginnings of names
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories
 _WAIT = re.compile(r"wait for (.+?)(?: \d+ -> \d+)?: (.+)")  # see mesh.Calls
 
@@ -53,7 +54,7 @@ _COPYING = (
 )
 _COPYING += "|(un)?squeeze|zeros|full|constant_pad_nd"
 KINDS = (  # (kind, pattern for names of kernels and operators); the first match counts
-    (COMMUNICATION, r"^(nccl|gloo:)"),
+    (COMMUNICATION, rf"^({'|'.join(SENDING)})"),
     ("copies", rf"^triton_(poi|red|per)_fused_(_*({_COPYING})_+)+\d+$"),
     ("elementwise", r"^triton_(poi|red|per|spl|for)_"),
     ("attention", r"flash|fmha|sdpa|scaled_dot_product|flex_attention|flex_decoding"),

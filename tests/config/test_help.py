@@ -15,6 +15,7 @@ PROGRAMS = sorted(
         *ROOT.glob("*.py"),
         *(ROOT / "tasks").glob("*.py"),
         *(ROOT / "tools").rglob("*.py"),
+        ROOT / "benchmarks" / "context.py",  # as all of them are started
     )
     if 'if __name__ == "__main__":' in file.read_text() and file.name != "conftest.py"
 )
@@ -23,7 +24,7 @@ PROGRAMS = sorted(
 def start(program: str, *arguments: str, folder: Path, stdout: int) -> subprocess.Popen[str]:
     """As its user starts it in any folder: the programs of a folder of tools/ as modules."""
     words = [str(ROOT / program)]
-    if Path(program).parent not in (Path(), Path("tools"), Path("tasks")):
+    if Path(program).parent.name not in ("", "tools", "tasks", "benchmarks"):
         words = ["-m", program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")]
         folder = ROOT
     command = [sys.executable, *words, *arguments]

@@ -14,7 +14,7 @@ from megatron.config.parse import parse
 from megatron.config.pretrain import PretrainConfig
 from megatron.huggingface.pretrain import PretrainHuggingFaceConfig
 from megatron.parallel.mesh import serial_mesh
-from megatron.train.monitors import Throughput, duration
+from megatron.train.monitors import PeakMemory, Throughput, duration
 from megatron.train.utilization import Flops, flops_of, matmul_weights
 from tests.dist import Pool
 from tests.tiny import mesh_of_ranks
@@ -180,3 +180,20 @@ def test_only_the_steps_before_lines_are_timed(tmp_path: Path) -> None:
 
     run(tmp_path, [Looks()], train_iters=6, log_interval=3)
     assert seen == [False, True, False, False, True, False]
+
+
+def test_memory_of_each_rank_is_recorded_when_one_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callback, training = PeakMemory(), Reader()
+    callback.training = training
+    training.state = SimpleNamespace(mesh=serial_mesh("cpu"))
+    callback.pre_train()
+    recorded = []
+    for by_rank in ([100, 200], [100, 201], [102, 201], [102, 201]):
+        monkeypatch.setattr("megatron.train.monitors.peak_memory", lambda _, each=by_rank: each)
+        training.values = {}
+        callback.pre_log()
+        assert training.values["peak_memory_bytes"] == max(by_rank)
+        recorded.append(training.values.get("peak_memory_bytes_by_rank"))
+    assert recorded == [[100, 200], None, [102, 201], None]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,11 @@ from megatron.data.batch import Batch
 from megatron.errors import UsageError
 from megatron.models.build import build_model
 from megatron.models.registry import config_of, find_kind
-from megatron.parallel.bucket import GradientView
 from megatron.parallel.buckets import GradientBuckets
 from megatron.parallel.compare import SEEN, listed
 from megatron.parallel.mesh import Mesh, serial_mesh
 from megatron.parallel.sharding import TensorSlice, sharding_specs
-from megatron.parallel.zero3 import tensors_of
+from megatron.train.diagnose import GRADIENT, OUTPUT, OUTPUT_GRADIENT, PHRASES, observed
 from megatron.train.executor import Executor
 from megatron.train.inputs import open_inputs, prefetch
 from megatron.train.metrics import one_line
@@ -37,13 +34,7 @@ from tools.report.runs import differing, ratio, setting_in_words, settings_of
 
 Facts = dict[str, Any]
 Key = tuple[str, str, int]  # what it is, the name of its module or weight, its number among these
-OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT = "output", "loss", "gradient of output", "gradient"
-PHRASES = {
-    OUTPUT: "the output of",
-    LOSS: "the term",
-    OUTPUT_GRADIENT: "the gradient at",
-    GRADIENT: "the gradient of the weight",
-}
+LOSS = "loss"
 
 
 def compare_step(
@@ -196,22 +187,9 @@ def run_step(
         numbers[what, name] += 1  # a module may be called twice, or return several tensors
         see((what, name, numbers[what, name]), value.detach())
 
-    def look_at_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        for value in tensors_of(output):
-            tell(OUTPUT, name, value)
-            if value.requires_grad:
-                value.register_hook(partial(tell, OUTPUT_GRADIENT, name))
-
-    def look_at_gradient(view: GradientView) -> None:
-        tell(GRADIENT, view.name, view.gradient)
-
     gradients = GradientBuckets.for_master_weights(model, mesh=mesh, compares_weights=False)
-    gradients.on_gradient = look_at_gradient
     counts = torch.tensor(model.denominators(batch), dtype=torch.float64)
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(partial(look_at_output, name)))
+    with observed(model, gradients, tell):
         totals = Executor(
             model=model,
             objective=model,
@@ -297,9 +275,10 @@ def first_of(rows: Sequence[Mapping[str, Any]], tolerance: float) -> str:
     if not differ:
         return f"all {len(rows)} tensors are {equal(tolerance)}"
     each = differ[0]
+    phrases = PHRASES | {LOSS: "the term"}
     number = f" (number {each['number']})" if each["number"] > 1 else ""
     return (
-        f"{len(differ)} of {len(rows)} tensors differ, first {PHRASES[each['what']]} "
+        f"{len(differ)} of {len(rows)} tensors differ, first {phrases[each['what']]} "
         f"{each['name']}{number} ({difference_of(each)})"
     )
 

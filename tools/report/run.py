@@ -144,12 +144,18 @@ def profile_table(line: Facts) -> Table:
     step = sum(sum(each.values()) for each in by_rank)
     parts = {name for each in by_rank for name in each}
     totals = {name: sum(each.get(name, 0.0) for each in by_rank) for name in parts}
+    shown = by_rank[:RANKS] if len(by_rank) > 1 else []
     rows = [
-        (name, f"{1000 * total / len(by_rank):,.1f} ms", Share(total / step))
+        (
+            name,
+            f"{1000 * total / len(by_rank):,.1f}",
+            Share(total / step),
+            *(f"{1000 * each.get(name, 0.0):,.1f}" for each in shown),
+        )
         for name, total in sorted(totals.items(), key=lambda item: (-item[1], item[0]))
     ]
-    head = (f"profile up to step {line['step']}", "mean of the ranks", "of a step")
-    return Table(head, rows)
+    head = (f"profile up to step {line['step']}, ms", "mean", "of a step")
+    return Table((*head, *(f"rank {rank}" for rank in range(len(shown)))), rows)
 
 
 def phase_figure(line: Facts) -> Figure:

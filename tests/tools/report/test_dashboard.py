@@ -215,10 +215,10 @@ def test_a_page_has_the_profile_and_the_memory_that_the_record_had_last() -> Non
     page = run_page("own", [START, step(2, **old), step(4, **new), profile, step(6)])
     tables = [part for each in page.sections for part in each.parts if isinstance(part, Table)]
     found, layout, *_ = (table.rows for table in tables)
-    assert [(name, ms, cell.share) for name, ms, cell in found] == [
-        ("matmul", "200.0 ms", pytest.approx(0.5)),
-        ("idle in the pipeline", "150.0 ms", pytest.approx(0.375)),
-        ("host", "50.0 ms", pytest.approx(0.125)),
+    assert [(name, mean, cell.share, *each) for name, mean, cell, *each in found] == [
+        ("matmul", "200.0", pytest.approx(0.5), "300.0", "100.0"),
+        ("idle in the pipeline", "150.0", pytest.approx(0.375), "0.0", "300.0"),
+        ("host", "50.0", pytest.approx(0.125), "100.0", "0.0"),
     ]
     assert {row[4] for row in layout} == {"2.00 GiB"}
 
