@@ -106,9 +106,19 @@ def test_two_halves_of_a_run_equal_a_whole_one(
     more = f"{DROPOUT} --save-interval 4 --zero-stage {zero}"
     train(flags(tmp_path / "whole", 8, more), folder, world)
     save = tmp_path / "halves"
+    before = time.monotonic()
     train(flags(save, 4, more), folder, world)
     assert str(save / "step_00000004") in train(flags(save, 8, more), folder, world)
+    passed = time.monotonic() - before
     assert_equal_bits(tmp_path / "whole" / "step_00000008", save / "step_00000008")
+    starts = lines_of(save, "start_seconds")
+    assert [line["step"] for line in starts] == [1, 5]
+    phases = ["imports", "opening data", "reading the checkpoint", "building the model"]
+    phases += ["first step"] + ["meeting the other ranks", "making process groups"] * (world > 1)
+    for line in starts:
+        assert line["start_seconds"].keys() == {*phases}
+        assert min(line["start_seconds"].values()) >= 0
+    assert 0 < sum(sum(line["start_seconds"].values()) for line in starts) < passed
 
 
 @pytest.mark.parametrize("target", ["train.launch:launch", "train.state:build_state"])

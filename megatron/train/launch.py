@@ -84,6 +84,7 @@ def launch(
             yield serial_mesh(device)
             return
         info, limit = read_rank_info(environ), 60 * parallel.distributed_timeout_minutes
+        note("meeting the other ranks")
         store, is_first = open_store(info, PATIENCE)
     except Exception as error:
         write_error_file(error_file, f"{type(error).__name__}: {error}".splitlines()[0])

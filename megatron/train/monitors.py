@@ -130,6 +130,25 @@ def duration(seconds: float) -> str:
     return f"{minutes}{seconds % 60:.0f} s"
 
 
+class StartTimes(Callback):
+    """Seconds of each phase from the start of the process to the end of the first step, on the
+    first rank."""
+
+    def pre_train(self) -> None:
+        self.is_first = True
+
+    def post_step(self, result: StepResult) -> None:
+        if not self.is_first:
+            return
+        from megatron.train.watch import start_seconds
+
+        self.is_first, training, seconds = False, self.training, start_seconds()
+        seconds["first step"] = seconds.pop("train step")
+        phases = ", ".join(f"{phase} {each:.1f}" for phase, each in seconds.items())
+        training.log(f"started in {sum(seconds.values()):.1f} s: {phases}")
+        training.write({"step": training.state.step, "start_seconds": seconds})
+
+
 class PhaseTimes(Callback):
     """Seconds of forward and backward in the step before a line of metrics, and of each phase
     (phases.py): of the rank that takes the median time, and of the slowest."""
@@ -220,7 +239,7 @@ def open_callbacks(config: PretrainConfig, inputs: Inputs) -> list[Callback]:
     """Those that the settings of a run ask for. Raises UsageError for one that does not fit."""
     logging, file = config.logging, config.metrics_file()
     model: type = resolve_name(find_kind(config.model.kind).model)
-    callbacks = [open_callback(name, config, model) for name in logging.callbacks]
+    callbacks = [StartTimes(), *(open_callback(each, config, model) for each in logging.callbacks)]
     if logging.sample_interval is not None:
         samples = resolve_name("megatron.inference.samples:TextSamples")
         callbacks.append(samples(config, inputs))

@@ -6,6 +6,7 @@ are opened once, after launch, and the pipeline is planned: so all ranks refuse 
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
@@ -55,9 +56,8 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
     """
 
     def report_data(_: object, error: BaseException | None, __: object) -> None:
-        kinds = DataError, OutOfMemoryError
-        if isinstance(error, kinds):  # in a run of one process; `launch` reports those of several
-            with user_errors(environ, kinds=kinds):
+        if isinstance(error, DataError | OutOfMemoryError):  # of one process; see `launch`
+            with user_errors(environ, kinds=(DataError, OutOfMemoryError)):
                 raise error
 
     with ExitStack() as stack:
@@ -78,13 +78,15 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config = replace(config, model=model)
             config.check(world)
 
+        gc.disable()  # its passes are a tenth of the seconds of these imports
         from megatron.checkpoint.retention import claim
         from megatron.parallel.agree import on_all_ranks
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.machine import memory_errors
-        from megatron.train.watch import note, without_limit
+        from megatron.train.watch import without_limit
 
+        gc.enable()
         with user_errors(environ):
             is_exact = config.training.deterministic
             mesh = stack.enter_context(launch(config.parallel, environ, deterministic=is_exact))
@@ -94,8 +96,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
                 if inputs.model:
                     config = replace(config, model=replace(config.model, **inputs.model))
-            # Until here the tokenizers library may use all cores (--too-long refuse). From here on
-            # the loader's threads, and ranks, tokenise in parallel; the library's own threads would
+            # From here on the loader's threads tokenise in parallel: threads of the library would
             # slow them down. It also warns if a process that used them forks, as for a compiler.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
@@ -103,7 +104,6 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             start = on_all_ranks(
                 mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
             )
-            note("building the model")
             run = build(config, inputs, start, mesh)
             loop = open_loop(run, signals, environ, stack)
         signals.arm()

@@ -203,6 +203,9 @@ class Origin:
 
     def load(self, state: TrainState) -> list[str]:
         """Takes weights or all of the state from here; returns messages that say which."""
+        from megatron.train.watch import note
+
+        note("reading the checkpoint")
         if self.weights is not None:
             return state.load_folder(self.weights)
         if self.checkpoint is None:
@@ -230,7 +233,9 @@ def find_origin(
     """
     from megatron.checkpoint.load import newest_whole
     from megatron.parallel.agree import on_all_ranks
+    from megatron.train.watch import note
 
+    note("reading the checkpoint")
     start = mesh.control.gather(start)[0]
     checkpoint, passed_over = newest_whole(start.folders, mesh) if start.folders else (None, [])
 
@@ -250,6 +255,7 @@ def find_origin(
         return resolved, None
 
     resolved, weights = on_all_ranks(mesh, resolve)
+    note("building the model")
     return resolved, Origin(
         checkpoint=checkpoint,
         finetune=start.finetune,

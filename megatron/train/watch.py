@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,12 @@ class Progress:
     """The step and phase of this rank, for the table; `note` changes them."""
 
     step = 0
-    phase = "start-up"
+    phase = "imports"
     has_limit = True
+    began: float | None = None
+    """When the phase began; None: with the process."""
+    seconds: ClassVar[dict[str, float]] = {}
+    """How long the phases before it lasted."""
 
 
 @contextmanager
@@ -70,8 +74,18 @@ def without_limit(phase: str) -> Iterator[None]:
 
 def note(phase: str, step: int | None = None) -> None:
     """Set the phase (and step) of this rank from here on; counts as progress."""
-    Progress.phase = phase
+    now, last = time.monotonic(), Progress.phase
+    began = now - _age() if Progress.began is None else Progress.began
+    Progress.seconds[last] = Progress.seconds.get(last, 0.0) + now - began
+    Progress.phase, Progress.began = phase, now
     Progress.step = Progress.step if step is None else step
+
+
+def start_seconds() -> dict[str, float]:
+    """{phase: seconds} since this process began, to be read once. "imports" has the parsing of
+    arguments, too."""
+    note(Progress.phase)
+    return {phase: round(seconds, 3) for phase, seconds in Progress.seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -477,6 +491,13 @@ def began_at(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in (b"Z", b"X") else fields[18].decode()
+
+
+def _age() -> float:
+    """Seconds since this process began; 0.0 if the system does not say."""
+    if (ticks := began_at(os.getpid())) is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _started() -> dict[str, int]:
