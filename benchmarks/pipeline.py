@@ -42,6 +42,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
+from benchmarks.plain_gpt2 import PlainGPT2
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.errors import UsageError
@@ -111,7 +112,7 @@ def torchs(rank: Rank, flags: Sequence[str], kind: str, micro_batches: int, upda
     device, model = rank.device, job.config.model
     own = range(rank.rank, job.plan.stages, rank.size)
     layers = job.plan.layers or (range(model.num_layers),)
-    modules = [peers.PlainGPT2(model, job.vocab_size, layers[stage]) for stage in own]
+    modules = [PlainGPT2(model, job.vocab_size, layers[stage]) for stage in own]
     weights = peers.in_parts(peers.initial_weights(model, job.vocab_size), 1)
     for module in modules:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})

@@ -40,6 +40,7 @@ if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
 
 from benchmarks import peers, steps
 from benchmarks.harness import Column, Contender, Flags, Question, Rank, Turn
+from benchmarks.plain_gpt2 import PlainGPT2
 from benchmarks.report import Results
 from megatron.config.pretrain import PretrainGPT2Config
 from megatron.train.machine import keep_freed_memory
@@ -65,7 +66,7 @@ def sharded(rank: Rank, flags: Sequence[str], *, keeps: bool = False) -> Turn:
     vocab_size = open_samples(config)[1]
     weights = peers.in_parts(peers.initial_weights(config.model, vocab_size), 1)
     with torch.device("meta"):
-        model = peers.PlainGPT2(config.model, vocab_size)
+        model = PlainGPT2(config.model, vocab_size)
     model.head.weight = model.word_embedding.weight
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(rank.device_type, (rank.size,)),
