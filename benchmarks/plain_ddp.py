@@ -9,11 +9,15 @@ time from the events that it writes, see tools/chaos/probe.py. It imports torch 
 restarts are measured.
 """
 
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import json
 import os
 import shutil
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path

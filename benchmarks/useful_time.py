@@ -1,0 +1,181 @@
+"""Useful time under injected faults.
+
+tools/chaos injects faults of one kind, a minute apart, into a run of the miniature's GPT-2 (fp32,
+mock data) on two data-parallel ranks under torchrun, which starts its ranks again by itself. The
+peer is plain torch: DistributedDataParallel and asynchronous saves by torch's DCP (plain_ddp.py),
+with the same model, batch, save interval and times of the faults. Useful is the time of steps whose
+update is in the final weights, over the wall time, which has the first start. Weights are those of
+the last checkpoint, compared bit for bit with those of an undisturbed run of the same trainer. Some
+faults only the process itself can make, by this project's probe. Restart is the time from the end
+of the old ranks to the end of the first step; the first start has that of torchrun, too.
+"""
+
+import sys
+
+if sys.hexversion < 0x30B0000:
+    sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, only benchmarks/ is on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn, scratch
+from benchmarks.processes import ROOT
+
+OURS, PEER = "this project", "plain torch, DCP"
+USEFUL, RATIO, WEIGHTS = "useful time, %", "x plain torch", "weights"
+FAULTS = {  # {fault: its table in a faults file}
+    "a rank killed": 'kind = "kill"',
+    "all ranks killed": 'kind = "kill"\nrank = "all"',
+    "launcher killed": 'kind = "kill"\nrank = "launcher"',
+    "SIGTERM": 'kind = "terminate"\nrank = "all"',
+    "stopped for 5 s": 'kind = "stop"\nseconds = 5',
+    "stopped for ever": 'kind = "stop"\nseconds = 10000',
+    "slow for 20 s": 'kind = "slow"\nseconds = 20',
+    "out of memory": 'kind = "memory"',
+    "file truncated": 'kind = "truncate"',
+    "bit of a file flipped": 'kind = "flip_file"',
+    "connections dropped": 'kind = "drop"',
+    "bit of a weight flipped": 'kind = "flip_weight"',
+    "disk full": 'kind = "full_disk"',
+}
+BY_PROBE = ("connections dropped", "bit of a weight flipped")
+TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc-per-node 2 --max-restarts 1000"
+COMMANDS = {
+    OURS: "pretrain_gpt2.py --preset miniature_gpt2 --mock-data --vocab-size 8192 --no-bf16 "
+    "--micro-batch-size 2 --eval-iters 0 --async-save --keep-checkpoints 2 --train-iters {steps} "
+    "--save-interval {interval} --check-replicas-interval {interval} --log-interval {interval} "
+    "--distributed-timeout-minutes 0.25",
+    PEER: "benchmarks/plain_ddp.py --save {save} --steps {steps} --save-interval {interval} "
+    "--timeout-minutes 0.25",
+}
+
+
+def dcp_weights(folder: Path) -> dict[str, Any]:
+    """{name: array} of the peer's newest checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch import empty
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from benchmarks.plain_ddp import folders
+
+    reader = dcp.FileSystemReader(folders(folder)[-1])
+    saved = reader.read_metadata().state_dict_metadata.items()
+    tensors = {name: each for name, each in saved if isinstance(each, TensorStorageMetadata)}
+    state: dict[str, Any] = {
+        name: empty(each.size, dtype=each.properties.dtype)
+        for name, each in tensors.items()
+        if name.startswith("model.")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def disturbed(
+    rank: Rank, name: str, faults: str, folder: str, steps: int, interval: int, disk: str
+) -> Turn:
+    base = Path(folder)
+    command = f"{TORCHRUN} {COMMANDS[name]}".replace("{steps}", str(steps))
+    words = command.replace("{interval}", str(interval)).split()
+    file, output = base / "faults.toml", base / f"round_{rank.round}"
+    options = ["--faults", file, "--output", output, "--undisturbed", base.parent / "undisturbed"]
+    if "full_disk" in faults:
+        options += ["--save", Path(disk, base.parent.name)]
+    if name == PEER:
+        options += ["--weights", "benchmarks.useful_time:dcp_weights"]
+
+    def turn() -> Figures:
+        base.mkdir(parents=True, exist_ok=True)
+        file.write_text(faults)
+        command = [sys.executable, "-m", "tools.chaos", *map(str, options), "--", *words]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        report = output / "report.json"
+        if not report.exists():
+            raise RuntimeError(f"{ended.stdout}\n{ended.stderr}")
+        found = json.loads(report.read_text())
+        rows = [row for row in found["faults"] if row["ended"]]
+        weights = found["weights"]  # None after a failure
+        if found["failure"]:
+            rank.notes.append(found["failure"].splitlines()[0])
+        figures: Figures = {
+            "useful": 100 * found["useful_share"],
+            "faults": len(found["faults"]),
+            "cold": found["cold_start_seconds"],
+            "weights": "equal" if weights and weights["equal"] else "differ",
+        }
+        for key in ("detection_seconds", "first_step_seconds", "steps_repeated"):
+            values = [row[key] for row in rows if row[key] is not None]
+            if values:
+                figures[key] = sum(values) / len(values)
+        return figures
+
+    return turn
+
+
+def contenders(
+    flags: Flags,
+    faults: tuple[str, ...] = (),
+    steps: int = 1000,
+    interval: int = 40,
+    seconds: float = 60.0,
+    disk: str = "",
+) -> Iterator[Contender]:
+    """Run the miniature's GPT-2 and its peer with faults.
+
+    Args:
+        faults: kinds of faults, by their names in the table; all if not given.
+        steps: of each run.
+        interval: steps between two saves.
+        seconds: between two faults.
+        disk: folder on a file system of its own, of at most 1 GB, for a full disk.
+    """
+    for fault in faults or FAULTS:
+        for name in (OURS, PEER):
+            missing = ""
+            if name == PEER and fault in BY_PROBE:
+                missing = "it has no probe"
+            if fault == "disk full" and not disk:
+                missing = "needs --disk"
+            table = f"seed = 1\ncount = 1000\nevery_seconds = {seconds}\nfixed = true\n[[fault]]\n"
+            folder = scratch() / name.partition(",")[0].replace(" ", "_") / fault.replace(" ", "_")
+            arguments = {"name": name, "faults": f"{table}{FAULTS[fault]}\n"}
+            arguments |= {"folder": str(folder), "steps": steps, "interval": interval}
+            arguments |= {"disk": disk}
+            yield Contender(name, disturbed, arguments, group=fault, missing=missing)
+
+
+def sentence(found: Any) -> str:
+    fault = next(iter(FAULTS))
+    values = [found.median(fault, name, USEFUL) for name in (OURS, PEER)]
+    return (
+        f"With a rank killed each minute {values[0]:.0f} % of the time is useful, and "
+        f"{values[1]:.0f} % of plain torch's with asynchronous saves by DCP."
+    )
+
+
+QUESTION = Question(
+    contenders,
+    (
+        Column(USEFUL, "useful", "{:.1f}"),
+        Column(RATIO, "useful", "{:.2f}", "first / its"),
+        Column("faults", "faults", "{:.0f}"),
+        Column("detection, s", "detection_seconds", "{:.1f}"),
+        Column("restart, s", "first_step_seconds", "{:.1f}"),
+        Column("restart / first start", "first_step_seconds", "{:.2f}", per="cold"),
+        Column("steps repeated", "steps_repeated", "{:.1f}"),
+        Column(WEIGHTS, "weights", "{}"),
+    ),
+    sentence,
+    rounds=1,
+    warm_up=0,
+    together=False,
+    picture="",
+)
+
+if __name__ == "__main__":
+    QUESTION.run()
