@@ -934,6 +934,22 @@ a-trace-that-cannot-be-written-ends-the-run | train/test_profiling::test_a_trace
 the-step-before-is-in-the-profile | train/test_profiling::test_a_profile_has_the_steps
 - if not self.first <= step <= self.last:
 + if not self.first <= step + 1 <= self.last:
+@ tools/plan/interruptions.py | tools/plan/test_interruptions
+a-save-counts-before-it-is-written
+- exp(-(interval + times.save) / mtbf) / lost
++ exp(-(interval + stall) / mtbf) / lost
+saves-do-not-wait-for-each-other
+- if period := max(interval + stall, times.save):
++ if period := interval + stall:
+restarts-are-not-interrupted
+- exp(-times.restart / mtbf), times.stall
++ (1 - times.restart / mtbf), times.stall
+mtbf-the-same-at-any-size
+- self.mtbf * self.gpus / gpus
++ self.mtbf
+starts-from-scratch-are-restarts
+- [line for line in starts if line["step"] > 0] or starts
++ starts
 @ megatron/train/executor.py | matrix[pipeline=2-gpt2-accumulate]
 mean-of-the-means-of-micro-batches
 - sums = self.objective.loss(x, batch, self.loss_scales)

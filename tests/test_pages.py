@@ -3,6 +3,7 @@ plan; files, flags and anchors are there; docs/reproduce.md has one status for e
 
 import re
 import shlex
+import textwrap
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,9 +28,12 @@ from tools.plan.absent import absent_mesh
 from tools.plan.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-README, SOURCES, PARALLELISM, REPRODUCE = (
+README, SOURCES, PARALLELISM, REPRODUCE, OPERATIONS = (
     ROOT / name
-    for name in ("README.md", "docs/sources.md", "docs/parallelism.md", "docs/reproduce.md")
+    for name in (
+        "README.md",
+        *(f"docs/{page}.md" for page in ("sources", "parallelism", "reproduce", "operations")),
+    )
 )
 PROGRAMS = {
     "pretrain_gpt2": PretrainGPT2Config,
@@ -182,3 +186,14 @@ def test_pictures_of_schedules_are_what_the_tool_prints(capsys: pytest.CaptureFi
     picture, _, _ = capsys.readouterr().out.partition("\n\n")
     assert picture.count("rank") == 4
     assert picture in PARALLELISM.read_text()
+
+
+def test_the_table_of_save_intervals_is_what_the_tool_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of_run, assumed = (words[2:] for words in commands(OPERATIONS, r"tools/plan\.py"))
+    assert parse(plan.InterruptionsConfig, of_run, {}).run == Path("CHECKPOINTS")
+    assert plan.main(assumed, {}) == 0
+    _, _, table = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    assert table.count("rsc-1") == 6
+    assert textwrap.indent(table, "    ") in OPERATIONS.read_text()

@@ -7,11 +7,14 @@
     python tools/plan.py --measure here.toml         # describe this machine; under torchrun, its
                                                      # all-reduces too
     python tools/plan.py schedule --kind 1f1b --pipeline 4 --micro-batches 8 --picture FILE.png
+    python tools/plan.py --mtbf 3.1 --gpus 16384 --run CHECKPOINTS --detection-seconds 60
+                                                     # how often to save, and the useful time
 
 Every flag of pretraining may follow the preset; --kind KIND is pretrain.py's --model. The model
 itself is traced without memory (tools/plan/); constants are in scripts/hardware/. Each stage of
 a pipeline is planned: memory is that of the fullest stage, time that of the slowest one plus the
-schedule's bubble. The word schedule proves and shows a pipeline schedule.
+schedule's bubble. The word schedule proves and shows a pipeline schedule. With --mtbf HOURS, or
+--mtbf published (scripts/interruptions.toml), the question is how often to save.
 
 Exit status: 0 the plan fits, 1 it does not fit in the memory of a device, 2 a wrong argument.
 """
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config import help as helps
-from megatron.config.checks import positive, writable
+from megatron.config.checks import non_negative, positive, writable
 from megatron.config.launch import world_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parse import parse, user_errors
@@ -34,7 +37,7 @@ from megatron.errors import UsageError
 from megatron.libraries import load
 from megatron.parallel.schedules import check, schedule
 from tools.layouts.job import program_of
-from tools.plan import gantt, search
+from tools.plan import gantt, interruptions, search
 from tools.plan.hardware import known_hardware, load_hardware
 
 DEFAULT_HARDWARE = "dgx2h"
@@ -47,7 +50,8 @@ class FilesConfig:
     """JSON file for all results."""
 
     picture: Path | None = None
-    """PNG file: parts of a plan's time and memory; for figure5 and figure3 one like the paper's."""
+    """PNG file: parts of a plan's time and memory; of lost time with --mtbf; for figure5 and
+    figure3 one like the paper's."""
 
     def __post_init__(self) -> None:
         writable(self, "json")
@@ -139,6 +143,43 @@ class ScheduleConfig(FilesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InterruptionsConfig(FilesConfig):
+    mtbf: str
+    """Mean hours between interruptions of the job; or published, the rates of
+    scripts/interruptions.toml; or a file like that."""
+
+    gpus: int | None = None
+    """Number of devices of the job, which gets a row of its own; with hours, the table also scales
+    these to other numbers."""
+
+    run: Path | None = None
+    """Folder of a run (--save), or its metrics.jsonl: times of its saves, steps and starts. The
+    flags below win."""
+
+    detection_seconds: float | None = None
+    """From an interruption until all ranks have ended."""
+
+    restart_seconds: float | None = None
+    """From there until training goes on, with a scheduler's wait; a record knows only the part
+    of the program itself."""
+
+    stall_seconds: float | None = None
+    """Seconds that a save holds training."""
+
+    save_seconds: float | None = None
+    """From the start of a save until it is on disk; by default the stall."""
+
+    step_seconds: float | None = None
+    """Seconds of a step, for the interval in steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        times = (f"{name}_seconds" for name in ("detection", "restart", "stall", "save"))
+        non_negative(self, *times)
+        positive(self, "gpus", "step_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
     measure: Path
     """File to write with a description of this machine, for --hardware."""
@@ -157,6 +198,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
             compare_modes(parse(ModesConfig, arguments[1:], environ))
         elif "schedule" in arguments[:1]:
             show_schedule(parse(ScheduleConfig, arguments[1:], environ))
+        elif "--mtbf" in given:
+            show_interruptions(parse(InterruptionsConfig, arguments, environ))
         elif "--measure" in given:
             measure(parse(MeasureConfig, arguments, environ), environ)
         else:
@@ -253,6 +296,17 @@ def show_schedule(settings: ScheduleConfig) -> None:
     _write(settings.json, gantt.record(lists, facts))
     if settings.picture is not None:
         gantt.draw(settings.picture, lists, facts)
+
+
+def show_interruptions(settings: InterruptionsConfig) -> None:
+    rates = interruptions.read_rates(settings.mtbf, settings.gpus)
+    names = ("detection", "restart", "stall", "save", "step")
+    stated = {name: getattr(settings, f"{name}_seconds") for name in names}
+    found = interruptions.study(rates, *interruptions.times_of(settings.run, stated), settings.gpus)
+    print(interruptions.text(found))
+    _write(settings.json, found)
+    if settings.picture is not None:
+        interruptions.draw(settings.picture, found)
 
 
 def measure(settings: MeasureConfig, environ: Mapping[str, str]) -> None:
