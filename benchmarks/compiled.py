@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 
 from benchmarks.harness import Column, Contender, Figures, Flags, Question, Rank, Turn
-from benchmarks.peers import Block
+from benchmarks.plain_gpt2 import Block
 from benchmarks.report import Results
 from benchmarks.steps import SEED
 from megatron.config.model import GPT2Config, LlamaConfig, TextModelConfig

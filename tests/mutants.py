@@ -948,7 +948,7 @@ mtbf-the-same-at-any-size
 - self.mtbf * self.gpus / gpus
 + self.mtbf
 starts-from-scratch-are-restarts
-- [line for line in starts if line["step"] > 0] or starts
+- [line for line in starts if line["step"] > 1] or starts
 + starts
 @ megatron/train/executor.py | matrix[pipeline=2-gpt2-accumulate]
 mean-of-the-means-of-micro-batches

@@ -165,7 +165,7 @@ def measured(run: Path) -> dict[str, tuple[float, str]]:
         raise UsageError("--run", run, "a folder of a run, with its metrics.jsonl, or that file")
     lines = read_record(file)
     starts = [line for line in lines if line.get("start_seconds")]
-    starts = [line for line in starts if line["step"] > 0] or starts
+    starts = [line for line in starts if line["step"] > 1] or starts  # those that resumed
     found = {
         "restart": [sum(line["start_seconds"].values()) for line in starts],
         "stall": [line["stall_seconds"] for line in lines if "stall_seconds" in line],

@@ -136,14 +136,16 @@ def run_of(folder: Path, *, start_seconds: bool = True) -> Path:
     """A run of 4 steps that resumed from step 2, where it was slower to start and to save."""
     saved = {"checkpoint": "c", "save_seconds": 6.0}
     starts = [{"imports": 1.0, "data and model": 2.0}, {"imports": 4.0, "load": 16.0}]
-    about = [{"start_seconds": each} if start_seconds else {} for each in starts]
+    first, second = ([{"start_seconds": each}] if start_seconds else [] for each in starts)
     lines = [
-        {**records.START, **about[0]},
+        records.START,
+        *({"step": 1, **each} for each in first),
         records.step(1, step_seconds=3.0),
         records.step(2, step_seconds=0.5),
         {"step": 2, **saved, "stall_seconds": 1.0},
         {"step": 3, "stall_seconds": 99.0, "save_seconds": 99.0, "rewound": True},
-        {**records.START, "step": 2, **about[1]},
+        {**records.START, "step": 2},
+        *({"step": 3, **each} for each in second),
         records.step(3, step_seconds=0.25),
         records.step(4, step_seconds=0.5),
         {"step": 4, **saved, "stall_seconds": 2.0},
