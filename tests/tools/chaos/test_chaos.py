@@ -1,0 +1,254 @@
+"""Runs under faults: final weights, causes, what is planted against it, and what is refused."""
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from megatron.errors import UsageError
+from tests.refusals import refused
+from tests.tools.chaos.ranks import chaos
+from tools.chaos import __main__ as program
+from tools.chaos.schedule import read_schedule
+
+STEPS = "--log-interval 1 --lr 1e-3 --lr-decay-iters 300 --check-replicas-interval 1"
+STEPS += " --attention-dropout 0.1 --hidden-dropout 0.1 --distributed-timeout-minutes 0.1"
+SPLIT = f"{STEPS} --tensor-model-parallel-size 2"
+HEAD = "every_steps = 3\nin_turn = true\n"
+KILL = '[[fault]]\nkind = "kill"\n'
+
+FAULTS = [  # (keys of its table, whether it ends the run)
+    ('kind = "terminate"\nrank = "all"\nduring = "start"', True),
+    ('kind = "kill"\nduring = "train"', True),
+    ('kind = "terminate"\nduring = "train"', True),
+    ('kind = "stop"\nseconds = 0.2', False),
+    ('kind = "terminate"\nduring = "evaluation"', True),
+    ('kind = "truncate"', True),
+    ('kind = "terminate"\nrank = "all"\nduring = "save"', True),
+    ('kind = "flip_file"', True),
+    ('kind = "slow"\nseconds = 0.5', False),
+    ('kind = "full_disk"', True),
+    ('kind = "drop"', True),
+    ('kind = "flip_weight"', True),
+    ('kind = "memory"', True),
+    ('kind = "stop"\nseconds = 600', True),
+    ('kind = "kill"\nrank = "all"', True),
+]
+
+
+def table(keys: str) -> str:
+    return f"[[fault]]\n{keys}\n"
+
+
+@pytest.mark.slow
+def test_faults_of_every_kind_change_no_bit_and_are_named(small_disk: Path, tmp_path: Path) -> None:
+    faults = f"count = {len(FAULTS)}\n{HEAD}" + "".join(table(keys) for keys, _ in FAULTS)
+    words = f"{SPLIT} --train-iters 70 --save-interval 2 --eval-interval 2 --eval-iters 20"
+    words += " --keep-checkpoints 3"
+    report = chaos(faults, words, tmp_path / "forked", save=small_disk)
+    assert report["status"] == 0, report["weights"]
+    assert not report["unnamed"], report["faults"]
+    assert not report["not_injected"]
+    rows = {row["number"]: row for row in report["faults"]}
+    assert sorted(rows) == [*range(1, len(FAULTS) + 1)]
+    for number, (keys, ends) in enumerate(FAULTS, 1):
+        row = rows[number]
+        assert row["ended"] == ends, (keys, row)
+        # A damaged checkpoint, or a step that is not yet saved, costs another interval.
+        assert not ends or row["steps_repeated"] <= 4, row
+    assert sum(report["seconds"].values()) == pytest.approx(report["wall_seconds"])
+    written = json.loads((tmp_path / "forked" / "chaos" / "report.json").read_text())
+    assert written["faults"] == report["faults"]
+    assert b"<svg" in (tmp_path / "forked" / "chaos" / "report.html").read_bytes()
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    kinds = ('kind = "kill"', 'kind = "kill"\nrank = "launcher"', 'kind = "terminate"')
+    faults = f"count = 3\n{HEAD}" + "".join(map(table, kinds))
+    words = f"{SPLIT} --train-iters 14 --save-interval 2 --eval-iters 0"
+    report = chaos(faults, words, tmp_path, torchrun=True)
+    assert report["status"] == 0, report["weights"]
+    assert [row["ended"] for row in report["faults"]] == [True] * 3
+    assert not report["unnamed"], report["faults"]
+
+
+@pytest.mark.slow
+def test_a_layout_that_changes_at_each_start(tmp_path: Path) -> None:
+    layouts = "".join(
+        f"[[layout]]\nnproc-per-node = {size}\ntensor-model-parallel-size = {split}\n"
+        for size, split in ((4, 2), (2, 1), (4, 4))
+    )
+    faults = f"count = 2\n{HEAD}{KILL}{layouts}"
+    words = f"{SPLIT} --train-iters 10 --save-interval 2 --eval-iters 0"
+    report = chaos(faults, words, tmp_path)
+    assert report["status"] == 0, report["weights"]
+    assert 0 < report["weights"]["largest"] < report["weights"]["tolerance"]
+
+
+def resume_beside(steps: int) -> None:
+    """Let a resumed run count so many steps more than it has done."""
+    from megatron.train.state import TrainState
+
+    original = TrainState.load
+
+    def load(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.step, self.samples = self.step + steps, self.samples + 4 * steps
+
+    TrainState.load = load  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("beside", "status"), [(1, 1), (-1, 1), (0, 0)])
+def test_a_lost_or_doubled_update_is_seen(tmp_path: Path, beside: int, status: int) -> None:
+    faults = f"count = 1\n{HEAD}{KILL}"
+    words = f"{STEPS} --train-iters 6 --save-interval 2 --eval-iters 0"
+    before = partial(resume_beside, beside)
+    report = chaos(faults, words, tmp_path, world=1, before=before)
+    assert report["status"] == status
+    assert bool(report["weights"]["differ"]) == bool(status)
+
+
+def fail_in_second_step() -> None:
+    from megatron.train import loop
+
+    original = loop.train_step
+
+    def failing(state: Any, *arguments: Any, **more: Any) -> Any:
+        if state.step == 1:
+            raise ArithmeticError("the cause")
+        return original(state, *arguments, **more)
+
+    loop.train_step = failing
+
+
+def test_an_end_without_a_fault_is_a_failure(tmp_path: Path) -> None:
+    """The second run takes the undisturbed run of the first."""
+    faults = f"count = 1\nevery_steps = 100\n{KILL}"
+    words = f"{STEPS} --train-iters 3 --save-interval 2 --eval-iters 0"
+    for name, before, status in (("well", None, 0), ("broken", fail_in_second_step, 1)):
+        report = chaos(
+            faults,
+            words,
+            tmp_path / name,
+            world=1,
+            before=before,
+            undisturbed=tmp_path / "undisturbed",
+        )
+        assert report["status"] == status
+        assert ("ArithmeticError" in report["failure"]) == bool(status)
+
+
+def wait_for_ever() -> None:
+    from megatron.train import loop
+
+    loop.train_step = lambda *arguments, **more: signal.pause()
+
+
+def test_a_hang_ends(tmp_path: Path) -> None:
+    words = f"{STEPS} --train-iters 3 --eval-iters 0"
+    faults, undisturbed = f"count = 1\nevery_steps = 100\n{KILL}", tmp_path / "undisturbed"
+    chaos(faults, words, tmp_path / "well", world=1, undisturbed=undisturbed)
+    options: Any = {"before": wait_for_ever, "undisturbed": undisturbed, "patience": 3.0}
+    report = chaos(faults, words, tmp_path / "hangs", world=1, **options)
+    assert report["status"] == 1
+    assert "hangs" in report["failure"]
+
+
+REFUSED = {  # arguments after --faults FILE --output DIR, with the field that they are refused for
+    "": "--",
+    "-- python train.py --save here": "--save",
+    "-- python train.py --load=here": "--load",
+    "-- no_such_program --to {save}": "--",
+    "--patience 0 -- python train.py": "--patience",
+    "--restart-seconds -1 -- python train.py": "--restart-seconds",
+    "--tolerance -1 -- python train.py": "--tolerance",
+    "--weights nowhere:weights -- python train.py": "--weights",
+    "--undisturbed OTHER -- python train.py": "--undisturbed",
+    "--save OTHER -- python train.py": "--save",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_arguments(words: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    file = tmp_path / "faults.toml"
+    file.write_text(f"every_seconds = 60\n{KILL}")
+    start = ["--faults", str(file), "--output", str(tmp_path / "new")]
+    words = words.replace("OTHER", str(other))
+    run = partial(program.main, environ={})
+    assert refused(run, [*start, *words.split()], retry=accepted) == REFUSED[words.replace(
+        str(other), "OTHER")]  # fmt: skip
+
+
+def accepted(words: list[str]) -> None:
+    """The settings alone: what follows would train."""
+    program.parse(program.Settings, words[: words.index("--")], {})
+
+
+FILES = {  # a faults file that is refused, and a word that the message has to name
+    "every_seconds = 60\n": "fault",
+    f"every_seconds = 60\nevery = 2\n{KILL}": "every_steps",
+    f"every_seconds = 60\nevery_steps = 2\n{KILL}": "one of them",
+    KILL: "one of them",
+    f"every_seconds = 0\n{KILL}": "above 0",
+    f"every_seconds = 60\ncount = -1\n{KILL}": "count",
+    f'every_seconds = 60\nfixed = "yes"\n{KILL}': "fixed",
+    'every_seconds = 60\n[[fault]]\nkind = "fire"\n': "flip_weight",
+    f'every_seconds = 60\n{KILL}during = "lunch"\n': "evaluation",
+    f'every_seconds = 60\n{KILL}rank = "second"\n': "launcher",
+    'every_seconds = 60\n[[fault]]\nkind = "drop"\nrank = "all"\n': "random",
+    f"every_seconds = 60\n{KILL}weight = 0\n": "weight",
+    f"every_seconds = 60\n{KILL}second = 3\n": "seconds",
+    "every_seconds = 60\n[[fault]]\nweight = 1\n": "kind",
+    f"every_seconds = 60\n{KILL}[[layout]]\nnproc-per-node = 2\n": "nproc-per-node",
+    "every_seconds": "TOML",
+}
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_a_faults_file_that_is_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as stop:
+        program.check(read_schedule(file), ["python", "train.py"])
+    assert stop.value.flag == "--faults"
+    assert FILES[content] in str(stop.value)
+    assert "\n" not in str(stop.value)
+
+
+def test_a_full_disk_is_refused_where_others_use_it(tmp_path: Path) -> None:
+    file = tmp_path / "faults.toml"
+    file.write_text('every_seconds = 60\n[[fault]]\nkind = "full_disk"\n')
+    words = ["--faults", str(file), "--output", str(tmp_path / "new"), "--", "python", "train.py"]
+    assert refused(partial(program.main, environ={}), words) == "--save"
+
+
+def test_the_same_seed_draws_the_same_faults(tmp_path: Path) -> None:
+    file = tmp_path / "faults.toml"
+    drawn = []
+    for seed in (1, 1, 2):
+        kinds = f'{KILL}weight = 3\n[[fault]]\nkind = "stop"\nseconds = 5\n'
+        file.write_text(f"seed = {seed}\ncount = 400\nevery_seconds = 60\n{kinds}")
+        drawn.append(read_schedule(file).faults())
+    assert drawn[0] == drawn[1] != drawn[2]
+    labels = [fault.label for fault in drawn[0]]
+    assert {*labels} == {"kill", "stop 5 s"}
+    assert labels.count("kill") == pytest.approx(300, abs=40)
+    assert fmean(fault.gap for fault in drawn[0]) == pytest.approx(60, rel=0.2)
+
+
+def test_the_command_gets_the_folder_and_the_probe() -> None:
+    save = Path("a/run")
+    assert program.completed(["other", "--to={save}/x"], save) == ["other", "--to=a/run/x"]
+    made = program.completed(["python", "p.py", "--callbacks", "m:Own", "--lr", "1"], save)
+    at = made.index("--callbacks")
+    assert made.count("--callbacks") == 1
+    assert {*made[at + 1 : at + 3]} == {program.PROBE, "m:Own"}
+    assert made[made.index("--save") + 1] == made[made.index("--load") + 1] == "a/run"

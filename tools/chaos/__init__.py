@@ -1,0 +1,1 @@
+"""Faults injected into a training, and what they cost."""

@@ -1,0 +1,245 @@
+"""How each fault is injected, and the pattern of the cause that the run prints for it.
+
+An injection is a generator: its first part injects, the rest goes on at each tick of the
+supervisor until the fault is over; closing it undoes what a run would not survive.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tools.chaos.schedule import Fault
+
+SMALL = 10**9  # bytes that may be free on a file system which a fault fills
+PULSE = 0.1  # seconds for which a slow rank is stopped, and then works
+FILL = ".chaos_full_disk"
+
+
+class Start(Protocol):
+    """One start of the command; a launcher may start its ranks several times."""
+
+    def status(self) -> int | None:
+        """The exit status of the command; None while it runs."""
+
+    def launcher(self) -> int | None:
+        """The process that started the ranks; None if there is none, or it is a rank."""
+
+    def ranks(self) -> Mapping[int, int]:
+        """The processes of the ranks that live now, by rank."""
+
+    def kill(self) -> None:
+        """Kill all processes of the start and wait for their end."""
+
+    def text(self) -> str:
+        """What it has printed."""
+
+
+class NotInjected(Exception):  # noqa: N818
+    """The reason why a fault cannot be injected now."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a fault is done to. rank: the drawn one; None if it is done to all."""
+
+    start: Start
+    ranks: Mapping[int, int]
+    rank: int | None
+    save: Path
+    events: Path
+
+    def pids(self) -> list[int]:
+        return [*self.ranks.values()] if self.rank is None else [self.ranks[self.rank]]
+
+    def others_live(self) -> bool:
+        """Whether a rank lives that the fault is not done to."""
+        living, hit = {*self.start.ranks().values()}, {*self.pids()}
+        return bool(living - hit) or not {*self.ranks.values()} - hit
+
+
+Injection = Callable[[Target, Fault], Generator[None]]
+
+
+def _signal(number: int) -> Injection:
+    def inject(target: Target, fault: Fault) -> Generator[None]:
+        launcher = target.start.launcher()
+        pids = target.pids() if fault.config.rank != "launcher" else []
+        if fault.config.rank == "launcher" and launcher is None:
+            raise NotInjected("the command has no launcher")
+        if fault.config.rank == "launcher" or (fault.config.rank == "all" and number == 9):
+            pids = [*([] if launcher is None else [launcher]), *pids]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        yield
+
+    return inject
+
+
+def stop(target: Target, fault: Fault) -> Generator[None]:
+    """A rank that is still stopped when the others have ended is killed, as its job would be."""
+    end = time.monotonic() + fault.config.seconds
+    for pid in target.pids():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        while time.monotonic() < end and target.others_live():
+            yield
+    finally:
+        is_alone = not target.others_live()
+        for pid in target.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if is_alone else signal.SIGCONT)
+
+
+def slow(target: Target, fault: Fault) -> Generator[None]:
+    (pid,), begin = target.pids(), time.monotonic()
+    try:
+        while (passed := time.monotonic() - begin) < fault.config.seconds and target.others_live():
+            is_stopped = int(passed / PULSE) % 2 == 0
+            os.kill(pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+            yield
+    except ProcessLookupError:  # it has ended by itself
+        return
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def memory(target: Target, fault: Fault) -> Generator[None]:
+    """The rank may have no more address space than it has now."""
+    (pid,) = target.pids()
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limits = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), limits[1]))
+    try:
+        while True:
+            yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_AS, limits)
+
+
+def full_disk(target: Target, fault: Fault) -> Generator[None]:
+    if why := why_not_filled(target.save, target.events):
+        raise NotInjected(why)
+    file = target.save / FILL
+    try:
+        with file.open("wb", buffering=0) as opened:
+            for size in (2**20, 2**12, 1):
+                with suppress(OSError):
+                    while opened.write(bytes(size)):
+                        pass
+        while True:
+            yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def why_not_filled(save: Path, events: Path) -> str:
+    """Why this folder's file system may not be filled; empty if it may."""
+    free = shutil.disk_usage(save).free
+    if free >= SMALL:
+        return f"{save} is on a file system with {free:,} bytes free, {SMALL:,} or more"
+    if save.stat().st_dev == events.stat().st_dev:
+        return f"{save} has no file system of its own: {events} is on it, too"
+    return ""
+
+
+def newest_folder(save: Path) -> Path | None:
+    """The newest checkpoint, of any trainer that makes a folder of each."""
+    folders = [
+        each
+        for each in save.iterdir()
+        if each.is_dir() and not each.name.startswith(".") and each.suffix != ".abandoned"
+    ]
+    return max(folders, key=lambda each: each.stat().st_mtime) if len(folders) > 1 else None
+
+
+def _damage(hurt: Callable[[Path, Fault], None]) -> Injection:
+    def inject(target: Target, fault: Fault) -> Generator[None]:
+        folder = newest_folder(target.save)
+        if folder is None:
+            raise NotInjected("there are fewer than two checkpoints")
+        files = sorted(each for each in folder.rglob("*") if each.is_file() and each.stat().st_size)
+        launcher = target.start.launcher()
+        for pid in ([] if launcher is None else [launcher]) + target.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        hurt(fault.random().choice(files), fault)
+        yield
+
+    return inject
+
+
+def truncate(file: Path, fault: Fault) -> None:
+    os.truncate(file, fault.random().randrange(file.stat().st_size))
+
+
+def flip_file(file: Path, fault: Fault) -> None:
+    draw = fault.random()
+    with file.open("r+b") as opened:
+        place = draw.randrange(file.stat().st_size)
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1 << draw.randrange(8)]))
+
+
+def ask_probe(target: Target, fault: Fault) -> Generator[None]:
+    """A request to the probe of a rank, which answers with an event."""
+    file = target.events / f"request_{target.rank}.json"
+    request = {"kind": fault.config.kind, "number": fault.number, "seed": fault.draw}
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(request))
+    partial.rename(file)
+    try:
+        while file.exists():
+            yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """inject: see above. cause: a regular expression of the line in which the run names the cause;
+    of_next: the next start prints it. to_all: it is done to every rank. has_to_end: the run cannot
+    go on after it. saves: checkpoints after which a fault that has not ended the run is over."""
+
+    inject: Injection
+    cause: str
+    of_next: bool = False
+    to_all: bool = False
+    has_to_end: bool = False
+    saves: int = 0
+
+
+LOST = (
+    r"vanished: its process was killed|did(?: not)? arrive|waiting for rank|did not reach"
+    r"|has not answered|closed the connection|Signal \d+ \(SIG\w+\)|exitcode\s*: -\d+"
+)
+DAMAGED = r"passed over: |is damaged"
+KINDS = {
+    "kill": Kind(_signal(signal.SIGKILL), LOST, has_to_end=True),
+    "terminate": Kind(
+        _signal(signal.SIGTERM), rf"SIGTERM|exit status 75|Signal 15|{LOST}", has_to_end=True
+    ),
+    "stop": Kind(stop, r"does not answer|has not answered|no progress for"),
+    "slow": Kind(slow, r"no progress for"),
+    "drop": Kind(ask_probe, r"[Cc]onnection (?:closed|reset)|Broken pipe|vanished", saves=2),
+    "memory": Kind(memory, r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc", saves=2),
+    "full_disk": Kind(full_disk, os.strerror(errno.ENOSPC), saves=2),
+    "truncate": Kind(_damage(truncate), DAMAGED, of_next=True, to_all=True, has_to_end=True),
+    "flip_file": Kind(_damage(flip_file), DAMAGED, of_next=True, to_all=True, has_to_end=True),
+    "flip_weight": Kind(ask_probe, r"replica drift", saves=2),
+}

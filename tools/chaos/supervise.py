@@ -1,0 +1,396 @@
+"""Starts the command, injects the faults, and starts it again, as a cluster's scheduler does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.chaos.faults import KINDS, NotInjected, Start, Target
+from tools.chaos.schedule import Fault
+
+TICK = 0.005  # seconds between two looks at the events
+LOOK = 0.05  # seconds for which a list of processes holds
+TAIL = 30  # lines of a failed run's text that are shown
+LONGEST = 300  # characters of a cause
+ASKED = ("drop", "flip_weight")  # kinds that the probe does
+FOLDER = "CHAOS_EVENTS"
+
+Event = dict[str, Any]
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Start]
+"""(command, variables to add to the environment, folder for what it prints) -> its start."""
+
+
+class RunFailed(Exception):  # noqa: N818
+    """The run ended without a fault, or hangs; the message has the end of what it printed."""
+
+
+class Command:
+    """A start of a command in a session of its own; its processes are those that have its
+    variables in their environment."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        self._mark = f"{FOLDER}={environ[FOLDER]}".encode()
+        self._log = folder / "output.log"
+        self._looked, self._found = 0.0, dict[int, tuple[int, int | None]]()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                words,
+                env=os.environ | environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def launcher(self) -> int | None:
+        is_rank = self._process.pid in self.ranks().values()
+        return None if is_rank or self.status() is not None else self._process.pid
+
+    def processes(self) -> dict[int, tuple[int, int | None]]:
+        """(parent, rank if its environment has one) by pid."""
+        if time.monotonic() > self._looked + LOOK:
+            found: dict[int, tuple[int, int | None]] = {}
+            for entry in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    environ = (entry / "environ").read_bytes().split(b"\0")
+                    if self._mark in environ:
+                        parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                        ranks = [word[5:] for word in environ if word.startswith(b"RANK=")]
+                        found[int(entry.name)] = int(parent), int(ranks[0]) if ranks else None
+            self._found, self._looked = found, time.monotonic()
+        return self._found
+
+    def ranks(self) -> Mapping[int, int]:
+        """The outermost process of each rank: loaders and compilers below it have its variables."""
+        found = self.processes()
+        ranks = {
+            rank: pid
+            for pid, (parent, rank) in found.items()
+            if rank is not None and found.get(parent, (0, None))[1] != rank
+        }
+        pid = self._process.pid
+        return ranks or ({0: pid} if [*found] == [pid] and self.status() is None else {})
+
+    def kill(self) -> None:
+        while True:
+            self._looked = 0.0
+            if not (found := self.processes()):
+                break
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()  # reaps it
+            time.sleep(TICK)
+        self._process.wait()
+
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+@dataclass
+class Row:
+    """What became of a fault. Times are those of time.monotonic().
+
+    begin, until: of the injection; over: when the ranks that it was done to had ended, or when the
+    run had gone on. ended: whether the ranks ended. cause: the line of the run that names it.
+    is_named: False where nobody is left to name it.
+    """
+
+    number: int
+    kind: str
+    label: str
+    rank: int | None
+    begin: float
+    until: float = 0.0
+    over: float = 0.0
+    ended: bool = False
+    cause: str | None = None
+    is_named: bool = True
+    note: str = ""
+
+
+@dataclass
+class Ranks:
+    """The ranks from one start to their end. fault: when the fault came that ended them."""
+
+    begin: float
+    end: float = 0.0
+    fault: float | None = None
+
+
+@dataclass
+class History:
+    """All that an account needs, in order of time."""
+
+    generations: list[Ranks] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    """Those of rank 0."""
+    not_injected: list[str] = field(default_factory=list)
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)) + "\n")
+
+
+class Events:
+    """The lines of the probes, read as they are written. steps, saves: done by rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.of_first: list[Event] = []
+        self.answers: dict[int, Event] = {}
+        self.count = self.steps = self.saves = 0
+        self._ends: dict[Path, int] = {}
+
+    def read(self) -> None:
+        for file in self.folder.glob("rank_*.jsonl"):
+            end = self._ends.get(file, 0)
+            if file.stat().st_size == end:
+                continue
+            with file.open("rb") as opened:
+                opened.seek(end)
+                lines, newline, _ = opened.read().rpartition(b"\n")
+            self._ends[file] = end + len(lines) + len(newline)
+            for event in map(json.loads, lines.splitlines()):
+                self.count += 1
+                if event["event"] == "fault":
+                    self.answers[event["number"]] = event
+                if file.name == "rank_0.jsonl":
+                    self.of_first.append(event)
+                    self.steps += event["event"] == "step"
+                    self.saves += event["event"] == "save" and event["at"] == "end"
+
+    def phase(self, since: float) -> str:
+        """What rank 0 does; "start" without a line since this moment."""
+        last = self.of_first[-1] if self.of_first else None
+        return phase_of(None if last is None or last["time"] < since else last)
+
+
+def phase_of(event: Event | None) -> str:
+    """What a rank does after its last event: start, train, evaluation, save or end."""
+    if event is None or event["event"] == "start":
+        return "start"
+    if event["event"] in ("evaluation", "save") and event["at"] == "begin":
+        return str(event["event"])
+    return "end" if event["event"] == "end" else "train"
+
+
+class Supervisor:
+    """Runs commands, those of the starts in turn, until one ends with status 0.
+
+    folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
+    steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
+    without any event after which the run hangs.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        launch: Launch,
+        folder: Path,
+        save: Path,
+        faults: Sequence[Fault] = (),
+        *,
+        every_steps: bool = False,
+        restart_seconds: float = 0.0,
+        patience: float = 600.0,
+        log: Callable[[str], object] = print,
+    ) -> None:
+        self._commands, self._launch, self._folder, self._save = commands, launch, folder, save
+        self._every_steps, self._log = every_steps, log
+        self._restart_seconds, self._patience = restart_seconds, patience
+        self._events = Events(folder / "events")
+        self._events.folder.mkdir(parents=True)
+        self.history = History(events=self._events.of_first)
+        self._coming, self._pending = [*faults], list[Fault]()
+        self._mark = 0.0  # of the last fault that was due, in seconds or steps
+        # The fault in progress: its row, what it still does, the ranks when it came, and the steps
+        # and saves when its injection was over; then its row while its ranks' launcher still lives.
+        self._row: Row | None = None
+        self._injection: Generator[None] | None = None
+        self._hit: set[int] = set()
+        self._progress = (0, 0)
+        self._ending: Row | None = None
+        self._unnamed: list[Row] = []  # whose cause the next start prints
+
+    def run(self) -> History:
+        """Raises RunFailed."""
+        number, status = 0, -1
+        while status:
+            words = self._commands[number % len(self._commands)]
+            number += 1
+            if number > 1:
+                time.sleep(self._restart_seconds)
+            logs = self._folder / "logs" / f"start_{number:04d}"
+            logs.mkdir(parents=True)
+            status = self._run_once(words, logs)
+        for fault in (*self._pending, *self._coming):
+            reason = f"no {fault.config.during} came" if fault in self._pending else "the run ended"
+            self.history.not_injected.append(f"{fault.number} {fault.label}: {reason}")
+        return self.history
+
+    def _run_once(self, words: Sequence[str], logs: Path) -> int:
+        """A start to its end; returns its status."""
+        generations = self.history.generations
+        now = time.monotonic()
+        if not generations and not self._every_steps:
+            self._mark = now
+        generations.append(Ranks(generations[-1].end if generations else now))
+        start = self._launch(words, {FOLDER: str(self._events.folder)}, logs)
+        moved, before = now, (0, 0)
+        try:
+            while True:
+                status = start.status()
+                ranks = {*start.ranks().values()}
+                self._events.read()
+                if self._row is not None:
+                    self._follow(start, ranks)
+                elif self._ending is not None and ranks:  # the launcher started them again
+                    self._name(self._ending, start.text())
+                    generations.append(Ranks(self._ending.over))
+                    self._ending = None
+                elif self._ending is None and status is None:
+                    self._inject(start)
+                if status is not None and not ranks:
+                    return self._end(start, status)
+                if before != (before := (self._events.count, len(ranks))):
+                    moved = time.monotonic()
+                if time.monotonic() > moved + self._patience:
+                    raise RunFailed(
+                        f"the run hangs: nothing has happened for {self._patience:g} s"
+                        f"{self._after()}\n{tail(start.text())}"
+                    )
+                time.sleep(TICK)
+        finally:
+            start.kill()
+            self._close()
+
+    def _close(self) -> None:
+        if self._injection is not None:
+            self._injection.close()
+            self._injection = None
+
+    def _inject(self, start: Start) -> None:
+        """The first fault that is due and whose phase is there."""
+        while self._coming:
+            now = float(self._events.steps) if self._every_steps else time.monotonic()
+            if now < self._mark + self._coming[0].gap:
+                break
+            self._mark = now
+            self._pending.append(self._coming.pop(0))
+        phase = self._events.phase(self.history.generations[-1].begin)
+        fitting = [each for each in self._pending if each.config.during in ("any", phase)]
+        ranks = dict(start.ranks())
+        if phase == "end" or not fitting or not ranks:
+            return
+        fault, rank = fitting[0], None
+        config, kind = fault.config, KINDS[fault.config.kind]
+        if config.kind in ASKED and phase == "start":
+            return  # the probe cannot answer yet
+        if not kind.to_all and config.rank not in ("all", "launcher"):
+            rank = int(config.rank) if config.rank != "random" else None
+            rank = fault.random().choice([*ranks]) if rank is None else rank
+            if rank not in ranks:
+                return  # it has not started
+        self._pending.remove(fault)
+        row = Row(fault.number, config.kind, fault.label, rank, time.monotonic())
+        target = Target(start, ranks, rank, self._save, self._events.folder)
+        is_silent = config.kind == "kill" or (config.kind == "terminate" and phase == "start")
+        hits_all = config.rank == "all" or (len(ranks) == 1 and start.launcher() is None)
+        if is_silent and hits_all:
+            row.is_named, row.note = False, "nobody is left to name it"
+        self._injection = kind.inject(target, fault)
+        try:
+            next(self._injection)
+        except (NotInjected, ProcessLookupError) as error:
+            self._injection = None
+            self.history.not_injected.append(f"{fault.number} {fault.label}: {error}")
+            return
+        self._row, self._hit, row.until = row, {*ranks.values()}, time.monotonic()
+        self._progress = self._events.steps, self._events.saves
+        self.history.rows.append(row)
+        of_rank = "" if rank is None else f" of rank {rank}"
+        self._log(f"fault {fault.number}: {fault.label}{of_rank}, in {phase}")
+
+    def _follow(self, start: Start, ranks: set[int]) -> None:
+        """Goes on with the fault, until its ranks have ended or the run has gone on."""
+        row = self._row
+        assert row is not None
+        kind, answer = KINDS[row.kind], self._events.answers.get(row.number, {})
+        row.note = answer.get("what", "") or answer.get("refused", "") or row.note
+        if self._injection is not None:
+            row.until = time.monotonic()
+            if next(self._injection, self) is self:
+                self._injection = None
+            if not kind.saves:
+                self._progress = self._events.steps, self._events.saves
+        steps, saves = self._progress
+        if not self._hit & ranks:
+            self._end_fault(has_ended=True)
+        elif kind.has_to_end:
+            return
+        elif kind.saves:
+            if "refused" in answer or self._events.saves >= saves + kind.saves:
+                self._end_fault(has_ended=False)
+        elif self._injection is None and self._events.steps > steps:
+            self._end_fault(has_ended=False)
+
+    def _end_fault(self, *, has_ended: bool) -> None:
+        row, generation = self._row, self.history.generations[-1]
+        assert row is not None
+        row.over, row.ended, self._row = time.monotonic(), has_ended, None
+        self._close()
+        if has_ended:
+            generation.end, generation.fault, self._ending = row.over, row.begin, row
+
+    def _end(self, start: Start, status: int) -> int:
+        """After the end of a start; returns its status, which is not 0 after a fault alone."""
+        text, generation = start.text(), self.history.generations[-1]
+        for row in self._unnamed:
+            row.cause = cause_of(row.kind, text)
+        self._unnamed = []
+        if self._row is not None:
+            self._end_fault(has_ended=status != 0)
+        if self._ending is None:
+            generation.end = time.monotonic()
+            if status:
+                raise RunFailed(
+                    f"the run ended with status {status} without a fault{self._after()}\n"
+                    f"{tail(text)}"
+                )
+        else:
+            self._name(self._ending, text)
+            self._ending = None
+        return status
+
+    def _name(self, row: Row, text: str) -> None:
+        if KINDS[row.kind].of_next:
+            self._unnamed.append(row)
+        else:
+            row.cause = cause_of(row.kind, text)
+
+    def _after(self) -> str:
+        rows = self.history.rows
+        return f" (the last fault: {rows[-1].number} {rows[-1].label})" if rows else ""
+
+
+def cause_of(kind: str, text: str) -> str | None:
+    """The last line that names the cause."""
+    lines = [line for line in text.splitlines() if re.search(KINDS[kind].cause, line)]
+    return lines[-1].strip()[:LONGEST] if lines else None
+
+
+def tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-TAIL:])
