@@ -36,11 +36,12 @@ def test_data() -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, or where none may be mounted a limit of 100 kB on every file."""
-    place = tmp_path / "disk"
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 1 MiB, or of the size in the fixture's parameter; where none may be mounted
+    a limit of 100 kB on every file."""
+    place, size = tmp_path / "disk", getattr(request, "param", "1m")
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
     if shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0:
         yield place
         subprocess.run(["umount", str(place)], check=True)

@@ -237,7 +237,11 @@ KINDS = {
     "stop": Kind(stop, r"does not answer|has not answered|no progress for"),
     "slow": Kind(slow, r"no progress for"),
     "drop": Kind(ask_probe, r"[Cc]onnection (?:closed|reset)|Broken pipe|vanished", saves=2),
-    "memory": Kind(memory, r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc", saves=2),
+    "memory": Kind(
+        memory,
+        r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc",
+        saves=2,
+    ),
     "full_disk": Kind(full_disk, os.strerror(errno.ENOSPC), saves=2),
     "truncate": Kind(_damage(truncate), DAMAGED, of_next=True, to_all=True, has_to_end=True),
     "flip_file": Kind(_damage(flip_file), DAMAGED, of_next=True, to_all=True, has_to_end=True),

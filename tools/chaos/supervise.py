@@ -38,9 +38,9 @@ class Command:
     variables in their environment."""
 
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        self._mark = f"{FOLDER}={environ[FOLDER]}".encode()
+        self._events = Path(environ[FOLDER])
         self._log = folder / "output.log"
-        self._looked, self._found = 0.0, dict[int, tuple[int, int | None]]()
+        self._looked, self._pids, self._ranks = 0.0, list[int](), dict[int, int]()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 words,
@@ -58,37 +58,43 @@ class Command:
         is_rank = self._process.pid in self.ranks().values()
         return None if is_rank or self.status() is not None else self._process.pid
 
-    def processes(self) -> dict[int, tuple[int, int | None]]:
-        """(parent, rank if its environment has one) by pid."""
-        if time.monotonic() > self._looked + LOOK:
-            found: dict[int, tuple[int, int | None]] = {}
-            for entry in Path("/proc").glob("[0-9]*"):
-                with suppress(OSError):
-                    environ = (entry / "environ").read_bytes().split(b"\0")
-                    if self._mark in environ:
-                        parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                        ranks = [word[5:] for word in environ if word.startswith(b"RANK=")]
-                        found[int(entry.name)] = int(parent), int(ranks[0]) if ranks else None
-            self._found, self._looked = found, time.monotonic()
-        return self._found
-
     def ranks(self) -> Mapping[int, int]:
-        """The outermost process of each rank: loaders and compilers below it have its variables."""
-        found = self.processes()
-        ranks = {
-            rank: pid
-            for pid, (parent, rank) in found.items()
-            if rank is not None and found.get(parent, (0, None))[1] != rank
-        }
-        pid = self._process.pid
-        return ranks or ({0: pid} if [*found] == [pid] and self.status() is None else {})
+        self._look()
+        return self._ranks
+
+    def _look(self, longest: float = LOOK) -> None:
+        """Finds its processes, if they were not found so many seconds ago."""
+        if time.monotonic() < self._looked + longest:
+            return
+        mark = f"{FOLDER}={self._events}".encode()
+        parents, ranks = dict[int, int](), dict[int, int]()  # by process
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                if mark in environ:
+                    pid, rank = int(entry.name), [x[5:] for x in environ if x.startswith(b"RANK=")]
+                    parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    if rank:
+                        ranks[pid] = int(rank[0])
+        # The outermost process of each rank: loaders and compilers below it have its variables.
+        outer = {rank: pid for pid, rank in ranks.items() if ranks.get(parents[pid]) != rank}
+        if not outer and self._process.pid in parents and self._writes_events():
+            outer = {0: self._process.pid}
+        self._pids, self._ranks, self._looked = [*parents], outer, time.monotonic()
+
+    def _writes_events(self) -> bool:
+        """Whether the command itself is a rank, the only one, without a launcher."""
+        with suppress(OSError), (self._events / "rank_0.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
+            return f'"pid": {self._process.pid},'.encode() in file.read()
+        return False
 
     def kill(self) -> None:
         while True:
-            self._looked = 0.0
-            if not (found := self.processes()):
+            self._look(0.0)
+            if not self._pids:
                 break
-            for pid in found:
+            for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.poll()  # reaps it

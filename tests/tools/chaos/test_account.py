@@ -12,7 +12,9 @@ from tools.chaos.weights import compare
 
 def event(time: float, name: str, step: int | None = None, at: str | None = None) -> dict[str, Any]:
     facts = {"step": step, "at": at}
-    return {"time": time, "pid": 1, "event": name} | {k: v for k, v in facts.items() if v is not None}
+    return {"time": time, "pid": 1, "event": name} | {
+        k: v for k, v in facts.items() if v is not None
+    }
 
 
 def started(time: float, step: int) -> list[dict[str, Any]]:

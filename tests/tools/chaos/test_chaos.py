@@ -45,12 +45,13 @@ def table(keys: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["8m"], indirect=True)
 def test_faults_of_every_kind_change_no_bit_and_are_named(small_disk: Path, tmp_path: Path) -> None:
     faults = f"count = {len(FAULTS)}\n{HEAD}" + "".join(table(keys) for keys, _ in FAULTS)
-    words = f"{SPLIT} --train-iters 70 --save-interval 2 --eval-interval 2 --eval-iters 20"
+    words = f"{SPLIT} --train-iters 58 --save-interval 2 --eval-interval 2 --eval-iters 4"
     words += " --keep-checkpoints 3"
     report = chaos(faults, words, tmp_path / "forked", save=small_disk)
-    assert report["status"] == 0, report["weights"]
+    assert report["status"] == 0, (report["weights"], report["failure"])
     assert not report["unnamed"], report["faults"]
     assert not report["not_injected"]
     rows = {row["number"]: row for row in report["faults"]}
@@ -72,9 +73,81 @@ def test_under_torchrun(tmp_path: Path) -> None:
     faults = f"count = 3\n{HEAD}" + "".join(map(table, kinds))
     words = f"{SPLIT} --train-iters 14 --save-interval 2 --eval-iters 0"
     report = chaos(faults, words, tmp_path, torchrun=True)
-    assert report["status"] == 0, report["weights"]
+    assert report["status"] == 0, (report["weights"], report["failure"])
     assert [row["ended"] for row in report["faults"]] == [True] * 3
     assert not report["unnamed"], report["faults"]
+
+
+SWEPT = """
+[[fault]]
+kind = "kill"
+weight = 3
+[[fault]]
+kind = "kill"
+rank = "all"
+weight = 3
+[[fault]]
+kind = "kill"
+rank = "all"
+during = "start"
+[[fault]]
+kind = "terminate"
+weight = 2
+[[fault]]
+kind = "terminate"
+rank = "all"
+during = "start"
+[[fault]]
+kind = "terminate"
+during = "evaluation"
+[[fault]]
+kind = "terminate"
+rank = "all"
+during = "save"
+[[fault]]
+kind = "kill"
+during = "save"
+weight = 2
+[[fault]]
+kind = "stop"
+seconds = 1
+[[fault]]
+kind = "stop"
+seconds = 600
+weight = 0.3
+[[fault]]
+kind = "slow"
+weight = 0.5
+[[fault]]
+kind = "drop"
+[[fault]]
+kind = "memory"
+[[fault]]
+kind = "full_disk"
+[[fault]]
+kind = "truncate"
+[[fault]]
+kind = "flip_file"
+[[fault]]
+kind = "flip_weight"
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
+@pytest.mark.parametrize(("count", "torchrun"), [(1000, False), (100, True)])
+def test_many_faults(small_disk: Path, tmp_path: Path, count: int, torchrun: bool) -> None:
+    faults = f"count = {count}\nevery_steps = 4\n{SWEPT}"
+    if torchrun:
+        faults += '[[fault]]\nkind = "kill"\nrank = "launcher"\nweight = 2\n'
+    words = f"{SPLIT} --train-iters {4 * count} --save-interval 2 --eval-interval 4 --eval-iters 4"
+    words += " --keep-checkpoints 3"
+    report = chaos(faults, words, tmp_path / "swept", save=small_disk, torchrun=torchrun)
+    assert report["status"] == 0, (report["weights"], report["failure"])
+    assert not report["unnamed"]
+    assert len(report["faults"]) + len(report["not_injected"]) == count
+    assert len(report["faults"]) >= 0.97 * count, report["not_injected"]
+    assert max(row["steps_repeated"] or 0 for row in report["faults"]) <= 6
 
 
 @pytest.mark.slow
