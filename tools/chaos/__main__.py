@@ -222,7 +222,9 @@ def undisturbed(folder: Path, command: Sequence[str], launch: Launch, patience: 
     try:
         Supervisor([words], launch, folder / "chaos", save, patience=patience).run()
     except RunFailed as error:
-        raise UsageError("--", shlex.join(command), f"a command that ends well\n{error}") from error
+        what = str(error).splitlines()[0]
+        allowed = f"a command that ends with 0: {what}; what it printed is in {folder / 'chaos'}"
+        raise UsageError("--", shlex.join(command), allowed) from error
     seconds = time.monotonic() - begin
     write_atomically(file, json.dumps({"command": [*command], "seconds": seconds}).encode())
     return seconds

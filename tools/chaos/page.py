@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from html import escape
 from math import ceil
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from tools.report.figures import PALETTE, draw
@@ -15,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {
-    "first start": "c5", "steps": "c0", "evaluation": "c1", "save": "c3", "repeated": "accent",
-    "stopped": "rest", "detection": "c2", "restart": "c5", "load": "c4", "end": "line",
+    "first start": "soft", "steps": "c0", "evaluation": "c1", "save": "c3", "repeated": "accent",
+    "stopped": "c5", "detection": "c2", "restart": "rest", "load": "c4", "end": "line",
 }  # fmt: skip
 ROWS = 12  # of the timeline, at most
 LEAST = 60.0  # seconds of a row, at the least
@@ -63,7 +67,7 @@ def page(report: Mapping[str, Any]) -> Page:
     shares = [(kind, duration(each), Share(each / wall)) for kind, each in seconds.items() if each]
     sections = [
         Section("Timeline", [*timeline(report)]),
-        Section("Where the time went", [Table(("", "seconds", "share"), shares)]),
+        Section("Where the time went", [Table(("", "seconds", "share"), shares), parts(report)]),
         Section("Faults by kind", [kinds(report)]),
         Section("Faults", [*remarks(report), faults(report)]),
     ]
@@ -76,7 +80,21 @@ def timeline(report: Mapping[str, Any]) -> Iterator[Figure]:
     legend = [(PALETTE[COLOURS[kind]], kind) for kind, each in report["seconds"].items() if each]
     caption = f"Rank 0 from the start; each row is {duration(wall / rows)}, a mark is a fault"
     paint = partial(_paint, report=report, rows=rows)
-    yield draw(paint, caption, (5.4, 0.8 + 0.36 * rows), legend)
+    figure = draw(paint, caption, (5.4, 0.8 + 0.36 * rows), legend)
+    titles = {f'<g id="{_name(each)}">': each for each in report["faults"]}
+
+    def titled(opening: re.Match[str]) -> str:
+        fault = titles[opening[0]]
+        of_rank = "" if fault["rank"] is None else f" of rank {fault['rank']}"
+        text = f"{fault['number']}: {fault['label']}{of_rank}, in {fault['phase']}"
+        return f"{opening[0]}<title>{escape(text)}</title>"
+
+    yield replace(figure, svg=re.sub(r'<g id="fault\d+">', titled, figure.svg))
+
+
+def _name(fault: Mapping[str, Any]) -> str:
+    """Of its mark in the drawing."""
+    return f"fault{fault['number']}"
 
 
 def _paint(axes: Axes, report: Mapping[str, Any], rows: int) -> None:
@@ -90,7 +108,7 @@ def _paint(axes: Axes, report: Mapping[str, Any], rows: int) -> None:
     for fault in report["faults"]:
         row = min(rows - 1, int(fault["seconds"] / length))
         at = fault["seconds"] - row * length
-        axes.plot([at], [row - 0.4], "v", color=PALETTE["ink"], markersize=4)
+        axes.plot([at], [row - 0.4], "v", color=PALETTE["ink"], markersize=4, gid=_name(fault))
     axes.set_xlim(0, length)
     axes.set_ylim(rows - 0.4, -0.7)
     axes.set_yticks(range(rows), [duration(row * length) for row in range(rows)])
@@ -125,6 +143,15 @@ def kinds(report: Mapping[str, Any]) -> Table:
         "the first step done, over the same of the first start."
     )
     return Table(head, rows, note=note)
+
+
+def parts(report: Mapping[str, Any]) -> Table:
+    """Of starts, where the record of the run has them."""
+    starts = report["start_seconds"]
+    names = dict.fromkeys(name for start in starts for name in start)
+    values = {name: [start[name] for start in starts if name in start] for name in names}
+    rows = [(name, duration(fmean(each)), duration(max(each))) for name, each in values.items()]
+    return Table(("part of a start", "mean", "largest"), rows)
 
 
 def remarks(report: Mapping[str, Any]) -> Iterator[Part]:

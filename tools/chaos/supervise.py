@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.chaos.faults import KINDS, NotInjected, Start, Target
-from tools.chaos.schedule import Fault
+from tools.chaos.schedule import TIMED, Fault
 
 TICK = 0.005  # seconds between two looks at the events
 LOOK = 0.05  # seconds for which a list of processes holds
@@ -271,7 +271,8 @@ class Supervisor:
                     self._inject(start)
                 if status is not None and not ranks:
                     return self._end(start, status)
-                if before != (before := (self._events.count, len(ranks))):
+                is_held = self._injection is not None and self._row and self._row.kind in TIMED
+                if before != (before := (self._events.count, len(ranks))) or is_held:
                     moved = time.monotonic()
                 if time.monotonic() > moved + self._patience:
                     raise RunFailed(

@@ -2,6 +2,9 @@
 
 import json
 import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import UsageError
+from tests.programs import ROOT
 from tests.refusals import refused
 from tests.tools.chaos.ranks import chaos
 from tools.chaos import __main__ as program
@@ -230,6 +234,84 @@ def test_a_hang_ends(tmp_path: Path) -> None:
     report = chaos(faults, words, tmp_path / "hangs", world=1, **options)
     assert report["status"] == 1
     assert "hangs" in report["failure"]
+
+
+# Adds up its steps; a checkpoint has the sum. "late" counts a step more when it resumes.
+OTHER = """
+import json, os, sys, time
+from pathlib import Path
+
+save, way = Path(sys.argv[1]), sys.argv[2]
+events = Path(os.environ["CHAOS_EVENTS"], "rank_0.jsonl").open("ab", buffering=0)
+
+def note(event, **facts):
+    line = {"time": time.monotonic(), "pid": os.getpid(), "event": event, **facts}
+    events.write(json.dumps(line).encode() + b"\\n")
+
+note("start")
+step = total = 0
+for each in sorted(save.glob("[0-9]*")):
+    step, total = json.loads((each / "sum.json").read_text())
+step += way == "late" and step > 0
+note("loaded", step=step)
+while step < 60:
+    time.sleep(0.01)
+    step, total = step + 1, total + step
+    note("step", step=step)
+    if step % 5 == 0:
+        note("save", step=step, at="begin")
+        folder = save / f".{step:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sum.json").write_text(json.dumps([step, total]))
+        folder.rename(save / f"{step:04d}") if not (save / f"{step:04d}").exists() else None
+        note("save", step=step, at="end")
+note("end", step=step)
+"""
+
+
+def sums(save: Path) -> dict[str, Any]:
+    """The array of the trainer OTHER."""
+    return {"sum": json.loads((max(save.glob("[0-9]*")) / "sum.json").read_text())[1]}
+
+
+@pytest.mark.parametrize(("way", "status"), [("well", 0), ("late", 1)])
+def test_another_trainer_in_one_process(tmp_path: Path, way: str, status: int) -> None:
+    """Killed, and stopped while it goes on; without weights there is nothing to compare."""
+    script, file = tmp_path / "other.py", tmp_path / "faults.toml"
+    script.write_text(OTHER)
+    stop = '[[fault]]\nkind = "stop"\nseconds = 0.1\n'
+    file.write_text(f"every_steps = 13\nin_turn = true\ncount = 3\n{KILL}{stop}")
+    words = ["--faults", str(file), "--output", str(tmp_path / "new")]
+    command = ["--", sys.executable, str(script), "{save}", way]
+    weights = ["--weights", f"{__name__}:sums"]
+    assert program.main([*words, *weights, *command], {}) == status
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert [row["ended"] for row in report["faults"]] == [True, False, True]
+    assert [row["rank"] for row in report["faults"]] == [0, 0, 0]
+    words[-1] = str(tmp_path / "again")
+    words += ["--undisturbed", str(tmp_path / "new" / "undisturbed")]
+    assert program.main([*words, *command], {}) == 3
+
+
+def test_a_signal_ends_all_that_was_started(tmp_path: Path) -> None:
+    script, file, started = tmp_path / "waits.py", tmp_path / "faults.toml", tmp_path / "pid"
+    file.write_text(f"every_steps = 1\n{KILL}")
+    script.write_text(
+        "import os, pathlib, signal, sys\n"
+        "place = pathlib.Path(sys.argv[1])\n"
+        "place.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "place.with_suffix('.new').rename(place)\n"
+        "signal.pause()\n"
+    )
+    words = ["--faults", str(file), "--output", str(tmp_path / "new"), "--"]
+    words += [sys.executable, str(script), str(started), "{save}"]
+    process = subprocess.Popen([sys.executable, "-m", "tools.chaos", *words], cwd=ROOT)
+    while not started.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not Path("/proc", started.read_text()).exists()
 
 
 REFUSED = {  # arguments after --faults FILE --output DIR, with the field that they are refused for
