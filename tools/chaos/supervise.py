@@ -20,7 +20,7 @@ from tools.chaos.schedule import TIMED, Fault
 TICK = 0.005  # seconds between two looks at the events
 LOOK = 0.05  # seconds for which a list of processes holds
 TAIL = 30  # lines of a failed run's text that are shown
-LONGEST = 300  # characters of a cause
+LONGEST = 200  # characters of a cause
 ASKED = ("drop", "flip_weight")  # kinds that the probe does
 FOLDER = "CHAOS_EVENTS"
 
@@ -223,11 +223,12 @@ class Supervisor:
         self._coming, self._pending = [*faults], list[Fault]()
         self._mark = 0.0  # of the last fault that was due, in seconds or steps
         # The fault in progress: its row, what it still does, the ranks when it came, and the steps
-        # and saves when its injection was over; then its row while its ranks' launcher still lives.
+        # and saves when its injection was over; its row while its ranks' launcher still lives.
         self._row: Row | None = None
         self._injection: Generator[None] | None = None
         self._hit: set[int] = set()
         self._progress = (0, 0)
+        self._said = ""  # what the start had printed before
         self._ending: Row | None = None
         self._unnamed: list[Row] = []  # whose cause the next start prints
 
@@ -283,6 +284,7 @@ class Supervisor:
         finally:
             start.kill()
             self._close()
+            generations[-1].end = generations[-1].end or time.monotonic()
 
     def _close(self) -> None:
         if self._injection is not None:
@@ -325,6 +327,7 @@ class Supervisor:
             self._injection = None
             self.history.not_injected.append(f"{fault.number} {fault.label}: {error}")
             return
+        self._said = start.text()
         self._row, self._hit, row.until = row, {*ranks.values()}, time.monotonic()
         self._progress = self._events.steps, self._events.saves
         self.history.rows.append(row)
@@ -386,7 +389,8 @@ class Supervisor:
         if KINDS[row.kind].of_next:
             self._unnamed.append(row)
         else:
-            row.cause = cause_of(row.kind, text)
+            # Where one log has several starts of the ranks, an earlier one named another cause.
+            row.cause = cause_of(row.kind, text.removeprefix(self._said))
 
     def _after(self) -> str:
         rows = self.history.rows
@@ -394,9 +398,10 @@ class Supervisor:
 
 
 def cause_of(kind: str, text: str) -> str | None:
-    """The last line that names the cause."""
-    lines = [line for line in text.splitlines() if re.search(KINDS[kind].cause, line)]
-    return lines[-1].strip()[:LONGEST] if lines else None
+    """The first line that names the cause."""
+    lines = (line for line in text.splitlines() if re.search(KINDS[kind].cause, line))
+    first = next(lines, None)
+    return None if first is None else first.strip()[:LONGEST]
 
 
 def tail(text: str) -> str:
