@@ -66,11 +66,12 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "checksum": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, *, alone: bool = False) -> dict[str, Any]:
     """The manifest of one checkpoint folder, checked against itself and the sizes of the files.
 
-    Raises FileNotFoundError if it or a file is missing, ValueError if one is damaged. The content
-    of the files is not read: see `damage`.
+    alone: leaves out the other files, some of which may be elsewhere. Raises FileNotFoundError if
+    it or a file is missing, ValueError if one is damaged. The content of the files is not read: see
+    `damage`.
     """
     file = path / "manifest.json"
     if not file.is_file():
@@ -89,7 +90,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not is_known:
         formats = f"{FORMAT} and {FORMAT_OF_PARTS}"
         raise ValueError(f"{file}: its format is {number!r}, only {formats} are read here")
-    for name, facts in manifest["files"].items():
+    for name, facts in () if alone else manifest["files"].items():
         if not (path / name).is_file():
             raise FileNotFoundError(f"{path / name} is not there, but its manifest lists it")
         if (size := (path / name).stat().st_size) != facts["bytes"]:

@@ -87,14 +87,19 @@ def save_checkpoint(
     attached: Mapping[str, bytes] = NOTHING,
     *,
     went_back_to: float = inf,
+    is_writer: bool | None = None,
 ) -> SaveReport:
     """Write SAVE/step_XXXXXXXX with every tensor, `facts` (JSON) and the files {name: content} that
     are attached on the first rank.
 
-    went_back_to: checkpoints beyond this step are set aside. Every rank calls this and must see the
-    same directory. Raises OSError on every rank if one fails; then nothing of this checkpoint is
-    left, unless it was already whole.
+    went_back_to: checkpoints beyond this step are set aside. is_writer: whether this rank makes the
+    folder and writes the manifest: by default the first rank does, and every rank must see the same
+    directory; where each host has one of its own, one rank of each host. Every rank calls this.
+    Raises OSError on every rank if one fails; then nothing of this checkpoint is left, unless it
+    was already whole.
     """
+    if is_writer is None:
+        is_writer = mesh.is_first
     start, slices = time.monotonic(), list(slices)
     final = Path(directory) / f"step_{step:08d}"
     staging = final.with_name(f".{final.name}.partial")
@@ -106,14 +111,14 @@ def save_checkpoint(
     local_slices = own_slices(slices, mesh)
 
     def prepare() -> tuple[str, ...]:
-        if not mesh.is_first:
+        if not is_writer:
             return ()
         notes = remove_leftovers(staging.parent)
         staging.mkdir(parents=True)
         return notes
 
     def commit() -> tuple[int, tuple[str, ...]]:
-        if not mesh.is_first:
+        if not is_writer:
             return 0, ()
         # Everything that needs disk space comes before the rename.
         files: dict[str, Any] = {}
@@ -128,13 +133,7 @@ def save_checkpoint(
         has_parts = any("tensor" in one for each in tensors.values() for one in each["slices"])
         number = FORMAT_OF_PARTS if has_parts else FORMAT
         manifest = seal({"format": number, **facts, "files": files, "tensors": tensors})
-        write_atomically(staging / "manifest.json", json.dumps(manifest, indent=1).encode())
-        write_atomically(staging / "latest", f"{final.name}\n".encode())
-        notes = set_aside(final, went_back_to)
-        staging.rename(final)
-        flush_directory(final.parent)
-        (final / "latest").replace(final.with_name("latest"))
-        flush_directory(final.parent)
+        notes = publish(staging, final, manifest, went_back_to)
         return sum(file["bytes"] for file in files.values()), notes
 
     try:
@@ -143,11 +142,26 @@ def save_checkpoint(
         shares = agree(mesh, lambda: _write_files(staging, local_slices, extra, mesh.control.rank))
         size, notes = agree(mesh, commit)[0]
     except BaseException:
-        if mesh.is_first:
+        if is_writer:
             shutil.rmtree(staging, ignore_errors=True)
         raise
     seconds, notes = time.monotonic() - start, (*leftovers, *notes)
     return SaveReport(step=step, path=final, save_seconds=seconds, bytes=size, notes=notes)
+
+
+def publish(
+    staging: Path, final: Path, manifest: Mapping[str, Any], went_back_to: float = inf
+) -> tuple[str, ...]:
+    """Give a folder that holds all other files its manifest and its name; returns the notes of
+    `set_aside`."""
+    write_atomically(staging / "manifest.json", json.dumps(manifest, indent=1).encode())
+    write_atomically(staging / "latest", f"{final.name}\n".encode())
+    notes = set_aside(final, went_back_to)
+    staging.rename(final)
+    flush_directory(final.parent)
+    (final / "latest").replace(final.with_name("latest"))
+    flush_directory(final.parent)
+    return notes
 
 
 def own_slices(slices: Iterable[TensorSlice], mesh: Mesh) -> list[TensorSlice]:

@@ -28,6 +28,11 @@ class CheckpointConfig:
     """Write checkpoints while training continues; the loop waits only for the copy to host
     memory."""
 
+    memory_checkpoint_interval: int | None = None
+    """Steps between checkpoints in the shared memory of the hosts, which outlives the processes:
+    the same command resumes from the newest one if it is beyond those in --save. It takes memory
+    for two checkpoints, and on several hosts twice that."""
+
     override_data: bool = False
     """Resume even if seed, tokenizer, data or sequence length differ from the checkpoint's."""
 
@@ -36,11 +41,17 @@ class CheckpointConfig:
     same command resumes from them."""
 
     def __post_init__(self) -> None:
-        positive(self, "save_interval")
+        positive(self, "save_interval", "memory_checkpoint_interval")
         at_least(self, keep_checkpoints=2)  # the newest may be damaged
-        for name in ("save_interval", "keep_checkpoints", "async_save"):
+        for name in (
+            "save_interval",
+            "keep_checkpoints",
+            "async_save",
+            "memory_checkpoint_interval",
+        ):
             needs(self, name, "save")
-        needs(self, "finetune", "load")
+        for name in ("finetune", "memory_checkpoint_interval"):
+            needs(self, name, "load")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
@@ -23,10 +23,12 @@ from megatron.models.registry import find_kind
 from megatron.train.callbacks import Callback, open_callback
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.memory import MemoryCheckpoints
     from megatron.config.pretrain import PretrainConfig
     from megatron.parallel.mesh import Mesh
     from megatron.train.inputs import Inputs
     from megatron.train.phases import Phases
+    from megatron.train.state import TrainState
     from megatron.train.step import StepResult
     from megatron.train.utilization import Flops
 
@@ -227,6 +229,72 @@ class Progress(Callback):
     def close(self, exit_code: int) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+class MemorySaves(Callback):
+    """Checkpoints in memory (checkpoint/memory.py), except at steps that are saved on disk."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        memory: MemoryCheckpoints,
+        facts: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """facts, files: of each checkpoint, see Saver."""
+        super().__init__(config)
+        self.memory, self.facts, self.files = memory, facts, files
+
+    def pre_step(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+
+    def post_step(self, result: StepResult) -> None:
+        from megatron.train.replicas import check_replicas
+        from megatron.train.signals import Stopped
+        from megatron.train.watch import note
+
+        training, settings, state = self.training, self.config.checkpoint, self.training.state
+        step, every = state.step, settings.save_interval
+        # A save that goes on beside training may be lost with the process.
+        is_on_disk = every is not None and step % every == 0 and not settings.async_save
+        is_on_disk |= result.stop or step >= training.steps
+        if step % settings.memory_checkpoint_interval or is_on_disk:
+            return
+        note("save")
+        facts = {**state.facts(), "validation_loss": None, **self.facts}
+        with training.paused():
+            try:
+                if self.config.training.check_replicas_interval:  # as before a save on disk
+                    check_replicas(state, self.batches, wants_stop=training.is_urgent)
+                report = self.memory.save(step, state.slices(), facts, self.files)
+            except Stopped:  # a signal came: the next step is saved on disk
+                return
+            except OSError as error:  # the same on every rank
+                training.log(f"step {step} | warning: it is not kept in memory: {error}")
+                return
+        training.add("", memory_save_seconds=report.save_seconds)
+
+    def post_train(self, end: str) -> None:
+        self.memory.remove()  # the last step is on disk
+
+
+def keep_in_memory(
+    config: PretrainConfig,
+    state: TrainState,
+    facts: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> list[Callback]:
+    """The callback of --memory-checkpoint-interval; none without it (every rank calls this). Raises
+    UsageError, the same on every rank, if a host has no room."""
+    settings = config.checkpoint
+    if settings.memory_checkpoint_interval is None:
+        return []
+    from megatron.checkpoint.memory import MemoryCheckpoints, own_bytes
+
+    assert settings.save is not None
+    mesh, every = state.mesh, settings.memory_checkpoint_interval
+    memory = MemoryCheckpoints.begin(settings.save, mesh, own_bytes(state.slices(), mesh), every)
+    return [MemorySaves(config, memory, facts, files)]
 
 
 def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Callback]:

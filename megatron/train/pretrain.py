@@ -31,7 +31,7 @@ from megatron.train.callbacks import Callback
 from megatron.train.inputs import Inputs, open_inputs, prefetch
 from megatron.train.loggers import open_loggers
 from megatron.train.metrics import Metrics
-from megatron.train.monitors import open_callbacks, usual
+from megatron.train.monitors import keep_in_memory, open_callbacks, usual
 from megatron.train.signals import SIGNALS, StopSignals
 from megatron.train.trained import (
     changes_on_resume,
@@ -79,6 +79,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             config.check(world)
 
         gc.disable()  # its passes are a tenth of the seconds of these imports
+        from megatron.checkpoint.memory import recover
         from megatron.checkpoint.retention import claim
         from megatron.parallel.agree import on_all_ranks
         from megatron.train.launch import launch
@@ -101,10 +102,12 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
             # Not before the claim: until then a previous run may save there.
+            recovered = recover(config.checkpoint, mesh)
             start = on_all_ranks(
                 mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
             )
             run = build(config, inputs, start, mesh)
+            run.messages[:0] = recovered
             loop = open_loop(run, signals, environ, stack)
         signals.arm()
         first_step = run.state.step
@@ -281,13 +284,10 @@ def open_loop(run: Run, signals: StopSignals, environ: Mapping[str, str], stack:
     if flops is not None:
         run.messages.append(flops.about)
     loggers = open_loggers(config.logging, file, environ, start, run.facts, mesh, signals.ask)
-    callbacks = [
-        *usual("pretrain", config.logging.log_interval, flops),
-        *run.callbacks,
-        *loggers,
-    ]
-    metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
+    callbacks = [*usual("pretrain", config.logging.log_interval, flops), *run.callbacks, *loggers]
     files = dict(run.files) | ({} if inputs.tokenizer is None else dict(inputs.tokenizer.files))
+    callbacks += keep_in_memory(config, run.state, run.facts, files)
+    metrics = stack.enter_context(Metrics(file, mesh, start=start, callbacks=callbacks))
     saver: Saver | None = None
     if config.checkpoint.save is not None:
         saver = Saver(mesh, config.checkpoint, run.facts, attached=files, start_step=start)

@@ -1,0 +1,316 @@
+"""Checkpoints in the shared memory of the hosts, which outlives the processes of a run.
+
+    SAVE/memory_checkpoints                    id of the start that keeps checkpoints in memory
+    /dev/shm/megatron-HASH/step_00000120/      manifest.json; the files of this host's ranks and,
+                                               on several hosts, those of the host before
+
+A step in memory consists of the files that it would have on disk, divided over the hosts. The next
+start writes the newest step whose files are all whole, each on any host, to SAVE and resumes from
+it as from any checkpoint. HASH is of the id and of SAVE's path, and each start draws another id: no
+run finds what another one kept, or what it kept itself before an earlier restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from shutil import copyfile, disk_usage, rmtree
+from stat import S_ISDIR
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.format import one_step, read_manifest, seal, step_folders, step_of
+from megatron.checkpoint.retention import remove, remove_leftovers
+from megatron.checkpoint.save import SaveReport, own_slices, publish, save_checkpoint
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.data.files import flush_to_disk, sha256, write_atomically
+from megatron.errors import UsageError
+from megatron.parallel.agree import agree, on_all_ranks
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.sharding import TensorSlice
+
+SHARED_MEMORY = Path("/dev/shm")
+ID_FILE = "memory_checkpoints"  # no dot: `rm -r SAVE/*` removes it, too
+FLAG = "--memory-checkpoint-interval"
+PIECE = 2**28  # bytes of one message
+
+
+class MemoryCheckpoints:
+    """Those of one start of a run; every rank calls the methods at the same steps.
+
+    A failure of one rank raises the same OSError on every rank.
+    """
+
+    def __init__(self, save: str | Path, mesh: Mesh, start_id: str) -> None:
+        """save: the folder of the run's checkpoints on disk. start_id: the first rank's counts."""
+        self._save, self._mesh = Path(save), mesh
+        name = f"{start_id} {self._save.resolve()}"
+        name = mesh.control.gather(hashlib.sha256(name.encode()).hexdigest()[:16])[0]
+        self._folder = SHARED_MEMORY / f"megatron-{name}"
+
+        def enter() -> tuple[str, str, int, int]:
+            """The identity of this host's shared memory: containers may have their own."""
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            about, root, boot = self._folder.lstat(), SHARED_MEMORY.stat(), ""
+            if not S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+                raise OSError(f"{self._folder} belongs to another user; only its own may be used")
+            with suppress(OSError):
+                boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+            return socket.gethostname(), boot, root.st_dev, root.st_ino
+
+        places = agree(mesh, enter, "using shared memory")
+        self._hosts = [
+            [rank for rank, each in enumerate(places) if each == place]
+            for place in dict.fromkeys(places)
+        ]
+        rank = mesh.control.rank
+        self._host = next(n for n, ranks in enumerate(self._hosts) if rank in ranks)
+        self._ranks = self._hosts[self._host]  # of this host
+        self._is_writer = rank == self._ranks[0]
+
+    @classmethod
+    def begin(cls, save: str | Path, mesh: Mesh, size: int, interval: int) -> MemoryCheckpoints:
+        """Those of this start, under a new id. size: bytes of this rank's own slices.
+
+        Raises UsageError on every rank if a host has no room for two checkpoints and, on several
+        hosts, for those of its partner.
+        """
+        start_id = secrets.token_hex(16)
+
+        def write() -> None:
+            if mesh.is_first:
+                write_atomically(Path(save) / ID_FILE, start_id.encode())
+
+        agree(mesh, write, "beginning checkpoints in memory")
+        memory = cls(save, mesh, start_id)
+        sizes = mesh.control.gather(size)
+        by_host = [sum(sizes[rank] for rank in ranks) for ranks in memory._hosts]
+        partner = by_host[memory._host - 1] if len(by_host) > 1 else 0
+
+        def check() -> None:
+            needed, free = 2 * (by_host[memory._host] + partner), disk_usage(SHARED_MEMORY).free
+            if needed > free:
+                has = f"{SHARED_MEMORY} of {socket.gethostname()} has {free / 1e9:,.1f} GB free"
+                allowed = f"left out: it needs {needed / 1e9:,.1f} GB, and {has}"
+                raise UsageError(FLAG, interval, allowed)
+
+        try:
+            on_all_ranks(mesh, check)
+        except UsageError:
+            memory.remove()
+            raise
+        return memory
+
+    def save(
+        self,
+        step: int,
+        slices: Iterable[TensorSlice],
+        facts: Mapping[str, Any],
+        attached: Mapping[str, bytes],
+    ) -> SaveReport:
+        """Keep this step beside the newest one before it, and copy it to the partner hosts; returns
+        when it is whole on all. Arguments: see save_checkpoint."""
+        mesh = self._mesh
+
+        def make_room() -> None:
+            for folder in step_folders(self._folder)[1:] if self._is_writer else ():
+                remove(folder)
+
+        agree(mesh, make_room, "making room in memory")
+        report = save_checkpoint(
+            self._folder, step, slices, facts, mesh, attached, is_writer=self._is_writer
+        )
+        if len(self._hosts) > 1:
+            self._copy_to_partners(report.path)
+        return report
+
+    def _copy_to_partners(self, folder: Path) -> None:
+        """Send the files of each host's ranks to the next host, from rank to rank."""
+        mesh, rank, number = self._mesh, self._mesh.control.rank, len(self._hosts)
+        outgoing: list[tuple[int, torch.Tensor]] = []
+        incoming: list[tuple[int, torch.Tensor]] = []
+
+        def open_files() -> None:
+            for name, facts in read_manifest(folder, alone=True)["files"].items():
+                # Files of the model and the tokenizer are the first rank's.
+                of_rank = name.startswith("shard_")
+                sender = int(name.removeprefix("shard_").partition(".")[0]) if of_rank else 0
+                host = next(n for n, ranks in enumerate(self._hosts) if sender in ranks)
+                partners = self._hosts[(host + 1) % number]
+                receiver = partners[self._hosts[host].index(sender) % len(partners)]
+                file, size = folder / name, facts["bytes"]
+                if rank == receiver:
+                    with file.open("xb") as stream:
+                        if size:  # a mapped page without memory behind it would kill the process
+                            os.posix_fallocate(stream.fileno(), 0, size)
+                if rank in (sender, receiver) and size:
+                    mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+                    pieces = mapped.split(PIECE)
+                    if rank == sender:
+                        outgoing.extend((receiver, piece) for piece in pieces)
+                    else:
+                        incoming.extend((sender, piece) for piece in pieces)
+
+        def exchange() -> None:
+            group, calls = mesh.control.group, mesh.control.calls
+            works = [dist.isend(piece, to, group=group) for to, piece in outgoing]
+            works += [dist.irecv(piece, of, group=group) for of, piece in incoming]
+            call = calls.start("copy to the partner host", len(works))
+            calls.wait_for(call, lambda: [work.wait() for work in works if work is not None])
+
+        agree(mesh, open_files, "copying memory to the partner host")
+        agree(mesh, exchange, "copying memory to the partner host")
+
+    def remove(self) -> None:
+        """Remove all of it."""
+
+        def remove_folder() -> None:
+            with suppress(FileNotFoundError):  # somebody else has removed it
+                if self._is_writer:
+                    rmtree(self._folder)
+
+        agree(self._mesh, remove_folder, "removing checkpoints in memory")
+        if self._mesh.is_first:
+            (self._save / ID_FILE).unlink(missing_ok=True)
+
+    def write_newest(self, beyond: int) -> list[str]:
+        """Write the newest whole step to SAVE if it is beyond this one; returns messages."""
+        control = self._mesh.control
+        found = control.gather([step_of(folder) for folder in step_folders(self._folder)])
+        steps = sorted({step for each in found for step in each}, reverse=True)
+        messages = [] if steps else ["no checkpoint of this run is in the memory of these hosts"]
+        for step in steps:
+            if step <= beyond:
+                break
+            manifest, whole, damaged = self._look_at(step)
+            looks = control.gather((manifest and manifest["checksum"], whole, damaged))
+            reasons = [line for *_, lines in looks for line in lines]
+            # Hosts may differ where one was away while the run did the same step again.
+            for checksum in dict.fromkeys(each for each, *_ in looks if each is not None):
+                holders: dict[str, int] = {}
+                for rank, (each, names, _) in enumerate(looks):
+                    if each == checksum:
+                        holders = dict.fromkeys(names, rank) | holders
+                owner = next(rank for rank, (each, *_) in enumerate(looks) if each == checksum)
+                chosen = control.gather(manifest if control.rank == owner else None)[owner]
+                missing = [name for name in chosen["files"] if name not in holders]
+                if not missing:
+                    path = self._write(step, chosen, holders)
+                    passed = [f"passed over: {reason}" for reason in reasons]
+                    return [*messages, *passed, f"step {step} was in memory, and is now {path}"]
+                reasons.append(f"{missing[0]} of step {step} in memory is whole on no host")
+            messages += [f"passed over: {reason}" for reason in reasons]
+        return messages
+
+    def _look_at(self, step: int) -> tuple[dict[str, Any] | None, list[str], list[str]]:
+        """(this host's manifest of a step, the whole files among this rank's share of those in its
+        folder, a line for each that is damaged)."""
+        folder, share, size = self._path(step), self._ranks.index(self._rank), len(self._ranks)
+        if not folder.is_dir():
+            return None, [], []
+        try:
+            manifest = read_manifest(folder, alone=True)
+        except (ValueError, OSError) as error:
+            return None, [], [str(error)] if self._is_writer else []
+        whole, damaged = [], []
+        for name, facts in list(manifest["files"].items())[share::size]:
+            try:
+                if sha256(folder / name) == facts["sha256"]:
+                    whole.append(name)
+                else:
+                    damaged.append(f"{folder / name} is damaged: its checksum is another one")
+            except FileNotFoundError:  # it is on another host
+                pass
+            except OSError as error:
+                damaged.append(f"{folder / name}: {error.strerror}")
+        return manifest, whole, damaged
+
+    def _write(self, step: int, manifest: Mapping[str, Any], holders: Mapping[str, int]) -> Path:
+        """SAVE/step_XXXXXXXX of files in memory. holders: the rank that copies each."""
+        mesh, source = self._mesh, self._path(step)
+        final = self._save / source.name
+        staging = final.with_name(f".{final.name}.partial")
+
+        def prepare() -> None:
+            if mesh.is_first:
+                remove_leftovers(self._save)
+                staging.mkdir()
+
+        def copy() -> None:
+            for name, rank in holders.items():
+                if rank == self._rank and name in manifest["files"]:
+                    copyfile(source / name, staging / name)
+                    with (staging / name).open("rb") as stream:
+                        flush_to_disk(stream)
+
+        def commit() -> None:
+            if mesh.is_first:
+                publish(staging, final, seal(manifest))
+
+        try:
+            for action in (prepare, copy, commit):
+                agree(mesh, action, f"writing step {step}, which is in memory, to disk")
+        except BaseException:
+            if mesh.is_first:
+                rmtree(staging, ignore_errors=True)
+            raise
+        return final
+
+    @property
+    def _rank(self) -> int:
+        return self._mesh.control.rank
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}"
+
+
+def own_bytes(slices: Iterable[TensorSlice], mesh: Mesh) -> int:
+    """Bytes of the slices that this rank writes."""
+    boxes = (box for each in own_slices(slices, mesh) for box in each.spec.boxes(each.local))
+    return sum(part.nbytes for part, _ in boxes)
+
+
+def recover(config: CheckpointConfig, mesh: Mesh) -> list[str]:
+    """Write the newest checkpoint that the last start of this run left in memory to --save, if it
+    is beyond those there, and remove what is in memory; returns messages to the user.
+
+    With --load SAVE/step_N, which goes back on purpose, none is written. Every rank calls this.
+    Raises UsageError on every rank if a host has no shared memory, OSError if a step cannot be
+    written; then it stays in memory.
+    """
+    interval = config.memory_checkpoint_interval
+    if interval is None:
+        return []
+    assert config.save is not None
+    assert config.load is not None
+    save = Path(config.save)
+
+    def look() -> tuple[str | None, int]:
+        """(id of the last start, the newest step on disk), of the first rank."""
+        if not SHARED_MEMORY.is_dir():
+            allowed = f"left out: {socket.gethostname()} has no {SHARED_MEMORY}"
+            raise UsageError(FLAG, interval, allowed)
+        if not mesh.is_first or not (save / ID_FILE).is_file():
+            return None, -1
+        for folder in step_folders(save):
+            with suppress(ValueError, OSError):
+                read_manifest(folder)
+                return (save / ID_FILE).read_text(), step_of(folder)
+        return (save / ID_FILE).read_text(), -1
+
+    start_id, newest = mesh.control.gather(on_all_ranks(mesh, look))[0]
+    if start_id is None:
+        return []
+    memory, one = MemoryCheckpoints(save, mesh, start_id), one_step(config.load)
+    messages = []
+    if one is None or one.resolve().parent != save.resolve():
+        messages = memory.write_newest(newest)
+    memory.remove()
+    return messages
