@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
@@ -232,7 +233,8 @@ class Progress(Callback):
 
 
 class MemorySaves(Callback):
-    """Checkpoints in memory (checkpoint/memory.py), except at steps that are saved on disk."""
+    """Checkpoints in memory (checkpoint/memory.py), except of steps that are on disk. Each is made
+    before the next step: when the step has been recorded, evaluated and saved."""
 
     def __init__(
         self,
@@ -245,32 +247,40 @@ class MemorySaves(Callback):
         super().__init__(config)
         self.memory, self.facts, self.files = memory, facts, files
 
-    def pre_step(self, batches: Sequence[Batch]) -> None:
-        self.batches = batches
+    def pre_train(self) -> None:
+        self.batches: Sequence[Batch] | None = None  # of the last step
+        self.loss: float | None = None  # of its evaluation
+        self.is_on_disk = False
 
     def post_step(self, result: StepResult) -> None:
+        self.loss, self.is_on_disk = None, False
+
+    def post_evaluation(self, loss: float | None) -> None:
+        self.loss = loss if loss is not None and isfinite(loss) else None
+
+    def post_save(self) -> None:
+        self.is_on_disk = not self.config.checkpoint.async_save  # else a kill may lose it
+
+    def pre_step(self, batches: Sequence[Batch]) -> None:
         from megatron.train.replicas import check_replicas
         from megatron.train.signals import Stopped
         from megatron.train.watch import note
 
-        training, settings, state = self.training, self.config.checkpoint, self.training.state
-        step, every = state.step, settings.save_interval
-        # A save that goes on beside training may be lost with the process.
-        is_on_disk = every is not None and step % every == 0 and not settings.async_save
-        is_on_disk |= result.stop or step >= training.steps
-        if step % settings.memory_checkpoint_interval or is_on_disk:
+        done, self.batches = self.batches, batches
+        training, state, settings = self.training, self.training.state, self.config.checkpoint
+        if done is None or self.is_on_disk or state.step % settings.memory_checkpoint_interval:
             return
         note("save")
-        facts = {**state.facts(), "validation_loss": None, **self.facts}
+        facts = {**state.facts(), "validation_loss": self.loss, **self.facts}
         with training.paused():
             try:
                 if self.config.training.check_replicas_interval:  # as before a save on disk
-                    check_replicas(state, self.batches, wants_stop=training.is_urgent)
-                report = self.memory.save(step, state.slices(), facts, self.files)
+                    check_replicas(state, done, wants_stop=training.is_urgent)
+                report = self.memory.save(state.step, state.slices(), facts, self.files)
             except Stopped:  # a signal came: the next step is saved on disk
                 return
             except OSError as error:  # the same on every rank
-                training.log(f"step {step} | warning: it is not kept in memory: {error}")
+                training.log(f"step {state.step} | warning: it is not kept in memory: {error}")
                 return
         training.add("", memory_save_seconds=report.save_seconds)
 
