@@ -68,6 +68,8 @@ LAST = """
 --split 1,1,0 --mock-data | --tokenizer-type x --mock-data
 --num-layer 3 | --batch-size 4 | --n-layer 3 | --lr-decay-style cos
 --save a --save-interval 0 | --save-interval 5 | --async-save | --keep-checkpoints 5
+--save a --load a --memory-checkpoint-interval 0 | --load a --memory-checkpoint-interval 5
+--save a --memory-checkpoint-interval 5
 --save a --keep-checkpoints 1 | --finetune | --attention-dropout-rng kernal
 --no-compile --attention-dropout-rng coordinates-flex
 --layernorm-impl apex | --optimizer-impl apex | --preset gpt2_365m | --preset
