@@ -688,14 +688,14 @@ shard-not-flushed
 + pass
 renames-not-flushed
 - staging.rename(final)
--         flush_directory(final.parent)
+-     flush_directory(final.parent)
 + staging.rename(final)
 latest-before-the-checkpoint | checkpoint/test_faults::test_a_failed_save_leaves
 - notes = set_aside(final, went_back_to)
--         staging.rename(final)
+-     staging.rename(final)
 + write_atomically(final.with_name("latest"), f"{final.name}\n".encode())
-+         notes = set_aside(final, went_back_to)
-+         staging.rename(final)
++     notes = set_aside(final, went_back_to)
++     staging.rename(final)
 checkpoint-follows-the-training | checkpoint/test_save::test_an_asynchronous_save
 # a save beside training copies the tensors before the next step
 - self._host[each.key].copy_(each.local, non_blocking=True)
