@@ -85,7 +85,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.machine import memory_errors
-        from megatron.train.watch import without_limit
+        from megatron.train.watch import note, without_limit
 
         gc.enable()
         with user_errors(environ):
@@ -97,10 +97,10 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
                 if inputs.model:
                     config = replace(config, model=replace(config.model, **inputs.model))
-            # From here on the loader's threads tokenise in parallel: threads of the library would
-            # slow them down. It also warns if a process that used them forks, as for a compiler.
+            # The library's own threads would slow the loader's down, and it warns if they then fork.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
+            note("reading the checkpoint")
             # Not before the claim: until then a previous run may save there.
             recovered = recover(config.checkpoint, mesh)
             start = on_all_ranks(
