@@ -97,7 +97,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
                 inputs = on_all_ranks(mesh, lambda: open_inputs(config, entry))
                 if inputs.model:
                     config = replace(config, model=replace(config.model, **inputs.model))
-            # The library's own threads would slow the loader's down, and it warns if they then fork.
+            # The library's own threads would slow the loader's down, and it warns if they fork.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
             note("reading the checkpoint")
