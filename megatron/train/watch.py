@@ -7,7 +7,7 @@ store holds a *verdict*, which one rank writes:
     a rank raised     It prints its traceback, or for a DataError or OutOfMemoryError only the
                       message (and the status is 2). An error that another rank's death may have
                       caused waits 5 s for a better cause; then ranks whose reports have stopped are
-                      named.
+                      named. One whose process on this host is gone is named at once.
     a rank died       The process of the next rank on this host is gone, and no error shows it, for
                       example while process groups are made.
     a rank left       This rank waits in a collective for one that has left.
@@ -177,7 +177,7 @@ class Watch:
         self._who = f"rank {self._rank} of {self._size} on {socket.gethostname()}"
         self._has_met = False
         self._has_mesh = False
-        self._next: Arrival | None = None  # the next rank in the same namespace
+        self._near: Mapping[int, Arrival] = {}  # the ranks in the same namespace
         self._left: int | None = None  # this rank's exit status, once it waits for the others' end
         self._number = self._checks = 0
         self._progress: tuple[object, ...] = ()
@@ -195,8 +195,9 @@ class Watch:
     def all_arrived(self, arrivals: Sequence[Arrival]) -> None:
         """From here on, a rank that waits for another is stalled. arrivals: of all ranks."""
         local = arrivals[self._rank]
-        near = [each for each in arrivals if local.namespace and each.namespace == local.namespace]
-        self._next = near[(near.index(local) + 1) % len(near)] if near else None
+        if local.namespace:
+            near = enumerate(arrivals)
+            self._near = {n: each for n, each in near if each.namespace == local.namespace}
         self._has_met = True
 
     def add_mesh(self, mesh: Mesh) -> None:
@@ -364,7 +365,7 @@ class Watch:
                 self.follow()
                 if self._left is None and has_met:
                     self._find_leaver(report)
-                    if self._next is not None and began_at(self._next.pid) != self._next.began:
+                    if self._gone():
                         self._name_dead()
                     self._find_stall()
                 if self._last_of_keeper is not None:
@@ -405,15 +406,23 @@ class Watch:
         return Report(**fields | {"waits": [Wait(**wait) for wait in fields["waits"]]})
 
     def _read_twice(self) -> tuple[dict[int, Report], list[int]]:
-        """(the last report of each rank, the ranks that have written none for 5 s)."""
+        """(the last report of each rank, the ranks that are gone or have written none for 5 s)."""
         before = [self._read(rank).number for rank in range(self._size)]
         deadline = time.monotonic() + ECHO
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._gone():
             self._publish()  # the thread that publishes may be this one
             self.follow()
             time.sleep(0.1)
         reports = {rank: self._read(rank) for rank in range(self._size)}
-        return reports, [rank for rank in reports if reports[rank].number == before[rank]]
+        silent = [rank for rank in reports if reports[rank].number == before[rank]]
+        return reports, self._gone() or silent
+
+    def _gone(self) -> list[int]:
+        """The ranks of this host whose processes have ended before this rank has left: until then
+        none ends by itself."""
+        near = self._near.items()
+        gone = [rank for rank, each in near if began_at(each.pid) != each.began]
+        return gone if self._left is None else []  # read last
 
     def _find_leaver(self, report: Report) -> None:
         """End the run if this rank waits for one that has left and so can never come."""
