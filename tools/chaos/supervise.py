@@ -17,8 +17,8 @@ from typing import Any
 from tools.chaos.faults import KINDS, NotInjected, Start, Target
 from tools.chaos.schedule import TIMED, Fault
 
-TICK = 0.005  # seconds between two looks at the events
-LOOK = 0.05  # seconds for which a list of processes holds
+TICK = 0.01  # seconds between two looks at the events
+LOOK = 0.25  # seconds between two looks at all processes, which take 5 ms of a core
 TAIL = 30  # lines of a failed run's text that are shown
 LONGEST = 200  # characters of a cause
 ASKED = ("drop", "flip_weight")  # kinds that the probe does
@@ -60,7 +60,7 @@ class Command:
 
     def ranks(self) -> Mapping[int, int]:
         self._look()
-        return self._ranks
+        return {rank: pid for rank, pid in self._ranks.items() if _environ(pid)}
 
     def _look(self, longest: float = LOOK) -> None:
         """Finds its processes, if they were not found so many seconds ago."""
@@ -70,9 +70,9 @@ class Command:
         parents, ranks = dict[int, int](), dict[int, int]()  # by process
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                environ = (entry / "environ").read_bytes().split(b"\0")
-                if mark in environ:
-                    pid, rank = int(entry.name), [x[5:] for x in environ if x.startswith(b"RANK=")]
+                pid = int(entry.name)
+                if mark in (environ := _environ(pid)):
+                    rank = [x[5:] for x in environ if x.startswith(b"RANK=")]
                     parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                     if rank:
                         ranks[pid] = int(rank[0])
@@ -103,6 +103,13 @@ class Command:
 
     def text(self) -> str:
         return self._log.read_text(errors="replace")
+
+
+def _environ(pid: int) -> list[bytes]:
+    """The environment of a process; empty if it has ended."""
+    with suppress(OSError):
+        return list(filter(None, Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")))
+    return []
 
 
 @dataclass
