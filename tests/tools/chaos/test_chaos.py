@@ -1,6 +1,7 @@
 """Runs under faults: final weights, causes, what is planted against it, and what is refused."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -311,7 +312,11 @@ def test_a_signal_ends_all_that_was_started(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.terminate()
     assert process.wait() == 128 + signal.SIGTERM
-    assert not Path("/proc", started.read_text()).exists()
+    pid = int(started.read_text())
+    lives = Path(f"/proc/{pid}").exists()
+    if lives:
+        os.kill(pid, signal.SIGKILL)
+    assert not lives
 
 
 REFUSED = {  # arguments after --faults FILE --output DIR, with the field that they are refused for
