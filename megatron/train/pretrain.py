@@ -85,7 +85,7 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
         from megatron.train.launch import launch
         from megatron.train.loop import train
         from megatron.train.machine import memory_errors
-        from megatron.train.watch import note, without_limit
+        from megatron.train.watch import without_limit
 
         gc.enable()
         with user_errors(environ):
@@ -100,9 +100,9 @@ def pretrain(arguments: Sequence[str], environ: Mapping[str, str], kind: str | N
             # The library's own threads would slow the loader's down, and it warns if they fork.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             stack.enter_context(claim(config.checkpoint.save, mesh))
-            note("reading the checkpoint")
             # Not before the claim: until then a previous run may save there.
-            recovered = recover(config.checkpoint, mesh)
+            with without_limit("reading the checkpoint"):
+                recovered = recover(config.checkpoint, mesh)
             start = on_all_ranks(
                 mesh, lambda: find_start(config.checkpoint) if mesh.is_first else Start()
             )
