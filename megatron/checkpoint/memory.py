@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.format import one_step, read_manifest, seal, step_folders, step_of
+from megatron.checkpoint.load import newest_whole
 from megatron.checkpoint.retention import remove, remove_leftovers
 from megatron.checkpoint.save import SaveReport, own_slices, publish, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
@@ -60,7 +61,8 @@ class MemoryCheckpoints:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             about, root, boot = self._folder.lstat(), SHARED_MEMORY.stat(), ""
             if not S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-                raise OSError(f"{self._folder} belongs to another user; only its own may be used")
+                cure = f"without {self._save / ID_FILE} it is not used"
+                raise OSError(f"{self._folder} is no folder of this user; {cure}")
             with suppress(OSError):
                 boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             return socket.gethostname(), boot, root.st_dev, root.st_ino
@@ -116,19 +118,28 @@ class MemoryCheckpoints:
         attached: Mapping[str, bytes],
     ) -> SaveReport:
         """Keep this step beside the newest one before it, and copy it to the partner hosts; returns
-        when it is whole on all. Arguments: see save_checkpoint."""
+        when it is whole on all. facts: those of the first rank count, so that all hosts have one
+        manifest. Other arguments: see save_checkpoint. After an error nothing of it is left."""
         mesh = self._mesh
+        facts = mesh.control.gather(dict(facts) if mesh.is_first else None)[0]
 
         def make_room() -> None:
-            for folder in step_folders(self._folder)[1:] if self._is_writer else ():
-                remove(folder)
+            if self._is_writer:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                for folder in step_folders(self._folder)[1:]:
+                    remove(folder)
 
         agree(mesh, make_room, "making room in memory")
-        report = save_checkpoint(
-            self._folder, step, slices, facts, mesh, attached, is_writer=self._is_writer
-        )
-        if len(self._hosts) > 1:
-            self._copy_to_partners(report.path)
+        try:
+            report = save_checkpoint(
+                self._folder, step, slices, facts, mesh, attached, is_writer=self._is_writer
+            )
+            if len(self._hosts) > 1:
+                self._copy_to_partners(report.path)
+        except OSError:  # the same on every rank; a host may have its files already
+            if self._is_writer:
+                rmtree(self._path(step), ignore_errors=True)
+            raise
         return report
 
     def _copy_to_partners(self, folder: Path) -> None:
@@ -172,39 +183,44 @@ class MemoryCheckpoints:
         """Remove all of it."""
 
         def remove_folder() -> None:
+            if self._mesh.is_first:
+                (self._save / ID_FILE).unlink(missing_ok=True)
             with suppress(FileNotFoundError):  # somebody else has removed it
                 if self._is_writer:
                     rmtree(self._folder)
 
         agree(self._mesh, remove_folder, "removing checkpoints in memory")
-        if self._mesh.is_first:
-            (self._save / ID_FILE).unlink(missing_ok=True)
 
-    def write_newest(self, beyond: int) -> list[str]:
-        """Write the newest whole step to SAVE if it is beyond this one; returns messages."""
+    def write_newest(self) -> list[str]:
+        """Write the newest whole step to SAVE if it is beyond the newest one there that is whole;
+        returns messages."""
         control = self._mesh.control
         found = control.gather([step_of(folder) for folder in step_folders(self._folder)])
         steps = sorted({step for each in found for step in each}, reverse=True)
         messages = [] if steps else ["no checkpoint of this run is in the memory of these hosts"]
+        on_disk, newest = control.gather(step_folders(self._save))[0], -1
+        if on_disk and steps and steps[0] > step_of(on_disk[0]):
+            newest = step_of(on_disk[0])  # whole or not
+        elif on_disk and steps:
+            with suppress(ValueError):  # all are damaged
+                newest = step_of(newest_whole(on_disk, self._mesh, any_loop=True)[0].path)
         for step in steps:
-            if step <= beyond:
+            if step <= newest:
                 break
             manifest, whole, damaged = self._look_at(step)
-            looks = control.gather((manifest and manifest["checksum"], whole, damaged))
+            looks = control.gather((manifest, whole, damaged))
             reasons = [line for *_, lines in looks for line in lines]
-            # Hosts may differ where one was away while the run did the same step again.
-            for checksum in dict.fromkeys(each for each, *_ in looks if each is not None):
-                holders: dict[str, int] = {}
-                for rank, (each, names, _) in enumerate(looks):
-                    if each == checksum:
-                        holders = dict.fromkeys(names, rank) | holders
-                owner = next(rank for rank, (each, *_) in enumerate(looks) if each == checksum)
-                chosen = control.gather(manifest if control.rank == owner else None)[owner]
+            holders: dict[str, int] = {}
+            for rank, (_, names, _) in enumerate(looks):
+                holders = dict.fromkeys(names, rank) | holders
+            # All that can be read are equal: they are sealed, and have the facts of one rank.
+            for chosen in [each for each, *_ in looks if each is not None][:1]:
                 missing = [name for name in chosen["files"] if name not in holders]
                 if not missing:
-                    path = self._write(step, chosen, holders)
+                    notes = self._write(step, chosen, holders)
                     passed = [f"passed over: {reason}" for reason in reasons]
-                    return [*messages, *passed, f"step {step} was in memory, and is now {path}"]
+                    final = self._save / self._path(step).name
+                    return [*messages, *passed, *notes, f"step {step} was in memory, now {final}"]
                 reasons.append(f"{missing[0]} of step {step} in memory is whole on no host")
             messages += [f"passed over: {reason}" for reason in reasons]
         return messages
@@ -232,36 +248,43 @@ class MemoryCheckpoints:
                 damaged.append(f"{folder / name}: {error.strerror}")
         return manifest, whole, damaged
 
-    def _write(self, step: int, manifest: Mapping[str, Any], holders: Mapping[str, int]) -> Path:
-        """SAVE/step_XXXXXXXX of files in memory. holders: the rank that copies each."""
+    def _write(
+        self, step: int, manifest: Mapping[str, Any], holders: Mapping[str, int]
+    ) -> tuple[str, ...]:
+        """Write SAVE/step_XXXXXXXX of files in memory; returns notes. holders: the rank that copies
+        each file."""
         mesh, source = self._mesh, self._path(step)
         final = self._save / source.name
         staging = final.with_name(f".{final.name}.partial")
 
-        def prepare() -> None:
-            if mesh.is_first:
-                remove_leftovers(self._save)
-                staging.mkdir()
+        def prepare() -> tuple[str, ...]:
+            if not mesh.is_first:
+                return ()
+            notes = remove_leftovers(self._save)
+            staging.mkdir()
+            return notes
 
-        def copy() -> None:
+        def copy() -> tuple[str, ...]:
             for name, rank in holders.items():
                 if rank == self._rank and name in manifest["files"]:
                     copyfile(source / name, staging / name)
                     with (staging / name).open("rb") as stream:
                         flush_to_disk(stream)
+            return ()
 
-        def commit() -> None:
-            if mesh.is_first:
-                publish(staging, final, seal(manifest))
+        def commit() -> tuple[str, ...]:
+            return publish(staging, final, seal(manifest)) if mesh.is_first else ()
 
+        notes: list[str] = []
         try:
             for action in (prepare, copy, commit):
-                agree(mesh, action, f"writing step {step}, which is in memory, to disk")
+                what = f"writing step {step}, which is in memory, to disk"
+                notes += agree(mesh, action, what)[0]
         except BaseException:
             if mesh.is_first:
                 rmtree(staging, ignore_errors=True)
             raise
-        return final
+        return tuple(notes)
 
     @property
     def _rank(self) -> int:
@@ -281,36 +304,30 @@ def recover(config: CheckpointConfig, mesh: Mesh) -> list[str]:
     """Write the newest checkpoint that the last start of this run left in memory to --save, if it
     is beyond those there, and remove what is in memory; returns messages to the user.
 
-    With --load SAVE/step_N, which goes back on purpose, none is written. Every rank calls this.
-    Raises UsageError on every rank if a host has no shared memory, OSError if a step cannot be
-    written; then it stays in memory.
+    Without --load, and with --load SAVE/step_N, which goes back on purpose, none is written. Every
+    rank calls this. Raises UsageError on every rank if a host has no shared memory, OSError if a
+    step cannot be written; then it stays in memory.
     """
-    interval = config.memory_checkpoint_interval
-    if interval is None:
+    if config.save is None:
         return []
-    assert config.save is not None
-    assert config.load is not None
-    save = Path(config.save)
+    save, interval = Path(config.save), config.memory_checkpoint_interval
 
-    def look() -> tuple[str | None, int]:
-        """(id of the last start, the newest step on disk), of the first rank."""
-        if not SHARED_MEMORY.is_dir():
+    def look() -> str | None:
+        """The id of the last start with memory, of the first rank."""
+        if interval is not None and not SHARED_MEMORY.is_dir():
             allowed = f"left out: {socket.gethostname()} has no {SHARED_MEMORY}"
             raise UsageError(FLAG, interval, allowed)
-        if not mesh.is_first or not (save / ID_FILE).is_file():
-            return None, -1
-        for folder in step_folders(save):
-            with suppress(ValueError, OSError):
-                read_manifest(folder)
-                return (save / ID_FILE).read_text(), step_of(folder)
-        return (save / ID_FILE).read_text(), -1
+        file = save / ID_FILE
+        is_there = mesh.is_first and file.is_file() and SHARED_MEMORY.is_dir()
+        return file.read_text() if is_there else None
 
-    start_id, newest = mesh.control.gather(on_all_ranks(mesh, look))[0]
+    start_id = mesh.control.gather(on_all_ranks(mesh, look))[0]
     if start_id is None:
         return []
-    memory, one = MemoryCheckpoints(save, mesh, start_id), one_step(config.load)
-    messages = []
-    if one is None or one.resolve().parent != save.resolve():
-        messages = memory.write_newest(newest)
+    memory, messages = MemoryCheckpoints(save, mesh, start_id), list[str]()
+    if config.load is not None:
+        one = one_step(config.load)
+        if one is None or one.resolve().parent != save.resolve():
+            messages = memory.write_newest()
     memory.remove()
     return messages

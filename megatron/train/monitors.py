@@ -15,6 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
 from socket import gethostname
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -138,14 +139,14 @@ class StartTimes(Callback):
     first rank."""
 
     def pre_train(self) -> None:
-        self.is_first = True
+        self.is_due = True
 
     def post_step(self, result: StepResult) -> None:
-        if not self.is_first:
+        if not self.is_due:
             return
         from megatron.train.watch import start_seconds
 
-        self.is_first, training, seconds = False, self.training, start_seconds()
+        self.is_due, training, seconds = False, self.training, start_seconds()
         seconds["first step"] = seconds.pop("train step")
         phases = ", ".join(f"{phase} {each:.1f}" for phase, each in seconds.items())
         training.log(f"started in {sum(seconds.values()):.1f} s: {phases}")
@@ -251,6 +252,7 @@ class MemorySaves(Callback):
         self.batches: Sequence[Batch] | None = None  # of the last step
         self.loss: float | None = None  # of its evaluation
         self.is_on_disk = False
+        self.checked: int | None = None  # the step of the last replica check
 
     def post_step(self, result: StepResult) -> None:
         self.loss, self.is_on_disk = None, False
@@ -271,21 +273,27 @@ class MemorySaves(Callback):
         if done is None or self.is_on_disk or state.step % settings.memory_checkpoint_interval:
             return
         note("save")
-        facts = {**state.facts(), "validation_loss": self.loss, **self.facts}
+        start, facts = monotonic(), {**state.facts(), "validation_loss": self.loss, **self.facts}
         with training.paused():
+            if any(state.mesh.control.gather(training.is_urgent())):
+                return  # a signal came: the next step is saved on disk
             try:
                 if self.config.training.check_replicas_interval:  # as before a save on disk
-                    check_replicas(state, done, wants_stop=training.is_urgent)
-                report = self.memory.save(state.step, state.slices(), facts, self.files)
-            except Stopped:  # a signal came: the next step is saved on disk
+                    check_replicas(state, done, self.checked, training.is_urgent)
+                    self.checked = state.step
+                self.memory.save(state.step, state.slices(), facts, self.files)
+            except Stopped:
                 return
             except OSError as error:  # the same on every rank
                 training.log(f"step {state.step} | warning: it is not kept in memory: {error}")
                 return
-        training.add("", memory_save_seconds=report.save_seconds)
+        training.add("", memory_save_seconds=monotonic() - start)
 
     def post_train(self, end: str) -> None:
-        self.memory.remove()  # the last step is on disk
+        try:
+            self.memory.remove()  # the last step is on disk
+        except OSError as error:  # the same on every rank
+            self.training.log(f"warning: checkpoints in memory are not removed: {error}")
 
 
 def keep_in_memory(
@@ -314,7 +322,8 @@ def usual(name: str, log_interval: int, flops: Flops | None = None) -> list[Call
 
 
 def open_callbacks(config: PretrainConfig, inputs: Inputs) -> list[Callback]:
-    """Those that the settings of a run ask for. Raises UsageError for one that does not fit."""
+    """StartTimes, and those that the settings of a run ask for. Raises UsageError for one that does
+    not fit."""
     logging, file = config.logging, config.metrics_file()
     model: type = resolve_name(find_kind(config.model.kind).model)
     callbacks = [StartTimes(), *(open_callback(each, config, model) for each in logging.callbacks)]

@@ -206,6 +206,11 @@ class Origin:
         from megatron.train.watch import note
 
         note("reading the checkpoint")
+        messages = self._load(state)
+        note("building the model")
+        return messages
+
+    def _load(self, state: TrainState) -> list[str]:
         if self.weights is not None:
             return state.load_folder(self.weights)
         if self.checkpoint is None:

@@ -409,19 +409,19 @@ class Watch:
         """(the last report of each rank, the ranks that are gone or have written none for 5 s)."""
         before = [self._read(rank).number for rank in range(self._size)]
         deadline = time.monotonic() + ECHO
-        while time.monotonic() < deadline and not self._gone():
+        while not (gone := self._gone()) and time.monotonic() < deadline:
             self._publish()  # the thread that publishes may be this one
             self.follow()
             time.sleep(0.1)
         reports = {rank: self._read(rank) for rank in range(self._size)}
         silent = [rank for rank in reports if reports[rank].number == before[rank]]
-        return reports, self._gone() or silent
+        return reports, gone or silent
 
     def _gone(self) -> list[int]:
         """The ranks of this host whose processes have ended before this rank has left: until then
         none ends by itself."""
-        near = self._near.items()
-        gone = [rank for rank, each in near if began_at(each.pid) != each.began]
+        known = [(rank, each) for rank, each in self._near.items() if each.began]
+        gone = [rank for rank, each in known if began_at(each.pid) not in (each.began, "")]
         return gone if self._left is None else []  # read last
 
     def _find_leaver(self, report: Report) -> None:
@@ -494,17 +494,20 @@ def _exit_now(status: int) -> NoReturn:
 
 
 def began_at(pid: int) -> str | None:
-    """When a process here began, in ticks since the boot; None if it has ended."""
+    """When a process here began, in ticks since the boot; None if it has ended, "" if that cannot
+    be read, such as without file descriptors."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:
+        return ""
     return None if state in (b"Z", b"X") else fields[18].decode()
 
 
 def _age() -> float:
     """Seconds since this process began; 0.0 if the system does not say."""
-    if (ticks := began_at(os.getpid())) is None:
+    if not (ticks := began_at(os.getpid())):
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait as wait_for_any
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import memory
-from megatron.checkpoint.format import step_folders
+from megatron.checkpoint.format import read_manifest, step_folders
 from megatron.checkpoint.load import verify
 from megatron.checkpoint.memory import ID_FILE, MemoryCheckpoints, own_bytes, recover
 from megatron.checkpoint.save import save_checkpoint
@@ -50,7 +50,8 @@ def fresh(tensor_size: int, zero: int = 0) -> TrainState:
 
 
 def facts_of(state: TrainState) -> dict[str, Any]:
-    return {**state.facts(), "kind": "gpt2"}
+    """Those of a rank: each draws an id of the run, and that of the first rank counts."""
+    return {**state.facts(), "kind": "gpt2", "run": f"of rank {state.mesh.control.rank}"}
 
 
 def begin(save: Path, state: TrainState) -> MemoryCheckpoints:
@@ -206,6 +207,76 @@ def test_hosts_of_unequal_size(gloo: Pool, tmp_path: Path, lost: str) -> None:
     assert start(tmp_path, [next(host for host in BOTH_HOSTS if host != lost)])[1] == 1
 
 
+THREE_HOSTS = ("host_0", "host_1", "host_2")
+
+
+def test_one_host_of_three_may_be_lost(gloo: Pool, tmp_path: Path) -> None:
+    """Each holds the files of two; together they have one manifest."""
+    (tmp_path / "first" / "save").mkdir(parents=True)
+    gloo.run(3, keep, tmp_path / "first", THREE_HOSTS, 1, 1)
+    for lost in (*THREE_HOSTS, ""):
+        # The folder of --save is part of the name of the memory.
+        shutil.copytree(tmp_path / "first", tmp_path / "kept")
+        if lost:
+            shutil.rmtree(tmp_path / "first" / lost)
+        for _, step in gloo.run(3, start, tmp_path / "first", THREE_HOSTS):
+            assert step == 1, lost
+        saved = read_manifest(tmp_path / "first" / "save" / "step_00000001")
+        assert saved["run"] == "of rank 0"
+        shutil.rmtree(tmp_path / "first")
+        (tmp_path / "kept").rename(tmp_path / "first")
+
+
+def test_a_start_without_the_flag_uses_the_memory_up(base: Path) -> None:
+    """A later start with it would else go back to a branch that the run has left."""
+    config = CheckpointConfig(save=str(base / "save"), load=str(base / "save"))
+    with shared_memory(base / "host_0"):
+        assert recover(config, fresh(1).mesh)
+        assert not list((base / "host_0").iterdir())
+    assert newest(base / "save").name == "step_00000003"
+
+
+def test_a_start_without_load_removes_the_memory(base: Path) -> None:
+    config = CheckpointConfig(save=str(base / "save"))
+    with shared_memory(base / "host_0"):
+        assert recover(config, fresh(1).mesh) == []
+        assert not list((base / "host_0").iterdir())
+    assert not list((base / "save").iterdir())
+
+
+def test_a_damaged_step_on_disk_does_not_count(base: Path) -> None:
+    """It has the step of memory, or a later one."""
+    for name in ("step_00000003", "step_00000004"):
+        shutil.copytree(base / "calm" / "step_00000003", base / "save" / name)
+        flip(base / "save" / name / SHARD)
+    config = CheckpointConfig(save=str(base / "save"), load=str(base / "save"))
+    with shared_memory(base / "host_0"):
+        lines = recover(config, fresh(1).mesh)
+    assert "step 3 was in memory" in "\n".join(lines)
+    assert_equal_bits(base / "save" / "step_00000003", base / "calm" / "step_00000003")
+    assert (base / "save" / "step_00000003.abandoned").is_dir()
+
+
+def keep_without_copy(base: Path) -> list[str]:
+    """Two steps on two hosts; the copy of the second to the partner fails on one of them."""
+    state = fresh(1)
+    with shared_memory(base / f"host_{state.mesh.control.rank}"):
+        kept = begin(base / "save", state)
+        for number in range(2):
+            train(state)
+            with pytest.MonkeyPatch.context() as patch:
+                if number and state.mesh.control.rank == 1:
+                    patch.setattr(os, "posix_fallocate", fail_to_write)
+                with suppress(OSError):
+                    kept.save(state.step, state.slices(), facts_of(state), FILES)
+    return [step.name for step in steps_in(base / f"host_{state.mesh.control.rank}")]
+
+
+def test_a_copy_that_fails_leaves_the_step_before(gloo: Pool, tmp_path: Path) -> None:
+    (tmp_path / "save").mkdir()
+    assert gloo.run(2, keep_without_copy, tmp_path) == [["step_00000001"]] * 2
+
+
 FILE_CALLS = [
     *(f"pathlib.Path.{name}" for name in ("mkdir", "glob", "rename", "replace", "chmod", "unlink")),
     *("os.fsync", "shutil.rmtree", SAVE_FILE, "megatron.checkpoint.memory.copyfile"),
@@ -357,7 +428,7 @@ def test_a_drifted_replica_is_not_kept(tmp_path: Path) -> None:
     assert [step.name[-1] for step in steps_in(tmp_path / "hosts" / "0")] == ["2", "1"]
 
 
-def fail_to_write() -> None:
+def fail_to_write(*_: object) -> None:
     raise OSError("no room")
 
 

@@ -4,7 +4,7 @@ Interruptions of a job are a Poisson process: each comes after an exponential ti
 computes T seconds, then saves, and so on. A save holds it for C seconds, and counts once it is
 written, W seconds after its start; W is C, or more if saves are asynchronous. The next save waits
 for that. After an interruption D seconds pass until it is detected, and R in which the job starts
-and loads the last save that counts; an interruption of these is detected and starts them again.
+and loads the last save that counts; an interruption of the restart is detected and starts it again.
 So a save counts if none comes for T + W seconds from the start of the job, and each further one if
 none comes for a period P = max(T + C, W) after the one before. The useful share of all time is
 
@@ -18,14 +18,14 @@ its maximum over T, where
     C / M = -T / M - log(1 - T / M)    (= (T / M)^2 / 2 + (T / M)^3 / 3 + ...)
 
 The first term alone is the interval of Young, "A first order approximation to the optimum
-checkpoint interval" (Communications of the ACM 17, 1974), sqrt(2 C M). If it is below W - C, saves
-wait for each other, and W - C is better.
+checkpoint interval" (Communications of the ACM 17, 1974), sqrt(2 C M). If the optimum is below
+W - C, saves wait for each other, and W - C is better.
 """
 
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, exp, expm1, floor, inf, log1p, sqrt
+from math import ceil, exp, expm1, floor, log1p, sqrt
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -128,7 +128,7 @@ def read_rates(words: str, gpus: int | None) -> list[Rate]:
             hours = float(words)
         except ValueError:
             hours = 0.0
-        if not 0 < hours < inf:
+        if not 1e-12 < hours < 1e12:
             allowed = "hours above 0, published, or a file like scripts/interruptions.toml"
             raise UsageError("--mtbf", words, allowed, works=("--mtbf", "published"))
         return [Rate(name="stated", mtbf=3600 * hours, gpus=gpus, source="--mtbf")]
@@ -153,7 +153,8 @@ def read_rates(words: str, gpus: int | None) -> list[Rate]:
 
 
 def _counts(table: Mapping[str, Any]) -> bool:
-    return all(table[key] > 0 for key in ("interruptions", "hours", "gpus"))
+    numbers = [table[key] for key in ("interruptions", "hours", "gpus")]
+    return all(0 < each < 1e12 for each in numbers) and table["interruptions"] > 1e-12
 
 
 def measured(run: Path) -> dict[str, tuple[float, str]]:
@@ -166,8 +167,9 @@ def measured(run: Path) -> dict[str, tuple[float, str]]:
     lines = read_record(file)
     starts = [line for line in lines if line.get("start_seconds")]
     starts = [line for line in starts if line["step"] > 1] or starts  # those that resumed
+    phases = [line["start_seconds"] for line in starts]
     found = {
-        "restart": [sum(line["start_seconds"].values()) for line in starts],
+        "restart": [sum(each.values()) - each.get("evaluation", 0.0) for each in phases],
         "stall": [line["stall_seconds"] for line in lines if "stall_seconds" in line],
         "save": [line["save_seconds"] for line in lines if "save_seconds" in line],
         "step": [line["step_seconds"] for line in lines if "step_seconds" in line],

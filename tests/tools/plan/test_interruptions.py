@@ -135,7 +135,10 @@ def study(tmp_path: Path, words: str) -> dict[str, Any]:
 def run_of(folder: Path, *, start_seconds: bool = True) -> Path:
     """A run of 4 steps that resumed from step 2, where it was slower to start and to save."""
     saved = {"checkpoint": "c", "save_seconds": 6.0}
-    starts = [{"imports": 1.0, "data and model": 2.0}, {"imports": 4.0, "load": 16.0}]
+    starts = [
+        {"imports": 1.0, "data and model": 2.0},
+        {"imports": 4.0, "load": 16.0, "evaluation": 7.0},
+    ]
     first, second = ([{"start_seconds": each}] if start_seconds else [] for each in starts)
     lines = [
         records.START,
@@ -194,7 +197,8 @@ def test_a_file_of_rates_and_a_job_of_unknown_size(tmp_path: Path) -> None:
     assert {row["gpus"]: row["mtbf_seconds"] for row in own}[16] == 4500
     (row,) = hours
     assert (row["gpus"], row["mtbf_seconds"], row["save_interval_steps"]) == (None, 9000, None)
-    for text in ("", "[ours]\n", file.read_text().replace("= 10", "= 0")):
+    wrong = [file.read_text().replace("= 10", f"= {hours}") for hours in ("0", "inf")]
+    for text in ("", "[ours]\n", *wrong):
         file.write_text(text)
         assert refused(partial(plan.main, environ={}), f"--mtbf {file} {STATED}") == "--mtbf"
 
@@ -204,6 +208,8 @@ def test_a_file_of_rates_and_a_job_of_unknown_size(tmp_path: Path) -> None:
     [
         (f"--mtbf 0 {STATED}", "--mtbf"),
         (f"--mtbf nan {STATED}", "--mtbf"),
+        (f"--mtbf 1e306 {STATED}", "--mtbf"),
+        (f"--mtbf 1e-320 {STATED}", "--mtbf"),
         (f"--mtbf meta {STATED}", "--mtbf"),
         (f"--mtbf none.toml {STATED}", "--mtbf"),
         (f"--mtbf scripts/hardware/cpu.toml {STATED}", "--mtbf"),
