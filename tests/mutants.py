@@ -809,8 +809,8 @@ stop-counts-as-useful
 - yield Span("stopped", begin, until)
 + yield Span(span.kind, begin, until)
 repeated-steps-of-the-first-start-only | tools/chaos/test_account::test_rows
-- again = sum(step > restarted.loaded for step in done)
-+ again = sum(step > (every[0].loaded or 0) for step in done)
+- again = max(0, max(done, default=life.loaded or 0) - restarted.loaded)
++ again = max(0, max(done, default=life.loaded or 0) - (every[0].loaded or 0))
 @ tools/chaos/weights.py | tools/chaos/test_account::test_weights
 counters-within-the-tolerance
 - b.norm().item() if is_real else 0.0

@@ -8,10 +8,11 @@ of the last rank:
     evaluation    of these weights
     save          during which the run waits for a checkpoint
     repeated      steps and evaluations that were lost, and the part that a fault cut off
-    stopped       while a fault held a rank up that went on afterwards
+    stopped       while a fault stopped a rank that went on afterwards; a slow rank's are steps
     detection     from the fault to the end of the last rank, without steps and saves that are kept
-    restart       from there until the model is built, with waiting in the queue
-    load          until the checkpoint is read
+    restart       from there until the event "start": the queue and imports; this project's ranks
+                  write it when the callbacks are made, with data and process groups there
+    load          until the event "loaded": the model is built and the checkpoint read
     end           after the last step and save
 """
 
@@ -63,7 +64,7 @@ def lives(history: History) -> list[_Life]:
 
 
 def spans(history: History, every: Sequence[_Life]) -> list[Span]:
-    is_hold = [row.kind in ("stop", "slow") and not row.ended for row in history.rows]
+    is_hold = [row.kind == "stop" and not row.ended for row in history.rows]
     held = [(row.begin, row.until) for row in compress(history.rows, is_hold)]
     whole = [span for number, life in enumerate(every) for span in _of_life(life, number == 0)]
     parts = [part for span in whole for part in _cut(span, held)]
@@ -87,9 +88,12 @@ def _cut(span: Span, held: Sequence[tuple[float, float]]) -> Iterator[Span]:
 
 def _of_life(life: _Life, is_first: bool) -> Iterator[Span]:
     at, ranks = life.ranks.begin, life.ranks
-    is_built = False
+    is_built, is_open = False, ""  # the evaluation or save that has begun
     for event in life.events:
         kind, name, time = "", event["event"], event["time"]
+        if name == "fault":
+            continue  # an answer of the probe, in the middle of another phase
+        is_cut = bool(is_open) and (name != is_open or event.get("at") != "end")
         kept = event.get("step", 0) <= life.final
         if name == "start" and not is_built:
             kind, is_built = "restart", True
@@ -101,7 +105,10 @@ def _of_life(life: _Life, is_first: bool) -> Iterator[Span]:
             kind = "evaluation" if kept else "repeated"
         elif name in ("save", "end"):
             kind = "save" if name == "save" else "end"
+        if is_cut and kind:  # it was cut short, and what it did is in no weights
+            kind = "repeated"
         if kind:
+            is_open = name if event.get("at") == "begin" else ""
             is_start = is_first and kind in ("restart", "load")
             yield Span("first start" if is_start else kind, at, time)
             at = time
@@ -159,7 +166,7 @@ def _row(row: Row, every: Sequence[_Life]) -> dict[str, Any]:
     done = [each["step"] for each in life.events if each["event"] == "step"]
     again = restart = first = None
     if row.ended and restarted is not None and restarted.loaded is not None:
-        again = sum(step > restarted.loaded for step in done)
+        again = max(0, max(done, default=life.loaded or 0) - restarted.loaded)
         times = (each["time"] for each in restarted.events if each["event"] == "loaded")
         restart, first = next(times) - row.over, _to_step(restarted)
         first = None if first is None else first + restarted.ranks.begin - row.over

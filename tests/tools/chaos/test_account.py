@@ -108,6 +108,46 @@ def test_ranks_that_never_load_leave_no_gap() -> None:
     assert [row["restart_seconds"] for row in report["faults"]] == [8, 3]
 
 
+def test_steps_that_an_older_checkpoint_loses_are_repeated() -> None:
+    """The second start loads step 2, does no step, and the third one goes back to step 1."""
+    history = History(
+        generations=[Ranks(0, 7, 6), Ranks(7, 11, 10), Ranks(11, 16)],
+        rows=[
+            Row(1, "kill", "kill", 0, 6, 6, 7, True),
+            Row(2, "truncate", "truncate", None, 10, 10, 11, True),
+        ],
+        events=[
+            *started(1, 0), event(3, "step", 1), event(4, "step", 2), event(5, "step", 3),
+            *started(8, 2), *started(12, 1), event(14, "step", 2), event(15, "step", 3),
+        ],
+    )  # fmt: skip
+    report = account(history)
+    assert [row["steps_repeated"] for row in report["faults"]] == [1, 1]
+    assert report["steps_repeated"] == 2
+
+
+def test_an_evaluation_cut_short_and_a_slow_rank() -> None:
+    """A slow rank's seconds are of its steps; SIGTERM cuts an evaluation short before a save."""
+    history = History(
+        generations=[Ranks(0, 13, 9), Ranks(13, 17)],
+        rows=[
+            Row(1, "slow", "slow 2 s", 0, 3, 5, 5, False),
+            Row(2, "terminate", "terminate", 0, 9, 9, 13, True),
+        ],
+        events=[
+            *started(1, 0), event(4, "step", 1), event(6, "step", 2),
+            event(6, "evaluation", 2, "begin"), event(10, "save", 2, "begin"),
+            event(11, "save", 2, "end"), event(11, "end", 2),
+            *started(14, 2), event(16, "step", 3),
+        ],
+    )  # fmt: skip
+    seconds = account(history)["seconds"]
+    assert seconds["steps"] == 4 + 1
+    assert (seconds["stopped"], seconds["evaluation"], seconds["repeated"]) == (0, 0, 4)
+    assert seconds["save"] == 1
+    assert sum(seconds.values()) == 17
+
+
 def test_weights_are_compared_bit_by_bit_or_within_a_tolerance(tmp_path: Path) -> None:
     import torch
 
