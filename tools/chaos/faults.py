@@ -21,7 +21,7 @@ from typing import Protocol
 
 from tools.chaos.schedule import Fault
 
-SMALL = 10**9  # bytes that may be free on a file system which a fault fills
+SMALL = 2**30  # bytes of the largest file system that a fault fills
 PULSE = 0.1  # seconds for which a slow rank is stopped, and then works
 FILL = ".chaos_full_disk"
 
@@ -37,6 +37,9 @@ class Start(Protocol):
 
     def ranks(self) -> Mapping[int, int]:
         """The processes of the ranks that live now, by rank."""
+
+    def size(self) -> int:
+        """How many ranks it has, as far as their environment says it."""
 
     def kill(self) -> None:
         """Kill all processes of the start and wait for their end."""
@@ -90,9 +93,10 @@ def _signal(number: int) -> Injection:
 def stop(target: Target, fault: Fault) -> Generator[None]:
     """A rank that is still stopped when the others have ended is killed, as its job would be."""
     end = time.monotonic() + fault.config.seconds
-    for pid in target.pids():
-        os.kill(pid, signal.SIGSTOP)
     try:
+        for pid in target.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         while time.monotonic() < end and target.others_live():
             yield
     finally:
@@ -126,7 +130,7 @@ def memory(target: Target, fault: Fault) -> Generator[None]:
         while True:
             yield
     finally:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_AS, limits)
 
 
@@ -148,35 +152,41 @@ def full_disk(target: Target, fault: Fault) -> Generator[None]:
 
 def why_not_filled(save: Path, events: Path) -> str:
     """Why this folder's file system may not be filled; empty if it may."""
-    free = shutil.disk_usage(save).free
-    if free >= SMALL:
-        return f"{save} is on a file system with {free:,} bytes free, {SMALL:,} or more"
+    size = shutil.disk_usage(save).total
+    if size > SMALL:
+        return f"{save} is on a file system of {size:,} bytes, more than {SMALL:,}"
     if save.stat().st_dev == events.stat().st_dev:
         return f"{save} has no file system of its own: {events} is on it, too"
     return ""
 
 
-def newest_folder(save: Path) -> Path | None:
-    """The newest checkpoint, of any trainer that makes a folder of each."""
-    folders = [
-        each
-        for each in save.iterdir()
-        if each.is_dir() and not each.name.startswith(".") and each.suffix != ".abandoned"
-    ]
-    return max(folders, key=lambda each: each.stat().st_mtime) if len(folders) > 1 else None
+def newest_folders(save: Path) -> list[Path]:
+    """The checkpoints, newest first, of any trainer that makes a folder of each."""
+    folders = dict[Path, float]()
+    for each in save.iterdir():
+        if not each.name.startswith(".") and each.suffix != ".abandoned":
+            with suppress(FileNotFoundError):  # the run removes old ones
+                if each.is_dir():
+                    folders[each] = each.stat().st_mtime
+    return sorted(folders, key=folders.__getitem__, reverse=True)
 
 
 def _damage(hurt: Callable[[Path, Fault], None]) -> Injection:
     def inject(target: Target, fault: Fault) -> Generator[None]:
-        folder = newest_folder(target.save)
-        if folder is None:
+        if len(newest_folders(target.save)) < 2:
             raise NotInjected("there are fewer than two checkpoints")
-        files = sorted(each for each in folder.rglob("*") if each.is_file() and each.stat().st_size)
         launcher = target.start.launcher()
         for pid in ([] if launcher is None else [launcher]) + target.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        hurt(fault.random().choice(files), fault)
+        deadline = time.monotonic() + 10  # until they write and remove nothing more
+        while {*target.start.ranks().values()} & {*target.pids()} and time.monotonic() < deadline:
+            time.sleep(0.01)
+        # One that they were removing may have lost its files.
+        for folder in newest_folders(target.save):
+            if files := sorted(e for e in folder.rglob("*") if e.is_file() and e.stat().st_size):
+                hurt(fault.random().choice(files), fault)
+                break
         yield
 
     return inject

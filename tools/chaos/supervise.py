@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from tools.chaos.schedule import TIMED, Fault
 
 TICK = 0.01  # seconds between two looks at the events
 LOOK = 0.25  # seconds between two looks at all processes, which take 5 ms of a core
+STARTS = 10  # in a row, without a step or a fault, after which the run is given up
 TAIL = 30  # lines of a failed run's text that are shown
 LONGEST = 200  # characters of a cause
 ASKED = ("drop", "flip_weight")  # kinds that the probe does
@@ -40,7 +41,8 @@ class Command:
     def __init__(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
         self._events = Path(environ[FOLDER])
         self._log = folder / "output.log"
-        self._looked, self._pids, self._ranks = 0.0, list[int](), dict[int, int]()
+        self._looked, self._pids, self._ranks, self._size = 0.0, list[int](), dict[int, int](), 1
+        self._known = set[int]()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 words,
@@ -62,25 +64,33 @@ class Command:
         self._look()
         return {rank: pid for rank, pid in self._ranks.items() if _environ(pid)}
 
+    def size(self) -> int:
+        self._look()
+        return self._size
+
     def _look(self, longest: float = LOOK) -> None:
         """Finds its processes, if they were not found so many seconds ago."""
         if time.monotonic() < self._looked + longest:
             return
         mark = f"{FOLDER}={self._events}".encode()
-        parents, ranks = dict[int, int](), dict[int, int]()  # by process
+        parents, ranks, size = dict[int, int](), dict[int, int](), 1  # by process
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 pid = int(entry.name)
                 if mark in (environ := _environ(pid)):
                     rank = [x[5:] for x in environ if x.startswith(b"RANK=")]
+                    sizes = [x[11:] for x in environ if x.startswith(b"WORLD_SIZE=")]
                     parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                     if rank:
                         ranks[pid] = int(rank[0])
-        # The outermost process of each rank: loaders and compilers below it have its variables.
-        outer = {rank: pid for pid, rank in ranks.items() if ranks.get(parents[pid]) != rank}
+                        size = max([size, *map(int, sizes)])
+        self._known |= {
+            *(outer := outermost(parents, ranks, self._process.pid, self._known)).values()
+        }
         if not outer and self._process.pid in parents and self._writes_events():
             outer = {0: self._process.pid}
         self._pids, self._ranks, self._looked = [*parents], outer, time.monotonic()
+        self._size = size
 
     def _writes_events(self) -> bool:
         """Whether the command itself is a rank, the only one, without a launcher."""
@@ -103,6 +113,27 @@ class Command:
 
     def text(self) -> str:
         return self._log.read_text(errors="replace")
+
+
+def outermost(
+    parents: Mapping[int, int], ranks: Mapping[int, int], command: int, known: Set[int]
+) -> dict[int, int]:
+    """The outermost process of each rank: loaders and compilers below it have its variables. One
+    that has outlived its rank is below the command no more.
+
+    parents: of each process. ranks: of the processes that have one. command: its process. known:
+    those found before, which stay ranks when their launcher is killed.
+    """
+    outer = {}
+    for pid, rank in ranks.items():
+        above = pid
+        while above != command and above in parents:
+            above = parents[above]
+        if pid in known or (
+            above == command and (pid == command or ranks.get(parents[pid]) != rank)
+        ):
+            outer[rank] = pid
+    return outer
 
 
 def _environ(pid: int) -> list[bytes]:
@@ -158,16 +189,19 @@ class History:
 
 
 class Events:
-    """The lines of the probes, read as they are written. steps, saves: done by rank 0."""
+    """The lines of the probes, read as they are written. steps, saves: done by rank 0. starts: of
+    rank 0 since its last step. count: of all ranks' events, without those of a start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.of_first: list[Event] = []
         self.answers: dict[int, Event] = {}
-        self.count = self.steps = self.saves = 0
+        self.count = self.steps = self.saves = self.starts = 0
         self._ends: dict[Path, int] = {}
+        self._lines: dict[Path, int] = {}
 
     def read(self) -> None:
+        """Raises RunFailed for a line that is no event."""
         for file in self.folder.glob("rank_*.jsonl"):
             end = self._ends.get(file, 0)
             if file.stat().st_size == end:
@@ -176,19 +210,44 @@ class Events:
                 opened.seek(end)
                 lines, newline, _ = opened.read().rpartition(b"\n")
             self._ends[file] = end + len(lines) + len(newline)
-            for event in map(json.loads, lines.splitlines()):
-                self.count += 1
+            for line in lines.splitlines():
+                self._lines[file] = number = self._lines.get(file, 0) + 1
+                event = _checked(line, file, number)
+                self.count += event["event"] not in ("start", "loaded", "started")
                 if event["event"] == "fault":
                     self.answers[event["number"]] = event
                 if file.name == "rank_0.jsonl":
                     self.of_first.append(event)
                     self.steps += event["event"] == "step"
+                    is_step, is_start = event["event"] == "step", event["event"] == "start"
+                    self.starts = 0 if is_step else self.starts + is_start
                     self.saves += event["event"] == "save" and event["at"] == "end"
 
     def phase(self, since: float) -> str:
         """What rank 0 does; "start" without a line since this moment."""
         last = self.of_first[-1] if self.of_first else None
         return phase_of(None if last is None or last["time"] < since else last)
+
+
+def _checked(line: bytes, file: Path, number: int) -> Event:
+    try:
+        event = json.loads(line)
+        name = event["event"]
+        wrong = [] if isinstance(event["time"], int | float) else ["time"]
+        if name in ("loaded", "step", "evaluation", "save"):
+            wrong += [] if type(event["step"]) is int else ["step"]
+        if name in ("evaluation", "save"):
+            wrong += [] if event["at"] in ("begin", "end") else ["at"]
+        if name == "fault":
+            wrong += [] if type(event["number"]) is int else ["number"]
+        if not wrong:
+            return dict(event)
+        reason = f"wrong value of {wrong[0]}"
+    except KeyError as error:
+        reason = f"no {error.args[0]}"
+    except (ValueError, TypeError):
+        reason = "no JSON object"
+    raise RunFailed(f"{file}, line {number} is no event of tools/chaos/probe.py: {reason}")
 
 
 def phase_of(event: Event | None) -> str:
@@ -205,7 +264,7 @@ class Supervisor:
 
     folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
     steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
-    without any event after which the run hangs.
+    without a step, an evaluation or a save after which the run hangs.
     """
 
     def __init__(
@@ -228,6 +287,7 @@ class Supervisor:
         self._events.folder.mkdir(parents=True)
         self.history = History(events=self._events.of_first)
         self._coming, self._pending = [*faults], list[Fault]()
+        self._absent = set[int]()  # numbers of faults whose rank was not there
         self._mark = 0.0  # of the last fault that was due, in seconds or steps
         # The fault in progress: its row, what it still does, the ranks when it came, and the steps
         # and saves when its injection was over; its row while its ranks' launcher still lives.
@@ -252,6 +312,8 @@ class Supervisor:
             status = self._run_once(words, logs)
         for fault in (*self._pending, *self._coming):
             reason = f"no {fault.config.during} came" if fault in self._pending else "the run ended"
+            if fault.number in self._absent:
+                reason = f"no rank {fault.config.rank}"
             self.history.not_injected.append(f"{fault.number} {fault.label}: {reason}")
         return self.history
 
@@ -280,8 +342,13 @@ class Supervisor:
                 if status is not None and not ranks:
                     return self._end(start, status)
                 is_held = self._injection is not None and self._row and self._row.kind in TIMED
-                if before != (before := (self._events.count, len(ranks))) or is_held:
+                if before != (before := (self._events.count, len(generations))) or is_held:
                     moved = time.monotonic()
+                if self._events.starts >= STARTS:
+                    raise RunFailed(
+                        f"the ranks have started {STARTS} times in a row without a step or a fault"
+                        f"{self._after()}\n{tail(start.text())}"
+                    )
                 if time.monotonic() > moved + self._patience:
                     raise RunFailed(
                         f"the run hangs: nothing has happened for {self._patience:g} s"
@@ -309,7 +376,13 @@ class Supervisor:
         phase = self._events.phase(self.history.generations[-1].begin)
         fitting = [each for each in self._pending if each.config.during in ("any", phase)]
         ranks = dict(start.ranks())
-        if phase == "end" or not fitting or not ranks:
+        if phase == "end" or not fitting or not ranks or len(ranks) < start.size():
+            return  # torchrun starts the ranks one after another
+        absent = [each for each in fitting if isinstance(each.config.rank, int)]
+        absent = [each for each in absent if each.config.rank not in ranks]
+        self._absent |= {each.number for each in absent}
+        fitting = [each for each in fitting if each not in absent]
+        if not fitting:
             return
         fault, rank = fitting[0], None
         config, kind = fault.config, KINDS[fault.config.kind]
@@ -318,8 +391,6 @@ class Supervisor:
         if not kind.to_all and config.rank not in ("all", "launcher"):
             rank = int(config.rank) if config.rank != "random" else None
             rank = fault.random().choice([*ranks]) if rank is None else rank
-            if rank not in ranks:
-                return  # it has not started
         self._pending.remove(fault)
         row = Row(fault.number, config.kind, fault.label, rank, time.monotonic())
         target = Target(start, ranks, rank, self._save, self._events.folder)
@@ -327,14 +398,15 @@ class Supervisor:
         hits_all = config.rank == "all" or (len(ranks) == 1 and start.launcher() is None)
         if is_silent and hits_all:
             row.is_named, row.note = False, "nobody is left to name it"
+        said = start.text()
         self._injection = kind.inject(target, fault)
         try:
             next(self._injection)
-        except (NotInjected, ProcessLookupError) as error:
+        except (NotInjected, OSError) as error:
             self._injection = None
             self.history.not_injected.append(f"{fault.number} {fault.label}: {error}")
             return
-        self._said = start.text()
+        self._said, self._events.starts = said, 0
         self._row, self._hit, row.until = row, {*ranks.values()}, time.monotonic()
         self._progress = self._events.steps, self._events.saves
         self.history.rows.append(row)
@@ -368,7 +440,13 @@ class Supervisor:
         row, generation = self._row, self.history.generations[-1]
         assert row is not None
         row.over, row.ended, self._row = time.monotonic(), has_ended, None
+        is_taken = self._injection is None or row.number in self._events.answers
         self._close()
+        if row.kind in ASKED and not has_ended and not is_taken:
+            self.history.rows.remove(row)
+            self.history.not_injected.append(
+                f"{row.number} {row.label}: rank {row.rank} did not take the request"
+            )
         if has_ended:
             generation.end, generation.fault, self._ending = row.over, row.begin, row
 
@@ -376,10 +454,17 @@ class Supervisor:
         """After the end of a start; returns its status, which is not 0 after a fault alone."""
         text, generation = start.text(), self.history.generations[-1]
         for row in self._unnamed:
-            row.cause = cause_of(row.kind, text)
-        self._unnamed = []
+            row.cause = cause_of(row, text)
+        loaded = [each["time"] for each in self._events.of_first if each["event"] == "loaded"]
+        self._unnamed = [
+            row
+            for row in self._unnamed
+            if row.cause is None and not any(time > row.over for time in loaded)
+        ]
         if self._row is not None:
             self._end_fault(has_ended=status != 0)
+        if self._ending is not None and not status:  # the ranks had ended by themselves
+            self._ending.ended, generation.fault, self._ending = False, None, None
         if self._ending is None:
             generation.end = time.monotonic()
             if status:
@@ -397,16 +482,17 @@ class Supervisor:
             self._unnamed.append(row)
         else:
             # Where one log has several starts of the ranks, an earlier one named another cause.
-            row.cause = cause_of(row.kind, text.removeprefix(self._said))
+            row.cause = cause_of(row, text.removeprefix(self._said))
 
     def _after(self) -> str:
         rows = self.history.rows
         return f" (the last fault: {rows[-1].number} {rows[-1].label})" if rows else ""
 
 
-def cause_of(kind: str, text: str) -> str | None:
+def cause_of(row: Row, text: str) -> str | None:
     """The first line that names the cause."""
-    lines = (line for line in text.splitlines() if re.search(KINDS[kind].cause, line))
+    cause = KINDS[row.kind].cause
+    lines = (line for line in text.splitlines() if re.search(cause, line))
     first = next(lines, None)
     return None if first is None else first.strip()[:LONGEST]
 

@@ -52,6 +52,9 @@ class ForkedRanks:
         processes = enumerate(self._run.processes)
         return {rank: each.pid or 0 for rank, each in processes if each.exitcode is None}
 
+    def size(self) -> int:
+        return len(self._run.processes)
+
     def kill(self) -> None:
         self._stack.close()
 
