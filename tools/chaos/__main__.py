@@ -115,12 +115,13 @@ def terminated() -> Iterator[None]:
 def run(settings: Settings, command: Sequence[str], launch: Launch = Command) -> dict[str, Any]:
     """The report, which is also written to the output. Raises UsageError."""
     schedule = read_schedule(settings.faults)
-    output = settings.output
-    save, calm = settings.save or output / "run", settings.undisturbed or output / "undisturbed"
+    output = settings.output.resolve()  # the mark of its processes, in whatever folder they are
+    save = (settings.save or output / "run").resolve()
+    calm = (settings.undisturbed or output / "undisturbed").resolve()
     commands = check(schedule, command)
     for folder in (save, *(output / name for name in ("chaos", "report.json"))):
         if folder.exists() and (folder.is_file() or any(folder.iterdir())):
-            flag = "--save" if folder == settings.save else "--output"
+            flag = "--save" if folder == save and settings.save else "--output"
             raise UsageError(flag, folder, "new: a run is there")
     weights = None
     if settings.weights is not None:
@@ -130,13 +131,13 @@ def run(settings: Settings, command: Sequence[str], launch: Launch = Command) ->
             allowed = f"module:function, which is there ({error})"
             raise UsageError("--weights", settings.weights, allowed) from error
     save.mkdir(parents=True, exist_ok=True)
-    (output / "chaos").mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
     fills = any(each.kind == "full_disk" for each in schedule.fault)
     if fills and (why := why_not_filled(save, output)):
-        (output / "chaos").rmdir()
         raise UsageError("--save", f"{save}: {why}", "on a small file system for full_disk")
 
     seconds = undisturbed(calm, command, launch, settings.patience)
+    (output / "chaos").mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor(
         [completed(words, save) for words in commands],
         launch,
@@ -156,7 +157,12 @@ def run(settings: Settings, command: Sequence[str], launch: Launch = Command) ->
     tolerance = settings.tolerance
     if tolerance is None:
         tolerance = 1e-4 if schedule.layout else 0.0
-    compared = None if failure else compare(save, calm, weights, tolerance)
+    compared = None
+    if not failure:
+        try:
+            compared = compare(save, calm, weights, tolerance)
+        except Exception as error:  # of another's --weights; the report is worth hours
+            failure = f"the weights cannot be read: {type(error).__name__}: {error}"
     report = {
         "command": shlex.join(command),
         "seed": schedule.seed,
@@ -185,7 +191,7 @@ def check(schedule: Schedule, command: Sequence[str]) -> list[list[str]]:
         for flag, value in layout.items():
             names = (flag, flag.replace("_", "-"), "--" + flag[2:].replace("-", "_"))
             place = next((n for n, word in enumerate(words) if word in names), None)
-            if place is None:
+            if place is None or place + 1 == len(words):
                 raise UsageError(
                     "--faults", f"[[layout]] {flag}", "a flag of the command, followed by its value"
                 )

@@ -6,6 +6,7 @@ import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,8 +37,10 @@ class FaultConfig:
 
     def __post_init__(self) -> None:
         _require(self.kind in KINDS, f"kind = {self.kind!r}", f"one of {', '.join(KINDS)}")
-        _require(_is_positive(self.weight), f"weight = {self.weight!r}", "a number above 0")
-        _require(_is_positive(self.seconds), f"seconds = {self.seconds!r}", "a number above 0")
+        _require(_is_positive(self.weight), f"weight = {self.weight!r}", "a finite number above 0")
+        _require(
+            _is_positive(self.seconds), f"seconds = {self.seconds!r}", "a finite number above 0"
+        )
         phases = get_args(During)
         _require(self.during in phases, f"during = {self.during!r}", f"one of {', '.join(phases)}")
         targets = ("random", *TARGETS.get(self.kind, ()))
@@ -96,7 +99,7 @@ class Schedule:
         given = [x for x in (self.every_seconds, self.every_steps) if x is not None]
         names = "every_seconds and every_steps"
         _require(len(given) == 1, f"{len(given)} of {names}", "one of them")
-        _require(_is_positive(given[0]), f"{given[0]!r} in {names}", "a number above 0")
+        _require(_is_positive(given[0]), f"{given[0]!r} in {names}", "a finite number above 0")
 
     def faults(self) -> list[Fault]:
         """All faults in their order; the same seed draws the same."""
@@ -118,11 +121,11 @@ def read_schedule(file: Path) -> Schedule:
     """Raises UsageError for a file that is no TOML, has unknown keys or wrong values."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-        tables = content.pop("fault", [])
+        tables = _tables(content, "fault")
         faults = [FaultConfig(**_known(each, FaultConfig, "[[fault]] ")) for each in tables]
         layouts = [
             {f"--{key.lstrip('-')}": str(value) for key, value in each.items()}
-            for each in content.pop("layout", [])
+            for each in _tables(content, "layout")
         ]
         return Schedule(fault=faults, layout=layouts, **_known(content, Schedule, ""))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -141,7 +144,14 @@ def _require(holds: bool, given: str, allowed: str) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def _tables(content: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    tables = content.pop(key, [])
+    is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
+    _require(is_list, f"{key} = {tables!r}", f"[[{key}]] tables")
+    return list(tables)
 
 
 def _known(table: Any, kind: type, where: str) -> dict[str, Any]:

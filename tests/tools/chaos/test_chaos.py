@@ -19,6 +19,7 @@ from tests.refusals import refused
 from tests.tools.chaos.ranks import chaos
 from tools.chaos import __main__ as program
 from tools.chaos.schedule import read_schedule
+from tools.chaos.supervise import Events, RunFailed, outermost
 
 STEPS = "--log-interval 1 --lr 1e-3 --lr-decay-iters 300 --check-replicas-interval 1"
 STEPS += " --attention-dropout 0.1 --hidden-dropout 0.1 --distributed-timeout-minutes 0.1"
@@ -296,6 +297,23 @@ def test_another_trainer_in_one_process(tmp_path: Path, way: str, status: int) -
     assert program.main([*words, *command], {}) == 3
 
 
+def test_the_outermost_process_of_each_rank() -> None:
+    """10 is the launcher, 11 and 12 its ranks, 13 a loader of 12, 14 one whose rank has ended."""
+    parents = {10: 1, 11: 10, 12: 10, 13: 12, 14: 1}
+    ranks = {11: 0, 12: 1, 13: 1, 14: 2}
+    assert outermost(parents, ranks, 10, set()) == {0: 11, 1: 12}
+    orphans = {11: 1, 12: 1, 13: 12, 14: 1}  # the launcher has been killed
+    assert outermost(orphans, ranks, 10, {11, 12}) == {0: 11, 1: 12}
+    assert outermost({10: 1}, {10: 0}, 10, set()) == {0: 10}
+
+
+@pytest.mark.parametrize("line", ["3", "{", "{}", '{"event": "step", "time": 1}'])
+def test_a_line_that_is_no_event_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "rank_1.jsonl").write_text(f'{{"event": "start", "time": 1}}\n{line}\n')
+    with pytest.raises(RunFailed, match=r"rank_1\.jsonl, line 2"):
+        Events(tmp_path).read()
+
+
 def test_a_signal_ends_all_that_was_started(tmp_path: Path) -> None:
     script, file, started = tmp_path / "waits.py", tmp_path / "faults.toml", tmp_path / "pid"
     file.write_text(f"every_steps = 1\n{KILL}")
@@ -370,6 +388,12 @@ FILES = {  # a faults file that is refused, and a word that the message has to n
     f"every_seconds = 60\n{KILL}second = 3\n": "seconds",
     "every_seconds = 60\n[[fault]]\nweight = 1\n": "kind",
     f"every_seconds = 60\n{KILL}[[layout]]\nnproc-per-node = 2\n": "nproc-per-node",
+    f"every_seconds = 60\n{KILL}[[layout]]\nlast = 2\n": "--last",
+    f"every_seconds = inf\n{KILL}": "above 0",
+    f"every_seconds = 60\n{KILL}weight = inf\n": "weight",
+    "every_seconds = 60\nfault = 3\n": "[[fault]]",
+    f"every_seconds = 60\nlayout = 3\n{KILL}": "[[layout]]",
+    f"every_seconds = 60\nlayout = [1]\n{KILL}": "[[layout]]",
     "every_seconds": "TOML",
 }
 
@@ -379,7 +403,7 @@ def test_a_faults_file_that_is_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "faults.toml"
     file.write_text(content)
     with pytest.raises(UsageError) as stop:
-        program.check(read_schedule(file), ["python", "train.py"])
+        program.check(read_schedule(file), ["python", "train.py", "--last"])
     assert stop.value.flag == "--faults"
     assert FILES[content] in str(stop.value)
     assert "\n" not in str(stop.value)
