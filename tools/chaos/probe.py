@@ -4,8 +4,9 @@ Each rank appends lines to rank_R.jsonl in the folder that the variable CHAOS_EV
 
     {"time": 812.5, "pid": 4711, "event": "step", "step": 7}
 
-time: of time.monotonic(), the one clock of all processes of a Linux host. event: "start" (of the
-process), "loaded" (a step is next; step is the one of the checkpoint), "step" (it is done),
+time: of time.monotonic(), the one clock of all processes of a Linux host. event: "start" (here
+when the callbacks are made: imports, process groups and data are before it), "loaded" (the model is
+built and the checkpoint read; step is the one of the checkpoint), "step" (it is done),
 "evaluation" and "save" (with "at", "begin" or "end"), "end" (after the last step). Another trainer
 is held to the same account if it writes the same lines. Without the variable nothing is written.
 
