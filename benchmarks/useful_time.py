@@ -16,8 +16,10 @@ if sys.hexversion < 0x30B0000:
     sys.exit(f"error: Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ FAULTS = {  # {fault: its table in a faults file}
     "bit of a weight flipped": 'kind = "flip_weight"',
     "disk full": 'kind = "full_disk"',
 }
+LONGEST = 1800  # seconds of a turn
 BY_PROBE = ("connections dropped", "bit of a weight flipped")
 TORCHRUN = f"{Path(sys.executable).parent / 'torchrun'} --nproc-per-node 2 --max-restarts 1000"
 COMMANDS = {
@@ -93,10 +96,21 @@ def disturbed(
         base.mkdir(parents=True, exist_ok=True)
         file.write_text(faults)
         command = [sys.executable, "-m", "tools.chaos", *map(str, options), "--", *words]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        run = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            printed, _ = run.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # tools.chaos ends all that it has started
+            printed, _ = run.communicate()
+            printed += f"\nended after {LONGEST} s"
+        finally:
+            if "full_disk" in faults:
+                shutil.rmtree(Path(disk, base.parent.name), ignore_errors=True)
         report = output / "report.json"
         if not report.exists():
-            raise RuntimeError(f"{ended.stdout}\n{ended.stderr}")
+            raise RuntimeError(printed)
         found = json.loads(report.read_text())
         rows = [row for row in found["faults"] if row["ended"]]
         weights = found["weights"]  # None after a failure
@@ -106,7 +120,7 @@ def disturbed(
             "useful": 100 * found["useful_share"],
             "faults": len(found["faults"]),
             "cold": found["cold_start_seconds"],
-            "weights": "equal" if weights and weights["equal"] else "differ",
+            "weights": "failed" if not weights else "equal" if weights["equal"] else "differ",
         }
         for key in ("detection_seconds", "first_step_seconds", "steps_repeated"):
             values = [row[key] for row in rows if row[key] is not None]
@@ -152,6 +166,8 @@ def contenders(
 def sentence(found: Any) -> str:
     fault = next(iter(FAULTS))
     values = [found.median(fault, name, USEFUL) for name in (OURS, PEER)]
+    if any(isnan(value) for value in values):
+        return f'No fault of "{fault}" was measured for both.'
     return (
         f"With a rank killed each minute {values[0]:.0f} % of the time is useful, and "
         f"{values[1]:.0f} % of plain torch's with asynchronous saves by DCP."
