@@ -134,7 +134,7 @@ def unfinished(base: Path) -> None:
 
 
 def stale_branch(base: Path) -> None:
-    """The disk has the newest step, such as of a run that went on without these hosts."""
+    """The disk has a later step, as a run that went on without these hosts leaves it."""
     shutil.copytree(base / "calm" / "step_00000003", base / "save" / "step_00000004")
 
 
