@@ -18,7 +18,7 @@ from tools.chaos.faults import KINDS, NotInjected, Start, Target
 from tools.chaos.schedule import TIMED, Fault
 
 TICK = 0.01  # seconds between two looks at the events
-LOOK = 0.25  # seconds between two looks at all processes, which take 5 ms of a core
+LOOK = 0.5  # seconds between two looks at all processes, which take 2 to 5 ms of a core
 STARTS = 10  # in a row, without a step or a fault, after which the run is given up
 TAIL = 30  # lines of a failed run's text that are shown
 LONGEST = 200  # characters of a cause
@@ -62,7 +62,7 @@ class Command:
 
     def ranks(self) -> Mapping[int, int]:
         self._look()
-        return {rank: pid for rank, pid in self._ranks.items() if _environ(pid)}
+        return {rank: pid for rank, pid in self._ranks.items() if _lives(pid)}
 
     def size(self) -> int:
         self._look()
@@ -141,6 +141,13 @@ def _environ(pid: int) -> list[bytes]:
     with suppress(OSError):
         return list(filter(None, Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")))
     return []
+
+
+def _lives(pid: int) -> bool:
+    """Whether the process has an environment yet; a third of the time of reading it."""
+    with suppress(OSError), Path(f"/proc/{pid}/environ").open("rb", buffering=0) as file:
+        return bool(file.read(1))
+    return False
 
 
 @dataclass
@@ -375,8 +382,10 @@ class Supervisor:
             self._pending.append(self._coming.pop(0))
         phase = self._events.phase(self.history.generations[-1].begin)
         fitting = [each for each in self._pending if each.config.during in ("any", phase)]
+        if phase == "end" or not fitting:
+            return
         ranks = dict(start.ranks())
-        if phase == "end" or not fitting or not ranks or len(ranks) < start.size():
+        if not ranks or len(ranks) < start.size():
             return  # torchrun starts the ranks one after another
         absent = [each for each in fitting if isinstance(each.config.rank, int)]
         absent = [each for each in absent if each.config.rank not in ranks]
