@@ -271,7 +271,8 @@ class Supervisor:
 
     folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
     steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
-    without a step, an evaluation or a save after which the run hangs.
+    without a step, an evaluation or a save after which the run hangs. alone: seconds for which ranks
+    may outlive their launcher; a scheduler kills them, too.
     """
 
     def __init__(
@@ -285,11 +286,12 @@ class Supervisor:
         every_steps: bool = False,
         restart_seconds: float = 0.0,
         patience: float = 600.0,
+        alone: float = 10.0,
         log: Callable[[str], object] = print,
     ) -> None:
         self._commands, self._launch, self._folder, self._save = commands, launch, folder, save
         self._every_steps, self._log = every_steps, log
-        self._restart_seconds, self._patience = restart_seconds, patience
+        self._restart_seconds, self._patience, self._alone = restart_seconds, patience, alone
         self._events = Events(folder / "events")
         self._events.folder.mkdir(parents=True)
         self.history = History(events=self._events.of_first)
@@ -332,11 +334,16 @@ class Supervisor:
             self._mark = now
         generations.append(Ranks(generations[-1].end if generations else now))
         start = self._launch(words, {FOLDER: str(self._events.folder)}, logs)
-        moved, before = now, (0, 0)
+        moved, before, alone = now, (0, 0), float("inf")
         try:
             while True:
                 status = start.status()
                 ranks = {*start.ranks().values()}
+                if status is not None and ranks:
+                    alone = min(alone, time.monotonic())
+                    if time.monotonic() > alone + self._alone:
+                        self._kill_ranks(start)
+                        continue
                 self._events.read()
                 if self._row is not None:
                     self._follow(start, ranks)
@@ -366,6 +373,12 @@ class Supervisor:
             start.kill()
             self._close()
             generations[-1].end = generations[-1].end or time.monotonic()
+
+    def _kill_ranks(self, start: Start) -> None:
+        start.kill()
+        if self._row is not None:
+            self._row.is_named = False
+            self._row.note = f"its ranks went on, and were killed after {self._alone:g} s"
 
     def _close(self) -> None:
         if self._injection is not None:
