@@ -12,7 +12,8 @@ callback that writes its events; {save} in another's command stands for its fold
 what each start printed.
 
 Exit status: 0 the final weights are those of the undisturbed run; 1 they differ, or the run ended
-without a fault or hung; 2 a wrong argument; 3 there are no weights to compare.
+without a fault or hung; 2 a wrong argument; 3 there are no weights to compare, or the run named no
+cause for a fault.
 """
 
 from __future__ import annotations
@@ -163,18 +164,26 @@ def run(settings: Settings, command: Sequence[str], launch: Launch = Command) ->
             compared = compare(save, calm, weights, tolerance)
         except Exception as error:  # of another's --weights; the report is worth hours
             failure = f"the weights cannot be read: {type(error).__name__}: {error}"
+    accounted = account(history)
     report = {
         "command": shlex.join(command),
         "seed": schedule.seed,
         "undisturbed_seconds": seconds,
         "failure": failure,
         "weights": compared,
-        "status": 1 if failure else 3 if compared is None else int(not compared["equal"]),
-        **account(history),
+        "status": status_of(failure, compared, accounted["unnamed"]),
+        **accounted,
     }
     write_atomically(output / "report.json", (json.dumps(report, indent=1) + "\n").encode())
     write_atomically(output / "report.html", page(report).html())
     return report
+
+
+def status_of(failure: str, compared: Mapping[str, Any] | None, unnamed: Sequence[int]) -> int:
+    """The exit status: wrong weights are worse than a cause that is not named."""
+    if failure or (compared is not None and not compared["equal"]):
+        return 1
+    return 3 if compared is None or unnamed else 0
 
 
 def check(schedule: Schedule, command: Sequence[str]) -> list[list[str]]:
