@@ -1,4 +1,4 @@
-"""How each fault is injected, and the pattern of the cause that the run prints for it.
+"""How each fault is injected, and the patterns of the cause that the run prints for it.
 
 An injection is a generator: its first part injects, the rest goes on at each tick of the
 supervisor until the fault is over; closing it undoes what a run would not survive.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tools.chaos.schedule import Fault
 
@@ -54,13 +55,15 @@ class NotInjected(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Target:
-    """What a fault is done to. rank: the drawn one; None if it is done to all."""
+    """What a fault is done to. rank: the drawn one; None if it is done to all. facts: what the
+    cause has to name; the injection adds to them."""
 
     start: Start
     ranks: Mapping[int, int]
     rank: int | None
     save: Path
     events: Path
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def pids(self) -> list[int]:
         return [*self.ranks.values()] if self.rank is None else [self.ranks[self.rank]]
@@ -82,6 +85,7 @@ def _signal(number: int) -> Injection:
             raise NotInjected("the command has no launcher")
         if fault.config.rank == "launcher" or (fault.config.rank == "all" and number == 9):
             pids = [*([] if launcher is None else [launcher]), *pids]
+        target.facts["pids"] = pids
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -185,7 +189,9 @@ def _damage(hurt: Callable[[Path, Fault], None]) -> Injection:
         # One that they were removing may have lost its files.
         for folder in newest_folders(target.save):
             if files := sorted(e for e in folder.rglob("*") if e.is_file() and e.stat().st_size):
-                hurt(fault.random().choice(files), fault)
+                file = fault.random().choice(files)
+                target.facts["file"] = str(file.relative_to(target.save))
+                hurt(file, fault)
                 break
         yield
 
@@ -222,38 +228,68 @@ def ask_probe(target: Target, fault: Fault) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Kind:
-    """inject: see above. cause: a regular expression of the line in which the run names the cause;
-    of_next: the next start prints it. to_all: it is done to every rank. has_to_end: the run cannot
-    go on after it. saves: checkpoints after which a fault that has not ended the run is over."""
+    """inject: see above. causes: templates of `patterns`; of_next: the next start prints them.
+    to_all: it is done to every rank. has_to_end: the run cannot go on after it. saves: checkpoints
+    after which a fault that has not ended the run is over."""
 
     inject: Injection
-    cause: str
+    causes: Sequence[str]
     of_next: bool = False
     to_all: bool = False
     has_to_end: bool = False
     saves: int = 0
 
 
+ABSENT = r"{who}.*did not arrive|waiting for {who}|did not reach {who}|{who}.*has not answered"
 LOST = (
-    r"vanished: its process was killed|did(?: not)? arrive|waiting for rank|did not reach"
-    r"|has not answered|closed the connection|Signal \d+ \(SIG\w+\)|exitcode\s*: -\d+"
+    rf"{{who}}.*vanished: its process was killed|{ABSENT}|Signal \d+ \(SIG\w+\) .*\b{{pid}}\b"
+    r"|exitcode\s*: -\d+.*\bpid: {pid}\b"
 )
-DAMAGED = r"passed over: |is damaged"
+ENDED = (
+    r"ended by SIGTERM|SIGTERM cut the|{who}.*(?:exit status 75|SIGTERM)|SIGTERM.*{who}"
+    rf"|Process {{pid}} got signal: 15|{LOST}"
+)
+STALLED = rf"no progress for .*{{who}}|-> +{{who}}|{{who}}.*does not answer|{ABSENT}"
+# gloo does not say whose connections they were; those to the store are left alone.
+BROKEN = (
+    r"^(?!.*TCPStore).*(?:[Cc]onnection (?:closed|reset)|Broken pipe)"
+    r"|{who}.*vanished: its process was killed"
+)
+MEMORY = r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc"
+# An error of a save has the place of its rank in the layout.
+OF_RANK = rf"{{who}}.*(?:out of memory|failed)|on {{who}}$|failed on rank [a-z]+ \d|{LOST}"
+DAMAGED = r"^(?=.*{path}(?!\d)).*(?:passed over: |is damaged)"
 KINDS = {
-    "kill": Kind(_signal(signal.SIGKILL), LOST, has_to_end=True),
-    "terminate": Kind(
-        _signal(signal.SIGTERM), rf"SIGTERM|exit status 75|Signal 15|{LOST}", has_to_end=True
+    "kill": Kind(_signal(signal.SIGKILL), [LOST], has_to_end=True),
+    "terminate": Kind(_signal(signal.SIGTERM), [ENDED], has_to_end=True),
+    "stop": Kind(stop, [STALLED]),
+    "slow": Kind(slow, [STALLED]),
+    "drop": Kind(ask_probe, [BROKEN], saves=2),
+    "memory": Kind(memory, [MEMORY, OF_RANK], saves=2),
+    "full_disk": Kind(full_disk, [rf"^(?=.*{{path}}).*{os.strerror(errno.ENOSPC)}"], saves=2),
+    "truncate": Kind(_damage(truncate), [DAMAGED], of_next=True, to_all=True, has_to_end=True),
+    "flip_file": Kind(_damage(flip_file), [DAMAGED], of_next=True, to_all=True, has_to_end=True),
+    # The list of weights ends before the semicolon, and may be cut.
+    "flip_weight": Kind(
+        ask_probe, [r"replica drift[^;]*(?:(?<![\w.]){key}(?![\w.])|and \d+ more)"], saves=2
     ),
-    "stop": Kind(stop, r"does not answer|has not answered|no progress for"),
-    "slow": Kind(slow, r"no progress for"),
-    "drop": Kind(ask_probe, r"[Cc]onnection (?:closed|reset)|Broken pipe|vanished", saves=2),
-    "memory": Kind(
-        memory,
-        r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc",
-        saves=2,
-    ),
-    "full_disk": Kind(full_disk, os.strerror(errno.ENOSPC), saves=2),
-    "truncate": Kind(_damage(truncate), DAMAGED, of_next=True, to_all=True, has_to_end=True),
-    "flip_file": Kind(_damage(flip_file), DAMAGED, of_next=True, to_all=True, has_to_end=True),
-    "flip_weight": Kind(ask_probe, r"replica drift", saves=2),
 }
+
+
+def patterns(kind: str, rank: int | None, facts: Mapping[str, Any]) -> list[str]:
+    """Regular expressions of the lines that have to be there; the cause is the first one's.
+
+    {who} in a template is the rank, or whatever rank or launcher it was done to; {pid}: one of
+    facts["pids"]; {path}: the folder of facts["file"], or the whole of facts["save"]; {key}: the
+    weight facts["key"].
+    """
+    who = r"\branks? \d" if facts.get("target") != "launcher" else "the launcher"
+    who = who if rank is None else rf"\branks? (?:\d+, )*{rank}\b"
+    file = Path(facts["file"]).parts[0] if "file" in facts else facts.get("save", "")
+    words = {
+        "who": who,
+        "pid": "(?:" + "|".join(map(str, facts.get("pids", ["no pid"]))) + ")",
+        "path": re.escape(file),
+        "key": re.escape(facts["key"]) if facts.get("key") else r"[\w.]+",
+    }
+    return [template.format(**words) for template in KINDS[kind].causes]

@@ -11,7 +11,8 @@ built and the checkpoint read; step is the one of the checkpoint), "step" (it is
 is held to the same account if it writes the same lines. Without the variable nothing is written.
 
 request_R.json in that folder asks a rank for a fault that only its process can make; the answer is
-an event "fault".
+an event "fault" with its number, "what" was done or why it was "refused", and the "key" of a weight
+that was flipped.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def flip(state: Any, seed: int) -> dict[str, Any]:
     bit = draw.randrange(8 * chosen.local.element_size() - 1)
     with torch.no_grad():
         chosen.local.data[place].view(words).bitwise_xor_(1 << bit)
-    return {"what": f"bit {bit} of {chosen.key}{[*place]}"}
+    return {"what": f"bit {bit} of {chosen.key}{[*place]}", "key": chosen.key}
 
 
 def drop() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.chaos.faults import KINDS, NotInjected, Start, Target
+from tools.chaos.faults import KINDS, NotInjected, Start, Target, patterns
 from tools.chaos.schedule import TIMED, Fault
 
 TICK = 0.01  # seconds between two looks at the events
@@ -155,8 +155,9 @@ class Row:
     """What became of a fault. Times are those of time.monotonic().
 
     begin, until: of the injection; over: when the ranks that it was done to had ended, or when the
-    run had gone on. ended: whether the ranks ended. cause: the line of the run that names it.
-    is_named: False where nobody is left to name it.
+    run had gone on. ended: whether the ranks ended. facts: what the cause has to name, see
+    tools.chaos.faults.patterns. cause: the line of the run that names it. is_named: False where
+    nobody is left to name it, or no start reads the damaged file.
     """
 
     number: int
@@ -170,6 +171,7 @@ class Row:
     cause: str | None = None
     is_named: bool = True
     note: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -415,7 +417,8 @@ class Supervisor:
             rank = fault.random().choice([*ranks]) if rank is None else rank
         self._pending.remove(fault)
         row = Row(fault.number, config.kind, fault.label, rank, time.monotonic())
-        target = Target(start, ranks, rank, self._save, self._events.folder)
+        target = Target(start, ranks, rank, self._save, self._events.folder, row.facts)
+        row.facts |= {"target": config.rank, "save": str(self._save), "pids": target.pids()}
         is_silent = config.kind == "kill" or (config.kind == "terminate" and phase == "start")
         hits_all = config.rank == "all" or (len(ranks) == 1 and start.launcher() is None)
         if is_silent and hits_all:
@@ -428,6 +431,7 @@ class Supervisor:
             self._injection = None
             self.history.not_injected.append(f"{fault.number} {fault.label}: {error}")
             return
+        row.note = row.facts.get("file", row.note)
         self._said, self._events.starts = said, 0
         self._row, self._hit, row.until = row, {*ranks.values()}, time.monotonic()
         self._progress = self._events.steps, self._events.saves
@@ -441,6 +445,8 @@ class Supervisor:
         assert row is not None
         kind, answer = KINDS[row.kind], self._events.answers.get(row.number, {})
         row.note = answer.get("what", "") or answer.get("refused", "") or row.note
+        if "key" in answer:
+            row.facts["key"] = answer["key"]
         if self._injection is not None:
             row.until = time.monotonic()
             if next(self._injection, self) is self:
@@ -477,11 +483,14 @@ class Supervisor:
         text, generation = start.text(), self.history.generations[-1]
         for row in self._unnamed:
             row.cause = cause_of(row, text)
+            if row.cause is None and is_passed_by(text, row.facts.get("file", "")):
+                row.is_named = False
+                row.note += ": not read, as the run resumed from memory"
         loaded = [each["time"] for each in self._events.of_first if each["event"] == "loaded"]
         self._unnamed = [
             row
             for row in self._unnamed
-            if row.cause is None and not any(time > row.over for time in loaded)
+            if row.cause is None and row.is_named and not any(time > row.over for time in loaded)
         ]
         if self._row is not None:
             self._end_fault(has_ended=status != 0)
@@ -512,11 +521,24 @@ class Supervisor:
 
 
 def cause_of(row: Row, text: str) -> str | None:
-    """The first line that names the cause."""
-    cause = KINDS[row.kind].cause
-    lines = (line for line in text.splitlines() if re.search(cause, line))
-    first = next(lines, None)
-    return None if first is None else first.strip()[:LONGEST]
+    """The first line that names the cause, or the first ones that do it together."""
+    wanted = patterns(row.kind, row.rank, row.facts)
+    by_pattern = [
+        [line.strip()[:LONGEST] for line in text.splitlines() if re.search(pattern, line)]
+        for pattern in wanted
+    ]
+    if not all(by_pattern):
+        return None
+    whole = (line for line in by_pattern[0] if all(line in lines for lines in by_pattern))
+    return next(whole, "; ".join(lines[0] for lines in by_pattern))
+
+
+def is_passed_by(text: str, file: str) -> bool:
+    """Whether a start has resumed from a step in memory, so that it has not read this file of SAVE:
+    one of the same step, or an older one."""
+    step = re.match(r"\D*(\d+)/", file)
+    found = re.search(r"step (\d+) was in memory, now ", text)
+    return step is not None and found is not None and int(step[1]) <= int(found[1])
 
 
 def tail(text: str) -> str:
