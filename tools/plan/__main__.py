@@ -153,8 +153,8 @@ class InterruptionsConfig(FilesConfig):
     these to other numbers."""
 
     run: Path | None = None
-    """Folder of a run (--save), or its metrics.jsonl: times of its saves, steps and starts. The
-    flags below win."""
+    """Folder of a run (--save), or its metrics.jsonl: times of its saves, steps and starts; or an
+    --output of tools.chaos, which also has those of detection. The flags below win."""
 
     detection_seconds: float | None = None
     """From an interruption until all ranks have ended."""

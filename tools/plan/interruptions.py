@@ -22,12 +22,13 @@ checkpoint interval" (Communications of the ACM 17, 1974), sqrt(2 C M). If the o
 W - C, saves wait for each other, and W - C is better.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, exp, expm1, floor, log1p, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from textwrap import fill
 from typing import Any
 
@@ -159,9 +160,12 @@ def _counts(table: Mapping[str, Any]) -> bool:
 
 def measured(run: Path) -> dict[str, tuple[float, str]]:
     """{time: (seconds, source)} of a run: medians of its saves, its logged steps, and the starts
-    that resumed it (all its starts if none did). What its record lacks is left out. Raises
-    UsageError where there is no record."""
-    file = record_of(run)
+    that resumed it (all its starts if none did); of an --output of tools.chaos, also the mean
+    seconds of detection. What its record lacks is left out. Raises UsageError where there is no
+    record."""
+    report = run / "report.json"
+    faults = json.loads(report.read_text()).get("faults") if report.is_file() else None
+    file = record_of(run if faults is None else run / "run")
     if not file.is_file():
         raise UsageError("--run", run, "a folder of a run, with its metrics.jsonl, or that file")
     lines = read_record(file)
@@ -174,11 +178,14 @@ def measured(run: Path) -> dict[str, tuple[float, str]]:
         "save": [line["save_seconds"] for line in lines if "save_seconds" in line],
         "step": [line["step_seconds"] for line in lines if "step_seconds" in line],
     }
-    return {
+    times = {
         name: (median(each), f"median of {len(each)} in {file}")
         for name, each in found.items()
         if each
     }
+    if ended := [row["detection_seconds"] for row in faults or () if row["ended"]]:
+        times["detection"] = mean(ended), f"mean of {len(ended)} faults in {report}"
+    return times
 
 
 def times_of(run: Path | None, stated: Mapping[str, float | None]) -> tuple[Times, dict[str, str]]:

@@ -188,6 +188,18 @@ def test_a_run_gives_the_medians_of_its_times(tmp_path: Path) -> None:
     assert other["times_seconds"] == {**times, "stall": 5, "restart": 7}
 
 
+def test_a_run_under_faults_gives_the_mean_of_its_detection(tmp_path: Path) -> None:
+    """Of the faults that ended it."""
+    run_of(tmp_path / "run")
+    faults = [(2.0, True), (None, False), (7.0, True)]
+    rows = [{"detection_seconds": each, "ended": ended} for each, ended in faults]
+    (tmp_path / "report.json").write_text(json.dumps({"faults": rows}))
+    times = study(tmp_path, f"--mtbf 2 --run {tmp_path}")["times_seconds"]
+    assert times == {"detection": 4.5, "restart": 20, "stall": 1.5, "save": 6, "step": 0.5}
+    other = study(tmp_path, f"--mtbf 2 --run {tmp_path} --detection-seconds 9")
+    assert other["times_seconds"] == {**times, "detection": 9}
+
+
 def test_a_file_of_rates_and_a_job_of_unknown_size(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text('[ours]\ninterruptions = 4\nhours = 10\ngpus = 8\nsource = "the log"\n')
