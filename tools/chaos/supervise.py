@@ -273,8 +273,8 @@ class Supervisor:
 
     folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
     steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
-    without a step, an evaluation or a save after which the run hangs. alone: seconds for which ranks
-    may outlive their launcher; a scheduler kills them, too.
+    without a step, an evaluation or a save after which the run hangs. alone: seconds for which
+    ranks may outlive their launcher; a scheduler kills them, too.
     """
 
     def __init__(

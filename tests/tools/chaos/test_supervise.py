@@ -76,7 +76,7 @@ def supervise(folder: Path, faults: Sequence[Mapping[str, Any]], *scripts: Scrip
 
     save = folder / "save"
     save.mkdir(exist_ok=True)
-    options: Any = {"every_steps": True, "patience": 5.0}
+    options: Any = {"every_steps": True, "patience": 5.0, "alone": 0.1}
     return Supervisor([["a command"]], launch, folder / "run", save, coming, **options).run()
 
 
@@ -137,6 +137,21 @@ def test_a_rank_that_is_not_there_holds_up_no_other_fault(tmp_path: Path) -> Non
     assert [row.number for row in history.rows] == [2]
     assert not history.rows[0].is_named  # it was the only one
     assert history.not_injected == ["1 kill: no rank 7"]
+
+
+def test_ranks_that_outlive_their_launcher_are_killed(tmp_path: Path) -> None:
+    def outlive(start: FakeStart) -> Iterator[int | None]:
+        start.ranks_expected = 2
+        for rank in range(2):
+            start.begin(rank)
+        start.note("loaded", step=0)
+        yield from steps(start, 2)
+        while len(start.ranks()) == 2:
+            yield None
+        yield 1
+
+    (row,) = supervise(tmp_path, [{"kind": "kill"}], outlive, finish).rows
+    assert (row.ended, row.cause, row.is_named) == (True, None, False)
 
 
 @pytest.mark.parametrize("has_steps", [False, True])
