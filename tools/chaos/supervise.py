@@ -69,8 +69,9 @@ class Command:
         return self._size
 
     def _look(self, longest: float = LOOK) -> None:
-        """Finds its processes, if they were not found so many seconds ago."""
-        if time.monotonic() < self._looked + longest:
+        """Finds its processes, if they were not looked for so many seconds ago; without a rank yet
+        sooner, as a short run would end before."""
+        if time.monotonic() < self._looked + (longest if self._ranks else longest / 5):
             return
         mark = f"{FOLDER}={self._events}".encode()
         parents, ranks, size = dict[int, int](), dict[int, int](), 1  # by process

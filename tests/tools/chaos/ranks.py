@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs import REST, ROOT, SHAPE, pretrain, some_data
-from tools.chaos.__main__ import Settings, run
+from tools.chaos.__main__ import Settings, run, undisturbed
 from tools.chaos.supervise import Command
 
+LAUNCHER = str(Path(sys.executable).with_name("torchrun"))
 SIZE = "--nproc-per-node"
 
 
@@ -68,6 +69,25 @@ def prepare(variables: Mapping[str, str], before: Callable[[], None] | None) -> 
         before()
 
 
+def forked(words: str, world: int) -> list[str]:
+    """The command that ForkedRanks starts."""
+    return [LAUNCHER, SIZE, str(world), str(ROOT / "pretrain_gpt2.py"), *words.split()]
+
+
+def calm(words: str, folder: Path, *, world: int = 1, command: Sequence[str] | None = None) -> Path:
+    """An undisturbed run on forked ranks, of this command or that of the words: it has the same
+    bits however its ranks are started."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, start = some_data(folder), forked(words, world)
+    command = command or start
+
+    def launch(made: Sequence[str], environ: Mapping[str, str], logs: Path) -> ForkedRanks:
+        return ForkedRanks([*start, *made[len(command) :]], environ, logs, data=data)
+
+    undisturbed(folder / "undisturbed", command, launch, 600.0)
+    return folder / "undisturbed"
+
+
 def chaos(
     faults: str,
     words: str,
@@ -82,12 +102,12 @@ def chaos(
     folder.mkdir(parents=True, exist_ok=True)
     data, file = some_data(folder), folder / "faults.toml"
     file.write_text(faults)
-    launcher = str(Path(sys.executable).with_name("torchrun"))
-    command = [launcher, SIZE, str(world), str(ROOT / "pretrain_gpt2.py"), *words.split()]
+    command = forked(words, world)
     launch: Any = partial(ForkedRanks, data=data, before=before)
     if torchrun:
         command[1:1] = ["--standalone", "--monitor-interval", "0.1"]
         command += [*SHAPE.split(), *REST.split(), "--data-path", str(data)]
+        settings["undisturbed"] = calm(words, folder, world=world, command=command)
         launch = Command
     made = Settings(faults=file, output=folder / "chaos", **settings)
     return run(made, command, launch)

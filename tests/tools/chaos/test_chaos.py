@@ -16,13 +16,14 @@ import pytest
 from megatron.errors import UsageError
 from tests.programs import ROOT
 from tests.refusals import refused
-from tests.tools.chaos.ranks import chaos
+from tests.tools.chaos.ranks import calm, chaos
 from tools.chaos import __main__ as program
 from tools.chaos.schedule import read_schedule
 from tools.chaos.supervise import Events, RunFailed, outermost
 
 STEPS = "--log-interval 1 --lr 1e-3 --lr-decay-iters 300 --check-replicas-interval 1"
 STEPS += " --attention-dropout 0.1 --hidden-dropout 0.1 --distributed-timeout-minutes 0.1"
+ONE = f"{STEPS} --train-iters 6 --save-interval 2 --eval-iters 0"  # of one rank
 SPLIT = f"{STEPS} --tensor-model-parallel-size 2"
 HEAD = "every_steps = 3\nin_turn = true\n"
 KILL = '[[fault]]\nkind = "kill"\n'
@@ -56,7 +57,7 @@ def table(keys: str) -> str:
 def test_faults_change_no_bit_and_are_named(small_disk: Path, tmp_path: Path, count: int) -> None:
     chosen = FAULTS[:count]
     faults = f"count = {count}\n{HEAD}" + "".join(table(keys) for keys, _ in chosen)
-    words = f"{SPLIT} --train-iters {4 * count} --save-interval 2 --eval-interval 2 --eval-iters 4"
+    words = f"{SPLIT} --train-iters {3 * count} --save-interval 2 --eval-interval 2 --eval-iters 4"
     words += " --keep-checkpoints 3"
     report = chaos(faults, words, tmp_path / "forked", save=small_disk)
     assert report["status"] == 0, (report["weights"], report["failure"])
@@ -79,7 +80,7 @@ def test_faults_change_no_bit_and_are_named(small_disk: Path, tmp_path: Path, co
 def test_under_torchrun(tmp_path: Path) -> None:
     kinds = ('kind = "kill"', 'kind = "kill"\nrank = "launcher"', 'kind = "terminate"')
     faults = f"count = 3\n{HEAD}" + "".join(map(table, kinds))
-    words = f"{SPLIT} --train-iters 14 --save-interval 2 --eval-iters 0"
+    words = f"{SPLIT} --train-iters 12 --save-interval 2 --eval-iters 0"
     report = chaos(faults, words, tmp_path, torchrun=True)
     assert report["status"] == 0, (report["weights"], report["failure"])
     assert [row["ended"] for row in report["faults"]] == [True] * 3
@@ -171,6 +172,12 @@ def test_a_layout_that_changes_at_each_start(tmp_path: Path) -> None:
     assert 0 < report["weights"]["largest"] < report["weights"]["tolerance"]
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run of ONE."""
+    return calm(ONE, tmp_path_factory.mktemp("one"))
+
+
 def resume_beside(steps: int) -> None:
     """Let a resumed run count so many steps more than it has done."""
     from megatron.train.state import TrainState
@@ -185,11 +192,11 @@ def resume_beside(steps: int) -> None:
 
 
 @pytest.mark.parametrize(("beside", "status"), [(1, 1), (-1, 1), (0, 0)])
-def test_a_lost_or_doubled_update_is_seen(tmp_path: Path, beside: int, status: int) -> None:
-    faults = f"count = 1\n{HEAD}{KILL}"
-    words = f"{STEPS} --train-iters 6 --save-interval 2 --eval-iters 0"
-    before = partial(resume_beside, beside)
-    report = chaos(faults, words, tmp_path, world=1, before=before)
+def test_a_lost_or_doubled_update_is_seen(
+    one: Path, tmp_path: Path, beside: int, status: int
+) -> None:
+    faults, before = f"count = 1\n{HEAD}{KILL}", partial(resume_beside, beside)
+    report = chaos(faults, ONE, tmp_path, world=1, before=before, undisturbed=one)
     assert report["status"] == status
     assert bool(report["weights"]["differ"]) == bool(status)
 
@@ -207,21 +214,14 @@ def fail_in_second_step() -> None:
     loop.train_step = failing
 
 
-def test_an_end_without_a_fault_is_a_failure(tmp_path: Path) -> None:
-    """The second run takes the undisturbed run of the first."""
-    faults = f"count = 1\nevery_steps = 100\n{KILL}"
-    words = f"{STEPS} --train-iters 3 --save-interval 2 --eval-iters 0"
-    for name, before, status in (("well", None, 0), ("broken", fail_in_second_step, 1)):
-        report = chaos(
-            faults,
-            words,
-            tmp_path / name,
-            world=1,
-            before=before,
-            undisturbed=tmp_path / "undisturbed",
-        )
-        assert report["status"] == status
-        assert ("ArithmeticError" in report["failure"]) == bool(status)
+NONE = f"count = 1\nevery_steps = 100\n{KILL}"  # it does not come
+
+
+def test_an_end_without_a_fault_is_a_failure(one: Path, tmp_path: Path) -> None:
+    options: Any = {"before": fail_in_second_step, "undisturbed": one}
+    report = chaos(NONE, ONE, tmp_path, world=1, **options)
+    assert report["status"] == 1
+    assert "ArithmeticError" in report["failure"]
 
 
 def wait_for_ever() -> None:
@@ -230,12 +230,9 @@ def wait_for_ever() -> None:
     loop.train_step = lambda *arguments, **more: signal.pause()
 
 
-def test_a_hang_ends(tmp_path: Path) -> None:
-    words = f"{STEPS} --train-iters 3 --eval-iters 0"
-    faults, undisturbed = f"count = 1\nevery_steps = 100\n{KILL}", tmp_path / "undisturbed"
-    chaos(faults, words, tmp_path / "well", world=1, undisturbed=undisturbed)
-    options: Any = {"before": wait_for_ever, "undisturbed": undisturbed, "patience": 3.0}
-    report = chaos(faults, words, tmp_path / "hangs", world=1, **options)
+def test_a_hang_ends(one: Path, tmp_path: Path) -> None:
+    options: Any = {"before": wait_for_ever, "undisturbed": one, "patience": 3.0}
+    report = chaos(NONE, ONE, tmp_path, world=1, **options)
     assert report["status"] == 1
     assert "hangs" in report["failure"]
 
