@@ -166,7 +166,7 @@ def test_a_layout_that_changes_at_each_start(tmp_path: Path) -> None:
         for size, split in ((4, 2), (2, 1), (4, 4))
     )
     faults = f"count = 2\n{HEAD}{KILL}{layouts}"
-    words = f"{SPLIT} --train-iters 10 --save-interval 2 --eval-iters 0"
+    words = f"{SPLIT} --train-iters 8 --save-interval 2 --eval-iters 0"
     report = chaos(faults, words, tmp_path)
     assert report["status"] == 0, report["weights"]
     assert 0 < report["weights"]["largest"] < report["weights"]["tolerance"]
