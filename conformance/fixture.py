@@ -1,0 +1,130 @@
+"""A fixture: a tiny model's first weights, its batches, and the exact figures of five steps.
+
+A folder of fixtures/v1 is one model. It never changes under its name. `facts.json` has the model's
+configuration by the names of transformers, the optimizer, and what the figures must contain.
+Tensors are in safetensors: `weights` (fp64, the names of transformers, a tied weight once),
+`batches` (int64) and `expected` (fp64). `python -m conformance.make` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "fixtures" / "v1"
+NAMES = ("gpt2", "llama", "bert")
+STEPS = 5
+COMPARED = (3, 5)  # steps after which weights are compared
+IGNORED = -100  # a label that is not scored
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Part of a global batch, b samples of s tokens, int64.
+
+    labels: the token to predict at each position itself, -100 where none is scored.
+    attention_mask: 1 at real tokens; padding is behind them. token_type_ids and
+    next_sentence_label: those of BERT.
+    """
+
+    input_ids: Tensor  # [b, s]
+    attention_mask: Tensor  # [b, s]
+    labels: Tensor  # [b, s]
+    token_type_ids: Tensor | None = None  # [b, s]
+    next_sentence_label: Tensor | None = None  # [b]
+
+    def rows(self, first: int, last: int) -> MicroBatch:
+        """The samples first to last - 1."""
+        return MicroBatch(
+            **{k: None if v is None else v[first:last] for k, v in vars(self).items()}
+        )
+
+    def share(self, rank: int, ranks: int) -> MicroBatch:
+        """The samples of one of so many data-parallel ranks."""
+        each = len(self.input_ids) // ranks
+        return self.rows(rank * each, rank * each + each)
+
+
+@dataclass
+class Figures:
+    """What a trainer gives. Each list has an entry for each step; tensors are whole and on the CPU.
+
+    losses: the sum of the scored tokens' cross entropies over their number, both of the global
+    batch; BERT adds the mean of its samples' cross entropies of the next sentence. grad_norms:
+    before clipping. gradients: of the first step, before clipping. weights: after the steps of
+    COMPARED.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fixture:
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """Its keys: model_type; config (keys of transformers); tied ([[name, its other name]]);
+        optimizer (lr, betas, eps, weight_decay, decayed: names, clip); spread ({dtype: relative
+        spread of the first step's gradients}); least_gradient_norm; loss_moves; zeros ({name:
+        [first, last + 1]}, elements along dim 0 whose exact gradient is zero); faults (see
+        faults.py)."""
+        return dict(json.loads((self.folder / "facts.json").read_text()))
+
+    def weights(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "weights.safetensors")
+
+    def batches(self) -> list[list[MicroBatch]]:
+        """[step][micro-batch]; tensors are named STEP.MICRO_BATCH.FIELD."""
+        found: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for name, tensor in load_file(self.folder / "batches.safetensors").items():
+            step, number, key = name.split(".")
+            found.setdefault((int(step), int(number)), {})[key] = tensor
+        steps = sorted({step for step, _ in found})
+        return [[MicroBatch(**found[key]) for key in sorted(found) if key[0] == s] for s in steps]
+
+    def expected(self) -> Figures:
+        return read_figures(self.folder / "expected.safetensors")
+
+
+def read_fixture(name: str) -> Fixture:
+    return Fixture(FOLDER / name)
+
+
+def write_figures(figures: Figures, file: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {f"gradients.{name}": each for name, each in figures.gradients.items()}
+    for step, weights in figures.weights.items():
+        tensors |= {f"weights_{step}.{name}": each for name, each in weights.items()}
+    tensors["losses"] = torch.tensor(figures.losses, dtype=torch.float64)
+    tensors["grad_norms"] = torch.tensor(figures.grad_norms, dtype=torch.float64)
+    save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, file)
+
+
+def read_figures(file: Path) -> Figures:
+    figures = Figures()
+    for name, tensor in load_file(file).items():
+        first, _, rest = name.partition(".")
+        if first in ("losses", "grad_norms"):
+            setattr(figures, first, tensor.tolist())
+        elif first == "gradients":
+            figures.gradients[rest] = tensor
+        else:
+            figures.weights.setdefault(int(first.removeprefix("weights_")), {})[rest] = tensor
+    return figures
