@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ NAMES = ("gpt2", "llama", "bert")
 STEPS = 5
 COMPARED = (3, 5)  # steps after which weights are compared
 IGNORED = -100  # a label that is not scored
+NOT_RANKS = {"zero", "sequence", "virtual"}  # keys of a layout that say how, not among how many
+
+
+def ranks(layout: Mapping[str, int]) -> int:
+    """Number of processes of a layout: the product of its sizes, such as tensor=2 and data=2."""
+    return prod(size for key, size in layout.items() if key not in NOT_RANKS)
 
 
 @dataclass(frozen=True)
