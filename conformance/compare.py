@@ -1,0 +1,299 @@
+"""Whether a trainer's figures are the exact ones, have content, and which known fault they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.fixture import COMPARED, NOT_RANKS, STEPS, Figures, Fixture
+from conformance.signature import signature
+
+CAPS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}
+UNITS = 8  # in the last place, where perturbed inputs change nothing: sums differ in order
+NEAR_ZERO = 1e-6  # of the model's norm: a parameter below it has none to be compared with
+NAMED = 0.5  # largest distance from a known fault, where 0 is equal and 1 as far as from exact
+REPLICATED = {"data", "context", "ring"}  # sizes of a layout that divide work, but no weights
+STAGES = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO, that divide them by data
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure beside the exact one; size is relative, and inf where none can be formed."""
+
+    figure: str  # loss, grad_norm, gradient or weight
+    where: str
+    size: float
+    limit: float
+    note: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return not self.size <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.size:.1e} ({self.where}{self.note and ': '}{self.note})"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What counts as rounding, relative.
+
+    first: for the first step's figures, 4 x spread, the change of its gradients where weights and
+    inputs change by one unit in the last place; at least `floor`, and at most `cap`. Later figures
+    have the cap: Adam divides an element by its own size, so a small one's rounding grows. Where
+    the spread itself is beyond the cap, as in bf16, a parameter's own norm is no measure, and all
+    are compared over the model's.
+    """
+
+    spread: float
+    floor: float
+    cap: float
+
+    @property
+    def first(self) -> float:
+        return min(self.cap, max(4 * self.spread, self.floor))
+
+    @property
+    def is_whole(self) -> bool:
+        return 4 * self.spread > self.cap
+
+
+def tolerance(facts: Mapping[str, Any], dtype: str) -> Tolerance:
+    floor = UNITS * torch.finfo(getattr(torch, dtype)).eps
+    return Tolerance(float(facts["spread"][dtype]), floor, CAPS[dtype])
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+
+
+def _numbers(
+    figure: str, found: Sequence[float], exact: Sequence[float], limits: Tolerance
+) -> list[Difference]:
+    differences = []
+    for step, wanted in enumerate(exact, 1):
+        limit = limits.first if step == 1 else limits.cap
+        size, note = math.inf, "missing"
+        if step <= len(found):
+            size, note = abs(found[step - 1] - wanted) / max(abs(wanted), 1e-300), ""
+            if not math.isfinite(found[step - 1]):
+                size, note = math.inf, str(found[step - 1])
+        differences.append(Difference(figure, f"step {step}", size, limit, note))
+    if len(found) > len(exact):
+        note = f"{len(found)} in place of {len(exact)}"
+        differences.append(Difference(figure, "steps", math.inf, 0.0, note))
+    return differences
+
+
+def _tensors(
+    figure: str,
+    found: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    zeros: Mapping[str, Sequence[int]],
+    limits: Tolerance,
+    step: int,
+) -> list[Difference]:
+    """Over each parameter's norm; elements of `zeros`, and parameters near zero, over the
+    model's."""
+    limit = limits.first if figure == "gradient" else limits.cap
+    differences, whole = [], norm_of(exact.values())
+    for name in sorted({*found, *exact}):
+        where = name if figure == "gradient" else f"{name}, step {step}"
+        note = ""
+        if name not in found:
+            note = "missing"
+        elif name not in exact:
+            note = "not in the model"
+        elif (shape := list(found[name].shape)) != (wanted := list(exact[name].shape)):
+            note = f"{shape} in place of {wanted}"
+        elif not found[name].isfinite().all():
+            note = f"{int((~found[name].isfinite()).sum())} elements are not finite"
+        if note:
+            differences.append(Difference(figure, where, math.inf, limit, note))
+            continue
+        error, reference = found[name].double() - exact[name].double(), exact[name].double()
+        if name in zeros:
+            first, last = zeros[name]
+            size = norm_of([error[first:last]]) / whole
+            differences.append(
+                Difference(figure, where, size, limit, f"[{first}:{last}], zero in theory")
+            )
+            keep = torch.ones(len(error), dtype=torch.bool)
+            keep[first:last] = False
+            error, reference = error[keep], reference[keep]
+        if not reference.numel():
+            continue
+        own = norm_of([reference])
+        is_own = own > NEAR_ZERO * whole and not limits.is_whole
+        size = norm_of([error]) / (own if is_own else whole)
+        differences.append(Difference(figure, where, size, limit))
+    return differences
+
+
+def differences(
+    found: Figures, exact: Figures, facts: Mapping[str, Any], dtype: str
+) -> list[Difference]:
+    """Each figure's difference, the largest first."""
+    limits, zeros = tolerance(facts, dtype), facts["zeros"]
+    all_ = [
+        *_numbers("loss", found.losses, exact.losses, limits),
+        *_numbers("grad_norm", found.grad_norms, exact.grad_norms, limits),
+        *_tensors("gradient", found.gradients, exact.gradients, zeros, limits, 1),
+    ]
+    for step in COMPARED:
+        weights = found.weights.get(step, {})
+        moved = _tensors("weight", weights, exact.weights[step], zeros, limits, step)
+        # Adam makes steps of the rounding of a gradient that is zero; no other figure sees them.
+        all_ += [each for each in moved if dtype == "float64" or "zero in theory" not in each.note]
+    return sorted(all_, key=lambda each: -each.size)
+
+
+def largest(found: Iterable[Difference]) -> dict[str, Difference]:
+    """Of each figure, the one that most exceeds its limit."""
+    result: dict[str, Difference] = {}
+    for each in found:
+        known = result.get(each.figure)
+        if known is None or each.size / each.limit > known.size / known.limit:
+            result[each.figure] = each
+    return result
+
+
+def lacks(found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any) -> list[str]:
+    """Why these figures show nothing, though they might agree: gradients are dead, or weights
+    stay. Two dead models agree."""
+    result = []
+    least = min(found.grad_norms, default=0.0)
+    if least < facts["least_gradient_norm"] / 2:
+        wanted = facts["least_gradient_norm"]
+        result.append(f"the least gradient norm is {least:.1e}, where the fixture has {wanted:.1e}")
+    moves = [abs(b - a) for a, b in pairwise(found.losses)]
+    if max(moves, default=0.0) < (wanted := max(facts["loss_moves"])) / 2:
+        result.append(f"the loss moves by {max(moves, default=0.0):.1e}, not by {wanted:.1e}")
+    moved, wanted = (
+        norm_of(each[name].double() - first[name] for name in first if _fits(each, first, name))
+        for each in (found.weights.get(STEPS, {}), exact.weights[STEPS])
+    )
+    if moved < wanted / 100:
+        result.append(
+            f"the weights move by {moved:.1e} in {STEPS} steps, where {wanted:.1e} is due"
+        )
+    whole = norm_of(found.gradients.values())
+    still = [
+        name
+        for name, each in sorted(found.gradients.items())
+        if float(each.abs().max() if each.numel() else 0) <= 1e-12 * whole
+        and facts["zeros"].get(name) != [0, len(each)]
+    ]
+    if still:
+        more = f" and {len(still) - 1} more" if len(still) > 1 else ""
+        result.append(f"no gradient: {still[0]}{more}")
+    return result
+
+
+def _fits(tensors: Mapping[str, Tensor], first: Mapping[str, Tensor], name: str) -> bool:
+    return name in tensors and tensors[name].shape == first[name].shape
+
+
+@dataclass(frozen=True)
+class Named:
+    """A known fault near to the figures; distance 0 is equal, 1 as far as the exact figures."""
+
+    fault: str
+    distance: float
+    next_fault: str | None
+    next_distance: float
+
+
+def _deviation(signed: Sequence[float], exact: Sequence[float]) -> Tensor:
+    """Log ratios to the exact signature; its four groups weigh the same."""
+    a, b = (torch.tensor(each, dtype=torch.float64).abs() for each in (signed, exact))
+    tiny = 1e-9 * b.max()
+    logs = ((a + tiny) / (b + tiny)).log().clamp(-5, 5)
+    tensors = logs[2 * STEPS :]
+    groups = logs[:STEPS], logs[STEPS : 2 * STEPS], tensors[::2], tensors[1::2]
+    return torch.cat([each / math.sqrt(len(each)) for each in groups])
+
+
+def nearest(
+    found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any, ranks: int
+) -> Named | None:
+    """The known fault between 1 or more ranks that deviates as these figures do; None where none
+    is near, or the figures are not whole."""
+    if (
+        found.gradients.keys() != first.keys()
+        or found.weights.get(STEPS, {}).keys() != first.keys()
+    ):
+        return None
+    if not all(
+        _fits(each, first, name)
+        for name in first
+        for each in (found.gradients, found.weights[STEPS])
+    ):
+        return None
+    own, true = signature(found, first), signature(exact, first)
+    if len(own) != len(true) or not all(map(math.isfinite, own)):
+        return None
+    deviation = _deviation(own, true)
+    distances: dict[str, float] = {}
+    for fault, signatures in facts["faults"].items():
+        for key, known in signatures.items():
+            if ranks % int(key) == 0:
+                other = _deviation(known, true)
+                size = max(float(deviation.norm()), float(other.norm()), 1e-300)
+                distance = float((deviation - other).norm()) / size
+                distances[fault] = min(distance, distances.get(fault, math.inf))
+    near = sorted(distances.items(), key=lambda each: each[1])
+    if not near or near[0][1] > NAMED:
+        return None
+    following = near[1] if len(near) > 1 else (None, math.inf)
+    return Named(*near[0], *following)
+
+
+def divisors(layout: Mapping[str, int]) -> dict[str, list[int]]:
+    """The sizes of a layout that divide the FLOPs, and the bytes of each kind."""
+    sizes = {key: size for key, size in layout.items() if key not in NOT_RANKS and size > 1}
+    result = {"flops": list(sizes.values())}
+    for kind, stage in STAGES.items():
+        whole = REPLICATED - ({"data"} if layout.get("zero", 0) >= stage else set())
+        result[kind] = [size for key, size in sizes.items() if key not in whole]
+    return result
+
+
+def division(
+    ranks: Sequence[Mapping[str, Mapping[str, int]]],
+    layout: Mapping[str, int],
+    fixture: Fixture,
+    flops: int,
+) -> dict[str, Any]:
+    """For each kind, each rank's count beside one process's, `times`: the fullest rank's over an
+    equal share, and `ignored`: whether it holds (or computes) about so much as if the smallest
+    size that should divide it did not.
+
+    flops: those of one process. Elements are compared, so that masters of another dtype, which
+    are one more element of the optimizer, are no fault.
+    """
+    elements = sum(each.numel() for each in fixture.weights().values())
+    serial = {"flops": flops, "parameters": elements, "gradients": elements}
+    serial["optimizer"] = 2 * elements
+    result: dict[str, Any] = {}
+    for kind, sizes in divisors(layout).items():
+        own = [each[kind] for each in ranks]
+        most = max(each["elements"] for each in own)
+        times = most * prod(sizes) / serial[kind]
+        result[kind] = {
+            "serial": serial[kind],
+            "share": serial[kind] / prod(sizes),
+            "ranks": [each["elements"] for each in own],
+            "times": times,
+            "ignored": bool(sizes) and times >= 0.95 * min(sizes),
+        }
+        if kind != "flops":
+            result[kind]["bytes"] = [each["bytes"] for each in own]
+    return result

@@ -1,0 +1,359 @@
+"""Holds a trainer to the exact figures of tiny models, at any layout.
+
+    python -m conformance.run --adapter conformance.adapters.megatron:Adapter --layout tensor=2
+    python -m conformance.run --adapter mine:Adapter --layout data=2 --model gpt2 --resume 3
+
+Starts the ranks by torchrun, gives each the adapter's five steps, and compares losses, gradient
+norms, the first gradients and the weights with those of one process in fp64. Says which known
+fault a difference looks like, and whether the ranks divide the work.
+
+--resume STEP stops after that step, saves, and goes on in new processes, maybe of another layout.
+
+Exit status: 0 agreement, 1 a difference, 2 a wrong argument or the trainer's own failure or
+refusal, 3 agreement without content (dead gradients, or a layout that is ignored).
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.hexversion < 0x30A0000:
+    sys.exit(f"error: Python 3.10 or newer is needed; this is {sys.version.split()[0]}")
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from conformance.compare import (
+    CAPS,
+    Difference,
+    Named,
+    Tolerance,
+    differences,
+    division,
+    lacks,
+    largest,
+    nearest,
+    tolerance,
+)
+from conformance.fixture import NAMES, STEPS, Figures, Fixture, ranks, read_figures, read_fixture
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = {0: "agreement", 1: "difference", 2: "failure", 3: "agreement without content"}
+GRACE = 10.0  # seconds that torchrun has to end its ranks
+TAIL = 30  # lines of a failed run's output
+
+
+class Failure(Exception):  # noqa: N818
+    """The trainer raised, hung, died or refused; the message says which."""
+
+
+@dataclass
+class Result:
+    """What one model's run gives; status as the exit status."""
+
+    model: str
+    status: int
+    reason: str = ""  # of a failure, or of agreement without content
+    differences: list[Difference] = field(default_factory=list)
+    tolerance: Tolerance | None = None
+    fault: Named | None = None
+    division: list[dict[str, Any]] = field(default_factory=list)  # of each layout that ran
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [f"{self.model}: {WORDS[self.status]}"]
+        if self.reason:
+            words.append(self.reason)
+        if self.tolerance and self.differences:
+            worst = largest(self.differences)
+            words.append(", ".join(str(each) for each in worst.values()))
+            words.append(f"rounding is up to {self.tolerance.first:.0e} in the first step")
+            words[-1] += f" (spread {self.tolerance.spread:.0e}) and {self.tolerance.cap:.0e} later"
+        for each in self.division:
+            found = ", ".join(
+                f"{kind} {each[kind]['times']:.2f}" for kind in each if each[kind]["ranks"][0]
+            )
+            words.append(f"fullest rank over an equal share: {found}")
+        if self.fault:
+            words.append(f"looks like {self.fault}")
+        elif self.status == 1:
+            words.append("no known fault is near")
+        return "; ".join(words)
+
+
+def layout_of(text: str) -> dict[str, int]:
+    """tensor=2,data=2. Raises argparse.ArgumentTypeError."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"([a-z_]\w*)=([1-9]\d*)", part.strip())):
+            raise argparse.ArgumentTypeError(f"{part!r} is no NAME=SIZE, such as tensor=2,data=2")
+        if match[1] in sizes:
+            raise argparse.ArgumentTypeError(f"{match[1]} has two sizes")
+        sizes[match[1]] = int(match[2])
+    if ranks(sizes) > 1024:
+        raise argparse.ArgumentTypeError(f"{ranks(sizes)} ranks are more than 1024")
+    return sizes
+
+
+def adapter_of(text: str) -> str:
+    """module:name, where the file of the module has the name; nothing of it is imported, for it
+    may need the other Python. Raises argparse.ArgumentTypeError."""
+    module, _, name = text.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*", module) or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is no module:name, such as my.module:Adapter")
+    try:
+        spec = find_spec(module)
+    except ImportError:
+        spec = None
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        raise argparse.ArgumentTypeError(f"no module {module} is found from {Path.cwd()}")
+    source = Path(spec.origin).read_text(errors="replace")
+    if not re.search(rf"^(class |def |from .*\b)?{name}\b", source, re.MULTILINE):
+        classes = re.findall(r"^class (\w+)", source, re.MULTILINE)
+        has = f"; it has {', '.join(classes)}" if classes else ""
+        raise argparse.ArgumentTypeError(f"{module} has no {name}{has}")
+    return text
+
+
+def python_of(text: str) -> str:
+    found = shutil.which(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is no program that can be run")
+    return str(Path(found).absolute())
+
+
+def file_of(text: str) -> Path:
+    file = Path(text)
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file that can be written")
+    return file
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """Ends with status 2 and one line where an argument is wrong."""
+    parser = Parser(
+        prog="python -m conformance.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--adapter", type=adapter_of, required=True, metavar="MODULE:NAME")
+    add("--layout", type=layout_of, required=True, metavar="NAME=SIZE,...")
+    add("--model", nargs="+", choices=NAMES, default=list(NAMES), help="by default all")
+    add("--dtype", choices=list(CAPS), default="float64")
+    add("--resume", type=int, choices=range(1, STEPS), metavar="STEP", help="stop, save and go on")
+    add("--resume-layout", type=layout_of, metavar="NAME=SIZE,...", help="of the new processes")
+    add("--python", type=python_of, default=sys.executable, help="of the trainer's environment")
+    add("--json", type=file_of, metavar="FILE", help="all results")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of each start of ranks")
+    options = parser.parse_args(arguments)
+    if options.resume_layout and options.resume is None:
+        parser.error("argument --resume-layout: needs --resume STEP")
+    if not 0 < options.timeout < 1e6:
+        parser.error(f"argument --timeout: {options.timeout:g} is no number of seconds")
+    options.model = list(dict.fromkeys(options.model))
+    return options
+
+
+def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> list[Any]:
+    """Runs a job of conformance.worker on the ranks of its layout: what each of them tells.
+
+    Raises Failure.
+    """
+    folder.mkdir()
+    file, output = folder / "job.json", folder / "output"
+    file.write_text(json.dumps({**job, "output": str(folder)}))
+    number = ranks(job["layout"])
+    launcher = [python, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(number), "-m", "conformance.worker", str(file)]
+    path = [str(Path.cwd()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        hung = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            hung = True
+        finally:
+            if process.poll() is None:
+                _end(process, folder)
+    told = {
+        rank: json.loads(each.read_text())
+        for rank in range(number)
+        if (each := folder / f"{rank}.json").is_file()
+    }
+    failed = [each for each in told.values() if "failed" in each]
+    if failed:  # others fail because the first did
+        text = min(failed, key=lambda each: each["time"])["failed"].strip()
+        raise Failure(f"the trainer fails: {text.splitlines()[-1]}\n{text}")
+    if refused := [each["refused"] for each in told.values() if "refused" in each]:
+        raise Failure(f"refused: {refused[0]}")
+    if hung or process.returncode or len(told) < number:
+        tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
+        what = f"no end within {timeout:g} seconds" if hung else "the ranks died"
+        raise Failure(f"{what}\n{tail}")
+    return [told[rank] for rank in range(number)]
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Each rank writes where it is; torchrun then ends its ranks; what is left is killed."""
+
+    def send(number: signal.Signals) -> None:
+        for file in folder.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                os.kill(int(file.read_text()), number)
+
+    send(signal.SIGUSR1)
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        send(signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def run_model(fixture: Fixture, options: argparse.Namespace, flops: int) -> Result:
+    """Starts the ranks, once more to resume, and judges what they give. flops: of one process."""
+    job = {
+        "adapter": options.adapter,
+        "fixture": str(fixture.folder.resolve()),
+        "dtype": options.dtype,
+        "layout": options.layout,
+        "steps": [1, options.resume or STEPS],
+        "load": None,
+        "save": None,
+    }
+    with tempfile.TemporaryDirectory() as place:
+        jobs = [job]
+        if options.resume:
+            saved = Path(place) / "saved"
+            saved.mkdir()
+            again = {"layout": options.resume_layout or options.layout, "load": str(saved)}
+            jobs = [{**job, "save": str(saved)}]
+            jobs += [{**job, **again, "steps": [options.resume + 1, STEPS]}]
+        figures, divided = Figures(), []
+        versions: dict[str, str] = {}
+        try:
+            for number, each in enumerate(jobs):
+                folder = Path(place) / str(number)
+                told = start(options.python, each, folder, options.timeout)
+                part = read_figures(folder / "figures.safetensors")
+                figures.losses += part.losses
+                figures.grad_norms += part.grad_norms
+                figures.gradients |= part.gradients
+                figures.weights |= part.weights
+                counts = [rank["division"] for rank in told]
+                divided.append(division(counts, each["layout"], fixture, flops))
+                versions = told[0]["versions"]
+        except Failure as error:
+            return Result(fixture.name, 2, str(error), versions=versions)
+    return judge(fixture, figures, options, divided, versions)
+
+
+def judge(
+    fixture: Fixture,
+    figures: Figures,
+    options: argparse.Namespace,
+    divided: list[dict[str, Any]],
+    versions: dict[str, str],
+) -> Result:
+    exact, first, facts = fixture.expected(), fixture.weights(), fixture.facts
+    found = differences(figures, exact, facts, options.dtype)
+    missing = lacks(figures, exact, first, facts)
+    ignored = [
+        f"each rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
+        " ignores the layout or a part of it"
+        for each in divided
+        for kind in each
+        if each[kind]["ignored"]
+    ]
+    result = Result(
+        fixture.name,
+        0,
+        differences=found,
+        tolerance=tolerance(facts, options.dtype),
+        division=divided,
+        versions=versions,
+    )
+    if dead := [each for each in missing if not each.startswith("no gradient")]:
+        result.status, result.reason = 3, "; ".join(dead)
+    elif any(each.is_fault for each in found):
+        result.status = 1
+        number = max(ranks(options.layout), ranks(options.resume_layout or {}))
+        result.fault = nearest(figures, exact, first, facts, number)
+        result.reason = "; ".join(ignored)
+    elif missing or ignored:
+        result.status, result.reason = 3, "; ".join([*missing, *ignored])
+    return result
+
+
+def flops_of(fixture: Fixture) -> int:
+    """Of one step of the plain trainer, which is one process."""
+    from conformance.plain import Trainer
+    from conformance.worker import Matmuls
+
+    trainer = Trainer(fixture)
+    with Matmuls() as counted:
+        trainer.step(0)
+    return counted.flops
+
+
+def as_json(results: Sequence[Result], options: argparse.Namespace, status: int) -> dict[str, Any]:
+    def of(result: Result) -> dict[str, Any]:
+        told = asdict(result)
+        told["worst"] = {name: asdict(each) for name, each in largest(result.differences).items()}
+        told["word"] = WORDS[result.status]
+        return told
+
+    return {
+        "adapter": options.adapter,
+        "layout": options.layout,
+        "resume": options.resume,
+        "resume_layout": options.resume_layout,
+        "dtype": options.dtype,
+        "status": status,
+        "models": {each.model: of(each) for each in results},
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the models one after another; returns the exit status."""
+    options = options_of(arguments)
+    results = []
+    for name in options.model:
+        fixture = read_fixture(name)
+        results.append(run_model(fixture, options, flops_of(fixture)))
+        print(results[-1], flush=True)
+    found = {each.status for each in results}
+    status = next((each for each in (1, 2, 3) if each in found), 0)
+    if options.json:
+        # A missing figure's difference is infinite, which JSON has no number for.
+        text = json.dumps(as_json(results, options, status), indent=1)
+        options.json.write_text(re.sub(r"\b-?Infinity\b|\bNaN\b", "null", text) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
