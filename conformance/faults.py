@@ -1,0 +1,3 @@
+from conformance.plain import Trainer
+
+FAULTS: dict[str, type[Trainer]] = {}

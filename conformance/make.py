@@ -1,0 +1,271 @@
+"""Writes the fixtures. Run it twice on a machine, and the bytes are the same.
+
+python -m conformance.make
+python -m conformance.make --output /tmp/fixtures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Generator, Tensor
+
+from conformance.faults import FAULTS
+from conformance.fixture import FOLDER, IGNORED, NAMES, STEPS, Fixture, MicroBatch, write_figures
+from conformance.plain import Trainer, train
+from conformance.signature import signature
+
+HIDDEN, LAYERS, INNER, VOCABULARY, LENGTH = 24, 4, 96, 101, 16
+SAMPLES = 4  # of a micro-batch
+# The tokens of a sample, [micro-batch][sample]; the first micro-batch has fewer.
+LENGTHS = ((6, 16, 5, 8), (16, 12, 9, 14))
+UNSCORED = {0: (0, 2), 3: (1, 1)}  # step: (micro-batch, sample) without a scored token
+PAD, CLS, SEP, MASK = 0, 1, 2, 3  # other tokens are drawn from the rest
+PERTURBED = 10  # runs from which the spread is
+
+COMMON = {"vocab_size": VOCABULARY, "initializer_range": 0.02}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": COMMON
+    | {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_inner": INNER, "n_positions": LENGTH}
+    | {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "llama": COMMON
+    | {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 64}
+    | {"num_attention_heads": 12, "num_key_value_heads": 3, "max_position_embeddings": LENGTH}
+    | {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    | {"tie_word_embeddings": False, "attention_dropout": 0.0},
+    "bert": COMMON
+    | {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": INNER}
+    | {"num_attention_heads": 4, "max_position_embeddings": LENGTH, "type_vocab_size": 2}
+    | {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "tie_word_embeddings": True}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+TIED = {
+    "gpt2": [["transformer.wte.weight", "lm_head.weight"]],
+    "llama": [],
+    "bert": [
+        ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"],
+        ["cls.predictions.bias", "cls.predictions.decoder.bias"],
+    ],
+}
+RATES = {"gpt2": 0.01, "llama": 0.02, "bert": 0.01}
+EMBEDDING = {"gpt2": 0.15, "llama": 0.3, "bert": 0.05}  # scale of the initial values
+
+
+def shapes(kind: str) -> dict[str, tuple[int, ...]]:
+    """Of each parameter, by the names of transformers; a layer's names have its number."""
+    h = HIDDEN
+    found: dict[str, tuple[int, ...]] = {}
+
+    def dense(name: str, out: int, into: int, bias: bool = True, conv1d: bool = False) -> None:
+        found[f"{name}.weight"] = (into, out) if conv1d else (out, into)
+        if bias:
+            found[f"{name}.bias"] = (out,)
+
+    def norm(name: str, bias: bool = True) -> None:
+        found[f"{name}.weight"] = (h,)
+        if bias:
+            found[f"{name}.bias"] = (h,)
+
+    if kind == "gpt2":
+        dense("transformer.wte", VOCABULARY, h, bias=False)
+        dense("transformer.wpe", LENGTH, h, bias=False)
+        for name in (f"transformer.h.{number}" for number in range(LAYERS)):
+            norm(f"{name}.ln_1")
+            dense(f"{name}.attn.c_attn", 3 * h, h, conv1d=True)
+            dense(f"{name}.attn.c_proj", h, h, conv1d=True)
+            norm(f"{name}.ln_2")
+            dense(f"{name}.mlp.c_fc", INNER, h, conv1d=True)
+            dense(f"{name}.mlp.c_proj", h, INNER, conv1d=True)
+        norm("transformer.ln_f")
+    elif kind == "llama":
+        inner = CONFIGS["llama"]["intermediate_size"]
+        dense("model.embed_tokens", VOCABULARY, h, bias=False)
+        for name in (f"model.layers.{number}" for number in range(LAYERS)):
+            norm(f"{name}.input_layernorm", bias=False)
+            for each, out in (("q", h), ("k", h // 4), ("v", h // 4), ("o", h)):
+                dense(f"{name}.self_attn.{each}_proj", out, h, bias=False)
+            norm(f"{name}.post_attention_layernorm", bias=False)
+            for each, out, into in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
+                dense(f"{name}.mlp.{each}_proj", out, into, bias=False)
+        norm("model.norm", bias=False)
+        dense("lm_head", VOCABULARY, h, bias=False)
+    else:
+        for each, rows in (("word", VOCABULARY), ("position", LENGTH), ("token_type", 2)):
+            dense(f"bert.embeddings.{each}_embeddings", rows, h, bias=False)
+        norm("bert.embeddings.LayerNorm")
+        for name in (f"bert.encoder.layer.{number}" for number in range(LAYERS)):
+            for each in ("self.query", "self.key", "self.value", "output.dense"):
+                dense(f"{name}.attention.{each}", h, h)
+            norm(f"{name}.attention.output.LayerNorm")
+            dense(f"{name}.intermediate.dense", INNER, h)
+            dense(f"{name}.output.dense", h, INNER)
+            norm(f"{name}.output.LayerNorm")
+        dense("bert.pooler.dense", h, h)
+        dense("cls.predictions.transform.dense", h, h)
+        norm("cls.predictions.transform.LayerNorm")
+        found["cls.predictions.bias"] = (VOCABULARY,)
+        dense("cls.seq_relationship", 2, h)
+    return found
+
+
+def initial(kind: str, random: Generator) -> dict[str, Tensor]:
+    """Gradient norms are about 1 with them, so that clipping acts in some steps and not in others,
+    and no gradient is tiny. bf16 holds them exactly, so that no trainer rounds them."""
+    weights = {}
+    for name, shape in shapes(kind).items():
+        mean, scale = 0.0, 0.1
+        if re.search(r"embed.*weight|wte|wpe", name) and not is_norm(name):
+            scale = EMBEDDING[kind]
+        elif is_norm(name) and name.endswith("weight"):
+            mean = 0.4 if "transform.Lay" in name else 1.0
+        elif len(shape) > 1:
+            large = re.search(r"query|key|c_attn|[qk]_proj", name)
+            scale = 0.12 if "lm_head" in name else 0.2 if large else 0.1
+        weight = mean + scale * torch.randn(shape, generator=random, dtype=torch.float64)
+        weights[name] = weight.to(torch.bfloat16).double()
+    return weights
+
+
+def is_norm(name: str) -> bool:
+    return re.search(r"ln_|norm", name, re.IGNORECASE) is not None
+
+
+def micro_batch(kind: str, step: int, number: int, random: Generator) -> MicroBatch:
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    order = torch.randperm(SAMPLES, generator=random)
+    lengths = torch.tensor(LENGTHS[number])[order][:, None]
+    place = torch.arange(LENGTH)
+    real = place < lengths
+    tokens = draw(MASK + 1, VOCABULARY, SAMPLES, LENGTH)
+    sentences: dict[str, Tensor] = {}
+    if kind == "bert":
+        tokens[:, 0] = CLS
+        middle = lengths // 2
+        tokens[(place == middle) | (place == lengths - 1)] = SEP
+        masked = real & (tokens > MASK) & ((place + number) % 3 == 1)
+        labels = torch.where(masked, tokens, IGNORED)
+        tokens = torch.where(masked & (draw(0, 5, SAMPLES, LENGTH) > 0), MASK, tokens)
+        sentences["token_type_ids"] = ((place > middle) & real).long()
+        sentences["next_sentence_label"] = draw(0, 2, SAMPLES)
+    else:
+        # The first tokens are a prompt, which is not scored.
+        predicted = (place >= draw(0, 3, SAMPLES, 1)) & (place < lengths - 1)
+        labels = torch.where(predicted, tokens.roll(-1, 1), IGNORED)
+    if step in UNSCORED and UNSCORED[step][0] == number:
+        labels[UNSCORED[step][1]] = IGNORED
+    tokens = torch.where(real, tokens, PAD)
+    return MicroBatch(tokens, real.long(), labels, **sentences)
+
+
+def spread(fixture: Fixture, exact: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+    """The largest relative difference of a parameter's gradient that one unit in the last place of
+    each weight makes, up or down by chance, in PERTURBED runs."""
+    random = Generator().manual_seed(56)
+    model_norm = norm_of(exact)
+    largest = 0.0
+    for _ in range(PERTURBED):
+        trainer = Trainer(fixture, dtype)
+        for name, weight in trainer.weights.items():
+            far = torch.randint(0, 2, weight.shape, generator=random).to(dtype) * 2 - 1
+            trainer.weights[name] = torch.nextafter(weight, far * float("inf"))
+        _, gradients = trainer.loss_and_gradients(trainer.micro_batches(0))
+        for name, right in exact.items():
+            zero = fixture.facts["zeros"].get(name, [0, 0])
+            difference, size = gradients[name].double() - right, right.norm()
+            for part in (slice(0, zero[0]), slice(zero[1], None)):
+                if len(right[part]):
+                    largest = max(largest, float(difference[part].norm() / size))
+            if zero[1]:
+                largest = max(largest, float(difference[slice(*zero)].norm() / model_norm))
+    return largest
+
+
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    return sum(float(each.square().sum()) for each in tensors.values()) ** 0.5
+
+
+def zeros(kind: str) -> dict[str, list[int]]:
+    """Elements whose exact gradient is zero: a softmax does not change if all its scores do alike,
+    so a key's bias has none; and Llama's first token is never read."""
+    found: dict[str, list[int]] = {}
+    for name in shapes(kind):
+        if name.endswith("attn.c_attn.bias"):
+            found[name] = [HIDDEN, 2 * HIDDEN]
+        elif name.endswith("self.key.bias"):
+            found[name] = [0, HIDDEN]
+    if kind == "llama":
+        found["model.embed_tokens.weight"] = [PAD, PAD + 1]
+    return found
+
+
+def write_json(file: Path, facts: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def make(kind: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    random = Generator().manual_seed(NAMES.index(kind))
+    weights = initial(kind, random)
+    save_file(weights, folder / "weights.safetensors")
+    batches = {}
+    for step in range(STEPS):
+        for number in range(len(LENGTHS)):
+            for key, tensor in asdict(micro_batch(kind, step, number, random)).items():
+                if tensor is not None:
+                    batches[f"{step}.{number}.{key}"] = tensor
+    save_file(batches, folder / "batches.safetensors")
+    decayed = [name for name, each in weights.items() if each.dim() > 1]
+    optimizer = {"lr": RATES[kind], "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    facts: dict[str, Any] = {
+        "model_type": kind,
+        "config": CONFIGS[kind],
+        "tied": TIED[kind],
+        "optimizer": optimizer | {"clip": 1.0, "decayed": decayed},
+        "zeros": zeros(kind),
+    }
+    write_json(folder / "facts.json", facts)
+    fixture = Fixture(folder)
+    figures = train(fixture)
+    write_figures(figures, folder / "expected.safetensors")
+    losses = figures.losses
+    facts["least_gradient_norm"] = min(figures.grad_norms)
+    facts["loss_moves"] = [abs(b - a) for a, b in pairwise(losses)]
+    facts["spread"] = {
+        str(dtype).removeprefix("torch."): spread(fixture, figures.gradients, dtype)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    }
+    facts["faults"] = {
+        name: {
+            str(ranks): signature(train(fixture, fault=fault, ranks=ranks), weights)
+            for ranks in fault.among
+        }
+        for name, fault in FAULTS.items()
+        if kind in fault.models
+    }
+    write_json(folder / "facts.json", facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=FOLDER, help="a folder for a folder a model")
+    output = parser.parse_args().output
+    torch.set_num_threads(1)  # sums are in one order
+    for kind in NAMES:
+        make(kind, output / kind)
+        print(output / kind)
+
+
+if __name__ == "__main__":
+    main()
