@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.faults import FAULTS
 from conformance.fixture import COMPARED, NOT_RANKS, STEPS, Figures, Fixture
 from conformance.signature import signature
 
 CAPS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}
 UNITS = 8  # in the last place, where perturbed inputs change nothing: sums differ in order
 NEAR_ZERO = 1e-6  # of the model's norm: a parameter below it has none to be compared with
+DEAD = 1e-3  # of the fixture's gradients and moves; a fault leaves more
 NAMED = 0.5  # largest distance from a known fault, where 0 is equal and 1 as far as from exact
 REPLICATED = {"data", "context", "ring"}  # sizes of a layout that divide work, but no weights
 STAGES = {"parameters": 3, "gradients": 2, "optimizer": 1}  # of ZeRO, that divide them by data
@@ -88,7 +90,7 @@ def _numbers(
         differences.append(Difference(figure, f"step {step}", size, limit, note))
     if len(found) > len(exact):
         note = f"{len(found)} in place of {len(exact)}"
-        differences.append(Difference(figure, "steps", math.inf, 0.0, note))
+        differences.append(Difference(figure, "steps", math.inf, limits.cap, note))
     return differences
 
 
@@ -168,22 +170,21 @@ def largest(found: Iterable[Difference]) -> dict[str, Difference]:
 def lacks(found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any) -> list[str]:
     """Why these figures show nothing, though they might agree: gradients are dead, or weights
     stay. Two dead models agree."""
-    result = []
-    least = min(found.grad_norms, default=0.0)
-    if least < facts["least_gradient_norm"] / 2:
-        wanted = facts["least_gradient_norm"]
-        result.append(f"the least gradient norm is {least:.1e}, where the fixture has {wanted:.1e}")
     moves = [abs(b - a) for a, b in pairwise(found.losses)]
-    if max(moves, default=0.0) < (wanted := max(facts["loss_moves"])) / 2:
-        result.append(f"the loss moves by {max(moves, default=0.0):.1e}, not by {wanted:.1e}")
-    moved, wanted = (
+    ways = (
         norm_of(each[name].double() - first[name] for name in first if _fits(each, first, name))
         for each in (found.weights.get(STEPS, {}), exact.weights[STEPS])
     )
-    if moved < wanted / 100:
-        result.append(
-            f"the weights move by {moved:.1e} in {STEPS} steps, where {wanted:.1e} is due"
-        )
+    shown = {
+        "the least gradient norm": (min(found.grad_norms, default=0), facts["least_gradient_norm"]),
+        "the loss's largest move": (max(moves, default=0), max(facts["loss_moves"])),
+        "the way of the weights": tuple(ways),
+    }
+    result = [
+        f"{name} is {own:.1e}, not {wanted:.1e}"
+        for name, (own, wanted) in shown.items()
+        if own < DEAD * wanted
+    ]
     whole = norm_of(found.gradients.values())
     still = [
         name
@@ -210,6 +211,12 @@ class Named:
     next_fault: str | None
     next_distance: float
 
+    def __str__(self) -> str:
+        words = " ".join((FAULTS[self.fault].__doc__ or "").split()).rstrip(".")
+        following = f", the next, {self.next_fault}, {self.next_distance:.2f}"
+        words += f" (distance {self.distance:.2f}"
+        return f"{self.fault}: {words}{following if self.next_fault else ''}; 1 is none)"
+
 
 def _deviation(signed: Sequence[float], exact: Sequence[float]) -> Tensor:
     """Log ratios to the exact signature; its four groups weigh the same."""
@@ -226,16 +233,8 @@ def nearest(
 ) -> Named | None:
     """The known fault between 1 or more ranks that deviates as these figures do; None where none
     is near, or the figures are not whole."""
-    if (
-        found.gradients.keys() != first.keys()
-        or found.weights.get(STEPS, {}).keys() != first.keys()
-    ):
-        return None
-    if not all(
-        _fits(each, first, name)
-        for name in first
-        for each in (found.gradients, found.weights[STEPS])
-    ):
+    compared = found.gradients, found.weights.get(STEPS, {})
+    if not all(_fits(each, first, name) for name in first for each in compared):
         return None
     own, true = signature(found, first), signature(exact, first)
     if len(own) != len(true) or not all(map(math.isfinite, own)):

@@ -83,14 +83,14 @@ class Result:
             words[-1] += f" (spread {self.tolerance.spread:.0e}) and {self.tolerance.cap:.0e} later"
         for each in self.division:
             found = ", ".join(
-                f"{kind} {each[kind]['times']:.2f}" for kind in each if each[kind]["ranks"][0]
+                f"{kind} {each[kind]['times']:.2f}" for kind in each if each[kind]["times"]
             )
-            words.append(f"fullest rank over an equal share: {found}")
+            words.append(f"the fullest rank over an equal share: {found}")
         if self.fault:
             words.append(f"looks like {self.fault}")
         elif self.status == 1:
             words.append("no known fault is near")
-        return "; ".join(words)
+        return "; ".join(dict.fromkeys(words))
 
 
 def layout_of(text: str) -> dict[str, int]:
@@ -115,7 +115,7 @@ def adapter_of(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is no module:name, such as my.module:Adapter")
     try:
         spec = find_spec(module)
-    except ImportError:
+    except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         raise argparse.ArgumentTypeError(f"no module {module} is found from {Path.cwd()}")
@@ -283,7 +283,7 @@ def judge(
     found = differences(figures, exact, facts, options.dtype)
     missing = lacks(figures, exact, first, facts)
     ignored = [
-        f"each rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
+        f"a rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
         " ignores the layout or a part of it"
         for each in divided
         for kind in each
@@ -303,9 +303,9 @@ def judge(
         result.status = 1
         number = max(ranks(options.layout), ranks(options.resume_layout or {}))
         result.fault = nearest(figures, exact, first, facts, number)
-        result.reason = "; ".join(ignored)
+        result.reason = "; ".join(dict.fromkeys(ignored))
     elif missing or ignored:
-        result.status, result.reason = 3, "; ".join([*missing, *ignored])
+        result.status, result.reason = 3, "; ".join(dict.fromkeys([*missing, *ignored]))
     return result
 
 
@@ -323,7 +323,7 @@ def flops_of(fixture: Fixture) -> int:
 def as_json(results: Sequence[Result], options: argparse.Namespace, status: int) -> dict[str, Any]:
     def of(result: Result) -> dict[str, Any]:
         told = asdict(result)
-        told["worst"] = {name: asdict(each) for name, each in largest(result.differences).items()}
+        told["largest"] = {name: asdict(each) for name, each in largest(result.differences).items()}
         told["word"] = WORDS[result.status]
         return told
 
@@ -349,9 +349,10 @@ def main(arguments: Sequence[str]) -> int:
     found = {each.status for each in results}
     status = next((each for each in (1, 2, 3) if each in found), 0)
     if options.json:
-        # A missing figure's difference is infinite, which JSON has no number for.
-        text = json.dumps(as_json(results, options, status), indent=1)
-        options.json.write_text(re.sub(r"\b-?Infinity\b|\bNaN\b", "null", text) + "\n")
+        told = json.dumps(as_json(results, options, status))
+        # The difference of a missing figure is infinite, which JSON has no number for.
+        told = json.loads(told, parse_constant=lambda _: None)
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
     return status
 
 

@@ -65,7 +65,7 @@ class Adapter:
         }
 
     def save(self, folder: Path) -> None:
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             tensors = {f"weight.{name}": each for name, each in self.trainer.weights.items()}
             for name, (m, v) in self.trainer.moments.items():
                 tensors |= {f"m.{name}": m, f"v.{name}": v}

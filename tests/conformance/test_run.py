@@ -1,0 +1,383 @@
+"""The runner: its verdict on figures, what ranks count, and whole runs by torchrun."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import scaled_dot_product_attention
+
+from conformance import run, worker
+from conformance.adapters import plain
+from conformance.compare import differences, division, divisors, lacks, largest, nearest
+from conformance.faults import FAULTS
+from conformance.fixture import NAMES, STEPS, Figures, ranks, read_fixture
+from conformance.plain import train
+from tests.conformance import trainers
+from tests.dist import Pool
+
+HERE = "tests.conformance.trainers"
+PLAIN = "conformance.adapters.plain:Adapter"
+FAULT_ROWS = [(number, name) for number, name in enumerate(FAULTS)]
+
+
+def options(words: str, adapter: str = PLAIN) -> Any:
+    return run.options_of(["--adapter", adapter, *words.split()])
+
+
+def judged(figures: Figures, words: str = "--layout data=2", model: str = "gpt2") -> run.Result:
+    return run.judge(read_fixture(model), figures, options(words), [], {})
+
+
+def copied(figures: Figures) -> Figures:
+    return dataclasses.replace(
+        figures,
+        losses=list(figures.losses),
+        grad_norms=list(figures.grad_norms),
+        gradients={name: each.clone() for name, each in figures.gradients.items()},
+        weights={s: {n: each.clone() for n, each in w.items()} for s, w in figures.weights.items()},
+    )
+
+
+@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_plain_trainer_agrees(model: str, dtype: str) -> None:
+    figures = train(read_fixture(model), getattr(torch, dtype))
+    result = judged(figures, f"--layout data=2 --dtype {dtype}", model)
+    assert result.status == 0, str(result)
+    assert result.fault is None
+
+
+@pytest.mark.parametrize(("number", "name"), FAULT_ROWS)
+def test_a_known_fault_is_named(number: int, name: str) -> None:
+    """From fp32 figures, so that rounding hides none."""
+    fault = FAULTS[name]
+    models = [model for model in NAMES if model in fault.models]
+    model = models[number % len(models)]
+    between = fault.among[number % len(fault.among)]
+    figures = train(read_fixture(model), torch.float32, fault, between)
+    result = judged(figures, f"--layout data={between} --dtype float32", model)
+    assert result.status == 1
+    assert result.fault is not None
+    # Some are equal by theory at some number of ranks; then both are said.
+    told = {result.fault.fault}
+    if result.fault.next_distance < 1e-3:
+        told.add(str(result.fault.next_fault))
+    assert name in told
+    assert name in str(result)
+
+
+def test_a_fault_of_more_ranks_than_the_layout_has_is_not_named() -> None:
+    fixture = read_fixture("gpt2")
+    figures = train(fixture, fault=FAULTS["data_rank_means"], ranks=4)
+    named = nearest(figures, fixture.expected(), fixture.weights(), fixture.facts, 2)
+    assert named is None or named.distance > 0.1
+
+
+NAME = "transformer.h.1.mlp.c_fc.weight"
+
+
+def lose(figures: Figures) -> None:
+    del figures.gradients[NAME]
+
+
+def add(figures: Figures) -> None:
+    figures.weights[3]["surplus"] = torch.ones(2)
+
+
+def spoil(figures: Figures) -> None:
+    figures.gradients[NAME][0, 0] = math.nan
+
+
+def transpose(figures: Figures) -> None:
+    figures.weights[5][NAME] = figures.weights[5][NAME].T
+
+
+def stop(figures: Figures) -> None:
+    figures.losses.pop()
+
+
+def go_on(figures: Figures) -> None:
+    figures.grad_norms.append(1.0)
+
+
+def diverge(figures: Figures) -> None:
+    figures.losses[2] = math.nan
+
+
+def leave_out_weights(figures: Figures) -> None:
+    del figures.weights[3]
+
+
+def scale_one(figures: Figures) -> None:
+    figures.gradients[NAME] *= 1 + 1e-8
+
+
+def move_a_zero(figures: Figures) -> None:
+    figures.gradients["transformer.h.0.attn.c_attn.bias"][30] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "figure", "where"),
+    [
+        (lose, "gradient", NAME),
+        (add, "weight", "surplus"),
+        (spoil, "gradient", NAME),
+        (transpose, "weight", NAME),
+        (stop, "loss", "step 5"),
+        (go_on, "grad_norm", "steps"),
+        (diverge, "loss", "step 3"),
+        (leave_out_weights, "weight", "step 3"),
+        (scale_one, "gradient", NAME),
+        (move_a_zero, "gradient", "c_attn.bias"),
+    ],
+)
+def test_a_difference_has_its_place(
+    change: Callable[[Figures], None], figure: str, where: str
+) -> None:
+    figures = copied(read_fixture("gpt2").expected())
+    change(figures)
+    result = judged(figures)
+    assert result.status == 1
+    worst = largest(result.differences)[figure]
+    assert worst.is_fault
+    assert where in worst.where
+    others = {name for name, each in largest(result.differences).items() if each.is_fault}
+    assert others == {figure}
+
+
+def test_rounding_is_no_difference_and_has_a_limit() -> None:
+    """A change of a few units in the last place agrees in its own dtype alone."""
+    fixture = read_fixture("gpt2")
+    figures = copied(fixture.expected())
+    for each in figures.gradients.values():
+        each *= 1 + 1e-6
+    for dtype, is_fault in (("float64", True), ("float32", False)):
+        found = differences(figures, fixture.expected(), fixture.facts, dtype)
+        assert largest(found)["gradient"].is_fault is is_fault
+    for each in figures.gradients.values():
+        each *= 1 + 1e-3
+    found = differences(figures, fixture.expected(), fixture.facts, "float32")
+    assert largest(found)["gradient"].is_fault
+
+
+def by_steps(
+    adapter: type[plain.Adapter], model: str = "gpt2", first: int = 1, last: int = STEPS
+) -> tuple[Any, Figures, Any]:
+    fixture = read_fixture(model)
+    trainer = adapter(fixture, {"data": 1}, torch.float64)
+    return trainer, *worker.take_steps(trainer, fixture, first, last)
+
+
+def test_agreement_without_content() -> None:
+    """A dead trainer is none that differs; nor is one that leaves a parameter out dead."""
+    _, figures, _ = by_steps(trainers.Dead)
+    result = judged(figures)
+    assert result.status == 3
+    assert "gradient norm" in result.reason
+
+    fixture = read_fixture("gpt2")
+    figures = copied(fixture.expected())
+    figures.gradients[NAME].zero_()
+    assert NAME in str(lacks(figures, fixture.expected(), fixture.weights(), fixture.facts))
+    assert judged(figures).status == 1
+
+
+def test_moments_lost_on_resume_are_named(tmp_path: Path) -> None:
+    fixture = read_fixture("gpt2")
+    first, figures, _ = by_steps(trainers.Serial, last=3)
+    first.save(tmp_path)
+    for adapter, status in ((trainers.Serial, 0), (trainers.LosesMoments, 1)):
+        again = adapter(fixture, {"data": 1}, torch.float64)
+        again.load(tmp_path)
+        rest, _ = worker.take_steps(again, fixture, 4, STEPS)
+        whole = copied(figures)
+        whole.losses += rest.losses
+        whole.grad_norms += rest.grad_norms
+        whole.weights |= rest.weights
+        result = judged(whole)
+        assert result.status == status
+    assert result.fault is not None
+    assert result.fault.fault == "moments_lost"
+
+
+def test_what_a_layout_divides() -> None:
+    assert divisors({"tensor": 2, "data": 4}) == {
+        "flops": [2, 4],
+        "parameters": [2],
+        "gradients": [2],
+        "optimizer": [2],
+    }
+    assert divisors({"data": 4, "zero": 2, "sequence": 1})["gradients"] == [4]
+    assert divisors({"data": 4, "zero": 2})["parameters"] == []
+    assert divisors({"context": 2, "shard": 2})["parameters"] == [2]
+    assert ranks({"data": 4, "zero": 3}) == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "flops", "held", "ignored"),
+    [
+        ({"data": 2}, 0.5, 1.0, set()),
+        ({"tensor": 2}, 0.6, 0.6, set()),
+        ({"tensor": 2}, 1.0, 0.5, {"flops"}),
+        ({"tensor": 2}, 1.0, 1.0, {"flops", "parameters", "gradients", "optimizer"}),
+        ({"tensor": 2, "data": 2}, 0.5, 0.5, {"flops"}),
+        ({"data": 2, "zero": 3}, 0.5, 1.0, {"parameters", "gradients", "optimizer"}),
+        ({"data": 2, "zero": 1}, 0.5, 1.0, {"optimizer"}),
+        ({"data": 1}, 1.0, 1.0, set()),
+    ],
+)
+def test_a_layout_that_is_ignored(
+    layout: dict[str, int], flops: float, held: float, ignored: set[str]
+) -> None:
+    """flops and held: parts of one process's that each rank has."""
+    fixture = read_fixture("llama")
+    elements = sum(each.numel() for each in fixture.weights().values())
+
+    def count(whole: float) -> dict[str, int]:
+        return {"elements": int(whole), "bytes": int(8 * whole)}
+
+    each = {
+        "flops": count(flops * 1e6),
+        "parameters": count(held * elements),
+        "gradients": count(held * elements),
+        "optimizer": count(2 * held * elements),
+    }
+    found = division([each] * ranks(layout), layout, fixture, 10**6)
+    assert {kind for kind in found if found[kind]["ignored"]} == ignored
+    result = run.judge(
+        fixture, fixture.expected(), options("--layout data=2"), [found], {"torch": "1"}
+    )
+    assert result.status == (3 if ignored else 0)
+
+
+def test_memory_of_two_names_counts_once() -> None:
+    flat = torch.zeros(10, dtype=torch.float64)
+    tied, freed = torch.zeros(6), torch.zeros(5)
+    freed.untyped_storage().resize_(0)
+    found = worker.held([flat[:4], flat[4:], tied, tied.view(2, 3), freed])
+    assert found == {"elements": 16, "bytes": 10 * 8 + 6 * 4}
+
+
+def local_counts() -> tuple[int, dict[str, int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.ones(4, 8), mesh, [Replicate()])
+    weight = DTensor.from_local(torch.ones(8, 3), mesh, [Shard(1)])
+    with worker.Matmuls() as counted:
+        torch.mm(x, weight)
+    return counted.flops, worker.held([weight])
+
+
+def test_a_rank_counts_its_own_part_of_a_distributed_tensor(gloo: Pool) -> None:
+    for flops, held in gloo.run(2, local_counts):
+        assert flops == 2 * 4 * 8 * 3  # of twice so many
+        assert held == {"elements": 24, "bytes": 96}
+
+
+def attended(q: Tensor, k: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, k)
+
+
+def test_matmuls_are_counted_forward_and_backward() -> None:
+    x, weight = torch.ones(2, 5, 8, requires_grad=True), torch.ones(8, 3, requires_grad=True)
+    with worker.Matmuls() as counted:
+        (x @ weight).sum().backward()
+    assert counted.flops == 3 * (2 * 10 * 8 * 3)
+    q, k = (torch.ones(2, 4, 6, 8, requires_grad=True) for _ in range(2))
+    with worker.Matmuls() as counted:
+        attended(q, k).sum().backward()
+    assert counted.flops == 7 * (2 * 2 * 4 * 6 * 6 * 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--layout tensor=0", "--layout"),
+        ("--layout tensor", "--layout"),
+        ("--layout tensor=2,,data=2", "--layout"),
+        ("--layout data=2,data=2", "--layout"),
+        ("--layout data=9999", "--layout"),
+        ("--layout=-data=2", "--layout"),
+        ("", "--layout"),
+        ("--layout data=2 --model t5", "--model"),
+        ("--layout data=2 --dtype float16", "--dtype"),
+        ("--layout data=2 --resume 5", "--resume"),
+        ("--layout data=2 --resume-layout data=1", "--resume-layout"),
+        ("--layout data=2 --timeout 0", "--timeout"),
+        ("--layout data=2 --timeout nan", "--timeout"),
+        ("--layout data=2 --python no-such-python", "--python"),
+        ("--layout data=2 --json no/such/folder/file.json", "--json"),
+        ("--layout data=2 --adapter conformance.adapters.plain", "--adapter"),
+        ("--layout data=2 --adapter conformance.adapters.nothing:Adapter", "--adapter"),
+        ("--layout data=2 --adapter nothing.at.all:Adapter", "--adapter"),
+        ("--layout data=2 --adapter conformance.adapters.plain:Adaptor", "--adapter"),
+        ("--layout data=2 --surplus", "--surplus"),
+    ],
+)
+def test_what_the_command_refuses(
+    words: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert field in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "word"),
+    [("Refuses", None, "no kernel for this head"), ("NotResumable", "saved", "resumed")],
+)
+def test_a_rank_that_refuses_says_why(
+    name: str, save: str | None, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {
+        "adapter": f"{HERE}:{name}",
+        "fixture": str(read_fixture("gpt2").folder),
+        "layout": {"data": 1},
+        "dtype": "float64",
+        "steps": [1, STEPS],
+        "load": None,
+        "save": save,
+        "output": str(tmp_path),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    monkeypatch.setattr(plain, "dist", type("NoGroup", (), {"is_initialized": lambda: True}))
+    monkeypatch.setenv("RANK", "0")
+    assert worker.main(str(tmp_path / "job.json")) != 0
+    assert word in json.loads((tmp_path / "0.json").read_text())["refused"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "word"),
+    [
+        (f"--adapter {HERE}:Raises --layout data=2", 2, "ZeroDivisionError: a rank has no samples"),
+        (f"--adapter {HERE}:Hangs --layout data=1 --timeout 5", 2, "within 5 seconds"),
+        (f"--adapter {HERE}:Serial --layout data=2", 3, "ignores the layout"),
+        (f"--adapter {PLAIN} --layout data=2 --resume 3 --resume-layout data=4", 0, "agreement"),
+    ],
+)
+def test_a_whole_run(
+    words: str, status: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    assert run.main([*words.split(), "--model", "gpt2", "--json", str(file)]) == status
+    assert word in capsys.readouterr().out
+    told = json.loads(file.read_text())
+    assert told["status"] == status
+    result = told["models"]["gpt2"]
+    if status == 0:
+        assert result["versions"]["torch"] == torch.__version__
+        first, second = result["division"]
+        assert first["flops"]["times"] == second["flops"]["times"] == 1
+        assert len(second["parameters"]["bytes"]) == 4
+        assert set(result["largest"]) == {"loss", "grad_norm", "gradient", "weight"}
