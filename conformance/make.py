@@ -211,7 +211,9 @@ def zeros(kind: str) -> dict[str, list[int]]:
 
 
 def write_json(file: Path, facts: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(facts, indent=1) + "\n")
+    """A list of numbers or names is one line."""
+    text = json.dumps(facts, indent=1)
+    file.write_text(re.sub(r"\[[^][{}]*\]", lambda m: " ".join(m[0].split()), text) + "\n")
 
 
 def make(kind: str, folder: Path) -> None:

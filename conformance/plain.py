@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conformance.fixture import COMPARED, IGNORED, STEPS, Figures, Fixture, MicroBatch
+from conformance.fixture import COMPARED, IGNORED, NAMES, STEPS, Figures, Fixture, MicroBatch
 
 Weights = Mapping[str, Tensor]
 Config = Mapping[str, Any]
@@ -157,9 +157,12 @@ MODELS = {
 class Trainer:
     """A step of training in the methods' order, from `micro_batches` to `update`.
 
-    ranks: among how many a fault is; the trainer itself has no ranks.
+    A fault is a subclass. ranks: between how many it is, one of `among`; the trainer itself has
+    none. models: in which of them the fault is possible.
     """
 
+    among: ClassVar[tuple[int, ...]] = (1,)
+    models: ClassVar[tuple[str, ...]] = NAMES
     fixture: Fixture
     dtype: torch.dtype = torch.float64
     ranks: int = 1
@@ -170,13 +173,15 @@ class Trainer:
         self.batches = self.fixture.batches()
         self.weights = self.first_weights()
         self.step_count = 0
-        self.moments = {n: (torch.zeros_like(w), torch.zeros_like(w)) for n, w in self.named()}
+        self.moments = self.no_moments()
 
     def first_weights(self) -> dict[str, Tensor]:
         return {name: each.to(self.dtype) for name, each in self.fixture.weights().items()}
 
-    def named(self) -> list[tuple[str, Tensor]]:
-        return list(self.weights.items())
+    def no_moments(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of AdamW: the means of gradients and of their squares."""
+        zeros = ((name, torch.zeros_like(each)) for name, each in self.weights.items())
+        return {name: (zero, zero) for name, zero in zeros}
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         return self.batches[step]
@@ -219,20 +224,21 @@ class Trainer:
             loss = loss + of_samples.sum() / n
         return loss
 
-    def loss_and_gradients(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[float, dict[str, Tensor]]:
-        """The micro-batches' losses and gradients are added, since each is a part of one sum."""
+    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
+        """Of the global batch: the sum of what each micro-batch gives, since the loss is a sum."""
         leaves = {name: each.detach().requires_grad_() for name, each in self.weights.items()}
         samples = sum(len(each.input_ids) for each in micro_batches)
-        total = 0.0
-        gradients = {name: torch.zeros_like(each) for name, each in self.weights.items()}
+        loss = 0.0
+        total: Weights = {name: torch.zeros_like(each) for name, each in self.weights.items()}
         for batch, each in zip(micro_batches, self.token_weights(micro_batches), strict=True):
-            loss = self.loss(leaves, batch, each, samples)
-            parts = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-            gradients = {name: g + p for (name, g), p in zip(gradients.items(), parts, strict=True)}
-            total += loss.item()
-        return total, gradients
+            part = self.loss(leaves, batch, each, samples)
+            gradients = torch.autograd.grad(part, list(leaves.values()), materialize_grads=True)
+            total = self.added(total, dict(zip(leaves, gradients, strict=True)))
+            loss += part.item()
+        return loss, total
+
+    def added(self, total: Weights, part: Weights) -> Weights:
+        return {name: each + part[name] for name, each in total.items()}
 
     def norm(self, gradients: Weights) -> float:
         """Over all elements of all parameters, a tied one once."""
