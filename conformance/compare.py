@@ -218,13 +218,19 @@ class Named:
         return f"{self.fault}: {words}{following if self.next_fault else ''}; 1 is none)"
 
 
-def _deviation(signed: Sequence[float], exact: Sequence[float]) -> Tensor:
-    """Log ratios to the exact signature; its four groups weigh the same."""
+def _deviation(signed: Sequence[float], exact: Sequence[float], counts: Tensor) -> Tensor:
+    """Log ratios to the exact signature, whose four groups weigh the same. counts: which parameters
+    do; one whose gradient is zero in theory moves by rounding."""
     a, b = (torch.tensor(each, dtype=torch.float64).abs() for each in (signed, exact))
     tiny = 1e-9 * b.max()
     logs = ((a + tiny) / (b + tiny)).log().clamp(-5, 5)
     tensors = logs[2 * STEPS :]
-    groups = logs[:STEPS], logs[STEPS : 2 * STEPS], tensors[::2], tensors[1::2]
+    groups = (
+        logs[:STEPS],
+        logs[STEPS : 2 * STEPS],
+        tensors[::2][counts],
+        tensors[1::2][counts],
+    )
     return torch.cat([each / math.sqrt(len(each)) for each in groups])
 
 
@@ -239,12 +245,14 @@ def nearest(
     own, true = signature(found, first), signature(exact, first)
     if len(own) != len(true) or not all(map(math.isfinite, own)):
         return None
-    deviation = _deviation(own, true)
+    zeros = facts["zeros"]
+    counts = torch.tensor([zeros.get(n) != [0, len(first[n])] for n in sorted(first)])
+    deviation = _deviation(own, true, counts)
     distances: dict[str, float] = {}
     for fault, signatures in facts["faults"].items():
         for key, known in signatures.items():
             if ranks % int(key) == 0:
-                other = _deviation(known, true)
+                other = _deviation(known, true, counts)
                 size = max(float(deviation.norm()), float(other.norm()), 1e-300)
                 distance = float((deviation - other).norm()) / size
                 distances[fault] = min(distance, distances.get(fault, math.inf))

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -45,7 +46,8 @@ class Matmuls(TorchDispatchMode):
     """Counts the FLOPs of this rank's matrix products and attention.
 
     FlopCounterMode counts a product of DTensors by its whole size. This one leaves a DTensor to
-    itself, and counts the local product that it makes.
+    itself, and counts the local product that it makes; not the one of fake tensors, from which
+    DTensor learns shapes.
     """
 
     def __init__(self) -> None:
@@ -65,6 +67,8 @@ class Matmuls(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", None)
         name = getattr(packet, "__name__", "")
+        if any(issubclass(each, FakeTensor) for each in types):
+            return out
         if packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
         elif name in ATTENTION:

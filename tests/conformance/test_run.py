@@ -277,7 +277,7 @@ def local_counts() -> tuple[int, dict[str, int]]:
 
 def test_a_rank_counts_its_own_part_of_a_distributed_tensor(gloo: Pool) -> None:
     for flops, held in gloo.run(2, local_counts):
-        assert flops == 2 * 4 * 8 * 3  # of twice so many
+        assert flops == 2 * 4 * 8 * 3  # half of the product
         assert held == {"elements": 24, "bytes": 96}
 
 
