@@ -50,6 +50,8 @@ class Matmuls(TorchDispatchMode):
     DTensor learns shapes.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
@@ -65,12 +67,15 @@ class Matmuls(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        packet = getattr(func, "_overloadpacket", None)
-        name = getattr(packet, "__name__", "")
         if any(issubclass(each, FakeTensor) for each in types):
             return out
-        if packet in flop_registry:
-            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        packet = getattr(func, "_overloadpacket", func)
+        name = getattr(packet, "__name__", "")
+        # torch's table has addmm, and not addmm_ in place.
+        base = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else packet
+        formula = flop_registry.get(base)
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
         elif name in ATTENTION:
             first, products = ATTENTION[name]
             query, key = args[first], args[first + 1]

@@ -290,6 +290,10 @@ def test_matmuls_are_counted_forward_and_backward() -> None:
     with worker.Matmuls() as counted:
         (x @ weight).sum().backward()
     assert counted.flops == 3 * (2 * 10 * 8 * 3)
+    with worker.Matmuls() as counted:
+        torch.ones(10, 3).addmm_(torch.ones(10, 8), torch.ones(8, 3))
+        torch.mm(torch.ones(10, 8), torch.ones(8, 3), out=torch.ones(10, 3))
+    assert counted.flops == 2 * (2 * 10 * 8 * 3)
     q, k = (torch.ones(2, 4, 6, 8, requires_grad=True) for _ in range(2))
     with worker.Matmuls() as counted:
         attended(q, k).sum().backward()
