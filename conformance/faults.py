@@ -1,35 +1,251 @@
-"""Known faults of trainers, each a small change of the plain one.
+"""Known faults of trainers, each a small change of the plain one: mostly of one method.
 
-A class is a fault, its docstring what a report says of it. `among`: the numbers of ranks that it is
-between, here in one process; (1,): it does not depend on them. `models`: where it exists. The
-resumed run is that after step 3.
+`right` is the method as it should be; the docstring is what a report says. The first argument of
+`fault` names the method, `among` the numbers of ranks that the fault is between, here in one
+process ((1,): it does not depend on them), `models` where it exists. The resumed run is that after
+step 3.
 
 The fixtures have no dropout, and a trainer is given their weights; masks and initial values that
-differ by rank are random, so no figure would name them. `InitialValuesOfFirstShard` has a figure.
+differ by rank are random, so no figure would name them (`initial_values_of_first_shard` has one).
 Faults that theory makes equal are one: a rank that reads another's samples is
-`GradientsNotReduced`; gradients divided by the number of micro-batches are `GradientsOverRanks` of
-two. Megatron-LM issue 7452: number 3 is `LocalCountsInGradients`, 7 `ScatterOverWrongGroup`, 8
-`NormOfFirstRanksHeads`.
+`gradients_not_reduced`; gradients divided by the number of micro-batches are `gradients_over_ranks`
+of two. Megatron-LM issue 7452: number 3 is `local_counts_in_gradients`, 7
+`scatter_over_wrong_group`, 8 `norm_of_first_ranks_heads`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from conformance.fixture import COMPARED, MicroBatch
+from conformance.fixture import COMPARED, NAMES, MicroBatch
 from conformance.plain import Trainer, Weights, scored
 
+Batches = Sequence[MicroBatch]
+Right = Callable[..., Any]
+Result = tuple[float, Weights]
+
+FAULTS: dict[str, type[Trainer]] = {}
+RANKS = (2, 4)
+TIED = ("gpt2", "bert")  # models
 RESUMED = COMPARED[0]  # steps before the run is interrupted
-# How tensor parallelism cuts weights: by columns (what a layer gives), by rows (what it is given),
-# and those whole on each rank.
+# How tensor parallelism cuts weights: by columns (what a layer gives) and by rows (what it is
+# given); others are whole on each rank.
 HEADS = r"c_attn|[qkv]_proj|query|key|value"
 COLUMNS = rf"{HEADS}|c_fc|gate_proj|up_proj|intermediate|wte|embed_tokens|lm_head|word_emb|ns\.bias"
-ROWS = r"c_proj\.weight|o_proj|down_proj|\.output\.dense\.weight"
+CUT = rf"{COLUMNS}|c_proj\.weight|o_proj|down_proj|\.output\.dense\.weight"
+
+
+def fault(
+    method: str, among: tuple[int, ...] = (1,), models: tuple[str, ...] = NAMES
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes of a function a Trainer with one method changed."""
+
+    def add(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(trainer: Trainer, *arguments: Any) -> Any:
+            right = getattr(super(FAULTS[wrong.__name__], trainer), method)
+            return wrong(trainer, right, *arguments)
+
+        body = {method: changed, "__doc__": wrong.__doc__, "among": among, "models": models}
+        FAULTS[wrong.__name__] = type(wrong.__name__, (Trainer,), body)
+        return wrong
+
+    return add
+
+
+# The loss and its denominators
+
+
+def means(micro_batches: Batches, groups: Sequence[Tensor]) -> list[Tensor]:
+    """Token weights of a mean of means. groups: the number of each token's group, [b, s]."""
+    marks = [scored(each) for each in micro_batches]
+    groups = [each.expand(mark.shape) for each, mark in zip(groups, marks, strict=True)]
+    every = torch.cat([each.flatten() for each in groups])
+    counts = torch.bincount(every, torch.cat([each.flatten() for each in marks]))
+    pairs = zip(marks, groups, strict=True)
+    return [mark / counts.clamp(min=1)[group] / len(counts) for mark, group in pairs]
+
+
+def data_ranks(t: Trainer, batch: MicroBatch) -> Tensor:
+    b = len(batch.input_ids)
+    return (torch.arange(b) * t.ranks // b)[:, None]
+
+
+def context_ranks(t: Trainer, batch: MicroBatch) -> Tensor:
+    s = batch.input_ids.shape[1]
+    return torch.arange(s) * t.ranks // s
+
+
+@fault("token_weights")
+def micro_batch_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is the mean of the micro-batches' means."""
+    return means(micro_batches, [torch.tensor(number) for number, _ in enumerate(micro_batches)])
+
+
+@fault("token_weights")
+def sample_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is the mean of the samples' means."""
+    samples = torch.arange(sum(len(each.labels) for each in micro_batches))[:, None]
+    return means(micro_batches, samples.split([len(each.labels) for each in micro_batches]))
+
+
+@fault("token_weights", RANKS)
+def data_rank_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is the mean of the data-parallel ranks' means over their samples of the batch."""
+    return means(micro_batches, [data_ranks(t, each) for each in micro_batches])
+
+
+# A rank of four has one sample of each micro-batch: that is sample_means.
+@fault("token_weights", (2,))
+def data_rank_micro_batch_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is the mean of each data-parallel rank's mean over each micro-batch."""
+    pairs = enumerate(micro_batches)
+    return means(micro_batches, [data_ranks(t, each) + t.ranks * i for i, each in pairs])
+
+
+@fault("token_weights", RANKS)
+def context_rank_means(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is the mean of the context-parallel ranks' means over their parts of sequences."""
+    return means(micro_batches, [context_ranks(t, each) for each in micro_batches])
+
+
+@fault("loss_and_gradients", RANKS)
+def local_counts_in_gradients(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are those of the mean of data-parallel ranks' means; the loss is right."""
+    wrong = FAULTS["data_rank_means"](t.fixture, t.dtype, t.ranks)
+    wrong.weights = t.weights
+    return right(micro_batches)[0], wrong.loss_and_gradients(micro_batches)[1]
+
+
+@fault("loss_and_gradients", RANKS)
+def loss_of_first_rank(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """The loss is that of the first data-parallel rank's samples; gradients are right."""
+    shares = [each.share(0, t.ranks) for each in micro_batches]
+    return right(shares)[0], right(micro_batches)[1]
+
+
+@fault("token_weights")
+def positions_counted(t: Trainer, right: Right, micro_batches: Batches) -> list[Tensor]:
+    """The loss is divided by the number of all positions, scored or not."""
+    total = sum(each.labels.numel() for each in micro_batches)
+    return [scored(each) / total for each in micro_batches]
+
+
+@fault("micro_batches")
+def padding_scored(t: Trainer, right: Right, step: int) -> Batches:
+    """Padding is scored as a token to predict."""
+    return [
+        replace(each, labels=torch.where(each.attention_mask > 0, each.labels, each.input_ids))
+        for each in right(step)
+    ]
+
+
+@fault("allowed", models=("bert",))
+def padding_attended(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
+    """Padding is attended to."""
+    return torch.ones_like(right(batch))
+
+
+# Gradients: their scale, what is added, what is left out
+
+
+def scaled(gradients: Weights, scale: float) -> Weights:
+    return {name: each * scale for name, each in gradients.items()}
+
+
+@fault("loss_and_gradients")
+def gradients_times_count(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are of the sum over tokens, not of their mean."""
+    loss, gradients = right(micro_batches)
+    return loss, scaled(gradients, float(sum(scored(each).sum() for each in micro_batches)))
+
+
+@fault("loss_and_gradients", RANKS)
+def gradients_times_ranks(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are as many times too large as there are ranks: summed where a mean was due."""
+    loss, gradients = right(micro_batches)
+    return loss, scaled(gradients, t.ranks)
+
+
+@fault("loss_and_gradients", RANKS)
+def gradients_over_ranks(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are divided by the ranks once too often: averaged where a sum was due."""
+    loss, gradients = right(micro_batches)
+    return loss, scaled(gradients, 1 / t.ranks)
+
+
+@fault("micro_batches", RANKS)
+def gradients_not_reduced(t: Trainer, right: Right, step: int) -> Batches:
+    """Loss and gradients are of the first data-parallel rank's samples alone."""
+    return [each.share(0, t.ranks) for each in right(step)]
+
+
+@fault("added")
+def gradients_of_last_micro_batch(
+    t: Trainer, right: Right, total: Weights, part: Weights
+) -> Weights:
+    """The last micro-batch's gradient replaces those before it; the loss is right."""
+    return part
+
+
+@fault("loss_and_gradients")
+def gradients_not_zeroed(t: Trainer, right: Right, micro_batches: Batches) -> Result:
+    """Gradients are added to those of the steps before."""
+    loss, gradients = right(micro_batches)
+    t.kept = t.added(t.kept, gradients) if t.step_count else gradients
+    return loss, t.kept
+
+
+@fault("micro_batches")
+def last_micro_batch_dropped(t: Trainer, right: Right, step: int) -> Batches:
+    """The last micro-batch of each step is left out."""
+    return right(step)[:-1]
+
+
+@fault("micro_batches")
+def partial_micro_batch_dropped(t: Trainer, right: Right, step: int) -> Batches:
+    """The last two samples of each step are left out, as if they did not fill a micro-batch."""
+    *others, last = right(step)
+    return [*others, last.rows(0, len(last.input_ids) - 2)]
+
+
+@fault("used", RANKS)
+def norm_gradients_of_first_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """Gradients of norms and of biases behind row-parallel layers are of the first rank's part of
+    each sequence: sequence parallelism without their sum."""
+    first = (context_ranks(t, t.batches[0][0]) == 0)[:, None]
+    whole = {n for n, w in weights.items() if w.dim() == 1}
+    whole = {n for n in whole if not re.search(rf"{COLUMNS}|cls\.|pooler", n)}
+    used = right(weights)
+    return {**used, **{n: torch.where(first, used[n], used[n].detach()) for n in whole}}
+
+
+@fault("used", RANKS, ("llama",))
+def key_value_gradients_of_first_rank(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """Gradients of key and value heads are of the first tensor-parallel rank's queries alone."""
+    heads, groups = (t.facts["config"][f"num_{n}_heads"] for n in ("attention", "key_value"))
+    own = (torch.arange(heads) < heads // t.ranks)[:, None, None]
+    used = dict(right(weights))
+    for name in (each for each in weights if re.search(r"[kv]_proj", each)):
+        by_head = used[name].unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0)
+        used[name] = torch.where(own, by_head, by_head.detach()).flatten(0, 1)
+    return used
+
+
+@fault("decode", RANKS)
+def partial_taken_as_whole(t: Trainer, right: Right, x: Tensor, weight: Tensor) -> Tensor:
+    """What the output layer sends back is of the first rank's part of the vocabulary: a partial sum
+    of a chunked loss that is taken as whole."""
+    first, *others = weight.chunk(t.ranks)
+    return torch.cat([right(x, first), *(right(x.detach(), each) for each in others)], -1)
+
+
+# The norm, clipping and AdamW
 
 
 def first_shard(name: str, tensor: Tensor, ranks: int) -> tuple[int, Tensor]:
@@ -43,297 +259,75 @@ def first_shard(name: str, tensor: Tensor, ranks: int) -> tuple[int, Tensor]:
     return dim, (torch.arange(parts)[:, None] * length + places).flatten()
 
 
-def scaled(gradients: Weights, scale: float) -> Weights:
-    return {name: each * scale for name, each in gradients.items()}
-
-
-def means(micro_batches: Sequence[MicroBatch], groups: Sequence[Tensor]) -> list[Tensor]:
-    """Token weights of a mean of means. groups: the number of each token's group, [b, s]."""
-    marks = [scored(each) for each in micro_batches]
-    groups = [each.expand(mark.shape) for each, mark in zip(groups, marks, strict=True)]
-    every = torch.cat([each.flatten() for each in groups])
-    counts = torch.bincount(every, torch.cat([each.flatten() for each in marks]))
-    pairs = zip(marks, groups, strict=True)
-    return [mark / counts.clamp(min=1)[group] / len(counts) for mark, group in pairs]
-
-
-def data_ranks(batch: MicroBatch, ranks: int) -> Tensor:
-    b = len(batch.input_ids)
-    return (torch.arange(b) * ranks // b)[:, None]
-
-
-class MicroBatchMeans(Trainer):
-    """The loss is the mean of the micro-batches' means."""
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return means(micro_batches, [torch.tensor([[i]]) for i in range(len(micro_batches))])
-
-
-class DataRankMeans(Trainer):
-    """The loss is the mean of the data-parallel ranks' means over their samples of the batch."""
-
-    among = (2, 4)
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return means(micro_batches, [data_ranks(each, self.ranks) for each in micro_batches])
-
-
-class DataRankMicroBatchMeans(Trainer):
-    """The loss is the mean of each data-parallel rank's mean over each micro-batch."""
-
-    among = (2,)  # a rank of four has one sample of each micro-batch: see SampleMeans
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        groups = [
-            data_ranks(each, self.ranks) + self.ranks * number
-            for number, each in enumerate(micro_batches)
-        ]
-        return means(micro_batches, groups)
-
-
-class ContextRankMeans(Trainer):
-    """The loss is the mean of the context-parallel ranks' means over their parts of sequences."""
-
-    among = (2, 4)
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        length = micro_batches[0].input_ids.shape[1]
-        ranks = torch.arange(length)[None] * self.ranks // length
-        return means(micro_batches, [ranks] * len(micro_batches))
-
-
-class SampleMeans(Trainer):
-    """The loss is the mean of the samples' means."""
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        samples = torch.arange(sum(len(each.labels) for each in micro_batches))[:, None]
-        return means(micro_batches, samples.split([len(each.labels) for each in micro_batches]))
-
-
-class LocalCountsInGradients(DataRankMeans):
-    """Gradients are those of the mean of data-parallel ranks' means; the loss is right."""
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        right = Trainer(self.fixture, self.dtype)
-        right.weights = self.weights
-        loss, _ = right.loss_and_gradients(micro_batches)
-        return loss, super().loss_and_gradients(micro_batches)[1]
-
-
-class LossOfFirstRank(Trainer):
-    """The loss is that of the first data-parallel rank's samples; gradients are right."""
-
-    among = (2, 4)
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        shares = [each.share(0, self.ranks) for each in micro_batches]
-        loss, _ = super().loss_and_gradients(shares)
-        return loss, super().loss_and_gradients(micro_batches)[1]
-
-
-class PaddingScored(Trainer):
-    """Padding is scored as a token to predict."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return [
-            replace(each, labels=torch.where(each.attention_mask > 0, each.labels, each.input_ids))
-            for each in super().micro_batches(step)
-        ]
-
-
-class PositionsCounted(Trainer):
-    """The loss is divided by the number of all positions, scored or not."""
-
-    def token_weights(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        total = sum(each.labels.numel() for each in micro_batches)
-        return [scored(each) / total for each in micro_batches]
-
-
-class PaddingAttended(Trainer):
-    """Padding is attended to."""
-
-    models = ("bert",)
-
-    def allowed(self, batch: MicroBatch) -> Tensor:
-        return torch.ones_like(super().allowed(batch))
-
-
-class GradientsTimesCount(Trainer):
-    """Gradients are of the sum over tokens, not of their mean."""
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        loss, gradients = super().loss_and_gradients(micro_batches)
-        return loss, scaled(gradients, float(sum(scored(each).sum() for each in micro_batches)))
-
-
-class GradientsTimesRanks(Trainer):
-    """Gradients are as many times too large as there are ranks: summed where a mean was due."""
-
-    among = (2, 4)
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        loss, gradients = super().loss_and_gradients(micro_batches)
-        return loss, scaled(gradients, self.ranks)
-
-
-class GradientsOverRanks(Trainer):
-    """Gradients are divided by the ranks once too often: averaged where a sum was due."""
-
-    among = (2, 4)
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        loss, gradients = super().loss_and_gradients(micro_batches)
-        return loss, scaled(gradients, 1 / self.ranks)
-
-
-class GradientsNotReduced(Trainer):
-    """Loss and gradients are of the first data-parallel rank's samples alone."""
-
-    among = (2, 4)
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return [each.share(0, self.ranks) for each in super().micro_batches(step)]
-
-
-class GradientsOfLastMicroBatch(Trainer):
-    """The last micro-batch's gradient replaces those before it; the loss is right."""
-
-    def added(self, total: Weights, part: Weights) -> Weights:
-        return part
-
-
-class GradientsNotZeroed(Trainer):
-    """Gradients are added to those of the steps before."""
-
-    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
-        loss, gradients = super().loss_and_gradients(micro_batches)
-        self.kept = self.added(self.kept, gradients) if self.step_count else gradients
-        return loss, self.kept
-
-
-class LastMicroBatchDropped(Trainer):
-    """The last micro-batch of each step is left out."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return super().micro_batches(step)[:-1]
-
-
-class PartialMicroBatchDropped(Trainer):
-    """The last two samples of each step are left out, as if they did not fill a micro-batch."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        *others, last = super().micro_batches(step)
-        return [*others, last.rows(0, len(last.input_ids) - 2)]
-
-
-class NormGradientsOfFirstRank(Trainer):
-    """Gradients of norms and of biases behind row-parallel layers are of the first rank's part of
-    each sequence: sequence parallelism without their sum."""
-
-    among = (2, 4)
-
-    def used(self, weights: Weights) -> Weights:
-        length = self.batches[0][0].input_ids.shape[1]
-        first = (torch.arange(length) < length // self.ranks)[:, None]
-        return {
-            name: torch.where(first, each, each.detach())
-            if each.dim() == 1 and not re.search(rf"{COLUMNS}|cls\.|pooler", name)
-            else each
-            for name, each in super().used(weights).items()
-        }
-
-
-class KeyValueGradientsOfFirstRank(Trainer):
-    """Gradients of key and value heads are of the first tensor-parallel rank's queries alone."""
-
-    among = (2, 4)
-    models = ("llama",)
-
-    def used(self, weights: Weights) -> Weights:
-        heads, groups = (
-            self.facts["config"][f"num_{name}_heads"] for name in ("attention", "key_value")
-        )
-        own = (torch.arange(heads) < heads // self.ranks)[:, None, None]
-        used = dict(super().used(weights))
-        for name in (each for each in weights if re.search(r"[kv]_proj", each)):
-            by_head = used[name].unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0)
-            used[name] = torch.where(own, by_head, by_head.detach()).flatten(0, 1)
-        return used
-
-
-class NormOfLocalShards(Trainer):
+@fault("step", RANKS)
+def norm_of_local_shards(t: Trainer, right: Right, number: int) -> tuple[float, float, Weights]:
     """Each rank clips its shards by the norm of its shards; the first one's is reported."""
-
-    among = (2, 4)
-
-    def shards(self, tensors: Weights, rank: int) -> Weights:
-        found = {name: each.chunk(self.ranks) for name, each in tensors.items()}
-        return {name: each[rank] for name, each in found.items() if rank < len(each)}
-
-    def norm(self, gradients: Weights) -> float:
-        return super().norm(self.shards(gradients, 0))
-
-    def clipped(self, gradients: Weights, norm: float) -> Weights:
-        parts: dict[str, list[Tensor]] = {name: [] for name in gradients}
-        for rank in range(self.ranks):
-            own = self.shards(gradients, rank)
-            for name, each in super().clipped(own, super().norm(own)).items():
-                parts[name].append(each)
-        return {name: torch.cat(each) for name, each in parts.items()}
+    loss, gradients = t.loss_and_gradients(t.micro_batches(number))
+    shards = {name: each.chunk(t.ranks) for name, each in gradients.items()}
+    norms, clipped = [], {}
+    for rank in range(t.ranks):
+        own = {name: each[rank] for name, each in shards.items() if rank < len(each)}
+        norms.append(t.norm(own))
+        for name, each in t.clipped(own, norms[-1]).items():
+            clipped[name] = torch.cat([clipped[name], each]) if rank else each
+    t.update(clipped)
+    return loss, norms[0], gradients
 
 
-class ReplicatedWeightsCountedAgain(Trainer):
+@fault("norm", RANKS)
+def replicated_weights_counted_again(t: Trainer, right: Right, gradients: Weights) -> float:
     """The norm counts weights that tensor parallelism replicates once for each rank."""
-
-    among = (2, 4)
-
-    def norm(self, gradients: Weights) -> float:
-        return super().norm(
-            {
-                name: each if re.search(f"{COLUMNS}|{ROWS}", name) else each * self.ranks**0.5
-                for name, each in gradients.items()
-            }
-        )
+    whole = {n: g * t.ranks**0.5 for n, g in gradients.items() if not re.search(CUT, n)}
+    return right({**gradients, **whole})
 
 
-class NormWithoutHeads(Trainer):
+@fault("norm")
+def norm_without_heads(t: Trainer, right: Right, gradients: Weights) -> float:
     """The norm leaves out weights that are cut by attention heads."""
-
-    def norm(self, gradients: Weights) -> float:
-        return super().norm({n: each for n, each in gradients.items() if not re.search(HEADS, n)})
+    return right({n: g for n, g in gradients.items() if not re.search(HEADS, n)})
 
 
-class NormOfFirstRanksHeads(Trainer):
+@fault("norm", RANKS)
+def norm_of_first_ranks_heads(t: Trainer, right: Right, gradients: Weights) -> float:
     """The norm counts of weights that are cut by attention heads the first rank's shards alone."""
-
-    among = (2, 4)
-
-    def norm(self, gradients: Weights) -> float:
-        counted = dict(gradients)
-        for name in (each for each in gradients if re.search(HEADS, each)):
-            dim, places = first_shard(name, counted[name], self.ranks)
-            counted[name] = counted[name].index_select(dim, places.unique())
-        return super().norm(counted)
+    counted = dict(gradients)
+    for name in (each for each in gradients if re.search(HEADS, each)):
+        dim, places = first_shard(name, counted[name], t.ranks)
+        counted[name] = counted[name].index_select(dim, places.unique())
+    return right(counted)
 
 
-class NotClipped(Trainer):
+@fault("clipped")
+def not_clipped(t: Trainer, right: Right, gradients: Weights, norm: float) -> Weights:
     """Gradients are not clipped."""
-
-    def clipped(self, gradients: Weights, norm: float) -> Weights:
-        return gradients
+    return gradients
 
 
-class MicroBatchesClipped(NotClipped):
-    """Each micro-batch's gradients are clipped, not their sum."""
+@fault("corrections")
+def bias_not_corrected(t: Trainer, right: Right) -> tuple[float, float]:
+    """AdamW's moments are used as they are, without the correction of their start at zero."""
+    return 1.0, 1.0
 
-    def added(self, total: Weights, part: Weights) -> Weights:
-        return super().added(total, Trainer.clipped(self, part, self.norm(part)))
+
+@fault("decay")
+def all_decayed(t: Trainer, right: Right, name: str) -> float:
+    """Weight decay acts on biases and norms too."""
+    return t.facts["optimizer"]["weight_decay"]
+
+
+@fault("decay")
+def nothing_decayed(t: Trainer, right: Right, name: str) -> float:
+    """Weight decay acts on nothing."""
+    return 0.0
+
+
+# Weights: ties, padding, initial values
 
 
 class TieLost(Trainer):
     """The output layer's weight is a copy of the embedding, with a gradient of its own."""
 
-    models = ("gpt2", "bert")
+    models = TIED
 
     def first_weights(self) -> dict[str, Tensor]:
         weights = super().first_weights()
@@ -347,160 +341,101 @@ class TieLost(Trainer):
         return super().decay(self.facts["tied"][0][0] if name == self.copy else name)
 
 
-class TiedWeightStale(Trainer):
+FAULTS["tie_lost"] = TieLost
+
+
+@fault("used", models=TIED)
+def tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
     """The output layer keeps the first weight of the embedding; the gradient is whole."""
-
-    models = ("gpt2", "bert")
-
-    def used(self, weights: Weights) -> Weights:
-        name, other = self.facts["tied"][0]
-        stale = self.first_weights()[name] - weights[name]
-        return {**super().used(weights), other: weights[name] + stale.detach()}
+    name, other = t.facts["tied"][0]
+    stale = t.first_weights()[name] - weights[name]
+    return {**right(weights), other: weights[name] + stale.detach()}
 
 
-class VocabularyPadding(Trainer):
+def padded(weights: Weights, size: int, multiple: int) -> Weights:
+    more = -size % multiple
+    return {
+        n: torch.cat([w, w.new_zeros(more, *w.shape[1:])]) if len(w) == size else w
+        for n, w in weights.items()
+    }
+
+
+@fault("first_weights", RANKS)
+def vocabulary_padding(t: Trainer, right: Right) -> Weights:
     """The vocabulary is padded to a multiple of the ranks, and the softmax counts the padding."""
-
-    among = (2, 4)
-
-    def multiple(self) -> int:
-        return self.ranks
-
-    def first_weights(self) -> dict[str, Tensor]:
-        weights = super().first_weights()
-        size = self.facts["config"]["vocab_size"]
-        more = -size % self.multiple()
-        for name, each in weights.items():
-            if len(each) == size:
-                weights[name] = torch.cat([each, each.new_zeros(more, *each.shape[1:])])
-        return weights
+    return padded(right(), t.facts["config"]["vocab_size"], t.ranks)
 
 
-class VocabularyPaddingTo128(VocabularyPadding):
+@fault("first_weights")
+def vocabulary_padding_to_128(t: Trainer, right: Right) -> Weights:
     """The vocabulary is padded to a multiple of 128, and the softmax counts the padding."""
-
-    among = (1,)
-
-    def multiple(self) -> int:
-        return 128
+    return padded(right(), t.facts["config"]["vocab_size"], 128)
 
 
-class PartialTakenAsWhole(Trainer):
-    """What the output layer sends back is of the first rank's part of the vocabulary: a partial sum
-    of a chunked loss that is taken as whole."""
-
-    among = (2, 4)
-
-    def decode(self, x: Tensor, weight: Tensor) -> Tensor:
-        first, *others = weight.chunk(self.ranks)
-        return torch.cat([x @ first.T, *(x.detach() @ each.T for each in others)], -1)
-
-
-class InitialValuesOfFirstShard(Trainer):
+@fault("first_weights", RANKS)
+def initial_values_of_first_shard(t: Trainer, right: Right) -> Weights:
     """Each tensor-parallel rank starts with the first one's shard."""
-
-    among = (2, 4)
-
-    def first_weights(self) -> dict[str, Tensor]:
-        weights = super().first_weights()
-        for name in (each for each in weights if re.search(f"{COLUMNS}|{ROWS}", each)):
-            weights[name] = weights[name].index_select(
-                *first_shard(name, weights[name], self.ranks)
-            )
-        return weights
+    return {
+        n: w.index_select(*first_shard(n, w, t.ranks)) if re.search(CUT, n) else w
+        for n, w in right().items()
+    }
 
 
-class PositionsRestart(Trainer):
+# A cut sequence
+
+
+@fault("positions", RANKS)
+def positions_restart(t: Trainer, right: Right, length: int) -> Tensor:
     """Positions start at zero in each rank's part of a sequence."""
-
-    among = (2, 4)
-
-    def positions(self, length: int) -> Tensor:
-        return super().positions(length) % (length // self.ranks)
+    return right(length) % (length // t.ranks)
 
 
-class AttentionWithinRank(Trainer):
+@fault("allowed", RANKS)
+def attention_within_rank(t: Trainer, right: Right, batch: MicroBatch) -> Tensor:
     """A token sees its rank's part of the sequence alone."""
-
-    among = (2, 4)
-
-    def allowed(self, batch: MicroBatch) -> Tensor:
-        length = batch.input_ids.shape[1]
-        part = torch.arange(length) * self.ranks // length
-        return super().allowed(batch) & (part[:, None] == part)
+    part = context_ranks(t, batch)
+    return right(batch) & (part[:, None] == part)
 
 
-class ScatterOverWrongGroup(Trainer):
+@fault("embedded")
+def scatter_over_wrong_group(t: Trainer, right: Right, x: Tensor) -> Tensor:
     """Embeddings are scattered over half of the ranks: the second half of each sequence gets those
     of the first, as parts 0 1 2 3 become 0 1 0 1."""
-
-    def embedded(self, x: Tensor) -> Tensor:
-        half, _ = x.chunk(2, 1)
-        return torch.cat([half, half], 1)
+    half, _ = x.chunk(2, 1)
+    return torch.cat([half, half], 1)
 
 
-class MomentsLost(Trainer):
+# Resuming
+
+
+@fault("step")
+def moments_lost(t: Trainer, right: Right, number: int) -> tuple[float, float, Weights]:
     """A resumed run starts with an optimizer without state."""
-
-    def step(self, number: int) -> tuple[float, float, Weights]:
-        if number == RESUMED:
-            self.moments, self.step_count = self.no_moments(), 0
-        return super().step(number)
+    if number == RESUMED:
+        t.moments, t.step_count = t.no_moments(), 0
+    return right(number)
 
 
-class StepCountLost(Trainer):
+@fault("step")
+def step_count_lost(t: Trainer, right: Right, number: int) -> tuple[float, float, Weights]:
     """A resumed run corrects the moments' bias as in its first step."""
-
-    def step(self, number: int) -> tuple[float, float, Weights]:
-        if number == RESUMED:
-            self.step_count = 0
-        return super().step(number)
+    t.step_count = 0 if number == RESUMED else t.step_count
+    return right(number)
 
 
-class BatchesRepeated(Trainer):
+@fault("micro_batches")
+def batches_repeated(t: Trainer, right: Right, step: int) -> Batches:
     """A resumed run reads the batches from the first one on."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return super().micro_batches(step - RESUMED if step >= RESUMED else step)
+    return right(step - RESUMED if step >= RESUMED else step)
 
 
-class BatchRepeated(Trainer):
+@fault("micro_batches")
+def batch_repeated(t: Trainer, right: Right, step: int) -> Batches:
     """A resumed run reads the last batch before the interruption again."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return super().micro_batches(step - 1 if step >= RESUMED else step)
+    return right(step - 1 if step >= RESUMED else step)
 
 
-class BatchSkipped(Trainer):
+@fault("micro_batches")
+def batch_skipped(t: Trainer, right: Right, step: int) -> Batches:
     """A resumed run leaves out a batch (after the last one follows the first)."""
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        return super().micro_batches((step + (step >= RESUMED)) % len(self.batches))
-
-
-class BiasNotCorrected(Trainer):
-    """AdamW's moments are used as they are, without the correction of their start at zero."""
-
-    def corrections(self) -> tuple[float, float]:
-        return 1.0, 1.0
-
-
-class AllDecayed(Trainer):
-    """Weight decay acts on biases and norms too."""
-
-    def decay(self, name: str) -> float:
-        return self.facts["optimizer"]["weight_decay"]
-
-
-class NothingDecayed(Trainer):
-    """Weight decay acts on nothing."""
-
-    def decay(self, name: str) -> float:
-        return 0.0
-
-
-FAULTS: dict[str, type[Trainer]] = {
-    re.sub(r"(?<!^)(?=[A-Z])", "_", each.__name__).lower(): each
-    for each in list(globals().values())
-    if isinstance(each, type) and issubclass(each, Trainer) and each is not Trainer
-}
+    return right((step + (step >= RESUMED)) % len(t.batches))

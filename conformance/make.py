@@ -49,6 +49,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "tie_word_embeddings": True}
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+H, F, V = HIDDEN, INNER, VOCABULARY
+# What is before the layers, the name of these, what is in each, what is behind them: [out, in], but
+# [in, out] in GPT-2.
+SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (
+        {"transformer.wte": (V, H), "transformer.wpe": (LENGTH, H)},
+        "transformer.h",
+        {"ln_1": (H,), "attn.c_attn": (H, 3 * H), "attn.c_proj": (H, H)}
+        | {"ln_2": (H,), "mlp.c_fc": (H, F), "mlp.c_proj": (F, H)},
+        {"transformer.ln_f": (H,)},
+    ),
+    "llama": (
+        {"model.embed_tokens": (V, H)},
+        "model.layers",
+        {"input_layernorm": (H,), "self_attn.q_proj": (H, H), "self_attn.k_proj": (H // 4, H)}
+        | {"self_attn.v_proj": (H // 4, H), "self_attn.o_proj": (H, H)}
+        | {"post_attention_layernorm": (H,), "mlp.gate_proj": (64, H), "mlp.up_proj": (64, H)}
+        | {"mlp.down_proj": (H, 64)},
+        {"model.norm": (H,), "lm_head": (V, H)},
+    ),
+    "bert": (
+        {"bert.embeddings.word_embeddings": (V, H)}
+        | {"bert.embeddings.position_embeddings": (LENGTH, H)}
+        | {"bert.embeddings.token_type_embeddings": (2, H), "bert.embeddings.LayerNorm": (H,)},
+        "bert.encoder.layer",
+        {"attention.self.query": (H, H), "attention.self.key": (H, H)}
+        | {"attention.self.value": (H, H), "attention.output.dense": (H, H)}
+        | {"attention.output.LayerNorm": (H,), "intermediate.dense": (F, H)}
+        | {"output.dense": (H, F), "output.LayerNorm": (H,)},
+        {"bert.pooler.dense": (H, H), "cls.predictions.transform.dense": (H, H)}
+        | {"cls.predictions.transform.LayerNorm": (H,), "cls.predictions.bias": (V,)}
+        | {"cls.seq_relationship": (2, H)},
+    ),
+}
 TIED = {
     "gpt2": [["transformer.wte.weight", "lm_head.weight"]],
     "llama": [],
@@ -62,59 +96,17 @@ EMBEDDING = {"gpt2": 0.15, "llama": 0.3, "bert": 0.05}  # scale of the initial v
 
 
 def shapes(kind: str) -> dict[str, tuple[int, ...]]:
-    """Of each parameter, by the names of transformers; a layer's names have its number."""
-    h = HIDDEN
+    """Of each parameter, by the names of transformers. Biases follow weights."""
+    before, layer, each, after = SHAPES[kind]
+    layers = {f"{layer}.{i}.{name}": each[name] for i in range(LAYERS) for name in each}
     found: dict[str, tuple[int, ...]] = {}
-
-    def dense(name: str, out: int, into: int, bias: bool = True, conv1d: bool = False) -> None:
-        found[f"{name}.weight"] = (into, out) if conv1d else (out, into)
-        if bias:
-            found[f"{name}.bias"] = (out,)
-
-    def norm(name: str, bias: bool = True) -> None:
-        found[f"{name}.weight"] = (h,)
-        if bias:
-            found[f"{name}.bias"] = (h,)
-
-    if kind == "gpt2":
-        dense("transformer.wte", VOCABULARY, h, bias=False)
-        dense("transformer.wpe", LENGTH, h, bias=False)
-        for name in (f"transformer.h.{number}" for number in range(LAYERS)):
-            norm(f"{name}.ln_1")
-            dense(f"{name}.attn.c_attn", 3 * h, h, conv1d=True)
-            dense(f"{name}.attn.c_proj", h, h, conv1d=True)
-            norm(f"{name}.ln_2")
-            dense(f"{name}.mlp.c_fc", INNER, h, conv1d=True)
-            dense(f"{name}.mlp.c_proj", h, INNER, conv1d=True)
-        norm("transformer.ln_f")
-    elif kind == "llama":
-        inner = CONFIGS["llama"]["intermediate_size"]
-        dense("model.embed_tokens", VOCABULARY, h, bias=False)
-        for name in (f"model.layers.{number}" for number in range(LAYERS)):
-            norm(f"{name}.input_layernorm", bias=False)
-            for each, out in (("q", h), ("k", h // 4), ("v", h // 4), ("o", h)):
-                dense(f"{name}.self_attn.{each}_proj", out, h, bias=False)
-            norm(f"{name}.post_attention_layernorm", bias=False)
-            for each, out, into in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
-                dense(f"{name}.mlp.{each}_proj", out, into, bias=False)
-        norm("model.norm", bias=False)
-        dense("lm_head", VOCABULARY, h, bias=False)
-    else:
-        for each, rows in (("word", VOCABULARY), ("position", LENGTH), ("token_type", 2)):
-            dense(f"bert.embeddings.{each}_embeddings", rows, h, bias=False)
-        norm("bert.embeddings.LayerNorm")
-        for name in (f"bert.encoder.layer.{number}" for number in range(LAYERS)):
-            for each in ("self.query", "self.key", "self.value", "output.dense"):
-                dense(f"{name}.attention.{each}", h, h)
-            norm(f"{name}.attention.output.LayerNorm")
-            dense(f"{name}.intermediate.dense", INNER, h)
-            dense(f"{name}.output.dense", h, INNER)
-            norm(f"{name}.output.LayerNorm")
-        dense("bert.pooler.dense", h, h)
-        dense("cls.predictions.transform.dense", h, h)
-        norm("cls.predictions.transform.LayerNorm")
-        found["cls.predictions.bias"] = (VOCABULARY,)
-        dense("cls.seq_relationship", 2, h)
+    for name, shape in {**before, **layers, **after}.items():
+        if name == "cls.predictions.bias":
+            found[name] = shape
+            continue
+        found[f"{name}.weight"] = shape
+        if kind != "llama" and not re.search(r"wte|wpe|_embeddings$", name):
+            found[f"{name}.bias"] = shape[-1:] if kind == "gpt2" else shape[:1]
     return found
 
 
@@ -170,26 +162,25 @@ def micro_batch(kind: str, step: int, number: int, random: Generator) -> MicroBa
 
 
 def spread(fixture: Fixture, exact: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-    """The largest relative difference of a parameter's gradient that one unit in the last place of
-    each weight makes, up or down by chance, in PERTURBED runs."""
+    """The largest difference of a parameter's gradient, over its norm, in PERTURBED runs in which
+    each weight is one unit in the last place larger or smaller, by chance."""
     random = Generator().manual_seed(56)
     model_norm = norm_of(exact)
-    largest = 0.0
+    found = []
     for _ in range(PERTURBED):
         trainer = Trainer(fixture, dtype)
         for name, weight in trainer.weights.items():
-            far = torch.randint(0, 2, weight.shape, generator=random).to(dtype) * 2 - 1
-            trainer.weights[name] = torch.nextafter(weight, far * float("inf"))
+            up = torch.randint(0, 2, weight.shape, generator=random) * 2 - 1
+            trainer.weights[name] = torch.nextafter(weight, (up * torch.inf).to(dtype))
         _, gradients = trainer.loss_and_gradients(trainer.micro_batches(0))
         for name, right in exact.items():
-            zero = fixture.facts["zeros"].get(name, [0, 0])
-            difference, size = gradients[name].double() - right, right.norm()
-            for part in (slice(0, zero[0]), slice(zero[1], None)):
-                if len(right[part]):
-                    largest = max(largest, float(difference[part].norm() / size))
-            if zero[1]:
-                largest = max(largest, float(difference[slice(*zero)].norm() / model_norm))
-    return largest
+            difference = gradients[name].double() - right
+            first, last = fixture.facts["zeros"].get(name, (0, 0))
+            found.append(difference[first:last].norm() / model_norm)
+            difference[first:last] = 0
+            # A parameter all of whose elements are zeros has no norm to divide by.
+            found.append(difference.norm() / right.norm().clamp(min=1e-12))
+    return float(max(found))
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> float:

@@ -1,11 +1,13 @@
-"""The fixtures are what the plain trainer gives, the plain trainer is what transformers computes, and
-no fault looks like another."""
+"""The fixtures are what the plain trainer gives, it computes what transformers does, and no fault
+looks like another."""
 
-import itertools
 from functools import cache
+from itertools import combinations, cycle
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -18,10 +20,13 @@ from transformers import (
 )
 
 from conformance.faults import FAULTS
-from conformance.fixture import COMPARED, IGNORED, NAMES, STEPS, Figures, Fixture, read_fixture
+from conformance.fixture import COMPARED, FOLDER, IGNORED, NAMES, Figures, Fixture, read_fixture
+from conformance.make import make
 from conformance.plain import train
 from conformance.signature import signature
 
+# transformers has fp32 inside Llama's norms and rotary tables.
+TOLERANCE = {"gpt2": 1e-13, "llama": 1e-6, "bert": 1e-13}
 MODELS = {
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -55,8 +60,31 @@ def test_the_plain_trainer_gives_the_figures_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_fixtures_can_be_made_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the signatures, which take longer and have a test of their own."""
+    monkeypatch.setattr("conformance.make.FAULTS", {})
+    make(name, tmp_path / name)
+    for kind in ("weights", "batches", "expected"):
+        made, kept = (load_file(each / name / f"{kind}.safetensors") for each in (tmp_path, FOLDER))
+        assert set(made) == set(kept)
+        for key, tensor in kept.items():
+            assert torch.allclose(made[key], tensor, rtol=0, atol=1e-12), key
+    facts = Fixture(tmp_path / name).facts
+    spread = facts["spread"]
+    assert spread == pytest.approx(read(name)[0].facts["spread"], rel=0.5)
+    assert spread["float64"] < 1e-13 < spread["float32"] < 1e-4 < spread["bfloat16"]
+    left_out = {"faults", "spread", "loss_moves", "least_gradient_norm"}
+    kept_facts = read(name)[0].facts
+    assert {k: v for k, v in kept_facts.items() if k not in left_out} == {
+        k: v for k, v in facts.items() if k not in left_out
+    }
+    assert sum(each.stat().st_size for each in FOLDER.rglob("*.*")) < 5e6
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_transformers_computes_the_first_step_alike(name: str) -> None:
-    """It has fp32 inside, in norms and rotary tables."""
     fixture, expected = read(name)
     kind, model_class = MODELS[name]
     model = model_class(kind(**fixture.facts["config"])).double()
@@ -89,4 +117,57 @@ def test_transformers_computes_the_first_step_alike(name: str) -> None:
         assert (gradients[key] - tensor).norm() <= limit, key
 
 
-TOLERANCE = {"gpt2": 1e-12, "llama": 2e-5, "bert": 1e-12}
+@pytest.mark.parametrize("name", NAMES)
+def test_an_agreement_would_have_content(name: str) -> None:
+    fixture, expected = read(name)
+    facts, clip = fixture.facts, fixture.facts["optimizer"]["clip"]
+    assert facts["least_gradient_norm"] == min(expected.grad_norms) > 0.1
+    assert min(facts["loss_moves"]) > 1e-3
+    assert min(expected.grad_norms) < clip < max(expected.grad_norms)
+    model_norm = norm(expected.gradients)
+    for key, tensor in expected.gradients.items():
+        first, last = facts["zeros"].get(key, (0, 0))
+        assert (tensor[first:last].abs() <= 1e-15 * model_norm).all(), key
+        others = torch.cat([tensor[:first], tensor[last:]])
+        assert not len(others) or others.abs().max() > 1e-12 * model_norm, key
+    for step in fixture.batches():
+        assert len({int((each.labels != IGNORED).sum()) for each in step}) == len(step)
+    silent = [(each.labels == IGNORED).all(1) for step in fixture.batches() for each in step]
+    assert torch.cat(silent).any()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Where both are zeros of the theory they are equal."""
+    size = b.abs().clamp(min=1e-9)
+    return float(((a - b) / size).abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_fault_is_seen_and_none_looks_like_another(name: str) -> None:
+    fixture, expected = read(name)
+    exact = torch.tensor(signature(expected, fixture.weights()), dtype=torch.float64)
+    known = fixture.facts["faults"]
+    assert set(known) == {key for key, fault in FAULTS.items() if name in fault.models}
+    assert all(set(known[key]) == set(map(str, FAULTS[key].among)) for key in known)
+    rows = {
+        (key, ranks): torch.tensor(row, dtype=torch.float64)
+        for key, each in known.items()
+        for ranks, row in each.items()
+    }
+    for key, row in rows.items():
+        assert relative(row, exact) > 1e-6, key
+    for (one, a), (other, b) in combinations(rows.items(), 2):
+        assert relative(a, b) > 1e-6, (one, other)
+
+
+def test_the_signatures_are_those_of_the_faults() -> None:
+    """Of each fault in one model: all models and ranks would take minutes."""
+    names = cycle(NAMES)
+    for key, fault in FAULTS.items():
+        name = next(each for each in names if each in fault.models)
+        fixture, _ = read(name)
+        ranks = fault.among[-1]
+        figures = train(fixture, fault=fault, ranks=ranks)
+        row = torch.tensor(fixture.facts["faults"][key][str(ranks)], dtype=torch.float64)
+        again = torch.tensor(signature(figures, fixture.weights()), dtype=torch.float64)
+        assert relative(again, row) < 1e-9, key
