@@ -6,6 +6,11 @@ python -m conformance.make --output /tmp/fixtures
 
 from __future__ import annotations
 
+import sys
+
+if sys.hexversion < 0x30A0000:
+    sys.exit(f"error: Python 3.10 or newer is needed; this is {sys.version.split()[0]}")
+
 import argparse
 import json
 import re

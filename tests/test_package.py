@@ -108,17 +108,20 @@ def programs() -> list[Path]:
 
 
 def test_every_program_says_which_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, before it imports anything; an older one can parse the whole file."""
+    """In one line, before it imports anything; an older one can parse the whole file. The
+    conformance suite runs in other trainers' environments, which may be older."""
     started = programs()
     assert len(started) > 50
     before = set(sys.modules)
     for file in started:
         ast.parse(file.read_text(encoding="utf-8"), str(file), feature_version=(3, 8))
-        monkeypatch.setattr("sys.hexversion", 0x30A0DF0)
+        is_ours = ROOT / "conformance" not in file.parents
+        monkeypatch.setattr("sys.hexversion", 0x30A0DF0 if is_ours else 0x3090DF0)
         with pytest.raises(SystemExit) as refused:
             runpy.run_path(str(file), run_name="__main__")
         monkeypatch.undo()
-        assert re.fullmatch(r".*\b3\.11\b.*", str(refused.value.code)), file
+        needed = r".*\b3\.11\b.*" if is_ours else r".*\b3\.10\b.*"
+        assert re.fullmatch(needed, str(refused.value.code)), file
     assert set(sys.modules) == before
 
 

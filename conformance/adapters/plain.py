@@ -24,9 +24,7 @@ class DataParallel(Trainer):
         own = token_weights[rank * each : rank * each + each]
         return super().loss(weights, batch.share(rank, self.ranks), own, n)
 
-    def loss_and_gradients(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[float, dict[str, Tensor]]:
+    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
         loss, gradients = super().loss_and_gradients(micro_batches)
         total = torch.tensor(loss, dtype=torch.float64)
         for each in (total, *gradients.values()):

@@ -52,9 +52,7 @@ class LosesMoments(Serial):
 
 
 class DeadTrainer(Trainer):
-    def loss_and_gradients(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[float, dict[str, Tensor]]:
+    def loss_and_gradients(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, Weights]:
         loss, gradients = super().loss_and_gradients(micro_batches)
         return loss, {name: torch.zeros_like(each) for name, each in gradients.items()}
 
