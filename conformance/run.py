@@ -190,11 +190,11 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
-        hung = False
+        hung, said = False, None
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            hung = True
+            hung, said = True, output.stat().st_size  # torchrun has more to say when it is ended
         finally:
             if process.poll() is None:
                 _end(process, folder)
@@ -210,9 +210,12 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
     if refused := [each["refused"] for each in told.values() if "refused" in each]:
         raise Failure(f"refused: {refused[0]}")
     if hung or process.returncode or len(told) < number:
-        tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
-        what = f"no end within {timeout:g} seconds" if hung else "the ranks died"
-        raise Failure(f"{what}\n{tail}")
+        lines = [f"no end within {timeout:g} seconds" if hung else "the ranks died"]
+        lines += output.read_bytes()[:said].decode(errors="replace").splitlines()[-TAIL:]
+        for file in sorted(folder.glob("*.stack")):
+            if text := file.read_text().strip():
+                lines += [f"rank {file.stem}: {text}"]
+        raise Failure("\n".join(lines))
     return [told[rank] for rank in range(number)]
 
 

@@ -177,8 +177,10 @@ def work(job: Mapping[str, Any], rank: int) -> dict[str, Any]:
 def main(file: str) -> int:
     job, rank = json.loads(Path(file).read_text()), int(os.environ["RANK"])
     folder = Path(job["output"])
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where a rank hangs
-    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    stack = (folder / f"{rank}.stack").open("w")  # where a rank hangs
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    own = folder / f"{rank}.pid"  # whom the runner ends where it must
+    own.write_text(str(os.getpid()))
     try:
         told = work(job, rank)
     except Refused as error:
@@ -186,6 +188,7 @@ def main(file: str) -> int:
     except Exception:
         told = {"failed": traceback.format_exc(), "time": time.time()}
     (folder / f"{rank}.json").write_text(json.dumps(told))
+    own.unlink()
     return 0 if "division" in told else 1
 
 
