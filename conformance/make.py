@@ -42,7 +42,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": COMMON
     | {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_inner": INNER, "n_positions": LENGTH}
     | {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    | {"bos_token_id": None, "eos_token_id": None},
     "llama": COMMON
     | {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "intermediate_size": 64}
     | {"num_attention_heads": 12, "num_key_value_heads": 3, "max_position_embeddings": LENGTH}
