@@ -85,7 +85,7 @@ def gpt2_layers(w: Weights, c: Config, x: Tensor, allowed: Tensor, positions: Te
     return layer_norm(w, "transformer.ln_f", x, eps)
 
 
-def gpt2_head(w: Weights, c: Config, x: Tensor, decode: Decode) -> Tensor:
+def head(w: Weights, c: Config, x: Tensor, decode: Decode) -> Tensor:
     return decode(x, w["lm_head.weight"])
 
 
@@ -108,10 +108,6 @@ def llama_layers(w: Weights, c: Config, x: Tensor, allowed: Tensor, positions: T
         gate = F.silu(linear(w, f"{name}.mlp.gate_proj", y))
         x = x + linear(w, f"{name}.mlp.down_proj", gate * linear(w, f"{name}.mlp.up_proj", y))
     return rms_norm(w, "model.norm", x, eps)
-
-
-def llama_head(w: Weights, c: Config, x: Tensor, decode: Decode) -> Tensor:
-    return decode(x, w["lm_head.weight"])
 
 
 def bert_embed(w: Weights, c: Config, batch: MicroBatch, positions: Tensor) -> Tensor:
@@ -147,8 +143,8 @@ def next_sentence(w: Weights, x: Tensor) -> Tensor:
 
 
 MODELS = {
-    "gpt2": (gpt2_embed, gpt2_layers, gpt2_head),
-    "llama": (llama_embed, llama_layers, llama_head),
+    "gpt2": (gpt2_embed, gpt2_layers, head),
+    "llama": (llama_embed, llama_layers, head),
     "bert": (bert_embed, bert_layers, bert_head),
 }
 
@@ -206,19 +202,21 @@ class Trainer:
         return real if self.kind == "bert" else real.tril()
 
     def embedded(self, x: Tensor) -> Tensor:
+        """Where sequence parallelism scatters the vectors, [b, s, h]."""
         return x
 
     def decode(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The scores of the vocabulary, [b, s, v]."""
         return x @ weight.T
 
     def loss(self, weights: Weights, batch: MicroBatch, token_weights: Tensor, n: int) -> Tensor:
         """What a micro-batch adds to the loss; n: the samples of the global batch."""
         w, c = self.used(weights), self.facts["config"]
-        embed, layers, head = MODELS[self.kind]
+        embed, layers, scores = MODELS[self.kind]
         positions = self.positions(batch.input_ids.shape[1])
         x = self.embedded(embed(w, c, batch, positions))
         x = layers(w, c, x, self.allowed(batch), positions)
-        loss = (cross_entropy(head(w, c, x, self.decode), batch.labels) * token_weights).sum()
+        loss = (cross_entropy(scores(w, c, x, self.decode), batch.labels) * token_weights).sum()
         if batch.next_sentence_label is not None:
             of_samples = cross_entropy(next_sentence(w, x), batch.next_sentence_label)
             loss = loss + of_samples.sum() / n
@@ -238,6 +236,7 @@ class Trainer:
         return loss, total
 
     def added(self, total: Weights, part: Weights) -> Weights:
+        """A micro-batch's gradients to those before."""
         return {name: each + part[name] for name, each in total.items()}
 
     def norm(self, gradients: Weights) -> float:
