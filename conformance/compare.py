@@ -167,9 +167,9 @@ def largest(found: Iterable[Difference]) -> dict[str, Difference]:
     return result
 
 
-def lacks(found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any) -> list[str]:
-    """Why these figures show nothing, though they might agree: gradients are dead, or weights
-    stay. Two dead models agree."""
+def dead(found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: Any) -> list[str]:
+    """Why these figures show nothing, though they might agree, as two dead models do: gradients
+    are gone, or losses or weights stay."""
     moves = [abs(b - a) for a, b in pairwise(found.losses)]
     ways = (
         norm_of(each[name].double() - first[name] for name in first if _fits(each, first, name))
@@ -180,22 +180,22 @@ def lacks(found: Figures, exact: Figures, first: Mapping[str, Tensor], facts: An
         "the loss's largest move": (max(moves, default=0), max(facts["loss_moves"])),
         "the way of the weights": tuple(ways),
     }
-    result = [
+    return [
         f"{name} is {own:.1e}, not {wanted:.1e}"
         for name, (own, wanted) in shown.items()
         if own < DEAD * wanted
     ]
+
+
+def without_gradient(found: Figures, facts: Any) -> list[str]:
+    """Names of parameters that get none, though theory gives them one."""
     whole = norm_of(found.gradients.values())
-    still = [
+    return [
         name
         for name, each in sorted(found.gradients.items())
         if float(each.abs().max() if each.numel() else 0) <= 1e-12 * whole
         and facts["zeros"].get(name) != [0, len(each)]
     ]
-    if still:
-        more = f" and {len(still) - 1} more" if len(still) > 1 else ""
-        result.append(f"no gradient: {still[0]}{more}")
-    return result
 
 
 def _fits(tensors: Mapping[str, Tensor], first: Mapping[str, Tensor], name: str) -> bool:

@@ -40,12 +40,13 @@ from conformance.compare import (
     Difference,
     Named,
     Tolerance,
+    dead,
     differences,
     division,
-    lacks,
     largest,
     nearest,
     tolerance,
+    without_gradient,
 )
 from conformance.fixture import NAMES, STEPS, Figures, Fixture, ranks, read_figures, read_fixture
 
@@ -224,7 +225,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
     def send(number: signal.Signals) -> None:
         for file in folder.glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), number)
 
     send(signal.SIGUSR1)
@@ -284,7 +285,7 @@ def judge(
 ) -> Result:
     exact, first, facts = fixture.expected(), fixture.weights(), fixture.facts
     found = differences(figures, exact, facts, options.dtype)
-    missing = lacks(figures, exact, first, facts)
+    empty = dead(figures, exact, first, facts)
     ignored = [
         f"a rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
         " ignores the layout or a part of it"
@@ -292,23 +293,24 @@ def judge(
         for kind in each
         if each[kind]["ignored"]
     ]
+    reasons = [*empty, *(f"{name} has no gradient" for name in without_gradient(figures, facts))]
     result = Result(
         fixture.name,
         0,
+        "; ".join(dict.fromkeys([*reasons, *ignored])),
         differences=found,
         tolerance=tolerance(facts, options.dtype),
         division=divided,
         versions=versions,
     )
-    if dead := [each for each in missing if not each.startswith("no gradient")]:
-        result.status, result.reason = 3, "; ".join(dead)
+    if empty:
+        result.status = 3
     elif any(each.is_fault for each in found):
         result.status = 1
         number = max(ranks(options.layout), ranks(options.resume_layout or {}))
         result.fault = nearest(figures, exact, first, facts, number)
-        result.reason = "; ".join(dict.fromkeys(ignored))
-    elif missing or ignored:
-        result.status, result.reason = 3, "; ".join(dict.fromkeys([*missing, *ignored]))
+    elif result.reason:
+        result.status = 3
     return result
 
 
