@@ -44,6 +44,7 @@ class Adapter:
             parallel.check_model(config)
         except api.UsageError as error:
             raise Refused(str(error)) from error
+        self.zero = parallel.zero_stage
         plan = api.plan_pipeline(parallel, config, seq_length=length, vocab_size=vocabulary)
         self.mesh = mesh = connect(parallel, ranks(layout))
         self.entries = {each.ours: each for each in resolve(self.family, config, vocabulary)}
@@ -66,7 +67,7 @@ class Adapter:
                 clip_grad=optimizer["clip"],
             ),
             pipeline=plan,
-            zero_stage=parallel.zero_stage,
+            zero_stage=self.zero,
         )
         own = dict(self.state.model.named_parameters())
         theirs = {self.family.name_of(name): each for name, each in fixture.weights().items()}
@@ -110,9 +111,12 @@ class Adapter:
         return to_theirs(self.family, self.entries.values(), ours)
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
+        gradients = self.state.gradients
+        own = [each.local for each in gradients.slices()]  # the sums that the optimizer reads
         return {
             "parameters": [each.local for each in self.state.weights()],
-            "gradients": [each.local for each in self.state.gradients.slices()],
+            # Before ZeRO stage 2 those of all elements last in memory.
+            "gradients": own if self.zero > 1 else [each.gradient for each in gradients.views],
             "optimizer": [each.local for each in self.state.optimizer.tensors()],
         }
 
