@@ -192,9 +192,11 @@ class Adapter:
         self.facts = facts = fixture.facts
         config, self.optimizer_facts = facts["config"], facts["optimizer"]
         tensor = layout.get("tensor", 1)
-        for key in ("n_head", "num_attention_heads", "num_key_value_heads"):
+        # Whole heads are a rank's, and a column layer's local output is taken for an equal part.
+        heads = ("n_head", "num_attention_heads", "num_key_value_heads")
+        for key in (*heads, "n_inner", "intermediate_size"):
             if config.get(key, tensor) % tensor:
-                raise Refused(f"parallelize_module cuts no {config[key]} heads ({key}) in {tensor}")
+                raise Refused(f"parallelize_module: tensor={tensor} cuts no {key} of {config[key]}")
         if size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         self.table = TABLES[facts["model_type"]]
