@@ -190,8 +190,7 @@ class Adapter:
         if zero not in (0, 3):
             raise Refused(f"zero={zero}: fully_shard is zero=3, and shards all state")
         self.facts = facts = fixture.facts
-        config, self.optimizer_facts = facts["config"], facts["optimizer"]
-        tensor = layout.get("tensor", 1)
+        config, tensor = facts["config"], layout.get("tensor", 1)
         # Whole heads are a rank's, and a column layer's local output is taken for an equal part.
         heads = ("n_head", "num_attention_heads", "num_key_value_heads")
         for key in (*heads, "n_inner", "intermediate_size"):
@@ -214,9 +213,11 @@ class Adapter:
                     fully_shard(layer, mesh=mesh["data"])
                 fully_shard(model, mesh=mesh["data"])
         self.is_sharded = bool(zero) and size > 1
+        decayed = dict.fromkeys(facts["optimizer"]["decayed"], torch.empty(3, 3))
+        self.make_optimizer([*self.to_ours(decayed)])
 
-        optimizer, named = facts["optimizer"], dict(model.named_parameters())
-        decayed = self.to_ours(dict.fromkeys(optimizer["decayed"], torch.empty(3, 3))).keys()
+    def make_optimizer(self, decayed: Sequence[str]) -> None:
+        optimizer, named = self.facts["optimizer"], dict(self.model.named_parameters())
         groups = [
             {"params": [p for n, p in named.items() if (n in decayed) is decays], "weight_decay": w}
             for decays, w in ((True, optimizer["weight_decay"]), (False, 0.0))
@@ -259,6 +260,11 @@ class Adapter:
             theirs[name.replace(PARTS[0], FUSED)] = torch.cat(parts, -1)
         return theirs
 
+    def outputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Logits [b, s, v], and those of the next sentence [b, 2]."""
+        result: tuple[Tensor, Tensor | None] = self.model(batch)
+        return result
+
     def step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.optimizer.zero_grad()
         tokens = sum(int((each.labels != IGNORED).sum()) for each in micro_batches)
@@ -266,7 +272,7 @@ class Adapter:
         total = torch.zeros((), dtype=torch.float64)
         for each in micro_batches:
             own = each.share(self.data_rank, self.sizes[0])
-            logits, order = self.model(own)
+            logits, order = self.outputs(own)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = F.cross_entropy(
                 logits.flatten(0, 1), own.labels.flatten(), ignore_index=IGNORED, reduction="sum"

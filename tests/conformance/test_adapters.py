@@ -1,4 +1,5 @@
-"""The adapters of this project and of torch give the exact figures, divided among the ranks."""
+"""The adapters of this project, of torch and of transformers give the exact figures, divided among
+the ranks."""
 
 import tempfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from conformance.worker import take_steps
 from tests.dist import Pool
 
 OURS, TORCH = "conformance.adapters.megatron:Adapter", "conformance.adapters.torch:Adapter"
+TRANSFORMERS = "conformance.adapters.transformers:Adapter"
 Row = tuple[str, str, str, str]  # adapter, model, layout, dtype
 ROWS: list[Row] = [
     (OURS, "gpt2", "tensor=1", "float32"),
@@ -38,6 +40,7 @@ ROWS: list[Row] = [
     (TORCH, "gpt2", "tensor=2", "float64"),
     (TORCH, "gpt2", "data=2", "float64"),
     (TORCH, "bert", "tensor=2,data=2,zero=3", "float64"),
+    (TRANSFORMERS, "llama", "data=2,zero=3", "float32"),
 ]
 RESUMED = [  # adapter, model, layout of the first steps and of the others
     (OURS, "gpt2", "data=2,zero=3", "pipeline=2"),
