@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -174,7 +175,8 @@ class Model(nn.Module):
 
     def tied(self, x: Tensor) -> Tensor:
         """Logits by the word embedding; parallelize_module unties a tied nn.Linear in silence."""
-        weight: Any = self.words.weight
+        at: Any = self
+        weight = at.words.weight
         if not isinstance(weight, DTensor):
             return F.linear(x, weight)
         y: Any = F.linear(DTensor.from_local(x, weight.device_mesh, [Replicate()]), weight)
@@ -278,7 +280,7 @@ class Adapter:
                 logits.flatten(0, 1), own.labels.flatten(), ignore_index=IGNORED, reduction="sum"
             )
             loss = loss / tokens
-            if order is not None:
+            if order is not None and own.next_sentence_label is not None:
                 of_order = F.cross_entropy(order, own.next_sentence_label, reduction="sum")
                 loss = loss + of_order / samples
             # fully_shard divides gradients by the ranks that share the data.
@@ -308,13 +310,14 @@ class Adapter:
 
     def save(self, folder: Any) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Any) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        state = {"model_state_dict": model, "optim_state_dict": optimizer}
-        set_state_dict(self.model, self.optimizer, **state)
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
 
 
 def plan_of(model: Model) -> dict[str, Any]:
