@@ -352,6 +352,17 @@ def tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
     return {**right(weights), other: weights[name] + stale.detach()}
 
 
+@fault("used", RANKS, TIED)
+def part_of_tied_weight_stale(t: Trainer, right: Right, weights: Weights) -> Weights:
+    """The embedding keeps its first values in the shards of all ranks but the first; the output
+    layer has the new ones, and the gradient is whole."""
+    name, _ = t.facts["tied"][0]
+    now = weights[name]
+    shard = -(-len(now) // t.ranks)
+    stale = now + (t.first_weights()[name] - now).detach()
+    return {**right(weights), name: torch.cat([now[:shard], stale[shard:]])}
+
+
 def padded(weights: Weights, size: int, multiple: int) -> Weights:
     more = -size % multiple
     return {
