@@ -69,6 +69,8 @@ def parse_words(name: str, words: Sequence[str]) -> None:
         parse_settings(module.__name__, words)
     elif hasattr(module, "Settings"):
         parse(module.Settings, words, {})
+    elif hasattr(module, "options_of"):
+        module.options_of(words)
     else:
         parse_call(module.main, words, {})
 

@@ -202,8 +202,12 @@ class MemoryCheckpoints:
         if on_disk and steps and steps[0] > step_of(on_disk[0]):
             newest = step_of(on_disk[0])  # whole or not
         elif on_disk and steps:
-            with suppress(ValueError):  # all are damaged
-                newest = step_of(newest_whole(on_disk, self._mesh, any_loop=True)[0].path)
+            try:
+                whole_one, reasons = newest_whole(on_disk, self._mesh, any_loop=True)
+                newest = step_of(whole_one.path)
+            except ValueError as error:  # all are damaged
+                reasons = [line.strip() for line in str(error).splitlines()[1:]]
+            messages += [f"passed over: {reason}" for reason in reasons]
         for step in steps:
             if step <= newest:
                 break

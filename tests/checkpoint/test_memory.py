@@ -253,6 +253,7 @@ def test_a_damaged_step_on_disk_does_not_count(base: Path) -> None:
     with shared_memory(base / "host_0"):
         lines = recover(config, fresh(1).mesh)
     assert "step 3 was in memory" in "\n".join(lines)
+    assert [str(base / "save") in line for line in lines if "passed over" in line] == [True] * 2
     assert_equal_bits(base / "save" / "step_00000003", base / "calm" / "step_00000003")
     assert (base / "save" / "step_00000003.abandoned").is_dir()
 

@@ -250,15 +250,19 @@ ENDED = (
     rf"|Process {{pid}} got signal: 15|{LOST}"
 )
 STALLED = rf"no progress for .*{{who}}|-> +{{who}}|{{who}}.*does not answer|{ABSENT}"
-# gloo does not say whose connections they were; those to the store are left alone.
+# gloo does not say whose connections they were; those to the store are left alone. A rank that ends
+# by its broken connection may be named as vanished first.
 BROKEN = (
     r"^(?!.*TCPStore).*(?:[Cc]onnection (?:closed|reset)|Broken pipe)"
     r"|{who}.*vanished: its process was killed"
 )
-MEMORY = r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc"
+MEMORY = (
+    r"out of memory|[Cc]annot allocate memory|memory allocation of \d+ bytes|bad_alloc"
+    r"|MemoryError|Unable to allocate|can't start new thread"
+)
 # An error of a save has the place of its rank in the layout.
 OF_RANK = rf"{{who}}.*(?:out of memory|failed)|on {{who}}$|failed on rank [a-z]+ \d|{LOST}"
-DAMAGED = r"^(?=.*{path}(?!\d)).*(?:passed over: |is damaged)"
+DAMAGED = r"^(?=.*/{path}(?:/|:|\s|$)).*(?:passed over: |is damaged)"
 KINDS = {
     "kill": Kind(_signal(signal.SIGKILL), [LOST], has_to_end=True),
     "terminate": Kind(_signal(signal.SIGTERM), [ENDED], has_to_end=True),
@@ -266,12 +270,15 @@ KINDS = {
     "slow": Kind(slow, [STALLED]),
     "drop": Kind(ask_probe, [BROKEN], saves=2),
     "memory": Kind(memory, [MEMORY, OF_RANK], saves=2),
-    "full_disk": Kind(full_disk, [rf"^(?=.*{{path}}).*{os.strerror(errno.ENOSPC)}"], saves=2),
+    "full_disk": Kind(full_disk, [rf"^(?=.*{{path}}/).*{os.strerror(errno.ENOSPC)}"], saves=2),
     "truncate": Kind(_damage(truncate), [DAMAGED], of_next=True, to_all=True, has_to_end=True),
     "flip_file": Kind(_damage(flip_file), [DAMAGED], of_next=True, to_all=True, has_to_end=True),
-    # The list of weights ends before the semicolon, and may be cut.
+    # The list of weights ends before the semicolon, and may be cut. A flipped exponent may make the
+    # loss infinite before the replicas are compared.
     "flip_weight": Kind(
-        ask_probe, [r"replica drift[^;]*(?:(?<![\w.]){key}(?![\w.])|and \d+ more)"], saves=2
+        ask_probe,
+        [r"replica drift[^;]*(?:(?<![\w.]){key}(?![\w.])|and \d+ more)|is not finite"],
+        saves=2,
     ),
 }
 
@@ -283,8 +290,10 @@ def patterns(kind: str, rank: int | None, facts: Mapping[str, Any]) -> list[str]
     facts["pids"]; {path}: the folder of facts["file"], or the whole of facts["save"]; {key}: the
     weight facts["key"].
     """
-    who = r"\branks? \d" if facts.get("target") != "launcher" else "the launcher"
-    who = who if rank is None else rf"\branks? (?:\d+, )*{rank}\b"
+    if rank is not None:
+        who = rf"\branks? (?:\d+, )*{rank}\b"
+    else:
+        who = "the launcher" if facts.get("target") == "launcher" else r"\branks? \d"
     file = Path(facts["file"]).parts[0] if "file" in facts else facts.get("save", "")
     words = {
         "who": who,

@@ -274,8 +274,8 @@ class Supervisor:
 
     folder: of events and logs. save: of checkpoints. every_steps: whether the faults' gaps are
     steps. restart_seconds: waited before each start but the first, as in a queue. patience: seconds
-    without a step, an evaluation or a save after which the run hangs. alone: seconds for which
-    ranks may outlive their launcher; a scheduler kills them, too.
+    without a step, an evaluation or a save after which the run hangs. orphan_seconds: for
+    which ranks may outlive their launcher; a scheduler kills them, too.
     """
 
     def __init__(
@@ -289,12 +289,13 @@ class Supervisor:
         every_steps: bool = False,
         restart_seconds: float = 0.0,
         patience: float = 600.0,
-        alone: float = 10.0,
+        orphan_seconds: float = 10.0,
         log: Callable[[str], object] = print,
     ) -> None:
         self._commands, self._launch, self._folder, self._save = commands, launch, folder, save
         self._every_steps, self._log = every_steps, log
-        self._restart_seconds, self._patience, self._alone = restart_seconds, patience, alone
+        self._restart_seconds, self._patience = restart_seconds, patience
+        self._orphan_seconds = orphan_seconds
         self._events = Events(folder / "events")
         self._events.folder.mkdir(parents=True)
         self.history = History(events=self._events.of_first)
@@ -344,7 +345,7 @@ class Supervisor:
                 ranks = {*start.ranks().values()}
                 if status is not None and ranks:
                     alone = min(alone, time.monotonic())
-                    if time.monotonic() > alone + self._alone:
+                    if time.monotonic() > alone + self._orphan_seconds:
                         self._kill_ranks(start)
                         continue
                 self._events.read()
@@ -378,10 +379,13 @@ class Supervisor:
             generations[-1].end = generations[-1].end or time.monotonic()
 
     def _kill_ranks(self, start: Start) -> None:
+        """The launcher has ended, and its ranks have not noticed it: they name no cause either."""
         start.kill()
-        if self._row is not None:
-            self._row.is_named = False
-            self._row.note = f"its ranks went on, and were killed after {self._alone:g} s"
+        what = f"the ranks outlived their launcher by {self._orphan_seconds:g} s"
+        if self._row is None:
+            raise RunFailed(f"{what}{self._after()}\n{tail(start.text())}")
+        self._row.note = "; ".join(filter(None, (self._row.note, f"{what}, and were killed")))
+        self._log(self._row.note)
 
     def _close(self) -> None:
         if self._injection is not None:
@@ -420,8 +424,10 @@ class Supervisor:
         row = Row(fault.number, config.kind, fault.label, rank, time.monotonic())
         target = Target(start, ranks, rank, self._save, self._events.folder, row.facts)
         row.facts |= {"target": config.rank, "save": str(self._save), "pids": target.pids()}
-        is_silent = config.kind == "kill" or (config.kind == "terminate" and phase == "start")
-        hits_all = config.rank == "all" or (len(ranks) == 1 and start.launcher() is None)
+        has_none = start.launcher() is None
+        in_start = config.kind == "terminate" and phase == "start" and has_none
+        is_silent = config.kind == "kill" or in_start
+        hits_all = config.rank == "all" or (len(ranks) == 1 and has_none)
         if is_silent and hits_all:
             row.is_named, row.note = False, "nobody is left to name it"
         said = start.text()
@@ -445,7 +451,7 @@ class Supervisor:
         row = self._row
         assert row is not None
         kind, answer = KINDS[row.kind], self._events.answers.get(row.number, {})
-        row.note = answer.get("what", "") or answer.get("refused", "") or row.note
+        row.note = row.note or answer.get("what", "") or answer.get("refused", "")
         if "key" in answer:
             row.facts["key"] = answer["key"]
         if self._injection is not None:
@@ -535,11 +541,11 @@ def cause_of(row: Row, text: str) -> str | None:
 
 
 def is_passed_by(text: str, file: str) -> bool:
-    """Whether a start has resumed from a step in memory, so that it has not read this file of SAVE:
-    one of the same step, or an older one."""
+    """Whether a start has resumed from a step in memory that is newer than this file of SAVE, which
+    it has not read then."""
     step = re.match(r"\D*(\d+)/", file)
     found = re.search(r"step (\d+) was in memory, now ", text)
-    return step is not None and found is not None and int(step[1]) <= int(found[1])
+    return step is not None and found is not None and int(step[1]) < int(found[1])
 
 
 def tail(text: str) -> str:

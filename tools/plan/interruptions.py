@@ -183,7 +183,7 @@ def measured(run: Path) -> dict[str, tuple[float, str]]:
         for name, each in found.items()
         if each
     }
-    if ended := [row["detection_seconds"] for row in faults or () if row["ended"]]:
+    if ended := [row["detection_seconds"] for row in faults or () if row["ended"] and row["cause"]]:
         times["detection"] = mean(ended), f"mean of {len(ended)} faults in {report}"
     return times
 
