@@ -24,6 +24,7 @@ NAMES = ("gpt2", "llama", "bert")
 STEPS = 5
 COMPARED = (3, 5)  # steps after which weights are compared
 IGNORED = -100  # a label that is not scored
+AXES = ("data", "context", "ring", "pipeline", "tensor", "tensor2d", "tensor25d", "tensor3d")
 NOT_RANKS = {"zero", "sequence", "virtual"}  # keys of a layout that say how, not among how many
 
 
@@ -49,12 +50,16 @@ class MicroBatch:
 
     def rows(self, first: int, last: int) -> MicroBatch:
         """The samples first to last - 1."""
-        return MicroBatch(
-            **{k: None if v is None else v[first:last] for k, v in vars(self).items()}
-        )
+        parts: dict[str, Any] = {
+            name: None if each is None else each[first:last] for name, each in vars(self).items()
+        }
+        return MicroBatch(**parts)
 
     def share(self, rank: int, ranks: int) -> MicroBatch:
-        """The samples of one of so many data-parallel ranks."""
+        """The samples of one of so many data-parallel ranks. Raises ValueError if they are no
+        equal parts."""
+        if len(self.input_ids) % ranks:
+            raise ValueError(f"{ranks} data ranks cannot share {len(self.input_ids)} samples")
         each = len(self.input_ids) // ranks
         return self.rows(rank * each, rank * each + each)
 
@@ -73,6 +78,13 @@ class Figures:
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def add(self, later: Figures) -> None:
+        """The figures of the steps that follow."""
+        self.losses += later.losses
+        self.grad_norms += later.grad_norms
+        self.gradients |= later.gradients
+        self.weights |= later.weights
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ fault a difference looks like, and whether the ranks divide the work.
 --resume STEP stops after that step, saves, and goes on in new processes, maybe of another layout.
 
 Exit status: 0 agreement, 1 a difference, 2 a wrong argument or the trainer's own failure or
-refusal, 3 agreement without content (dead gradients, or a layout that is ignored).
+refusal, 3 figures without content (dead gradients, or a layout that is ignored).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -48,10 +49,19 @@ from conformance.compare import (
     tolerance,
     without_gradient,
 )
-from conformance.fixture import NAMES, STEPS, Figures, Fixture, ranks, read_figures, read_fixture
+from conformance.fixture import (
+    AXES,
+    NAMES,
+    NOT_RANKS,
+    STEPS,
+    Figures,
+    Fixture,
+    ranks,
+    read_figures,
+    read_fixture,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-WORDS = {0: "agreement", 1: "difference", 2: "failure", 3: "agreement without content"}
+WORDS = {0: "agreement", 1: "difference", 2: "failure", 3: "no content"}
 GRACE = 10.0  # seconds that torchrun has to end its ranks
 TAIL = 30  # lines of a failed run's output
 
@@ -98,8 +108,13 @@ def layout_of(text: str) -> dict[str, int]:
     """tensor=2,data=2. Raises argparse.ArgumentTypeError."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        if not (match := re.fullmatch(r"([a-z_]\w*)=([1-9]\d*)", part.strip())):
+        if not (match := re.fullmatch(r"([a-z_]\w*)=(\d+)", part.strip())):
             raise argparse.ArgumentTypeError(f"{part!r} is no NAME=SIZE, such as tensor=2,data=2")
+        if match[1] not in (*AXES, *NOT_RANKS):
+            known = ", ".join((*AXES, *sorted(NOT_RANKS)))
+            raise argparse.ArgumentTypeError(f"{match[1]} is none of {known}")
+        if match[1] in AXES and not int(match[2]):
+            raise argparse.ArgumentTypeError(f"{match[1]} has no ranks")
         if match[1] in sizes:
             raise argparse.ArgumentTypeError(f"{match[1]} has two sizes")
         sizes[match[1]] = int(match[2])
@@ -109,23 +124,28 @@ def layout_of(text: str) -> dict[str, int]:
 
 
 def adapter_of(text: str) -> str:
-    """module:name, where the file of the module has the name; nothing of it is imported, for it
-    may need the other Python. Raises argparse.ArgumentTypeError."""
+    """module:name. Raises argparse.ArgumentTypeError."""
     module, _, name = text.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*", module) or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} is no module:name, such as my.module:Adapter")
+    return text
+
+
+def lack_of(adapter: str) -> str:
+    """Why this Python does not find the adapter, or "". The module itself is not imported."""
+    module, _, name = adapter.partition(":")
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
-        raise argparse.ArgumentTypeError(f"no module {module} is found from {Path.cwd()}")
+        return f"no module {module} is found from {Path.cwd()}"
     source = Path(spec.origin).read_text(errors="replace")
-    if not re.search(rf"^(class |def |from .*\b)?{name}\b", source, re.MULTILINE):
-        classes = re.findall(r"^class (\w+)", source, re.MULTILINE)
-        has = f"; it has {', '.join(classes)}" if classes else ""
-        raise argparse.ArgumentTypeError(f"{module} has no {name}{has}")
-    return text
+    if re.search(rf"^(class |def |from .*\b)?{name}\b", source, re.MULTILINE):
+        return ""
+    classes = re.findall(r"^class (\w+)", source, re.MULTILINE)
+    has = f"; it has {', '.join(classes)}" if classes else ""
+    return f"{module} has no {name}{has}"
 
 
 def python_of(text: str) -> str:
@@ -166,6 +186,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", type=file_of, metavar="FILE", help="all results")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of each start of ranks")
     options = parser.parse_args(arguments)
+    if options.python == sys.executable and (lack := lack_of(options.adapter)):
+        parser.error(f"argument --adapter: {lack}")
     if options.resume_layout and options.resume is None:
         parser.error("argument --resume-layout: needs --resume STEP")
     if not 0 < options.timeout < 1e6:
@@ -185,7 +207,11 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
     number = ranks(job["layout"])
     launcher = [python, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(number), "-m", "conformance.worker", str(file)]
-    path = [str(Path.cwd()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Of this project's folders the other Python finds this one alone.
+    packages = folder / "packages"
+    packages.mkdir()
+    (packages / "conformance").symlink_to(Path(__file__).resolve().parent)
+    path = [str(Path.cwd()), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
     with output.open("wb") as log:
         process = subprocess.Popen(
@@ -204,12 +230,12 @@ def start(python: str, job: Mapping[str, Any], folder: Path, timeout: float) -> 
         for rank in range(number)
         if (each := folder / f"{rank}.json").is_file()
     }
-    failed = [each for each in told.values() if "failed" in each]
-    if failed:  # others fail because the first did
-        text = min(failed, key=lambda each: each["time"])["failed"].strip()
+    if ended := [each for each in told.values() if "time" in each]:
+        first = min(ended, key=lambda each: each["time"])  # others fail because it did
+        if "refused" in first:
+            raise Failure(f"refused: {first['refused']}")
+        text = first["failed"].strip()
         raise Failure(f"the trainer fails: {text.splitlines()[-1]}\n{text}")
-    if refused := [each["refused"] for each in told.values() if "refused" in each]:
-        raise Failure(f"refused: {refused[0]}")
     if hung or process.returncode or len(told) < number:
         lines = [f"no end within {timeout:g} seconds" if hung else "the ranks died"]
         lines += output.read_bytes()[:said].decode(errors="replace").splitlines()[-TAIL:]
@@ -225,8 +251,10 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
     def send(number: signal.Signals) -> None:
         for file in folder.glob("*.pid"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
-                os.kill(int(file.read_text()), number)
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(file.read_text())
+                # torchrun starts each rank in a session of its own.
+                (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
     send(signal.SIGUSR1)
     process.terminate()
@@ -263,11 +291,7 @@ def run_model(fixture: Fixture, options: argparse.Namespace, flops: int) -> Resu
             for number, each in enumerate(jobs):
                 folder = Path(place) / str(number)
                 told = start(options.python, each, folder, options.timeout)
-                part = read_figures(folder / "figures.safetensors")
-                figures.losses += part.losses
-                figures.grad_norms += part.grad_norms
-                figures.gradients |= part.gradients
-                figures.weights |= part.weights
+                figures.add(read_figures(folder / "figures.safetensors"))
                 counts = [rank["division"] for rank in told]
                 divided.append(division(counts, each["layout"], fixture, flops))
                 versions = told[0]["versions"]
@@ -285,10 +309,12 @@ def judge(
 ) -> Result:
     exact, first, facts = fixture.expected(), fixture.weights(), fixture.facts
     found = differences(figures, exact, facts, options.dtype)
-    empty = dead(figures, exact, first, facts)
+    empty = dead(figures, facts)
     ignored = [
         f"a rank's {kind} are {each[kind]['times']:.2f} times an equal share, so the trainer"
         " ignores the layout or a part of it"
+        if each[kind]["times"]
+        else f"no {kind} were counted: local_tensors() of the adapter may name them"
         for each in divided
         for kind in each
         if each[kind]["ignored"]
@@ -362,4 +388,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Exception:  # status 1 would be a difference
+        traceback.print_exc()
+        sys.exit(2)

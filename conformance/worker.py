@@ -184,7 +184,7 @@ def main(file: str) -> int:
     try:
         told = work(job, rank)
     except Refused as error:
-        told = {"refused": " ".join(str(error).split())}
+        told = {"refused": " ".join(str(error).split()), "time": time.time()}
     except Exception:
         told = {"failed": traceback.format_exc(), "time": time.time()}
     (folder / f"{rank}.json").write_text(json.dumps(told))

@@ -34,7 +34,7 @@ class Adapter(Protocol):
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """One optimizer step on a whole global batch. (loss, gradient norm before clipping), as
-        fixture.Figures defines them."""
+        fixture.Figures defines them; those of the first rank count."""
 
     def gradients(self) -> Mapping[str, Tensor]:
         """The last step's gradients before clipping, whole, by the fixture's names. Every rank

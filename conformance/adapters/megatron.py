@@ -31,6 +31,9 @@ class Adapter:
     def __init__(self, fixture: Fixture, layout: Mapping[str, int], dtype: torch.dtype) -> None:
         if unknown := layout.keys() - set(SIZES):
             raise Refused(f"no {min(unknown)} in a layout, but {', '.join(SIZES)}")
+        for several in (MODES, ("context", "ring")):
+            if len(chosen := [each for each in several if layout.get(each, 1) > 1]) > 1:
+                raise Refused(f"{chosen[0]} and {chosen[1]} are ways of the same")
         facts = fixture.facts
         kind = api.find_kind(facts["model_type"])
         (self.family, *_) = resolve_name(str(kind.conversion))

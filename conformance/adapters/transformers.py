@@ -28,6 +28,8 @@ class Adapter(OfTorch):
     def __init__(self, fixture: Fixture, layout: Mapping[str, int], dtype: torch.dtype) -> None:
         if unknown := layout.keys() - {"tensor", "data", "zero"}:
             raise Refused(f"no {min(unknown)} here, but tensor, and data with zero=3")
+        if dtype == torch.float64 and fixture.facts["model_type"] == "llama":
+            raise Refused("transformers computes norms and rotary tables of Llama in fp32")
         self.facts, size = fixture.facts, ranks(layout)
         self.sizes = (layout.get("data", 1), layout.get("tensor", 1))
         self.is_sharded = self.sizes[0] > 1

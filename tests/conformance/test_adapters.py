@@ -47,7 +47,7 @@ RESUMED = [  # adapter, model, layout of the first steps and of the others
 REFUSED: list[Row] = [
     (OURS, "gpt2", "tensor=8", "float64"),  # 4 heads
     (OURS, "gpt2", "pipeline=2,data=2,zero=2", "float64"),
-    (OURS, "gpt2", "expert=2", "float64"),
+    (OURS, "gpt2", "context=2,ring=2", "float64"),
     (TORCH, "llama", "tensor=2", "float64"),  # 3 key/value heads
     (TORCH, "llama", "tensor=3", "float64"),  # 64 columns of the MLP
     (TORCH, "gpt2", "pipeline=2", "float64"),
@@ -93,9 +93,7 @@ def run_resumed(folder: str) -> list[str]:
         dist.barrier()
         second.load(Path(folder) / str(number))
         rest, divided = take_steps(second, fixture, 4, STEPS)
-        figures.losses += rest.losses
-        figures.grad_norms += rest.grad_norms
-        figures.weights |= rest.weights
+        figures.add(rest)
         row = adapter, model, layouts[1], "float64"
         result += wrong(row, figures, [divided] * 2) if dist.get_rank() == 0 else []
     return result

@@ -199,9 +199,7 @@ def test_moments_lost_on_resume_are_named(tmp_path: Path) -> None:
         again.load(tmp_path)
         rest, _ = worker.take_steps(again, fixture, 4, STEPS)
         whole = copied(figures)
-        whole.losses += rest.losses
-        whole.grad_norms += rest.grad_norms
-        whole.weights |= rest.weights
+        whole.add(rest)
         result = judged(whole)
         assert result.status == status
     assert result.fault is not None
@@ -231,6 +229,8 @@ def test_what_a_layout_divides() -> None:
         ({"tensor": 2, "data": 2}, 0.5, 0.5, {"flops"}),
         ({"data": 2, "zero": 3}, 0.5, 1.0, {"parameters", "gradients", "optimizer"}),
         ({"data": 2, "zero": 1}, 0.5, 1.0, {"optimizer"}),
+        ({"data": 2, "zero": 2}, 0.5, 0.0, {"gradients", "optimizer"}),  # not counted
+        ({"tensor": 4}, 0.25, 0.5, {"parameters", "gradients", "optimizer"}),
         ({"data": 1}, 1.0, 1.0, set()),
     ],
 )
@@ -305,6 +305,7 @@ def test_matmuls_are_counted_forward_and_backward() -> None:
     [
         ("--layout tensor=0", "--layout"),
         ("--layout tensor", "--layout"),
+        ("--layout expert=2", "--layout"),
         ("--layout tensor=2,,data=2", "--layout"),
         ("--layout data=2,data=2", "--layout"),
         ("--layout data=9999", "--layout"),

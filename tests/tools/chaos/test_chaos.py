@@ -57,8 +57,10 @@ def table(keys: str) -> str:
 def test_faults_change_no_bit_and_are_named(small_disk: Path, tmp_path: Path, count: int) -> None:
     chosen = FAULTS[:count]
     faults = f"count = {count}\n{HEAD}" + "".join(table(keys) for keys, _ in chosen)
-    words = f"{SPLIT} --train-iters {3 * count + 5} --save-interval 2 --eval-interval 2 --eval-iters 4"
-    words += " --keep-checkpoints 3"
+    words = (
+        f"{SPLIT} --train-iters {3 * count + 5} --save-interval 2 --eval-interval 2 --eval-iters 4"
+    )
+    words += " --eval-iters 4 --keep-checkpoints 3"
     report = chaos(faults, words, tmp_path / "forked", save=small_disk)
     assert report["status"] == 0, (report["weights"], report["failure"], report["unnamed"])
     assert not report["not_injected"]
