@@ -685,8 +685,10 @@ copy-that-failed-stays | checkpoint/test_memory::test_a_copy_that_fails
 - rmtree(self._path(step), ignore_errors=True)
 + pass
 damaged-step-on-disk-counts | checkpoint/test_memory::test_a_damaged_step
-- newest = step_of(newest_whole(on_disk, self._mesh, any_loop=True)[0].path)
-+ newest = step_of(on_disk[0])
+- newest_whole(on_disk, self._mesh, any_loop=True)
+-                 newest = step_of(whole_one.path)
++ [], []
++                 newest = step_of(on_disk[0])
 memory-waits-for-the-flag | checkpoint/test_memory::test_a_start_without_the_flag
 - if config.save is None:
 + if config.save is None or config.memory_checkpoint_interval is None:
@@ -824,22 +826,38 @@ ranks-that-end-go-on
 + self._end_fault(has_ended=False)
 command-outlives-chaos | tools/chaos/test_chaos::test_a_signal_ends
 - start.kill()
-+ start.status()
+-             self._close()
++ self._close()
 @ tools/chaos/supervise.py | tools/chaos/test_supervise::test_a_fault
 fault-before-all-ranks-are-there
 - if not ranks or len(ranks) < start.size():
 + if not ranks:
 file-that-was-read-needs-no-cause | tools/chaos/test_supervise::test_a_damaged
-- int(step[1]) <= int(found[1])
+- int(step[1]) < int(found[1])
 + True
 @ tools/chaos/faults.py | tools/chaos/test_supervise::test_a_cause
 any-rank-is-the-cause
-- is None else rf"\branks? (?:\d+, )*{rank}\b"
-+ is None else r"\branks? \d"
+- who = rf"\branks? (?:\d+, )*{rank}\b"
++ who = r"\branks? \d"
 @ tools/chaos/__main__.py | tools/chaos/test_supervise::test_a_cause
 unnamed-cause-is-success
 - return 3 if compared is None or unnamed else 0
 + return 3 if compared is None else 0
+@ conformance/compare.py | conformance/test_run::test_rounding
+later-limit-in-the-first-step
+- limit = limits.first if figure == "gradient" else limits.cap
++ limit = limits.cap
+@ conformance/compare.py | conformance/test_run::test_a_layout_that_is_ignored
+nothing-counted-is-divided
+- (not most or times >= 0.95 * min(map(least_factor, sizes)))
++ times >= 0.95 * min(map(least_factor, sizes))
+half-a-layout-is-a-layout
+- min(map(least_factor, sizes))
++ min(sizes)
+@ conformance/worker.py | conformance/test_run::test_memory
+memory-of-two-names-counts-twice
+- parts[where] = number
++ parts[len(parts), where] = number
 @ tools/layouts/activations.py | tools/test_compare_runs::test_settings_of_the_model
 compared-with-dropout
 - return model.eval()
