@@ -189,10 +189,11 @@ def test_a_run_gives_the_medians_of_its_times(tmp_path: Path) -> None:
 
 
 def test_a_run_under_faults_gives_the_mean_of_its_detection(tmp_path: Path) -> None:
-    """Of the faults that ended it."""
+    """Over the faults that ended it and that it noticed: others have no cause."""
     run_of(tmp_path / "run")
-    faults = [(2.0, True), (None, False), (7.0, True)]
-    rows = [{"detection_seconds": each, "ended": ended} for each, ended in faults]
+    faults = [(2.0, True, "lost"), (None, False, None), (7.0, True, "lost"), (90.0, True, None)]
+    keys = ("detection_seconds", "ended", "cause")
+    rows = [dict(zip(keys, each, strict=True)) for each in faults]
     (tmp_path / "report.json").write_text(json.dumps({"faults": rows}))
     times = study(tmp_path, f"--mtbf 2 --run {tmp_path}")["times_seconds"]
     assert times == {"detection": 4.5, "restart": 20, "stall": 1.5, "save": 6, "step": 0.5}
