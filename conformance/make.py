@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Generator, Tensor
 
+from conformance.compare import norm_of
 from conformance.faults import FAULTS
 from conformance.fixture import FOLDER, IGNORED, NAMES, STEPS, Fixture, MicroBatch, write_figures
 from conformance.plain import Trainer, train
@@ -171,7 +172,7 @@ def spread(fixture: Fixture, exact: Mapping[str, Tensor], dtype: torch.dtype) ->
     """The largest difference of a parameter's gradient, over its norm, in PERTURBED runs in which
     each weight is one unit in the last place larger or smaller, by chance."""
     random = Generator().manual_seed(56)
-    model_norm = norm_of(exact)
+    model_norm = norm_of(exact.values())
     found = []
     for _ in range(PERTURBED):
         trainer = Trainer(fixture, dtype)
@@ -187,10 +188,6 @@ def spread(fixture: Fixture, exact: Mapping[str, Tensor], dtype: torch.dtype) ->
             # A parameter all of whose elements are zeros has no norm to divide by.
             found.append(difference.norm() / right.norm().clamp(min=1e-12))
     return float(max(found))
-
-
-def norm_of(tensors: Mapping[str, Tensor]) -> float:
-    return sum(float(each.square().sum()) for each in tensors.values()) ** 0.5
 
 
 def zeros(kind: str) -> dict[str, list[int]]:
