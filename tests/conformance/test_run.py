@@ -1,4 +1,4 @@
-"""The runner: its verdict on figures, what ranks count, and whole runs by torchrun."""
+"""The runner: its verdict on figures, what ranks count, and a whole run by torchrun."""
 
 import dataclasses
 import json
@@ -20,6 +20,7 @@ from conformance.compare import differences, division, divisors, largest, neares
 from conformance.faults import FAULTS
 from conformance.fixture import NAMES, STEPS, Figures, ranks, read_fixture
 from conformance.plain import train
+from conformance.signature import signature
 from tests.conformance import trainers
 from tests.dist import Pool
 
@@ -47,23 +48,27 @@ def copied(figures: Figures) -> Figures:
 
 
 @pytest.mark.parametrize("model", NAMES)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_the_plain_trainer_agrees(model: str, dtype: str) -> None:
-    figures = train(read_fixture(model), getattr(torch, dtype))
-    result = judged(figures, f"--layout data=2 --dtype {dtype}", model)
+def test_the_plain_trainer_agrees_in_fp32(model: str) -> None:
+    """test_fixtures.py has fp64."""
+    figures = train(read_fixture(model), torch.float32)
+    result = judged(figures, "--layout data=2 --dtype float32", model)
     assert result.status == 0, str(result)
     assert result.fault is None
 
 
 @pytest.mark.parametrize(("number", "name"), FAULT_ROWS)
 def test_a_known_fault_is_named(number: int, name: str) -> None:
-    """From fp32 figures, so that rounding hides none."""
+    """The fixture has its signature, and rounding to fp32 does not hide it."""
     fault = FAULTS[name]
     models = [model for model in NAMES if model in fault.models]
-    model = models[number % len(models)]
+    fixture = read_fixture(models[number % len(models)])
     between = fault.among[number % len(fault.among)]
-    figures = train(read_fixture(model), torch.float32, fault, between)
-    result = judged(figures, f"--layout data={between} --dtype float32", model)
+    figures = train(fixture, fault=fault, ranks=between)
+    known = fixture.facts["faults"][name][str(between)]
+    assert signature(figures, fixture.weights()) == pytest.approx(known, rel=1e-9, abs=1e-18)
+    for tensors in (figures.gradients, *figures.weights.values()):
+        tensors |= {key: each.float() for key, each in tensors.items()}
+    result = judged(figures, f"--layout data={between} --dtype float32", fixture.name)
     assert result.status == 1
     assert result.fault is not None
     # Some are equal by theory at some number of ranks; then both are said.
@@ -192,6 +197,15 @@ def test_agreement_without_content() -> None:
     result = judged(figures)
     assert result.status == 1
     assert f"{NAME} has no gradient" in result.reason
+
+
+def test_every_rank_does_all_the_work() -> None:
+    fixture, layout = read_fixture("gpt2"), {"data": 2}
+    _, figures, counts = by_steps(trainers.Serial)
+    found = division([counts] * 2, layout, fixture, run.flops_of(fixture))
+    result = run.judge(fixture, figures, options("--layout data=2"), [found], {})
+    assert result.status == 3
+    assert "ignores the layout" in result.reason
 
 
 def test_moments_lost_on_resume_are_named(tmp_path: Path) -> None:
@@ -343,11 +357,20 @@ def test_what_the_command_refuses(
 
 
 @pytest.mark.parametrize(
-    ("name", "save", "word"),
-    [("Refuses", None, "no kernel for this head"), ("NotResumable", "saved", "resumed")],
+    ("name", "save", "key", "word"),
+    [
+        ("Refuses", None, "refused", "no kernel for this head"),
+        ("NotResumable", "saved", "refused", "resumed"),
+        ("Raises", None, "failed", "ZeroDivisionError: a rank has no samples"),
+    ],
 )
-def test_a_rank_that_refuses_says_why(
-    name: str, save: str | None, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_refuses_or_fails_says_why(
+    name: str,
+    save: str | None,
+    key: str,
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = {
         "adapter": f"{HERE}:{name}",
@@ -363,30 +386,58 @@ def test_a_rank_that_refuses_says_why(
     monkeypatch.setattr(plain, "dist", type("NoGroup", (), {"is_initialized": lambda: True}))
     monkeypatch.setenv("RANK", "0")
     assert worker.main(str(tmp_path / "job.json")) != 0
-    assert word in json.loads((tmp_path / "0.json").read_text())["refused"]
+    assert word in json.loads((tmp_path / "0.json").read_text())[key]
+
+
+# In place of Python: torchrun whose rank 0 fails because rank 1 did, or hangs and says where.
+RAISES = """#!/bin/sh
+for last; do :; done
+folder=$(dirname "$last")
+printf '%s' '{"failed": "RuntimeError: connection closed", "time": 2}' > "$folder/0.json"
+printf '%s' '{"failed": "Traceback\\nZeroDivisionError: no samples", "time": 1}' > "$folder/1.json"
+exit 1
+"""
+HANGS = """#!/bin/sh
+for last; do :; done
+folder=$(dirname "$last")
+trap 'echo in a wait > "$folder/0.stack"' USR1
+trap 'kill -9 $$' TERM
+echo $$ > "$folder/0.pid"
+echo nobody comes
+while :; do sleep 0.05; done
+"""
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "word"),
+    ("program", "words"),
     [
-        (f"--adapter {HERE}:Raises --layout data=2", 2, "ZeroDivisionError: a rank has no samples"),
-        (f"--adapter {HERE}:Hangs --layout data=1 --timeout 5", 2, "within 5 seconds"),
-        (f"--adapter {HERE}:Serial --layout data=2", 3, "ignores the layout"),
-        (f"--adapter {PLAIN} --layout data=2 --resume 3 --resume-layout data=4", 0, "agreement"),
+        (RAISES, ["the trainer fails: ZeroDivisionError: no samples"]),
+        (HANGS, ["no end within 3 seconds", "nobody comes", "rank 0: in a wait"]),
     ],
 )
-def test_a_whole_run(
-    words: str, status: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_ranks_that_fail_or_hang(
+    program: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
+    python.chmod(0o755)
+    flags = "--layout data=2 --model gpt2 --timeout 3"
+    assert run.main(["--adapter", PLAIN, "--python", str(python), *flags.split()]) == 2
+    said = capsys.readouterr().out
+    assert all(word in said for word in words), said
+
+
+def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By torchrun, resumed among other ranks."""
     file = tmp_path / "results.json"
-    assert run.main([*words.split(), "--model", "gpt2", "--json", str(file)]) == status
-    assert word in capsys.readouterr().out
+    words = f"--adapter {PLAIN} --layout data=1 --resume 3 --resume-layout data=2 --model gpt2"
+    assert run.main([*words.split(), "--json", str(file)]) == 0
+    assert "agreement" in capsys.readouterr().out
     told = json.loads(file.read_text())
-    assert told["status"] == status
+    assert told["status"] == 0
     result = told["models"]["gpt2"]
-    if status == 0:
-        assert result["versions"]["torch"] == torch.__version__
-        first, second = result["division"]
-        assert first["flops"]["times"] == second["flops"]["times"] == 1
-        assert len(second["parameters"]["bytes"]) == 4
-        assert set(result["largest"]) == {"loss", "grad_norm", "gradient", "weight"}
+    assert result["versions"]["torch"] == torch.__version__
+    first, second = result["division"]
+    assert first["flops"]["times"] == second["flops"]["times"] == 1
+    assert len(second["parameters"]["bytes"]) == 2
+    assert set(result["largest"]) == {"loss", "grad_norm", "gradient", "weight"}
