@@ -113,14 +113,15 @@ CASES = {
     "phi3, dropout, all heads": Case("phi3", DROPOUT["phi3"]),
     "olmo2, dropout, all heads": Case("olmo2", DROPOUT["olmo2"]),
 }
+FOUR = ("llama, documents", "mistral, a window", "roberta", "gpt2, dropout, all heads")
 WITHOUT_PLAN = {"bloom": Case("bloom"), "experts": Case("mixtral")}  # trained whole
 
 
 def cases_at(tensor_size: int) -> dict[str, Case]:
-    """Two ranks take every other case, and four the rest."""
+    """Four ranks take FOUR, more than there are groups of heads, and two the rest."""
     if tensor_size == 1:
-        return CASES | WITHOUT_PLAN
-    return dict([*CASES.items()][tensor_size // 4 :: 2])
+        return WITHOUT_PLAN | {name: CASES[name] for name in ("gpt2", "bert", *FOUR)}
+    return {name: case for name, case in CASES.items() if (name in FOUR) == (tensor_size == 4)}
 
 
 def their_loss(case: Case, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -270,11 +271,11 @@ def test_dropout_that_torch_draws_is_told_of(
 
 
 def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[float]:
-    """Of four steps, of micro-batches of one sample."""
+    """Of two steps, of micro-batches of one sample."""
     section = hf_section("opt", DROPOUT["opt"], recompute_granularity=recompute)
     state = tiny_state(mesh_of_ranks(tensor_size), section, zero_stage=zero_stage)
     found = []
-    for step in range(4):
+    for step in range(2):
         batches = micro_batches(samples(4, first=4 * step), state.mesh, 1)
         found.append(train_step(state, batches, 1e-2).loss)
     check_replicas(state, [])
@@ -284,8 +285,8 @@ def losses_of(tensor_size: int, recompute: str, zero_stage: int = 0) -> list[flo
 def test_dropout_that_torch_draws_is_of_samples_alone(gloo: Pool) -> None:
     """Of those of a micro-batch: another step draws others, and each rank of a model the same."""
     (wanted,) = gloo.run(1, losses_of, 1, "none")
-    for world, *layout in ((2, 2, "none"), (4, 2, "full", 3)):
-        for found in gloo.run(world, losses_of, *layout):
+    for layout in ((2, "full"), (1, "none", 3)):
+        for found in gloo.run(2, losses_of, *layout):
             assert found == pytest.approx(wanted, rel=1e-11)
 
 
@@ -344,16 +345,16 @@ def weights_of(state: TrainState) -> dict[str, Tensor]:
     return {name: gather_whole(local, spec).clone() for name, (spec, local) in shards}
 
 
-@pytest.mark.parametrize(("world", "tensor_size", "zero_stage"), [(2, 2, 0), (4, 2, 2), (4, 2, 3)])
-def test_frozen_weights_stay(gloo: Pool, world: int, tensor_size: int, zero_stage: int) -> None:
-    for moved in gloo.run(world, frozen_weights, tensor_size, zero_stage):
+@pytest.mark.parametrize(("tensor_size", "zero_stage"), [(2, 0), (1, 2), (1, 3)])
+def test_frozen_weights_stay(gloo: Pool, tensor_size: int, zero_stage: int) -> None:
+    for moved in gloo.run(2, frozen_weights, tensor_size, zero_stage):
         assert moved["frozen"] == 0 < moved["others"]
 
 
 def continuations(tensor_size: int) -> dict[str, bool]:
     """Whether greedy generation, with and without a cache, is that of plain transformers."""
     found = {}
-    for name in ("gpt2", "llama", "mistral, a window", "neox", "gemma2, capped logits"):
+    for name in ("gpt2", "llama, 1 key/value head", "mistral, a window"):
         section = CASES[name].section
         state = tiny_state(mesh_of_ranks(tensor_size), section)
         weights = by_their_names(state.model, whole_weights(state.model))
@@ -362,7 +363,7 @@ def continuations(tensor_size: int) -> dict[str, bool]:
         ids = torch.from_numpy(samples(3).tokens[:, :6])
         state.model.eval()
         for cache in (True, False):
-            words = {"max_new_tokens": 9, "do_sample": False, "use_cache": cache}
+            words = {"max_new_tokens": 5, "do_sample": False, "use_cache": cache}
             own = state.model.model.generate(ids, **words)
             assert len({*own[:, 6:].flatten().tolist()}) > 1, "any model would say so"
             found[f"{name} {cache}"] = torch.equal(own, model.generate(ids, **words))
@@ -370,7 +371,7 @@ def continuations(tensor_size: int) -> dict[str, bool]:
 
 
 def test_cut_models_generate_what_the_whole_does(gloo: Pool) -> None:
-    for found in gloo.run(4, continuations, 4):
+    for found in gloo.run(2, continuations, 2):
         assert all(found.values()), found
 
 
@@ -399,7 +400,7 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
             check_replicas(state, batches)
         except ReplicaDrift as drift:
             found[model] += [*drift.names, f"model.{norm}"]  # as a checkpoint calls it
-        for recompute in ("none", "full"):
+        for recompute in ("none", "full")[: 2 if model == "llama" else 1]:
             state = tiny_state(mesh, hf_section(model, recompute_granularity=recompute))
             if is_last:
                 module = state.model.get_submodule(name)
@@ -413,9 +414,10 @@ def names_of_faults(tensor_size: int) -> dict[str, list[str]]:
 def test_faults_are_told_by_the_models_own_names(gloo: Pool) -> None:
     for found in gloo.run(2, names_of_faults, 2):
         for model, name in UP.items():
-            *drifted, norm, one, other = found[model]
+            said = f"the output of {name}"
+            *drifted, norm = (each for each in found[model] if each != said)
             assert norm in drifted
-            assert one == other == f"the output of {name}"
+            assert found[model].count(said) == (2 if model == "llama" else 1)
 
 
 def test_values_that_a_constructor_sets_are_initial_values() -> None:
@@ -443,9 +445,9 @@ def test_initial_value_of_a_parameter() -> None:
     assert dict(initial_values(model, SEED))["times"].tolist() == [1, 2, 3, 4]
 
 
-def steps(model: str, recompute: str, is_compiled: bool) -> list[float]:
+def steps(recompute: str, is_compiled: bool) -> list[float]:
     """Losses of steps with dropout. Compiled layers are one graph, which nothing breaks."""
-    mesh, section = mesh_of_ranks(2), Case(model, DROPOUT[model]).section
+    mesh, section = mesh_of_ranks(2), Case("llama", DROPOUT["llama"]).section
     section = replace(section, recompute_granularity=recompute)
     state, counters = tiny_state(mesh, section, dtype=torch.float32), torch._dynamo.utils.counters
     if is_compiled:
@@ -453,7 +455,7 @@ def steps(model: str, recompute: str, is_compiled: bool) -> list[float]:
         counters.clear()
         compile_layers(state.model, "aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
-        losses = [train_step(state, [samples(2)], 1e-2).loss for _ in range(3)]
+        losses = [train_step(state, [samples(2)], 1e-2).loss for _ in range(2)]
     if is_compiled:
         assert counters["stats"]["unique_graphs"] == 1
         assert not counters["graph_break"]
@@ -465,8 +467,6 @@ def steps(model: str, recompute: str, is_compiled: bool) -> list[float]:
 
 
 def test_compiled_layers_are_one_graph_that_computes_the_same(gloo: Pool) -> None:
-    for model in ("gpt2", "llama"):
-        [losses, *_] = gloo.run(2, steps, model, "none", False)
-        [compiled, *_] = gloo.run(2, steps, model, "none", True)
-        assert compiled == pytest.approx(losses, rel=1e-6)
-    gloo.run(2, steps, "llama", "full", False)
+    [losses, *_] = gloo.run(2, steps, "full", False)
+    [compiled, *_] = gloo.run(2, steps, "none", True)
+    assert compiled == pytest.approx(losses, rel=1e-6)
