@@ -69,7 +69,7 @@ def initial_weights(tensor_size: int) -> dict[str, Tensor]:
 
 def test_initial_weights_do_not_depend_on_the_layout(gloo: Pool) -> None:
     expected = initial_weights(1)
-    for weights in gloo.run(4, initial_weights, 4):
+    for weights in gloo.run(2, initial_weights, 2):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, expected[name]), name
@@ -87,8 +87,8 @@ def test_matrices_have_the_std_that_is_set_and_alone_decay(
     """By default the paper's 0.02; before a residual it is divided by the root of twice the
     layers."""
     changes = {} if std == 0.02 else {"init_method_std": std}
-    config = section(num_layers=8, **changes)
-    model = build_model(config, serial_mesh(), 1000, seed=SEED, dtype=torch.float32)
+    config = section(num_layers=3, **changes)
+    model = build_model(config, serial_mesh(), 500, seed=SEED, dtype=torch.float32)
     table = sharding_specs(model)
     for name, weight in model.named_parameters():
         real = table[name].real(weight)
@@ -98,7 +98,7 @@ def test_matrices_have_the_std_that_is_set_and_alone_decay(
             assert torch.equal(real, torch.full_like(real, name.endswith("norm.weight"))), name
             continue
         before_a_residual = name.endswith(("attention.output.weight", "down.weight"))
-        expected, count = std / sqrt(2 * 8) if before_a_residual else std, real.numel()
+        expected, count = std / sqrt(2 * 3) if before_a_residual else std, real.numel()
         # Five standard errors of the mean and of the standard deviation.
         assert abs(real.mean().item()) < 5 * expected / sqrt(count), name
         assert real.std().item() == pytest.approx(expected, rel=5 / sqrt(2 * count)), name
@@ -164,11 +164,11 @@ def write_and_read(folder: str, writes: int, reads: int) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
 def test_torchs_distributed_checkpoint_keeps_the_weights(
     gloo: Pool, tmp_path: Path, writes: int, reads: int
 ) -> None:
-    gloo.run(4, write_and_read, str(tmp_path), writes, reads)
+    gloo.run(2, write_and_read, str(tmp_path), writes, reads)
 
 
 def check_specs_survive() -> None:

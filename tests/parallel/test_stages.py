@@ -47,7 +47,7 @@ from tests.dist import Pool
 from tests.refusals import refusal
 from tests.tiny import whole_gradients, whole_weights
 
-WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 3, 0.1
+WORDS, WIDTH, MICRO_BATCHES, STEPS, CLIP = 11, 6, 6, 2, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,13 +287,10 @@ CASES = [
     Case(2, 2),
     Case(2, 2, 2),
     Case(2, 2, schedule="gpipe"),
-    Case(4, 4),
     Case(4, 4, schedule="zb-h1"),
-    Case(4, 2, 2),
-    Case(4, 2, tensor=2),
     Case(4, 2, 2, tensor=2),
     Case(4, 2, 2, zero=1),
-    Case(3, zero=2),
+    Case(2, zero=2),
     Case(4, tensor=2, zero=3),
 ]
 
@@ -311,7 +308,7 @@ def test_every_layout_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [(Case(2, 2, 2), Case(4, 2, tensor=2)), (Case(4, 4), Case())], ids=str
+    ("saved", "resumed"), [(Case(2, 2, 2), Case(4, 2, tensor=2)), (Case(2, 2), Case())], ids=str
 )
 def test_a_checkpoint_goes_on_at_another_layout(
     saved: Case, resumed: Case, expected: Found, gloo: Pool, tmp_path: Path
@@ -339,7 +336,7 @@ def evaluate(case: Case) -> float:
 
 def test_evaluation_is_the_same_at_every_layout(gloo: Pool) -> None:
     one = evaluate(Case())
-    for case in (Case(2, 2), Case(4, 2, 2)):
+    for case in (Case(2, 2), Case(2, 2, 2)):
         assert gloo.run(case.world, evaluate, case) == pytest.approx([one] * case.world, rel=1e-12)
 
 
