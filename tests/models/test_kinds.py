@@ -70,13 +70,14 @@ CONFIGS: dict[str, ModelConfig] = {
     "own kind, 4 key/value heads": own_config(key_value_heads=4),
     "images": ImageConfig(num_layers=1, hidden_size=32, num_attention_heads=4),
 }
+SHARED = ("own kind", "own kind, 4 key/value heads", "images")  # by 4 ranks, others by 2
 
 
 def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses and gradient norms of three steps, the weights after them)."""
+    """(losses and gradient norms of two steps, the weights after them)."""
     mesh, numbers = mesh_of_ranks(tensor_size), list[float]()
     state = tiny_state(mesh, CONFIGS[name])
-    for step in range(3):
+    for step in range(2):
         make: Callable[..., Batch] = images if name == "images" else samples
         batches: Sequence[Batch] = micro_batches(make(4, first=4 * step), mesh, 1)
         result = train_step(state, batches, 1e-2)
@@ -85,7 +86,8 @@ def train(name: str, tensor_size: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def train_all(tensor_size: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    return {name: train(name, tensor_size) for name in CONFIGS}
+    names = SHARED if tensor_size == 4 else CONFIGS
+    return {name: train(name, tensor_size) for name in names}
 
 
 def test_every_layout_gives_the_same_model(gloo: Pool) -> None:
@@ -275,8 +277,8 @@ def drawn_in_the_kernel(tensor_size: int, granularity: str, step: int) -> list[T
 def test_what_a_kernel_draws_is_drawn_again(gloo: Pool) -> None:
     """In the backward, and by a run that resumes; another step draws other numbers."""
     first = gloo.run(2, drawn_in_the_kernel, 2, "none", 3)
-    for granularity in GRANULARITIES:
+    for granularity in GRANULARITIES[1:]:
         again = gloo.run(2, drawn_in_the_kernel, 2, granularity, 3)
-        for found, (loss, gradient, *_) in zip(again, first, strict=True):
-            assert list(map(torch.equal, found, [loss, gradient] * 2)) == [True] * 4
+        for found, (loss, gradient, *more) in zip(again, first, strict=True):
+            assert list(map(torch.equal, found + more, [loss, gradient] * 3)) == [True] * 6
     assert gloo.run(2, drawn_in_the_kernel, 2, "none", 4)[0][0] != first[0][0]

@@ -373,7 +373,7 @@ def check_right(world: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_cut_model_is_the_model(gloo: Pool, world: int) -> None:
     for found in gloo.run(world, check_right, world):
         assert found.keys() == RIGHT.keys()
@@ -690,8 +690,7 @@ def check_states(world: int) -> dict[str, bool]:
     return {**found, "another dtype": is_whole(model.float(), narrow)}
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_weights_go_in_and_out_by_the_model_s_names(gloo: Pool, world: int) -> None:
-    for found in gloo.run(world, check_states, world):
+def test_weights_go_in_and_out_by_the_model_s_names(gloo: Pool) -> None:
+    for found in gloo.run(2, check_states, 2):
         assert len(found) == 6
         assert [name for name, is_right in found.items() if not is_right] == []

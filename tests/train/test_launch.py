@@ -57,15 +57,15 @@ def test_choose_device() -> None:
     assert str(refusal(lambda: choose_device(0, arrivals(("a", 1), ("b", 0)), {}))).startswith("b ")
 
 
-UNREACHED = "start.PATIENCE = 3.0"
+UNREACHED = "start.PATIENCE = 0.5"
 # Rank 0's patience begins when rank 1 is there.
 SHORT = """
 from datetime import timedelta
-meet, start.NOTICE = start.meet, 1.0
+meet, start.NOTICE = start.meet, 0.5
 def meet_soon(store, info, watch, patience):
     if rank == 0:
         store.wait(["here/1"], timedelta(minutes=30))
-    return meet(store, info, watch, 3.0)
+    return meet(store, info, watch, 1.0)
 start.meet = meet_soon
 """
 # Rank 1 leaves once all others are waiting for the third rank, or before the groups are built.
