@@ -357,7 +357,7 @@ def test_past_2_to_the_31_tokens(tmp_path: Path) -> None:
 
 
 def test_spare_numbers(tmp_path: Path) -> None:
-    """Within 5 standard deviations of 5,000 draws."""
+    """Within 5 standard deviations of 2,000 draws."""
     blocks = blocks_of(tmp_path, USUAL, 20)
     spares, rng = [], np.random.default_rng(1)
     for number in range(len(blocks)):
@@ -367,12 +367,12 @@ def test_spare_numbers(tmp_path: Path) -> None:
             found, is_spare = blocks.draw(number, rng)
             assert np.array_equal(found, block)
             assert not is_spare
-    drawn = [blocks.draw(spares[0], rng) for _ in range(5_000)]
+    drawn = [blocks.draw(spares[0], rng) for _ in range(2_000)]
     assert all(is_spare for _, is_spare in drawn)
     counts = Counter(int(block[0]) for block, _ in drawn)
     real = all_of(blocks)
     assert set(counts) == {block[0] for block in real}
-    mean = 5_000 / len(real)
+    mean = 2_000 / len(real)
     assert max(abs(count - mean) for count in counts.values()) < 5 * np.sqrt(mean)
 
 
@@ -500,12 +500,12 @@ def runs(words: NDArray[np.bool_]) -> list[int]:
     return (edges[1::2] - edges[::2]).tolist()
 
 
-@pytest.mark.parametrize("mean", [1.0, 1.3, 5.0])
+@pytest.mark.parametrize("mean", [1.0, 5.0])
 @pytest.mark.parametrize("sizes", [(400, 2), (30, 20), (6, 9)])
 def test_mask_prob(sizes: Sequence[int], mean: float) -> None:
     """Within 3 standard deviations: a predicted word more or less in 10, with its pieces."""
     rng, counts = np.random.default_rng(1), np.zeros(2)
-    rounds = 30_000 // sum(sizes)
+    rounds = 10_000 // sum(sizes)
     for _ in range(rounds):
         segments = [text(size, mean, rng) for size in sizes]
         chosen = masking().choose(segments, rng)
@@ -519,7 +519,7 @@ def test_mask_prob(sizes: Sequence[int], mean: float) -> None:
 @pytest.mark.parametrize("longest", [1, 2, 3, 5])
 def test_lengths_of_n_grams(longest: int, size: int) -> None:
     rng, lengths = np.random.default_rng(2), []
-    for _ in range(20_000 // size):
+    for _ in range(8_000 // size):
         segments = [text(size, 1.3, rng), text(size, 1.3, rng)]
         chosen = masking(max_ngram_size=longest).choose(segments, rng)
         for ids, where in zip(segments, chosen, strict=True):
@@ -543,13 +543,13 @@ def test_whole_words() -> None:
 def test_words_are_equally_likely() -> None:
     """0.15 each within 4 standard deviations; by the ends less, as n-grams stay inside."""
     rng, words = np.random.default_rng(4), np.zeros(60)
-    ids, count = np.full(60, 4), 10_000
+    ids, count = np.full(60, 4), 4_000
     for _ in range(count):
         words += masking().choose([ids], rng)[0]
     inner = words[4:-4] / count
     assert np.all(abs(inner - inner.mean()) < 4 * np.sqrt(0.15 * 0.85 / count))
-    assert inner.mean() == pytest.approx(0.153, abs=0.002)
-    assert words.mean() / count == pytest.approx(0.15, abs=0.001)
+    assert inner.mean() == pytest.approx(0.153, abs=0.003)
+    assert words.mean() / count == pytest.approx(0.15, abs=0.0015)
 
 
 def test_count_of_masked_words() -> None:

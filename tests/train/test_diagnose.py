@@ -170,7 +170,6 @@ def count_hooks(model: nn.Module) -> int:
     [
         (1, 1, (0, 0), 0, False),
         (2, 2, (0, 1), 0, False),
-        (2, 1, (1, 0), 0, True),
         (4, 2, (1, 1), 2, False),
         (2, 1, (1, 0), 3, True),
     ],

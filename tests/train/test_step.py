@@ -64,7 +64,6 @@ def test_outputs_of_the_global_batch(gloo: Pool, model: str) -> None:
     assert logits.shape == (*labels.shape, VOCABULARY)
     for ranks, layout in (
         (2, (2, model)),
-        (4, (2, model)),
         (4, (2, model, True, 3)),
         (4, ("context=2:p2p,data=2", model)),
     ):

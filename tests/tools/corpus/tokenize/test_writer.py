@@ -186,8 +186,9 @@ def cut_off(patch: pytest.MonkeyPatch, after: int) -> None:
         patch.setattr(Path, name, counted(getattr(Path, name)))
 
 
-@pytest.mark.parametrize("before", [SHARDS, SHARDS[:1]])
-@pytest.mark.parametrize("after", [SHARDS[:2], SHARDS[2:]])
+@pytest.mark.parametrize(
+    ("before", "after"), [(SHARDS, SHARDS[2:]), (SHARDS[:1], SHARDS[:2]), (SHARDS, SHARDS[:2])]
+)
 def test_a_move_can_be_cut_off_anywhere(tmp_path: Path, before: Shards, after: Shards) -> None:
     """Until it is done no data set is there, or the old one; the same call finishes it. One shard
     alone has the name of the data set."""
