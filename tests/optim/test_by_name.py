@@ -169,9 +169,10 @@ def test_three_steps_equal_torch(name: str) -> None:
 
 @pytest.mark.parametrize("words", LAYOUTS)
 def test_a_layout_gives_the_same_or_is_refused(gloo: Pool, words: str) -> None:
-    for name in TORCH:
+    is_cut = words != "pipeline=2"
+    for name in ("adam", "muon") if is_cut else ("adam", "muon", "adafactor"):
         for found in gloo.run(2, trained, words, config_of(name)):
-            if name in WHOLE and words != "pipeline=2":
+            if name in WHOLE and is_cut:
                 assert found == "--optimizer"
             else:
                 equal_torch(name, found)
@@ -301,9 +302,7 @@ def test_a_resumed_state_has_the_same_bytes(name: str, tmp_path: Path) -> None:
 def test_a_resumed_state_has_the_same_bytes_at_a_layout(
     gloo: Pool, words: str, tmp_path: Path
 ) -> None:
-    for name in ("sgd", "adagrad", "examples.own_parts:lion"):
-        folder = tmp_path / name.replace(":", "_")
-        assert all(gloo.run(2, resumed, words, config_of(name), folder))
+    assert all(gloo.run(2, resumed, words, config_of("adagrad"), tmp_path))
 
 
 def test_a_trial_finds_what_an_optimizer_needs() -> None:
