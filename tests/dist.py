@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "megatron.train.loop"]
+PRELOADED = ["torch", "torch.distributed", "megatron.train.loop", "megatron.train.pretrain", "tyro"]
 PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
 _DEATH = "the process died"
 
