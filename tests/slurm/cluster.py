@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.dist import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-NODES = ("first", "second", "spare")  # which no resolver knows
+NODES = ("first", "second", "third", "fourth")  # which no resolver knows
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 PATH = f"/usr/sbin:/sbin:{os.environ['PATH']}"  # of the daemons
 PORTS = range(20_000, 32_000)  # below those that the kernel gives to clients
@@ -59,7 +59,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=second NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[2]} CPUs=2
-NodeName=spare NodeHostname={host} NodeAddr=127.0.0.3 Port={ports[3]} CPUs=2
+NodeName=third NodeHostname={host} NodeAddr=127.0.0.3 Port={ports[3]} CPUs=2
+NodeName=fourth NodeHostname={host} NodeAddr=127.0.0.4 Port={ports[4]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.dist import PATIENCE
+from tests.programs import Run, run_python, start_ranks
 from tests.refusals import field_of
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def calls(folder: Path) -> list[str]:
         ("scaling.sh", ["--json", "x.json"], "benchmarks/scaling.py"),
     ],
 )
-@pytest.mark.parametrize("status", [0, 1, 75])
+@pytest.mark.parametrize("status", [1, 75])
 def test_one_launcher_a_node_meets_at_the_first_node_and_a_stopped_job_is_queued_again(
     tmp_path: Path, script: str, words: list[str], program: str, status: int
 ) -> None:
@@ -143,53 +143,34 @@ import os, signal, sys, time
 told, parent = [], os.getppid()
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: told.append(number))
-open(f"ready_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}", "w").close()
+open(f"{sys.path[0]}/ready_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}", "w").close()
 while not told and os.getppid() == parent:
     time.sleep(0.05)
 sys.exit(75)
 """
+NODE = [str(SCRIPTS / "node.py"), "1", "2", "127.0.0.1", "0"]  # a port that is free
 
 
-@contextmanager
-def node(folder: Path, program: str) -> Iterator[subprocess.Popen[str]]:
-    """Of a job of this node alone, with two ranks, which do not outlive it."""
-    (folder / "rank.py").write_text(program)
-    words = ["1", "2", "127.0.0.1", "0", "rank.py"]  # a port that is free
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPTS / "node.py"), *words],
-        cwd=folder, env=os.environ | {"SLURM_NODEID": "0"}, text=True, start_new_session=True,
-        stdout=(folder / "log").open("w"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def as_node(program: Path) -> None:
+    os.environ["SLURM_NODEID"] = "0"
+    run_python([*NODE, str(program)])
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
-def catches(process: subprocess.Popen[str], number: signal.Signals) -> bool:
-    """Whether it has a handler for the signal by now."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+def node(folder: Path, text: str) -> AbstractContextManager[Run]:
+    """Of a job of this node alone, with two ranks of this program, which do not outlive it."""
+    program = folder / "rank.py"
+    program.write_text(text)
+    return start_ranks(partial(as_node, program), [0], 1, folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_alone_reaches_its_ranks_whose_status_it_takes(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    with node(tmp_path, RANK) as process:
-        wait_for(lambda: len(list(tmp_path.glob("ready_*_of_2"))) == 2, process)
-        process.send_signal(number)
-        assert process.wait() == 75, (tmp_path / "log").read_text()
+    with node(tmp_path, RANK) as run:
+        run.wait_for(lambda: len(list(tmp_path.glob("ready_*_of_2"))) == 2)
+        run.signal(number)
+        assert run.wait() == [75], run.text()
 
 
 @pytest.mark.parametrize(
@@ -198,14 +179,21 @@ def test_a_signal_to_the_launcher_alone_reaches_its_ranks_whose_status_it_takes(
 def test_the_status_of_a_node_is_that_of_its_ranks(
     tmp_path: Path, program: str, status: int
 ) -> None:
-    with node(tmp_path, program) as process:
-        assert process.wait() == status, (tmp_path / "log").read_text()
+    with node(tmp_path, program) as run:
+        assert run.wait() == [status], run.text()
 
 
-def test_a_signal_before_there_are_ranks_ends_with_the_status_of_a_stopped_run(
-    tmp_path: Path,
-) -> None:
-    with node(tmp_path, RANK) as process:
-        wait_for(lambda: catches(process, signal.SIGUSR1), process)  # torch takes seconds more
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait() == 75, (tmp_path / "log").read_text()
+def catches(process: subprocess.Popen[bytes], number: signal.Signals) -> bool:
+    """Whether it has a handler for the signal by now."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+def test_a_signal_before_there_are_ranks_ends_with_the_status_of_a_stopped_run() -> None:
+    environ = os.environ | {"SLURM_NODEID": "0"}
+    process = subprocess.Popen([sys.executable, *NODE, "absent.py"], env=environ)
+    while not catches(process, signal.SIGUSR1):  # torch takes seconds more
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait() == 75
