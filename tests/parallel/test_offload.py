@@ -101,10 +101,12 @@ def check_equal(
     mesh = build_mesh({"tensor": 1} | sizes, CPU, sequence_parallel=sequence_parallel)
     for case in cases:
         one, other = (state_of(mesh, offloads, **case) for offloads in (False, True))
-        norms, its = (steps(each, range(3), case.get("model", "gpt2")) for each in (one, other))
+        fp16 = case.get("precision") == "fp16"
+        number = range(3 if fp16 else 2)
+        norms, its = (steps(each, number, case.get("model", "gpt2")) for each in (one, other))
         assert str(norms) == str(its), case
         assert one.skipped == other.skipped
-        assert one.skipped in ((1, 2) if case.get("precision") == "fp16" else (0,)), case
+        assert one.skipped in ((1, 2) if fp16 else (0,)), case
         wanted, found = tensors(one), tensors(other)
         assert wanted.keys() == found.keys(), case
         own, its = ([*each.optimizer.masters()] for each in (one, other))
@@ -124,33 +126,27 @@ CASES: dict[str, tuple[dict[str, int], bool, list[dict[str, Any]]]] = {
         {"data": 2},
         False,
         [
-            *({"precision": each} for each in PRECISIONS),
+            {"precision": "pure"},
+            {"precision": "fp16", "granularity": "full"},
             *({"precision": "bf16", "stage": stage} for stage in (1, 2)),
-            *({"precision": each, "stage": 3} for each in ("fp64", "fp16")),
-            *({"granularity": "full", "stage": stage} for stage in (0, 3)),
-            {"model": "bert"},
+            {"precision": "fp16", "stage": 3},
+            {"granularity": "full", "stage": 3},
             {"model": "llama"},
             {"model": "hf-gpt2", "granularity": "full"},
         ],
     ),
-    "tensor": ({"tensor": 2}, False, [{}, {"precision": "bf16"}, {"model": "bert"}]),
+    "tensor": ({"tensor": 2}, False, [{"precision": "bf16"}, {"model": "bert"}]),
     "sequence": ({"tensor": 2}, True, [{"granularity": "full"}]),
     "pipeline": (
         {"pipeline": 2},
         False,
         [
             {"schedule": "1f1b", "granularity": "full"},
-            {"schedule": "1f1b", "precision": "bf16"},
-            {"schedule": "gpipe", "stage": 1},
-            {"schedule": "interleaved", "stage": 1},
+            {"schedule": "interleaved"},
             {"schedule": "zb-h1", "precision": "bf16"},
         ],
     ),
-    "tensor and data": (
-        {"tensor": 2, "data": 2},
-        True,
-        [{"stage": 3}, {"stage": 2, "model": "bert"}],
-    ),
+    "tensor and data": ({"tensor": 2, "data": 2}, True, [{"stage": 3}]),
     "pipeline and data": ({"pipeline": 2, "data": 2}, False, [{"schedule": "1f1b", "stage": 1}]),
 }
 
