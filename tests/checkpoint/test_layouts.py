@@ -81,10 +81,10 @@ def state_at(name: str, dtype: torch.dtype, seed: int = SEED, dropout: float = 0
 
 
 def train_at(state: TrainState, steps: int) -> list[float]:
-    """The losses; 12 samples a step, which 2, 3 and 4 ranks share out."""
-    losses = []
+    """The losses; 12 samples a step, which 1, 2 and 3 ranks share out in two micro-batches."""
+    losses, size = [], 6 // state.mesh.batch.size
     for _ in range(steps):
-        batches = micro_batches(samples(12, first=state.samples), state.mesh, 1)
+        batches = micro_batches(samples(12, first=state.samples), state.mesh, size)
         losses.append(train_step(state, batches, 1e-2).loss)
     return losses
 
@@ -115,12 +115,12 @@ def load_at(name: str, paths: dict[str, Path], dtype: torch.dtype) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layouts"), [(torch.float32, LAYOUTS[::2]), (torch.bfloat16, LAYOUTS)]
+    ("dtype", "layouts"), [(torch.float32, LAYOUTS[1:3]), (torch.bfloat16, LAYOUTS)]
 )
 def test_every_tensor_is_the_same_at_another_layout(
     gloo: Pool, tmp_path: Path, dtype: torch.dtype, layouts: Sequence[str]
 ) -> None:
-    """6 and 12 pairs: each loads those of the two layouts behind it."""
+    """Each loads those of the two layouts behind it."""
     saved: dict[str, Tensors] = {}
     for number, name in enumerate(layouts):
         ranks, directory = parse_layout(name).ranks, tmp_path / name
@@ -150,22 +150,26 @@ def resumed(name: str, path: Path | None, save_to: Path | None) -> tuple[Tensors
 
 
 @pytest.mark.parametrize(
-    "name", ["serial", "tensor=2,data=2,zero=2", "data=3,zero=3", "context=2:p2p,tensor=2"]
+    ("name", "other"),
+    [
+        ("serial", "data=2,zero=3"),
+        ("tensor=2,data=2,zero=2", "serial"),
+        ("data=3,zero=3", "tensor=2,context=2:p2p,zero=3"),
+        ("context=2:p2p,tensor=2", "tensor=2,data=2,zero=1"),
+    ],
 )
-def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str) -> None:
-    """At the same stage and layout in all bits, at others but for the order of sums."""
+def test_a_run_goes_on_as_if_undisturbed(gloo: Pool, tmp_path: Path, name: str, other: str) -> None:
+    """At the same stage and layout in all bits, at another but for the order of sums."""
     ranks, path = parse_layout(name).ranks, tmp_path / "step_00000002"
     straight, losses = gloo.run(ranks, resumed, name, None, tmp_path)[0]
     again, losses_again = gloo.run(ranks, resumed, name, path, None)[0]
     assert losses_again == losses[2:]
     for key, tensor in straight.items():
         assert torch.equal(tensor, again[key]), key
-    others = ["serial", "data=2,zero=3", "tensor=2,data=2,zero=1", "tensor=2,context=2:p2p,zero=3"]
-    for other in others:
-        elsewhere, losses_again = gloo.run(parse_layout(other).ranks, resumed, other, path, None)[0]
-        assert losses_again == pytest.approx(losses[2:], rel=1e-10)
-        for key, tensor in straight.items():
-            torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
+    elsewhere, losses_again = gloo.run(parse_layout(other).ranks, resumed, other, path, None)[0]
+    assert losses_again == pytest.approx(losses[2:], rel=1e-10)
+    for key, tensor in straight.items():
+        torch.testing.assert_close(elsewhere[key], tensor, rtol=0, atol=1e-10)
 
 
 def read_back(model: nn.Module, expected: Tensors) -> Tensors:
@@ -307,7 +311,7 @@ def resume_old(tensor_size: int, zero_stage: int, directory: Path) -> tuple[list
 
 @pytest.mark.parametrize(
     ("directory", "world", "tensor_size", "zero_stage"),
-    [("one", 2, 2, 0), ("one", 2, 1, 3), ("tensor_2", 1, 1, 0), ("tensor_2", 4, 2, 3)],
+    [("one", 4, 2, 3), ("tensor_2", 1, 1, 0)],
 )
 def test_checkpoints_of_98c61ae_are_resumed(
     gloo: Pool, directory: str, world: int, tensor_size: int, zero_stage: int
