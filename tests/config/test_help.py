@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("tools", "tasks", "benchmarks")
 PROGRAMS = sorted(
     str(file.relative_to(ROOT))
     for file in (
@@ -22,20 +24,36 @@ PROGRAMS = sorted(
 
 
 def start(program: str, *arguments: str, folder: Path, stdout: int) -> subprocess.Popen[str]:
-    """As its user starts it in any folder: the programs of a folder of tools/ as modules."""
-    words = [str(ROOT / program)]
-    if Path(program).parent.name not in ("", "tools", "tasks", "benchmarks"):
-        words = ["-m", program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")]
-        folder = ROOT
-    command = [sys.executable, *words, *arguments]
+    command = [sys.executable, str(ROOT / program), *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_is_printed_without_a_word_beside_it(program: str, tmp_path: Path) -> None:
-    with start(program, "-h", folder=tmp_path, stdout=subprocess.PIPE) as running:
-        output, errors = running.communicate()
-    assert (running.returncode, errors) == (0, "")
+def test_help_is_printed_without_a_word_beside_it(
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As its user starts it in any folder: the programs of a folder of tools/ as modules. It finds
+    the project's folders by itself."""
+    file = ROOT / program
+    is_module = Path(program).parent.name not in ("", *FOLDERS)
+    for name in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
+        monkeypatch.delitem(sys.modules, name)
+    others = [each for each in sys.path if Path(each).resolve() not in (ROOT, Path.cwd())]
+    monkeypatch.setattr(sys, "path", [str(ROOT if is_module else file.parent), *others])
+    monkeypatch.setattr(sys, "argv", [str(file), "-h"])
+    monkeypatch.chdir(tmp_path)
+    module = program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
+    run, name = (runpy.run_module, module) if is_module else (runpy.run_path, str(file))
+    code: object = None
+    try:
+        run(name, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    output, errors = capsys.readouterr()
+    assert (code or 0, errors) == (0, "")
     assert 5 < len(output.splitlines()) < 80
     commands = re.findall(r"^ *(?:python|torchrun|bash) .+(?:\\\n.+)*", output, re.MULTILINE)
     assert len({" ".join(x.split()) for x in commands}) >= 2
