@@ -43,6 +43,14 @@ def lines(save: Path, key: str) -> list[dict[str, Any]]:
     return [each for each in every if key in each and "rewound" not in each]
 
 
+@pytest.fixture(scope="module")
+def alone(data: Path) -> Path:
+    """The checkpoints and the record of a run of one process."""
+    save = data.parent / "alone"
+    run(data, f"{EPOCHS} --save {save}", data.parent)
+    return save
+
+
 def test_epochs_accuracy_and_resuming(data: Path, tmp_path: Path) -> None:
     """4 steps of 8 images are an epoch of 36; dropout included."""
     words = f"{EPOCHS} --hidden-dropout 0.1 --attention-dropout 0.1"
@@ -69,10 +77,9 @@ def evaluate(words: list[str]) -> None:
     tasks.main.main(words, os.environ)
 
 
-def test_the_task_gives_the_accuracy_of_training(data: Path, tmp_path: Path) -> None:
-    run(data, f"{EPOCHS} --save {tmp_path}/run", tmp_path)
-    expected = lines(tmp_path / "run", "validation_top1")[-1]["validation_top1"]
-    words = f"--task CIFAR10 --load {tmp_path}/run --valid-data {data} --output {tmp_path}/out.json"
+def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_path: Path) -> None:
+    expected = lines(alone, "validation_top1")[-1]["validation_top1"]
+    words = f"--task CIFAR10 --load {alone} --valid-data {data} --output {tmp_path}/out.json"
     evaluate([*words.split(), "--picture", f"{tmp_path}/some.png"])
     alone = json.loads((tmp_path / "out.json").read_text())
     assert (alone["top1"], alone["images"]) == (expected, 3 * TEST)
@@ -113,13 +120,10 @@ def test_it_learns(data: Path, tmp_path: Path) -> None:
     ],
     ids=["sequence", "pipeline", "zero 3", "2d"],
 )
-def test_layouts_agree(data: Path, tmp_path: Path, layout: str, world: int) -> None:
-    run(data, f"{EPOCHS} --save {tmp_path}/alone", tmp_path)
-    run(data, f"{EPOCHS} {layout} --save {tmp_path}/other", tmp_path, world=world)
+def test_layouts_agree(data: Path, alone: Path, tmp_path: Path, layout: str, world: int) -> None:
+    run(data, f"{EPOCHS} {layout} --save {tmp_path}", tmp_path, world=world)
     for name in ("loss", "validation_loss", "validation_top1"):
-        one, other = (
-            [each[name] for each in lines(tmp_path / save, name)] for save in ("alone", "other")
-        )
+        one, other = ([each[name] for each in lines(save, name)] for save in (alone, tmp_path))
         assert other == pytest.approx(one, rel=1e-4)
 
 

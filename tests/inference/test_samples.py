@@ -57,11 +57,9 @@ def test_the_text_is_that_of_generation_at_every_layout(gloo: Pool) -> None:
     for name in (
         "tensor=2,sequence",
         "data=2,zero=3",
-        "pipeline=2,virtual=2",
         "context=2:p2p",
-        "tensor=2,pipeline=2",
+        "tensor=2,pipeline=2,virtual=2",
         "tensor=4:2d",
-        "tensor=8:3d",
     ):
         for found in gloo.run(parse_layout(name).ranks, written, name):
             assert found == expected, name
