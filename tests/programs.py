@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.dist import PATIENCE, PRELOADED
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16"
 REST = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --split 1,1,0 --no-bf16"
+REST += " --eval-iters 2"  # 100 by default, which take longer than all the rest
 
 
 class Run:
@@ -173,6 +175,21 @@ def run_script(file: Path, *words: object, world: int = 1, folder: Path) -> str:
         return run.text(0)
 
 
+def run_command(words: Sequence[str], folder: Path, accepts: Callable[[int], bool] = not_) -> None:
+    """The command to its end, of which the first word is a Python or torchrun; fails unless the
+    status of each rank is accepted. folder: of the logs."""
+    program, *rest, world = Path(words[0]).name, *words[1:], 1
+    if "torch.distributed.run" in rest:
+        program, rest = "torchrun", rest[rest.index("--nproc-per-node") :]
+    if program == "torchrun":
+        assert rest[0] == "--nproc-per-node"
+        world, rest = int(rest[1]), rest[2:]
+    else:
+        assert program.startswith("python"), words
+    with start_ranks(partial(run_python, rest), range(world), world, folder, agent=True) as run:
+        assert all(map(accepts, run.wait())), f"{words}\n{run.text()[-5000:]}"
+
+
 def _script(file: Path, words: Sequence[str]) -> None:
     sys.argv = [str(file), *words]
     runpy.run_path(str(file), run_name="__main__")
@@ -209,6 +226,7 @@ def run_python(words: Sequence[str]) -> None:
     """As Python does with these words in the root of the repository, for `start_ranks`."""
     os.chdir(ROOT)
     if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
         exec(words[1], {"__name__": "__main__"})
     elif words[0] == "-m":
         sys.argv = list(words[1:])

@@ -4,10 +4,11 @@ experiments that read it, as their users start them."""
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from megatron.config.parse import parse
+from tests.programs import run_command
 from tools.experiments import runner
 from tools.experiments.runner import ROOT
 from tools.experiments.stages import LAMBADA, RACE_DEV, RACE_TRAIN, WIKITEXT103
@@ -81,6 +83,24 @@ def write_folder(folder: Path) -> Path:
     return folder
 
 
+def small_preset(folder: Path, name: str, sizes: Mapping[str, object]) -> Path:
+    """The preset of this name with a toy's sizes, by setting."""
+    text = (ROOT / "scripts" / "presets" / f"{name}.toml").read_text()
+    for key, value in sizes.items():
+        names = r"lr_warmup_\w+" if key == "lr_warmup_iters" else key
+        text, count = re.subn(rf"(?m)^{names} = .*$", f"{key} = {value}", text)
+        assert count == 1, key
+    preset = folder / f"{name}.toml"
+    preset.write_text(text)
+    return preset
+
+
+def forked(name: str, commands: Sequence[runner.Command], output: Path) -> None:
+    """In place of runner.run_commands: each in processes that have imported torch before."""
+    for command in commands:
+        run_command(command.argv + command.tuning, output / "stages", command.accepts)
+
+
 def shell(*words: object) -> str:
     """What bash prints with these words, in the root of the repository and with this Python first
     on the path; it has to end well."""
@@ -98,7 +118,7 @@ def shell(*words: object) -> str:
 
 
 def reused_stages(experiment: ModuleType, words: list[object]) -> int:
-    """How many stages the experiment reuses when its script has run with these flags."""
+    """How many stages the experiment reuses when it, or its script, has run with these flags."""
     printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(runner, "PYTHON", ROOT / ".venv" / "bin" / "python")  # as scripts have it
