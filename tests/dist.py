@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = ["torch", "torch.distributed", "megatron.train.loop", "megatron.train.pretrain", "tyro"]
+PRELOADED += ["torch._dynamo", "transformers.modeling_utils"]  # of seconds each, which many import
 PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
 _DEATH = "the process died"
 

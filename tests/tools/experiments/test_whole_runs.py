@@ -1,9 +1,8 @@
-"""Whole experiments at toy size: those of scripts/paper as a user types them, on text that Python
-itself holds; and those that compare runs, whose commands are started the same way."""
+"""Whole experiments at toy size: those of scripts/paper, on text that Python itself holds; and
+those that compare runs. Their commands run in processes that have imported torch before."""
 
 import json
 import os
-import re
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,17 @@ from safetensors.torch import load_file
 
 from tests.data.samples import write_data, write_tokenizer
 from tests.tasks.made import write_model
-from tests.tools.papers import reused_stages, shell, write_folder
-from tools.experiments import figure6, figure7, finetuning, learning_curves, lm_harness, miniature
+from tests.tools.papers import forked, reused_stages, shell, small_preset, write_folder
+from tools.experiments import (
+    figure6,
+    figure7,
+    finetuning,
+    learning_curves,
+    lm_harness,
+    miniature,
+    runner,
+)
 from tools.experiments.miniature import MINUTES
-from tools.experiments.runner import ROOT
 from tools.experiments.stages import LAMBADA
 
 SMALL = {
@@ -26,10 +32,10 @@ SMALL = {
     "hidden_size": "32",
     "seq_length": "64",
     "max_position_embeddings": "64",
-    "train_iters": "20",
+    "train_iters": "10",
     "lr_warmup_iters": "2",
     "log_interval": "5",
-    "eval_interval": "10",
+    "eval_interval": "5",
     "eval_iters": "2",
 }
 
@@ -37,9 +43,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands started here have a thread each, as tests run beside each other."""
+def fast_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands have a thread each, as tests run beside each other."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(runner, "run_commands", forked)
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +54,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("papers") / "data")
 
 
-def small_preset(folder: Path, name: str) -> Path:
-    """The preset of this name with a toy's sizes."""
-    text = (ROOT / "scripts" / "presets" / f"{name}.toml").read_text()
-    for key, value in SMALL.items():
-        names = r"lr_warmup_\w+" if key == "lr_warmup_iters" else key
-        text, count = re.subn(rf"(?m)^{names} = .*$", f"{key} = {value}", text)
-        assert count == 1, key
-    preset = folder / f"{name}.toml"
-    preset.write_text(text)
-    return preset
-
-
 def test_miniature(tmp_path: Path, data: Path) -> None:
     output = tmp_path / "out"
-    presets = [small_preset(tmp_path, f"miniature_{model}") for model in ("gpt2", "bert")]
+    presets = [small_preset(tmp_path, f"miniature_{model}", SMALL) for model in ("gpt2", "bert")]
     words = [
         "--data", data, "--output", output,
         "--gpt2-preset", presets[0], "--bert-preset", presets[1],
         "--vocab-size", 400, "--race-train", 12, "--race-dev", 6,
     ]  # fmt: skip
-    shell("scripts/paper/miniature.sh", *words)
+    planned = shell("scripts/paper/miniature.sh", *words, "--plan-only")
+    assert f"[{len(MINUTES)}/{len(MINUTES)}]" in planned
+    assert reused_stages(miniature, words) == 0
     report = json.loads((output / "report.json").read_text())
     assert report["results"]["race"]["questions"] == 12
     assert report["results"]["race"]["notes"]["input"]["train"]["questions"] == 24
     assert report["results"]["lambada"]["num_examples"] == 2
     assert report["results"]["wikitext103"]["word_perplexity"] > 1
     assert report["corpus"]["split"]["output"]["documents"] > 100
-    assert report["training"]["bert"]["steps"] == 20
+    assert report["training"]["bert"]["steps"] == 10
     assert "<svg" in (output / "report.html").read_text()
     (output / "report.json").unlink()
     assert reused_stages(miniature, words) == len(MINUTES)
@@ -82,17 +79,19 @@ def test_miniature(tmp_path: Path, data: Path) -> None:
 
 
 def test_figure_6(tmp_path: Path, data: Path) -> None:
-    output, preset = tmp_path / "out", small_preset(tmp_path, "figure6")
+    output, preset = tmp_path / "out", small_preset(tmp_path, "figure6", SMALL)
     words = ["--data", data, "--output", output, "--vocab-size", 400, "--preset", preset]
     words += ["--sizes", "1x16", "2x32"]
-    assert "| paper, 8.3B | 10.81 | 66.5 % |" in shell("scripts/paper/figure6.sh", *words)
+    assert "[7/7]" in shell("scripts/paper/figure6.sh", *words, "--plan-only")
+    assert reused_stages(figure6, words) == 0
+    assert "| paper, 8.3B | 10.81 | 66.5 % |" in (output / "figure6.md").read_text()
     text = (output / "figure6.json").read_text()
     assert str(tmp_path) not in text  # paths of the machine
     runs = json.loads(text)["runs"]
     sizes = [(run["name"], run["steps"], run["samples"]) for run in runs]
-    assert sizes == [("1x16", 20, 80), ("2x32", 20, 80)]
+    assert sizes == [("1x16", 10, 40), ("2x32", 10, 40)]
     for run in runs:
-        assert [step for step, _ in run["validation_curve"]] == [10, 20]
+        assert [step for step, _ in run["validation_curve"]] == [5, 10]
         assert run["validation_perplexity"] == exp(run["validation_curve"][-1][1])
         assert run["lambada"]["data"][0]["file"] == Path(LAMBADA).name
         assert run["wikitext103"]["word_perplexity"] > 1
@@ -102,10 +101,11 @@ def test_figure_6(tmp_path: Path, data: Path) -> None:
 
 
 def test_figure_7(tmp_path: Path, data: Path) -> None:
-    output, preset = tmp_path / "out", small_preset(tmp_path, "figure7_bert")
+    output, preset = tmp_path / "out", small_preset(tmp_path, "figure7_bert", SMALL)
     words = ["--data", data, "--output", output, "--vocab-size", 400, "--preset", preset]
     words += ["--depths", 1, "--rates", "1e-3", "1e30"]
-    shell("scripts/paper/figure7.sh", *words)
+    assert "[5/5]" in shell("scripts/paper/figure7.sh", *words, "--plan-only")
+    assert reused_stages(figure7, words) == 0
     lines = (output / "figure7.md").read_text().splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith(("| 0.001", "| 1e+30"))]
     assert [row[1] for row in rows] == ["1"] * 2
