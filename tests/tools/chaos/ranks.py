@@ -105,8 +105,8 @@ def chaos(
     command = forked(words, world)
     launch: Any = partial(ForkedRanks, data=data, before=before)
     if torchrun:
+        command[4:4] = [*SHAPE.split(), *REST.split(), "--data-path", str(data)]
         command[1:1] = ["--standalone", "--monitor-interval", "0.1"]
-        command += [*SHAPE.split(), *REST.split(), "--data-path", str(data)]
         settings["undisturbed"] = calm(words, folder, world=world, command=command)
         launch = Command
     made = Settings(faults=file, output=folder / "chaos", **settings)

@@ -16,7 +16,7 @@ import pytest
 from megatron.errors import UsageError
 from tests.programs import ROOT
 from tests.refusals import refused
-from tests.tools.chaos.ranks import LAUNCHER, calm, chaos
+from tests.tools.chaos.ranks import calm, chaos
 from tools.chaos import __main__ as program
 from tools.chaos.schedule import read_schedule
 from tools.chaos.supervise import Events, RunFailed, outermost
@@ -228,9 +228,8 @@ OTHER = """
 import json, os, sys, time
 from pathlib import Path
 
-save, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-parent, rank = os.getppid(), os.environ.get("RANK", "0")
-events = Path(os.environ["CHAOS_EVENTS"], f"rank_{rank}.jsonl").open("ab", buffering=0)
+save, way = Path(sys.argv[1]), sys.argv[2]
+events = Path(os.environ["CHAOS_EVENTS"], "rank_0.jsonl").open("ab", buffering=0)
 
 def note(event, **facts):
     line = {"time": time.monotonic(), "pid": os.getpid(), "event": event, **facts}
@@ -242,13 +241,11 @@ for each in sorted(save.glob("[0-9]*")):
     step, total = json.loads((each / "sum.json").read_text())
 step += way == "late" and step > 0
 note("loaded", step=step)
-while step < steps:
+while step < 60:
     time.sleep(0.01)
-    if os.getppid() != parent:
-        sys.exit("the launcher vanished: its process was killed")
     step, total = step + 1, total + step
     note("step", step=step)
-    if step % 5 == 0 and rank == "0":
+    if step % 5 == 0:
         note("save", step=step, at="begin")
         folder = save / f".{step:04d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,23 +261,18 @@ def sums(save: Path) -> dict[str, Any]:
     return {"sum": json.loads((max(save.glob("[0-9]*")) / "sum.json").read_text())[1]}
 
 
-def other(folder: Path, faults: str, way: str, steps: int, *launcher: str) -> tuple[int, Any, Any]:
-    """(status, report, arguments before the command, and it) of the trainer OTHER."""
-    script, file = folder / "other.py", folder / "faults.toml"
-    script.write_text(OTHER)
-    file.write_text(f"every_steps = 13\nin_turn = true\n{faults}")
-    words = ["--faults", str(file), "--output", str(folder / "new")]
-    command = ["--", *(launcher or [sys.executable]), str(script), "{save}", way, str(steps)]
-    status = program.main([*words, "--weights", f"{__name__}:sums", *command], {})
-    return status, json.loads((folder / "new" / "report.json").read_text()), (words, command)
-
-
 @pytest.mark.parametrize(("way", "status"), [("well", 0), ("late", 1)])
 def test_another_trainer_in_one_process(tmp_path: Path, way: str, status: int) -> None:
     """Killed, and stopped while it goes on; without weights there is nothing to compare."""
-    faults = f'count = 3\n{KILL}[[fault]]\nkind = "stop"\nseconds = 0.1\n'
-    ended, report, (words, command) = other(tmp_path, faults, way, 60)
-    assert ended == status
+    script, file = tmp_path / "other.py", tmp_path / "faults.toml"
+    script.write_text(OTHER)
+    stop = '[[fault]]\nkind = "stop"\nseconds = 0.1\n'
+    file.write_text(f"every_steps = 13\nin_turn = true\ncount = 3\n{KILL}{stop}")
+    words = ["--faults", str(file), "--output", str(tmp_path / "new")]
+    command = ["--", sys.executable, str(script), "{save}", way]
+    weights = ["--weights", f"{__name__}:sums"]
+    assert program.main([*words, *weights, *command], {}) == status
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
     assert [row["ended"] for row in report["faults"]] == [True, False, True]
     assert [row["rank"] for row in report["faults"]] == [0, 0, 0]
     words[-1] = str(tmp_path / "again")
@@ -289,13 +281,11 @@ def test_another_trainer_in_one_process(tmp_path: Path, way: str, status: int) -
 
 
 @pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """A rank is killed, and torchrun itself."""
-    faults = f'count = 2\n{KILL}{KILL}rank = "launcher"\n'
-    flags = ("--standalone", "--monitor-interval", "0.1", "--nproc-per-node", "2")
-    status, report, _ = other(tmp_path, faults, "well", 200, LAUNCHER, *flags)
-    assert status == 0, report
-    assert [row["ended"] for row in report["faults"]] == [True, True]
+def test_ranks_name_torchrun_that_was_killed(tmp_path: Path) -> None:
+    faults, words = f'count = 1\n{HEAD}{KILL}rank = "launcher"\n', f"{SPLIT} --train-iters 8"
+    report = chaos(faults, f"{words} --save-interval 2 --eval-iters 0", tmp_path, torchrun=True)
+    assert report["status"] == 0, (report["weights"], report["failure"], report["unnamed"])
+    assert [row["ended"] for row in report["faults"]] == [True]
 
 
 def test_the_outermost_process_of_each_rank() -> None:
