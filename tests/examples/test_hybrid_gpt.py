@@ -42,7 +42,7 @@ def run(program: str, folder: Path, place: Path, words: str, *, world: int = 1) 
 
 def run_example(folder: Path, place: Path, words: str = "", *, world: int = 1) -> None:
     """Its record is in `place`."""
-    words = f"--num-micro-batches 12 --log-dir {place} {words}"
+    words = f"--num-micro-batches 4 --log-dir {place} {words}"
     run("examples/hybrid_gpt.py", folder, place, words, world=world)
 
 
@@ -69,7 +69,7 @@ def test_a_toml_file_and_pretrain_gpt2_are_the_same_run(
     folder: Path, serial: list[float], tmp_path: Path
 ) -> None:
     """The preset of the full size, then a file with what is smaller here."""
-    small = SMALL | {"global_batch_size": 12, "max_position_embeddings": SMALL["seq_length"]}
+    small = SMALL | {"global_batch_size": 4, "max_position_embeddings": SMALL["seq_length"]}
     preset = tmp_path / "small.toml"
     preset.write_text("".join(f"{key} = {value}\n" for key, value in small.items()))
     words = f"--preset gpt2_xl_colossalai --preset {preset} --pad --cache-tokens --split 1,0,0"

@@ -14,6 +14,7 @@ from tests.data.samples import write_data_of_tokenizer
 from tests.programs import ROOT, start_ranks, values_of
 
 EXAMPLES = ROOT / "examples"
+TOGETHER = ("process_group", "pipeline_schedule", "lr_decay_style", "callbacks")  # in one run
 PARTS = {  # a number of a run that changes with the part, by its setting
     "kind": "loss",
     "layers": "loss",
@@ -73,8 +74,10 @@ def test_each_part_changes_a_number_and_its_removal_changes_it_back(tmp_path: Pa
         return numbers(preset(*parts), tmp_path, *ours)
 
     plain = start()
-    for name in PARTS:
-        assert start(name)[name] != plain[name], name
+    for parts in [TOGETHER, *((name,) for name in PARTS if name not in TOGETHER)]:
+        found = start(*parts)
+        for name in parts:
+            assert found[name] != plain[name], name
     every = start(*PARTS)
     assert every["process_group"] == ["2"]
     assert every["pipeline_schedule"] == ["8"]
