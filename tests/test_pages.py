@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,20 +22,20 @@ from megatron.models.registry import find_kind, take_kind
 from megatron.train.inputs import vocabulary_of
 from megatron.train.pipelining import plan_of_run
 from tests.huggingface import write_folder
-from tests.programs import run_python, start_ranks
+from tests.layouts.test_matrix import case_id, groups
+from tests.programs import run_python, run_script, start_ranks
 from tools.layouts.job import program_of
 from tools.plan import __main__ as plan
 from tools.plan.absent import absent_mesh
 from tools.plan.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-README, SOURCES, PARALLELISM, REPRODUCE, OPERATIONS = (
-    ROOT / name
-    for name in (
-        "README.md",
-        *(f"docs/{page}.md" for page in ("sources", "parallelism", "reproduce", "operations")),
-    )
+README = ROOT / "README.md"
+SOURCES, PARALLELISM, REPRODUCE, OPERATIONS = (
+    ROOT / "docs" / f"{page}.md" for page in ("sources", "parallelism", "reproduce", "operations")
 )
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs" / "results").glob("*.md"))]
 PROGRAMS = {
     "pretrain_gpt2": PretrainGPT2Config,
     "pretrain_bert": PretrainBertConfig,
@@ -67,14 +68,50 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [SOURCES, PARALLELISM, REPRODUCE], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text())
-    assert len(links) > 10
-    for path, anchor in links:
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
-        assert not anchor or anchor in anchors(target), anchor
+def links(page: Path) -> list[tuple[Path, str]]:
+    """(file, anchor) of each link that leads to no other site."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?(?: \"[^\"]*\")?\)", text)
+    return [((page.parent / path).resolve() if path else page, anchor) for path, anchor in found]
+
+
+def test_links_lead_somewhere() -> None:
+    assert sum(len(links(page)) for page in PAGES) > 300
+    for page in PAGES:
+        for target, anchor in links(page):
+            assert target.exists(), (page, target)
+            assert not anchor or anchor in anchors(target), (page, anchor)
+
+
+@pytest.mark.parametrize(
+    "index", [ROOT / "docs", ROOT / "docs" / "results"], ids=lambda at: at.name
+)
+def test_an_index_has_every_page_of_its_folder(index: str) -> None:
+    page = ROOT / index / "README.md"
+    assert {*page.parent.glob("*.md")} - {target for target, _ in links(page)} == {page}
+
+
+def test_what_works_together_is_a_case_of_the_matrix() -> None:
+    named = re.findall(r'\[yes\]\(tests/layouts/cover.py "(.*?)"\)', README.read_text())
+    assert len(named) > 40
+    assert not {*named} - {case_id(case) for case in groups(False)}
+
+
+def test_the_readme_is_short_and_its_library_code_gives_one_process_numbers(
+    tmp_path: Path,
+) -> None:
+    assert len(README.read_text().splitlines()) <= 160
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(code.replace("tensor_model_parallel_size=2", "**size"))
+    said = []
+    for world, size in ((1, 1), (4, 2)):
+        script = tmp_path / f"on_{world}.py"
+        setting = f"size = {{'tensor_model_parallel_size': {size}}}\n"
+        script.write_text(setting + (tmp_path / "mine.py").read_text())
+        lines = run_script(script, world=world, folder=tmp_path).splitlines()
+        said.append([[*map(float, line.split())] for line in lines])
+    assert len(said[0]) == 10
+    assert np.array(said[1]) == pytest.approx(np.array(said[0]), rel=1e-4)
 
 
 def indented_commands() -> list[list[str]]:
@@ -110,8 +147,9 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 
 def training_commands() -> list[list[str]]:
-    pages = README, SOURCES, PARALLELISM, REPRODUCE
-    return [each for page in pages for each in commands(page, r"pretrain(_\w+)?\.(py|sh)")]
+    return [
+        each for page in (README, *DOCS) for each in commands(page, r"pretrain(_\w+)?\.(py|sh)")
+    ]
 
 
 def option(words: list[str], name: str) -> int:

@@ -29,6 +29,20 @@ from megatron.errors import flag
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "<!-- parts: made by tools/api_page.py -->\n"
+MOST_USED = {
+    "launch": "starts the ranks and gives the mesh",
+    "ParallelConfig": "says how many ranks share a model, and how",
+    "build_state": "makes a model of the project with its optimizer",
+    "train_step": "trains one step, on any layout",
+    "save_checkpoint": "and `newest_checkpoint`, `TrainState.load`: save, and resume at any layout",
+    "prefetch": "reads the micro-batches of this rank from a data set",
+    "ColumnParallelLinear": "and `RowParallelLinear`: the paper's pair of layers, for your module",
+    "layer_factory": "makes the layers of any mode: 1D, 2D, 2.5D, 3D",
+    "parallelize": "cuts an unmodified model by a plan",
+    "GradientBuckets": "sums gradients over ranks, with ZeRO, for an optimizer of torch",
+    "run_pipeline": "runs stages of yours by a schedule",
+    "offload_activations": "keeps on the host what the GPU does not need now",
+}
 INTRODUCTION = """\
 # The public API
 
@@ -131,15 +145,24 @@ def described(value: Any, name: str) -> Iterator[str]:
 
 
 def page() -> str:
-    parts = [INTRODUCTION]
+    contents, parts = list[str](), list[str]()
     for line in Path(api.__file__).with_suffix(".pyi").read_text().splitlines():
         if line.startswith("# ") and "noqa" not in line:
             parts.append(f"## {line[2:]}\n")
+            contents.append(f"- **{line[2:]}:**")
         for name in re.findall(r"(\w+) as \w+", line):
             value = getattr(api, name)
             parts.append(f"### {name}\n")
             parts += [f"{text}\n" for text in described(value, name) if text]
-    return "\n".join(parts)
+            contents[-1] += f" {link(name)}"
+    start = [f"| {link(name)} | {text} |" for name, text in MOST_USED.items()]
+    rows = "\n".join(["| most used | it |", "|---|---|", *start])
+    first, _, rest = INTRODUCTION.partition("\n\nb samples")
+    return "\n".join([f"{first}\n\n{rows}\n", *contents, f"\nb samples{rest}", *parts])
+
+
+def link(name: str) -> str:
+    return f"[{name}](#{name.lower()})"
 
 
 def parts_table() -> str:
