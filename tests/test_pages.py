@@ -147,9 +147,10 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 
 def training_commands() -> list[list[str]]:
-    return [
-        each for page in (README, *DOCS) for each in commands(page, r"pretrain(_\w+)?\.(py|sh)")
-    ]
+    """But those that leave the preset to the reader, or read a file of another command."""
+    pages = (page for page in DOCS if page.stem not in ("operations", "configuration"))
+    program = r"pretrain(_\w+)?\.(py|sh)"
+    return [each for page in (README, *pages) for each in commands(page, program)]
 
 
 def option(words: list[str], name: str) -> int:
