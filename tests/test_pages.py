@@ -4,6 +4,7 @@ plan; files, flags and anchors are there; docs/reproduce.md has one status for e
 import re
 import shlex
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -97,21 +98,43 @@ def test_what_works_together_is_a_case_of_the_matrix() -> None:
     assert not {*named} - {case_id(case) for case in groups(False)}
 
 
+def python_of(page: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return str(code)
+
+
 def test_the_readme_is_short_and_its_library_code_gives_one_process_numbers(
     tmp_path: Path,
 ) -> None:
     assert len(README.read_text().splitlines()) <= 160
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / "mine.py").write_text(code.replace("tensor_model_parallel_size=2", "**size"))
-    said = []
+    code, said = tmp_path / "mine.py", []
     for world, size in ((1, 1), (4, 2)):
-        script = tmp_path / f"on_{world}.py"
-        setting = f"size = {{'tensor_model_parallel_size': {size}}}\n"
-        script.write_text(setting + (tmp_path / "mine.py").read_text())
-        lines = run_script(script, world=world, folder=tmp_path).splitlines()
+        setting = f"tensor_model_parallel_size={size}"
+        code.write_text(python_of(README).replace("tensor_model_parallel_size=2", setting))
+        lines = run_script(code, world=world, folder=tmp_path).splitlines()
         said.append([[*map(float, line.split())] for line in lines])
     assert len(said[0]) == 10
     assert np.array(said[1]) == pytest.approx(np.array(said[0]), rel=1e-4)
+
+
+def test_the_tutorial_on_layouts(tmp_path: Path) -> None:
+    """Its commands print the same lines, but the one with a wrong plan, which ends."""
+    page, code, said = ROOT / "docs" / "tutorial_layout.md", tmp_path / "mine.py", set()
+    code.write_text(python_of(page))
+    found = {tuple(words) for words in commands(page, "mine.py")}
+    wrong = {words for words in found if "--without" in words}
+    assert (len(found), len(wrong)) == (3, 1)
+    for words in [*found, ("python", "mine.py")]:
+        world, flags = option(words, "--nproc-per-node"), words[words.index("mine.py") + 1 :]
+        target = partial(run_python, [str(code), *flags])
+        with start_ranks(target, range(world), world, tmp_path) as run:
+            assert any(run.wait()) == (words in wrong), run.text()
+            if words in wrong:
+                assert re.search(r"RuntimeError: gradients of .*0\.scale\.weight", run.text())
+            else:
+                said.add(tuple(re.findall(r"^1?0?\.\d+ .*", run.text(0), re.MULTILINE)))
+    assert len(said) == 1
+    assert len(said.pop()) == 3
 
 
 def indented_commands() -> list[list[str]]:
@@ -153,7 +176,7 @@ def training_commands() -> list[list[str]]:
     return [each for page in (README, *pages) for each in commands(page, program)]
 
 
-def option(words: list[str], name: str) -> int:
+def option(words: Sequence[str], name: str) -> int:
     return int(words[words.index(name) + 1]) if name in words else 1
 
 
