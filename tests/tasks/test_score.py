@@ -90,9 +90,7 @@ def test_scores_at_any_layout(gloo: Pool) -> None:
     assert (expected.hits[-1] < 3, expected.last_hit[-1]) == (True, True)
     for size in (1, 3, 100):
         assert_equal(scored(1, size), expected)
-    for world, tensor_size in (
-        (2, 2), (4, 2), (4, "4:2d"), (8, "8:3d"), (2, "context=2"), (4, "tensor=2,context=2:p2p")
-    ):  # fmt: skip
+    for world, tensor_size in ((4, 2), (4, "4:2d"), (8, "8:3d"), (4, "tensor=2,context=2:p2p")):
         for scores in gloo.run(world, scored, tensor_size, 4):
             assert_equal(scores, expected)
 
@@ -104,9 +102,9 @@ def all_figures(rows: list[list[str]], tensor_size: int | str, micro_batch_size:
 
 
 def test_figures_at_any_layout(peer: Peer, test_data: Path, tmp_path: Path, gloo: Pool) -> None:
-    load, texts, both = ["--load", str(peer.checkpoint)], passages(test_data), "--per-document"
+    load, texts, both = ["--load", str(peer.checkpoint)], passages(test_data)[:9], "--per-document"
     wiki, lambada, heldout = (tmp_path / name for name in ("wiki", "lambada", "heldout.jsonl"))
-    wiki.write_text(some_articles(test_data), encoding="utf-8")
+    wiki.write_text(some_articles(test_data, 2), encoding="utf-8")
     lambada.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
     text = "\n\n".join(texts[:6])
     heldout.write_text(json.dumps({"text": text}) + "\n")
@@ -125,7 +123,7 @@ def test_figures_at_any_layout(peer: Peer, test_data: Path, tmp_path: Path, gloo
         for each in alone
     ]
     assert all_figures(rows, 1, 3) == expected
-    for world, tensor_size in ((4, 2), (4, "4:2d"), (2, "context=2:p2p")):
+    for world, tensor_size in ((4, 2), (2, "context=2:p2p")):
         first, *others = gloo.run(world, all_figures, rows, tensor_size, 8)
         assert first == expected, (world, tensor_size)
         assert others == [[{}] * len(rows)] * (world - 1)
