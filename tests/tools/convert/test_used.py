@@ -82,7 +82,7 @@ def test_greedy_text(gloo: Pool, llama: Path, begin: list[str]) -> None:
     assert len({tuple(text) for text in expected}) == 4, "only two prompts are the same"
     for size in ("1", "8"):
         assert texts_of(1, [*words, "--micro-batch-size", size]) == expected
-    for world, tensor_size in ((2, 2), (2, 1), (4, 4)):
+    for world, tensor_size in ((2, 1), (4, 4)):
         for found in gloo.run(world, texts_of, tensor_size, [*words, "--micro-batch-size", "2"]):
             assert found == expected
 
