@@ -25,14 +25,14 @@ OURS = "this project"
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "english.jsonl"
-    harvest.run(harvest.Settings(output=file, max_bytes=800_000, workers=1))
+    harvest.run(harvest.Settings(output=file, max_bytes=450_000, workers=1))
     return file
 
 
 def test_deduplication_finds_the_known_pairs(text: Path, tmp_path: Path) -> None:
-    record = run(tmp_path, "corpus_dedup", "--text", text, "--size", "400KB")
+    record = run(tmp_path, "corpus_dedup", "--text", text, "--size", "300KB")
     ours, peer = (figures(record, name, "signatures") for name in (OURS, "datasketch"))
-    assert ours["bytes"] == peer["bytes"] == pytest.approx(400_000, rel=0.3)
+    assert ours["bytes"] == peer["bytes"] == pytest.approx(300_000, rel=0.3)
     assert 0 < ours["error"] < 0.05
     for name in (OURS, "datasketch"):
         found = figures(record, name, "the whole")
@@ -40,7 +40,7 @@ def test_deduplication_finds_the_known_pairs(text: Path, tmp_path: Path) -> None
 
 
 def test_all_find_the_same_groups(tmp_path: Path) -> None:
-    record = run(tmp_path, "corpus_grouping", "--rows", 140_000, "--bands", 2)
+    record = run(tmp_path, "corpus_grouping", "--rows", 40_000, "--bands", 2)
     assert figures(record, OURS)["cpu"]
 
 
@@ -56,10 +56,10 @@ def test_cleaning_and_sentences(text: Path, tmp_path: Path) -> None:
 
 def test_both_tokenise_to_the_same_bytes(text: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    words = ["--tokenizer", tmp_path, "--text", text, "--size", "600KB"]
+    words = ["--tokenizer", tmp_path, "--text", text, "--size", "300KB"]
     record = run(tmp_path, "tokenise", *words)
     ours, peer = (figures(record, name) for name in (OURS, tokenise.PEER))
-    assert ours["bytes"] == peer["bytes"] == pytest.approx(600_000, rel=0.2)
+    assert ours["bytes"] == peer["bytes"] == pytest.approx(300_000, rel=0.3)
 
 
 def test_steps_and_the_chain(text: Path, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def draw_texts(count: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("least", ["0.2", "0.7", "1"])
 @pytest.mark.parametrize("shingle", dedup.signatures.SHINGLES)
 def test_exact_pairs_are_those_of_brute_force(shingle: str, least: str) -> None:
-    for seed in range(8):
+    for seed in range(4):
         grams = exact_join.gram_sets(draw_texts(60, seed), shingle)
         sets = [set(each.tolist()) for each in grams]
         expected = {

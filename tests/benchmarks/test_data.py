@@ -13,7 +13,7 @@ from tools.layouts.job import open_samples
 
 
 def test_data_path(tmp_path: Path) -> None:
-    record = run(tmp_path, "data_path", "--tokens", 3_000_000)
+    record = run(tmp_path, "data_path", "--tokens", 3_000_000, warm_up=0)
     for name in (CACHE, DISK, SPARSE):
         found = figures(record, name)
         assert 0.5 < found["tokens"] / (32 * 64 * 1024) <= 1
@@ -30,7 +30,8 @@ def test_sources_of_data(tmp_path: Path) -> None:
     flags = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     flags += " --max-position-embeddings 16"
     given = ["--text", text, "--vocab-size", 270, "--steps", steps_of_run]
-    record = run(tmp_path, "data", *given, f"--program-flags={flags}", "--contenders", *rows)
+    given += [f"--program-flags={flags}", "--contenders", *rows]
+    record = run(tmp_path, "data", *given, warm_up=0)
     for row, is_padded in rows.items():
         found = figures(record, row, data.READING)
         assert found["tokens"] == samples * (words + 1 if is_padded else 1024)
