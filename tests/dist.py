@@ -20,8 +20,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "megatron.train.loop", "megatron.train.pretrain", "tyro"]
-PRELOADED += ["torch._dynamo", "transformers.modeling_utils"]  # of seconds each, which many import
+# What takes seconds to import: torch._dynamo where work is counted, recomputed or compiled.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "transformers.modeling_utils", "tyro"]
+PRELOADED += ["megatron.train.loop", "megatron.train.pretrain"]
 PATIENCE = 1800.0  # seconds: the one guard against hangs, which no test that passes comes near
 _DEATH = "the process died"
 

@@ -29,7 +29,7 @@ PYTEST = "-m pytest -q -x -p no:cacheprovider"
 LAYOUT = "tests/layouts/test_matrix.py::test_a_layout_equals_one_process_and_divides_the_work"
 RUNS = {  # the words after `python`, and whether the packages are absent or broken
     "gpt2": (f"pretrain_gpt2.py {TINY} --save {{folder}}", "broken"),
-    "layout": (f"{PYTEST} {LAYOUT}[tensor=2-gpt2-fp32]", "absent"),
+    "layout": (f"{PYTEST} {LAYOUT}[tensor=2-gpt2]", "absent"),
     "benchmark": (
         "benchmarks/train_step.py --rounds 1 --small --turns 1 --contenders floor",
         "absent",

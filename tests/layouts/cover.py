@@ -114,12 +114,10 @@ UNMODIFIED = (
     Case("tensor=2", "hf-mistral", frozenset(["dropout", "padded"])),
     Case("tensor=2", "hf-gpt_neox", frozenset(["dropout", "full"])),
     Case("tensor=2", "hf-bert", frozenset(["dropout", "full", "accumulate"])),
-    Case("data=2", "hf-bert", frozenset(["bf16"])),
     Case("tensor=4", "hf-llama", frozenset(["padded"])),
     Case("tensor=4", "hf-qwen3", frozenset(["dropout", "full"])),
     Case("tensor=2,data=2", "hf-gpt2", frozenset(["documents", "full", "dropout"])),
     Case("tensor=2,data=2", "hf-llama", frozenset(["bf16", "accumulate"])),
-    Case("tensor=2", "hf-gpt2", frozenset(["fp16"])),
     Case("data=2,zero=2", "hf-gpt2", frozenset(["dropout"])),
     Case("data=2,zero=3", "hf-llama", frozenset(["accumulate", "full"])),
     Case("tensor=2,data=2,zero=3", "hf-bert", frozenset(["dropout", "bf16"])),
@@ -177,7 +175,6 @@ OF_IMAGES = (
     Case("data=2", "vit-mean", frozenset(["dropout", "bf16"])),
     Case("pipeline=2", "vit", frozenset(["dropout", "accumulate"]), samples=3, layers=3),
     Case("tensor=4:2d", "vit", frozenset(["dropout", "accumulate"])),
-    Case("tensor=8:2.5d:2", "vit-mean", samples=8),
     Case("tensor=8:3d", "vit", frozenset(["dropout", "full"]), samples=8),
     Case("tensor=2,data=2,zero=3", "vit", frozenset(["accumulate", "selective"])),
 )
@@ -211,18 +208,20 @@ def every_row() -> list[Row]:
 
 def joined(row: Row) -> Iterator[object]:
     """What a row shows together: all pairs of values, and more where layouts have failed."""
-    values = dict(zip(FACTORS, row, strict=True))
+    layout, values = row[0], dict(zip([*FACTORS][1:], row[1:], strict=True))
+    words = tuple(word for word in ("tensor", "data", "sequence") if word in layout)
     yield from combinations(values.items(), 2)
-    layout = values["layout"]
-    yield layout, values["model"], values["dropout"]
+    yield from product(words, values.items())
+    yield from product(words, [(values["model"], values["dropout"])])
     if not values["precision"]:
         for name in ("model", "recomputation", "dropout", "micro-batches"):
-            yield "fp64", layout, name, values[name]
+            yield words, name, values[name]
 
 
 def joined_by_pipelines(row: Row) -> Iterator[object]:
-    """Of each layout the values of most factors; numbers of micro-batches by that of the ranks, and
-    whether they are fewer or fill whole rounds; pairs without a pipeline are shown elsewhere."""
+    """Of each layout and schedule the values of most factors; numbers of micro-batches, up to 5, by
+    that of the ranks, and whether they are fewer or fill whole rounds; pairs without a pipeline are
+    shown elsewhere."""
     values = dict(zip(FACTORS, row, strict=True))
     layout, m = values["layout"], int(values["micro-batches"])
     p = parse_layout(layout).size("pipeline")
@@ -231,13 +230,17 @@ def joined_by_pipelines(row: Row) -> Iterator[object]:
         if values["dropout"] and not values["precision"] and m > p and m % p:
             yield layout
         return
+    if m > 5:
+        return
     yield layout, values["model"] == "gpt2"
-    for name in ("recomputation", "dropout", "head"):
-        yield layout, name, values[name]
-    yield layout, m < p, m % p == 0
+    yield layout, values["dropout"]
+    for name in ("recomputation", "head"):
+        yield schedule, name, values[name]
+    yield schedule, m < p, m % p == 0
     yield p, m
-    for name in ("model", "precision", "mask"):
+    for name in ("model", "mask"):
         yield schedule[:2], name, values[name]
+    yield schedule[1], values["precision"]
     yield schedule, values["mask"] == "unscored"
     yield "tensor" in layout, values["loss"]
     yield values["head"], values["model"], values["dropout"]
@@ -253,8 +256,8 @@ def joined_by_llama(row: Row) -> Iterator[object]:
         if values["dropout"] and not values["precision"]:
             yield layout
         return
-    yield layout, values["model"]
-    if "schedule" in layout:  # a case of each model
+    yield layout, "tensor" in layout and "pipeline" not in layout and values["model"]
+    if "schedule" in layout:  # a case of it
         return
     for name in ("recomputation", "dropout", "head", "mask"):
         yield form, name, values[name]
@@ -266,47 +269,45 @@ def joined_by_llama(row: Row) -> Iterator[object]:
 
 
 def joined_by_zero(row: Row) -> Iterator[object]:
-    """Of each stage the values of most factors; each layout; pairs of what decides when a gradient
-    comes, and of where weights are gathered."""
+    """Of each stage the values of most factors; each layout that no other one shows; pairs of what
+    decides when a gradient comes, and of where weights are gathered."""
     values = dict(zip(FACTORS, row, strict=True))
     layout, stage = values["layout"], parse_layout(values["layout"]).zero
     if "pipeline" in layout:  # a case of it
         if values["dropout"] and not values["precision"]:
             yield layout
         return
+    if "data=4" in layout or ("tensor" in layout and "sequence" not in layout):
+        return
     yield layout
     for name in FACTORS:
         if name != "layout":
             yield stage, name, values[name]
-    if values["precision"]:
-        yield values["model"], values["precision"]
-    else:
+    if not values["precision"]:
         for name in ("recomputation", "micro-batches"):
             yield values["model"], name, values[name]
         yield stage, values["micro-batches"], values["head"]
 
 
 def joined_by_grids(row: Row) -> Iterator[object]:
-    """Of 2D, which 4 ranks show, the values of each factor; of 3D those that attention meets, which
-    holds other samples than were read; of 2.5D, which is 2D x data, the models; a case of each of
-    what they join."""
+    """Of 2D, which 4 ranks show, the values of each factor; of 3D what attention meets, which holds
+    other samples than were read; of 2.5D, which is 2D x data, and of what they join a case
+    each."""
     values = dict(zip(FACTORS, row, strict=True))
     layout = parse_layout(values["layout"])
     if layout.sizes.keys() != {"tensor"} or layout.zero:
-        is_summed_twice = layout.zero < 2 or values["micro-batches"]
-        if values["dropout"] and not values["precision"] and is_summed_twice:
+        is_another = "pipeline" in layout.sizes or layout.zero == 3 or layout.depth > 1
+        if is_another and values["dropout"] and values["micro-batches"] and not values["precision"]:
             yield values["layout"]
         return
     if layout.mode == "2.5d":
-        yield layout.mode, values["model"].partition("-")[0]
+        yield layout.mode
         return
-    names = ["model", "recomputation", "dropout", "mask"]
-    if layout.mode == "2d":
-        names += ["precision", "micro-batches", "head", "loss"]
-    for name in names:
+    for name in [*FACTORS][1:] if layout.mode == "2d" else ["dropout"]:
         yield layout.mode, name, values[name]
+    yield layout.mode, bool(values["mask"])
     if not values["precision"]:
-        yield layout.mode, values["model"].partition("-")[0], values["dropout"]
+        yield layout.mode, values["model"].partition("-")[0]
 
 
 def chosen(rows: Mapping[Row, Iterator[object]], first: list[Row]) -> list[Row]:

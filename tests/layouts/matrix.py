@@ -19,6 +19,7 @@ from megatron.config.training import OptimizerConfig, PrecisionConfig
 from megatron.data.batch import Batch
 from megatron.data.gpt2 import GPT2Batch
 from megatron.parallel.compare import unseen
+from megatron.parallel.context import local_tokens
 from megatron.parallel.kernels import use_cpu_kernels
 from megatron.parallel.mesh import Axis, ControlGroup, Mesh, connect_control, serial_mesh
 from megatron.parallel.schedules import PipelinePlan
@@ -27,7 +28,7 @@ from megatron.train.evaluate import mean_losses
 from megatron.train.objectives import Objective, WholeLogitsLoss
 from megatron.train.pipelining import plan_pipeline
 from megatron.train.state import TrainState
-from megatron.train.step import train_step
+from megatron.train.step import count, forward_backward, train_step
 from tests.bert import bert_samples, bert_section
 from tests.checkpoint.saving import load
 from tests.huggingface import DROPOUT as HF_DROPOUT
@@ -49,7 +50,7 @@ from tests.vit import vit_samples, vit_section
 from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import Counts, measure
 
-GLOBAL_BATCH, STEPS, LR = 4, 2, 1e-3
+GLOBAL_BATCH, STEPS, EVALUATED, LR = 4, 2, 3, 1e-3
 DROPOUT = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
@@ -133,9 +134,11 @@ class Case:
 
     @property
     def micro_batch_size(self) -> int:
-        if self.layout == "serial":
-            return self.samples
-        return 1 if "accumulate" in self.options else 2
+        layout = parse_layout(self.layout)
+        if layout.size("pipeline") > 1:
+            return 1
+        readers = TrainingParallelConfig(**layout.settings).batch_parallel_size(layout.ranks)
+        return self.samples // readers // (2 if "accumulate" in self.options else 1)
 
     def draw(self, size: int, first: int = 0) -> Any:
         if self.is_bert:
@@ -212,7 +215,7 @@ class Outcome:
     gradients: dict[str, Tensor]  # of the first step
     weights: dict[str, Tensor]  # masters, after the last one
     saved: dict[str, Tensor]  # what a checkpoint of this moment holds
-    counts: Counts
+    counts: Counts  # of the run that is saved
 
 
 def make_state(
@@ -257,8 +260,12 @@ def run(
 ) -> Outcome:
     """mesh: of the layout. save_to: where the state after the last step is saved."""
     state, size = make_state(case, layout, mesh, dtype), case.micro_batch_size
-    batches = micro_batches(case.draw(case.samples), mesh, size)
-    counted = measure(state, batches)
+    batches, counted = micro_batches(case.draw(case.samples), mesh, size), Counts()
+    if save_to is not None:
+        counted = measure(state, batches)
+    else:
+        batches = [local_tokens(each, mesh) for each in batches]
+        forward_backward(state, batches, count(state, batches))
     gradients = {
         name: each / state.scaler.scale for name, each in whole_gradients(state.gradients).items()
     }
@@ -269,7 +276,7 @@ def run(
         terms.append(result.terms)
         norms.append(result.grad_norm)
     data, plan = Data(case), state.pipeline
-    terms.append(mean_losses(state.model, state.objective, data, 6, 1, mesh, plan))
+    terms.append(mean_losses(state.model, state.objective, data, EVALUATED, 1, mesh, plan))
     weights = {each.key: gather_whole(each.local, each.spec) for each in state.optimizer.masters()}
     if save_to is not None:
         save_state(state, save_to, vocab_size=VOCABULARY)
@@ -318,6 +325,13 @@ def without_key_bias(name: str, tensor: Tensor) -> Tensor:
 def alone(case: Case, device: torch.device) -> Outcome:
     """The run of one process in fp64."""
     return run(case, Layout(), serial_mesh(device), torch.float64)
+
+
+def counts_alone(case: Case) -> Counts:
+    """What one process does in a step, on a CPU."""
+    mesh = serial_mesh()
+    state = make_state(case, Layout(), mesh, torch.float64)
+    return measure(state, micro_batches(case.draw(case.samples), mesh, case.micro_batch_size))
 
 
 def keeps_scores(case: Case, device: torch.device) -> bool:

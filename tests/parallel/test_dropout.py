@@ -140,11 +140,10 @@ def test_every_coordinate_matters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_it_has_the_same_bits(dtype: torch.dtype) -> None:
+def test_compiled_it_has_the_same_bits() -> None:
     torch._dynamo.reset()
     layer, rows = Dropout(1, 0.3, "a"), row_keys(torch.arange(5), torch.arange(9))
-    x = torch.randn(45, 33, dtype=dtype, requires_grad=True)
+    x = torch.randn(45, 33, dtype=torch.bfloat16, requires_grad=True)
     y = layer(x, rows)
     (dx,) = torch.autograd.grad(y.sum(), x)
     with torch._inductor.config.patch({"cpp.simdlen": 1}):

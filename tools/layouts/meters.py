@@ -144,13 +144,11 @@ def saved_bytes(state: TrainState, batch: Batch) -> int:
             zeros = [torch.empty_like(each, device=mesh.device).zero_() for each in like]
             executor.messages.put("forward", stage, 0, zeros)
 
-    kept: dict[int, int] = {}
+    kept, parameters = dict[int, int](), [*model.parameters()]
 
     def pack(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
-        if memory.data_ptr() not in {
-            each.untyped_storage().data_ptr() for each in model.parameters()
-        }:
+        if memory.data_ptr() not in {each.untyped_storage().data_ptr() for each in parameters}:
             kept[memory.data_ptr()] = memory.nbytes()
         return tensor.detach()  # an output that its own node keeps would never be freed
 
