@@ -11,6 +11,7 @@ from functools import partial
 from math import inf, isfinite, nan, sqrt
 
 import torch
+import torch._dynamo  # counting loads it: once, in the fork server, and not in each rank
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor

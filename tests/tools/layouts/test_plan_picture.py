@@ -3,6 +3,7 @@ are sent."""
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,12 @@ EXPECTED: Mapping[str, tuple[Mapping[str, Any], Sequence[Any]]] = {
 }
 
 
-def rows_of(model_type: str, size: int = 2, plan: str = "auto") -> list[plan_picture.Row]:
+@cache
+def rows_of(model_type: str) -> list[plan_picture.Row]:
     kind = HuggingFaceMaskedConfig if model_type == "bert" else HuggingFaceConfig
     described = {"model_type": model_type, **EXPECTED[model_type][0]}
-    config = kind(hf_model=model_type, **of_plan(plan), hf_config=json.dumps(described))
-    rows = prove.modules_of(config, size, is_ordered=True)
+    config = kind(hf_model=model_type, **of_plan("auto"), hf_config=json.dumps(described))
+    rows = prove.modules_of(config, 2, is_ordered=True)
     assert not isinstance(rows, str)
     return rows
 

@@ -308,8 +308,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 def test_this_machine_is_described(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Its all-reduces too, under torchrun."""
     file = tmp_path / "here.toml"
-    done = run(*launcher, "tools/plan.py", "--measure", str(file))
-    assert not done.returncode, done.stderr
+    if launcher:
+        done = run(*launcher, "tools/plan.py", "--measure", str(file))
+        assert not done.returncode, done.stderr
+    else:
+        assert plan.main(["--measure", str(file)], {}) == 0
     here = find_hardware(str(file))
     assert here.attained_share == 1
     assert here.default_precision in here.peaks
@@ -379,15 +382,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # flags of our own, and config
 }
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_unmodified_model_takes_what_our_own_takes(
-    kind: str, tensor: int, tmp_path: Path
-) -> None:
+def test_an_unmodified_model_takes_what_our_own_takes(kind: str, tmp_path: Path) -> None:
     own, described = KINDS[kind]
     text = json.dumps({"model_type": kind, "vocab_size": 16_384, **described})
     (tmp_path / "config.json").write_text(text)
-    common = f"{COMMON} --tensor-model-parallel-size {tensor}"
+    common = f"{COMMON} --tensor-model-parallel-size 2"
     unmodified = f"--hf-model {tmp_path} {common}"
     native, found = step_of(kind, f"{own} {common}"), step_of("huggingface", unmodified)
     assert found.model.local == native.model.local
