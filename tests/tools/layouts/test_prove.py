@@ -184,10 +184,10 @@ def test_right_plans(gloo: Pool, size: int) -> None:
         "a norm of each head": config_of("phi", qk_layernorm=True, num_key_value_heads=8),
         "a norm of all heads": config_of("cohere", use_qk_norm=True),
         "dropout of all heads": config_of("olmo2", attention_dropout=0.1),
-        "scaled": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
+        "granite": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
         "layers by their numbers": config_of(
-            "llama", toml(LLAMA | {"*.layers.1[01].mlp.down_proj": "row"}), num_hidden_layers=12
+            "llama", toml(LLAMA | {"*.layers.[12].mlp.down_proj": "row"}), num_hidden_layers=3
         ),
         "an output layer that stays cut": config_of(
             "llama", toml(LLAMA | {"lm_head": "column"}), vocab_size=128
