@@ -1,4 +1,4 @@
-"""The quickstart by its script, and every command of the README with the presets that it names, in
+"""The quickstart by its script, and every command of the pages with the presets that it names, in
 processes that have imported torch before; only sizes and lengths are cut, and folders are a test's
 own."""
 
@@ -18,7 +18,10 @@ from tests.tools.papers import WIKITEXT, reused_stages, shell, small_preset
 from tools.experiments import quickstart as experiment
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+# In an order in which a page's files are there. The rest of docs has no bash blocks, or names files
+# of the reader's.
+PAGES = ("tutorial_corpus", "pretrain", "data", "library", "finetune", "evaluate", "convert", "plan")
+PAGES += ("operations", "corpus")
 FEW = 16  # documents, of which an example reads a whole epoch
 MODEL = {"num_layers": 2, "hidden_size": 64}
 SIZES = {  # of the quickstart, which takes them from its preset
@@ -41,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With data/ as the README has it, and a corpus of real English."""
+    """With data/ as the pages have it, and a corpus of real English."""
     folder = tmp_path_factory.mktemp("quickstart")
     with (folder / "mine.jsonl").open("w") as file:
         for name, text in sorted(topics.items()):
@@ -50,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (data / "wikitext103").mkdir(parents=True)
     (data / "wikitext103" / "wiki.test.tokens").write_text(WIKITEXT)
     (data / "lambada_test.jsonl").write_text(json.dumps({"text": "One two three and so to bed"}))
+    (data / "mine.jsonl").symlink_to(folder / "mine.jsonl")
     (data / "mnli").mkdir()
     for name, count in (("train", 128), ("dev_matched", 6), ("dev_mismatched", 6)):
         rows = [f"{name} {n}\tThe answer is {n}.\t{LABELS[n % 3]}" for n in range(count)]
@@ -62,6 +66,9 @@ def quickstart(folder: Path) -> Path:
     """What the quickstart leaves of a corpus of one's own."""
     small_preset(folder, "miniature_llama", MODEL)
     small_preset(folder, "miniature_bert", {**MODEL, "micro_batch_size": 2, "global_batch_size": 2})
+    lengths = {"seq_length": 128, "max_position_embeddings": 128, "num_attention_heads": 4}
+    batch = {"micro_batch_size": 2, "global_batch_size": 2}
+    small_preset(folder, "gpt2_124m", {**MODEL, **lengths, **batch})
     preset = small_preset(folder, "quickstart", SIZES)
     out = folder / "runs" / "quickstart"
     words = [folder / "mine.jsonl", "--output", out, "--preset", preset, "--vocab-size", WORDS]
@@ -93,14 +100,15 @@ def test_quickstart(quickstart: Path) -> None:
     assert not re.search(r'(src|href)="?https?:', page), "the page opens offline"
 
 
-def readme_blocks() -> list[list[str]]:
-    """The commands of each of the README's bash blocks, line continuations joined."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+def blocks_of_pages() -> list[list[str]]:
+    """The commands of each of the pages' bash blocks, line continuations joined."""
+    pages = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
+    blocks = re.findall(r"```bash\n(.*?)```", pages, re.DOTALL)
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks]
     return [[line for line in block if line and not line.startswith("#")] for block in lines]
 
 
-BLOCKS = readme_blocks()
+BLOCKS = blocks_of_pages()
 
 
 def program_of(number: int) -> str:
@@ -118,7 +126,7 @@ def shortened(command: str, folder: Path) -> str:
     """With sizes and lengths cut, and runs/ and data/ in the folder."""
 
     def iterations(found: re.Match[str]) -> str:
-        steps = max(2, int(found[1]) // 100)
+        steps = min(5, max(2, int(found[1]) // 100))
         return f"--train-iters {steps} --lr-warmup-iters 1 --eval-iters 1"
 
     if "--train-iters" in command or "--epochs 1" in command:
@@ -133,7 +141,7 @@ def shortened(command: str, folder: Path) -> str:
         command = re.sub(names, f"--preset {preset}", command)
     command = re.sub(r"(?<![\w/.-])(runs|data)/", rf"{folder}/\1/", command)
     command = re.sub(r"--train-iters (\d+)", iterations, command)
-    command = re.sub(r"--vocab-size (4096|8000)", f"--vocab-size {WORDS}", command)
+    command = re.sub(r"--vocab-size (4096|8000|32768)", f"--vocab-size {WORDS}", command)
     command = command.replace("--steps 3", "--steps 1 --num-layers 4")
     command = command.replace("--save-interval 100", "--save-interval 1")
     return command.replace("--seeds 5", "--seeds 2 --epochs 1")
@@ -141,7 +149,7 @@ def shortened(command: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def run_block(folder: Path, quickstart: Path) -> Callable[[int], None]:
-    """Runs a block of the README, once."""
+    """Runs a block of the pages, once."""
 
     @cache
     def run(number: int) -> None:
@@ -154,7 +162,7 @@ def run_block(folder: Path, quickstart: Path) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=program_of)
-def test_commands_of_the_readme(
+def test_commands_of_the_pages(
     number: int, run_block: Callable[[int], None], folder: Path
 ) -> None:
     run_block(number)
@@ -165,5 +173,5 @@ def test_commands_of_the_readme(
         assert "<svg" in (folder / "runs" / "mine" / "corpus.html").read_text()
 
 
-def test_the_readme_has_its_commands() -> None:
+def test_the_pages_have_their_commands() -> None:
     assert sum(map(len, BLOCKS)) > 40

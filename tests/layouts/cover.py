@@ -175,6 +175,7 @@ OF_IMAGES = (
     Case("data=2", "vit-mean", frozenset(["dropout", "bf16"])),
     Case("pipeline=2", "vit", frozenset(["dropout", "accumulate"]), samples=3, layers=3),
     Case("tensor=4:2d", "vit", frozenset(["dropout", "accumulate"])),
+    Case("tensor=8:2.5d:2", "vit-mean", samples=8),
     Case("tensor=8:3d", "vit", frozenset(["dropout", "full"]), samples=8),
     Case("tensor=2,data=2,zero=3", "vit", frozenset(["accumulate", "selective"])),
 )
@@ -291,8 +292,8 @@ def joined_by_zero(row: Row) -> Iterator[object]:
 
 def joined_by_grids(row: Row) -> Iterator[object]:
     """Of 2D, which 4 ranks show, the values of each factor; of 3D what attention meets, which holds
-    other samples than were read; of 2.5D, which is 2D x data, and of what they join a case
-    each."""
+    other samples than were read; of 2.5D, which is 2D x data, the models; of what they join a
+    case each."""
     values = dict(zip(FACTORS, row, strict=True))
     layout = parse_layout(values["layout"])
     if layout.sizes.keys() != {"tensor"} or layout.zero:
@@ -301,7 +302,7 @@ def joined_by_grids(row: Row) -> Iterator[object]:
             yield values["layout"]
         return
     if layout.mode == "2.5d":
-        yield layout.mode
+        yield layout.mode, values["model"].partition("-")[0]
         return
     for name in [*FACTORS][1:] if layout.mode == "2d" else ["dropout"]:
         yield layout.mode, name, values[name]
