@@ -20,8 +20,8 @@ from tools.experiments import quickstart as experiment
 ROOT = Path(__file__).resolve().parents[1]
 # In an order in which a page's files are there. The rest of docs has no bash blocks, or names files
 # of the reader's.
-PAGES = ("tutorial_corpus", "pretrain", "data", "library", "finetune", "evaluate", "convert", "plan")
-PAGES += ("operations", "corpus")
+PAGES = ("tutorial_corpus", "pretrain", "data", "library", "finetune", "evaluate", "convert")
+PAGES += ("plan", "operations", "corpus")
 FEW = 16  # documents, of which an example reads a whole epoch
 MODEL = {"num_layers": 2, "hidden_size": 64}
 SIZES = {  # of the quickstart, which takes them from its preset
@@ -162,9 +162,7 @@ def run_block(folder: Path, quickstart: Path) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=program_of)
-def test_commands_of_the_pages(
-    number: int, run_block: Callable[[int], None], folder: Path
-) -> None:
+def test_commands_of_the_pages(number: int, run_block: Callable[[int], None], folder: Path) -> None:
     run_block(number)
     if any("runs/mine/checkpoints" in command for command in BLOCKS[number]):
         latest = folder / "runs" / "mine" / "checkpoints" / "latest"
