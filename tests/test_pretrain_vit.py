@@ -81,11 +81,11 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_pa
     expected = lines(alone, "validation_top1")[-1]["validation_top1"]
     words = f"--task CIFAR10 --load {alone} --valid-data {data} --output {tmp_path}/out.json"
     evaluate([*words.split(), "--picture", f"{tmp_path}/some.png"])
-    alone = json.loads((tmp_path / "out.json").read_text())
-    assert (alone["top1"], alone["images"]) == (expected, 3 * TEST)
-    shares = [alone["by_class"][name] for name in COLORS]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["top1"], found["images"]) == (expected, 3 * TEST)
+    shares = [found["by_class"][name] for name in COLORS]
     assert sum(shares) / 3 == pytest.approx(expected)
-    assert sum(number for *_, number in alone["confusions"]) == round((1 - expected) * 3 * TEST)
+    assert sum(number for *_, number in found["confusions"]) == round((1 - expected) * 3 * TEST)
     assert Image.open(tmp_path / "some.png").size[0] > 500
 
     layout = "--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 5"
@@ -94,7 +94,7 @@ def test_the_task_gives_the_accuracy_of_training(data: Path, alone: Path, tmp_pa
         assert ranks.wait() == [0] * 4, ranks.text()
     of_ranks = json.loads((tmp_path / "out.json").read_text())
     for name in ("top1", "top5", "by_class", "confusions"):
-        assert of_ranks[name] == alone[name]
+        assert of_ranks[name] == found[name]
 
     others = tmp_path / "others"
     for split in ("train", "val"):

@@ -173,3 +173,8 @@ def test_commands_of_the_pages(number: int, run_block: Callable[[int], None], fo
 
 def test_the_pages_have_their_commands() -> None:
     assert sum(map(len, BLOCKS)) > 40
+    assert {each for block in BLOCKS for each in block} >= ELSEWHERE
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md") if "```bash" in page.read_text()}
+    # test_own_parts.py and test_pages.py have these.
+    assert pages - {*PAGES} == {"configuration", "parallelism", "sources", "tutorial_layout"}
+    assert "```bash" not in (ROOT / "README.md").read_text()

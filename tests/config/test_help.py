@@ -33,7 +33,8 @@ def test_help_is_printed_without_a_word_beside_it(
     program: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     """As its user starts it in any folder: the programs of a folder of tools/ as modules. It finds
     the project's folders by itself."""
@@ -52,8 +53,10 @@ def test_help_is_printed_without_a_word_beside_it(
         run(name, run_name="__main__")
     except SystemExit as stop:
         code = stop.code
-    output, errors = capsys.readouterr()
-    assert (code or 0, errors) == (0, "")
+    for each in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
+        del sys.modules[each]  # those from before come back
+    output, errors = capfd.readouterr()
+    assert (code or 0, errors, recwarn.list) == (0, "", [])
     assert 5 < len(output.splitlines()) < 80
     commands = re.findall(r"^ *(?:python|torchrun|bash) .+(?:\\\n.+)*", output, re.MULTILINE)
     assert len({" ".join(x.split()) for x in commands}) >= 2

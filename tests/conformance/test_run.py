@@ -1,8 +1,11 @@
 """The runner: its verdict on figures, what ranks count, and a whole run by torchrun."""
 
 import dataclasses
+import faulthandler
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,11 +52,17 @@ def copied(figures: Figures) -> Figures:
 
 @pytest.mark.parametrize("model", NAMES)
 def test_the_plain_trainer_agrees_in_fp32(model: str) -> None:
-    """test_fixtures.py has fp64."""
-    figures = train(read_fixture(model), torch.float32)
-    result = judged(figures, "--layout data=2 --dtype float32", model)
+    """test_fixtures.py has fp64. A fault shows, and is named, in such a trainer too."""
+    name, fault = next((name, each) for name, each in FAULTS.items() if model in each.models)
+    words = f"--layout data={fault.among[0]} --dtype float32"
+    right = train(read_fixture(model), torch.float32)
+    wrong = train(read_fixture(model), torch.float32, fault, fault.among[0])
+    result = judged(right, words, model)
     assert result.status == 0, str(result)
     assert result.fault is None
+    result = judged(wrong, words, model)
+    assert result.status == 1
+    assert name in str(result)
 
 
 @pytest.mark.parametrize(("number", "name"), FAULT_ROWS)
@@ -425,6 +434,22 @@ def test_ranks_that_fail_or_hang(
     assert run.main(["--adapter", PLAIN, "--python", str(python), *flags.split()]) == 2
     said = capsys.readouterr().out
     assert all(word in said for word in words), said
+
+
+def test_a_rank_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(job: Any, rank: int) -> dict[str, Any]:
+        os.kill(int((tmp_path / "0.pid").read_text()), signal.SIGUSR1)
+        return {"division": []}
+
+    (tmp_path / "job.json").write_text(json.dumps({"output": str(tmp_path)}))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(worker, "work", hang)
+    try:
+        assert worker.main(str(tmp_path / "job.json")) == 0
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+    assert "in hang" in (tmp_path / "0.stack").read_text()
+    assert not (tmp_path / "0.pid").exists()
 
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ from tests.vit import vit_samples, vit_section
 from tools.layouts.layout import Layout, parse_layout
 from tools.layouts.meters import Counts, measure
 
-GLOBAL_BATCH, STEPS, EVALUATED, LR = 4, 2, 3, 1e-3
+GLOBAL_BATCH, STEPS, EVALUATED, LR = 4, 2, 5, 1e-3
 DROPOUT = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,

@@ -49,7 +49,10 @@ OTHERS = {
         *("tensor=2,context=2,zero=1", "tensor=2,pipeline=2", "tensor=2,data=2,zero=3"),
         *("tensor=4,sequence", "data=4,zero=2", "tensor=4:2d", "data=2,pipeline=2"),
     ),
-    8: ("tensor=8:3d", "tensor=4:2d,data=2,zero=3", "tensor=2,data=2,pipeline=2"),
+    8: (
+        *("tensor=8:3d", "tensor=4:2d,data=2,zero=3"),
+        *("tensor=2,data=2,pipeline=2", "tensor=8:2.5d:2"),
+    ),
 }
 MODELS = FACTORS["model"] + OF_LLAMA["model"]
 THEIRS = tuple(dict.fromkeys(case.model for case in UNMODIFIED))
@@ -89,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def run_group(pool: Pool, group: Group, number: int, device: str) -> dict[Case, set[str]]:
-    """What is wrong with each case, on any rank. number: of the group."""
+    """What is wrong with each case, on any rank. number: of its group in the whole list."""
     names = OTHERS[ranks(group[0])]
     chosen = [names[(3 * number + each) % len(names)] for each in range(3)]
     others = [parse_layout(name) for name in (*chosen, "serial")]

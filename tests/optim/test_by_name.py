@@ -302,7 +302,7 @@ def test_a_resumed_state_has_the_same_bytes(name: str, tmp_path: Path) -> None:
 def test_a_resumed_state_has_the_same_bytes_at_a_layout(
     gloo: Pool, words: str, tmp_path: Path
 ) -> None:
-    assert all(gloo.run(2, resumed, words, config_of("adagrad"), tmp_path))
+    assert all(gloo.run(2, resumed, words, config_of("examples.own_parts:lion"), tmp_path))
 
 
 def test_a_trial_finds_what_an_optimizer_needs() -> None:

@@ -119,6 +119,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 def test_fine_tuning_of_a_pretrained_model_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     words = ["--load", "PRETRAINED", "--finetune", "--save", "TUNED"]
     assert submit(tmp_path, "pretrain_gpt2.sh", *words).returncode == 0
+    assert not any("requeue" in each for each in calls(tmp_path))  # it is through
     (tmp_path / "scripts").unlink()
     ended = submit(tmp_path, "finetune.sh", "--load", "PRETRAINED")
     assert ended.returncode == 2

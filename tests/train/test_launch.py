@@ -61,7 +61,7 @@ UNREACHED = "start.PATIENCE = 0.5"
 # Rank 0's patience begins when rank 1 is there.
 SHORT = """
 from datetime import timedelta
-meet, start.NOTICE = start.meet, 0.5
+meet, start.NOTICE = start.meet, 2.0
 def meet_soon(store, info, watch, patience):
     if rank == 0:
         store.wait(["here/1"], timedelta(minutes=30))

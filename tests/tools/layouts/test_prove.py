@@ -187,7 +187,7 @@ def test_right_plans(gloo: Pool, size: int) -> None:
         "granite": config_of("granite", embedding_multiplier=12.0, logits_scaling=8.0),
         "gathered": config_of("gpt2", toml(GATHERED)),
         "layers by their numbers": config_of(
-            "llama", toml(LLAMA | {"*.layers.[12].mlp.down_proj": "row"}), num_hidden_layers=3
+            "llama", toml(LLAMA | {"*.layers.[23].mlp.down_proj": "row"}), num_hidden_layers=3
         ),
         "an output layer that stays cut": config_of(
             "llama", toml(LLAMA | {"lm_head": "column"}), vocab_size=128
