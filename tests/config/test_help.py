@@ -47,10 +47,12 @@ def test_help_is_printed_without_a_word_beside_it(
     monkeypatch.setattr(sys, "argv", [str(file), "-h"])
     monkeypatch.chdir(tmp_path)
     module = program.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
-    run, name = (runpy.run_module, module) if is_module else (runpy.run_path, str(file))
     code: object = None
     try:
-        run(name, run_name="__main__")
+        if is_module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(file), run_name="__main__")
     except SystemExit as stop:
         code = stop.code
     for each in [each for each in sys.modules if each.partition(".")[0] in FOLDERS]:
