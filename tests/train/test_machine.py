@@ -55,12 +55,12 @@ def test_the_program_ends_with_the_message(ranks: int, cure: str, tmp_path: Path
 
 
 def test_a_sequence_that_one_rank_cannot_hold_trains_on_four(tmp_path: Path) -> None:
-    """Its layers keep 1 GB, which context parallelism divides."""
+    """It takes 850 MB beside what every process has, and 500 MB on each of four ranks."""
     words = "--mock-data --vocab-size 96 --seq-length 4096 --max-position-embeddings 4096 "
     words += "--global-batch-size 1 --train-iters 1 --attention-dropout 0 --hidden-dropout 0 "
     words += "--eval-iters 0"
     shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8"
-    run = partial(pretrain, folder=tmp_path, shape=shape, before=partial(limit_memory, 800 * 10**6))
+    run = partial(pretrain, folder=tmp_path, shape=shape, before=partial(limit_memory, 650 * 10**6))
     with run(words, world=1) as alone:
         assert 0 not in alone.wait()
         assert "--context-parallel-size 2" in alone.text()

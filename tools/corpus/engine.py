@@ -112,7 +112,7 @@ class StepRun:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # undone if something here fails
             if not self.output.exists():
-                self.output.mkdir(parents=True)
+                self.output.mkdir(parents=True, exist_ok=True)  # another share may be as quick
                 stack.callback(remove_if_empty, self.output)
             stack.enter_context(locked(self.output, shared=self.settings.shard is not None))
             if difference := self._difference():

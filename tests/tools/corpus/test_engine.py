@@ -356,6 +356,21 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert content(output) == expected
 
 
+def test_a_folder_that_another_share_makes_first_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, make = tmp_path / "out", Path.mkdir
+
+    def later(path: Path, *words: object, **options: bool) -> None:
+        if path == output and not output.exists():
+            make(output)
+        make(path, *words, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", later)
+    with StepRun("toy", toy(corpus(tmp_path / "in"), output, shard="1/2")) as step:
+        assert not step.done
+
+
 def test_shares_do_every_task_once_and_a_last_run_writes_the_same(
     tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
